@@ -1,0 +1,40 @@
+"""Checks of single arguments, each with the error a user needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import domain_error
+from .symbols import Interval
+
+
+def check_count(name: str, value: Any, *, least: int = 1) -> None:
+    """An integer of at least `least`."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < least:
+        raise domain_error(name, value, f"an integer of at least {least}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """One of a list; True and 1 are told apart."""
+    if not any(value is option or (type(value) is type(option) and value == option) for option in allowed):
+        raise domain_error(name, value, f"one of {', '.join(map(repr, allowed))}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise domain_error(name, value, "True or False")
+
+
+def check_in(name: str, value: Any, interval: Interval, remedy: str = "") -> None:
+    """A number, or an array of numbers, inside an interval."""
+    try:
+        numeric = np.asarray(value, dtype=float)
+    except (TypeError, ValueError):
+        raise domain_error(name, value, f"a number inside {interval}", remedy) from None
+    if numeric.size == 0 or not interval.contains(numeric):
+        raise domain_error(name, value, f"inside {interval}", remedy)

@@ -1,0 +1,71 @@
+"""How components compose: leaves, chains (`>>`), residual connections and numbered layers.
+
+A composition is a declaration and evaluates nothing. `propagate` walks it; at a leaf it calls
+`forward`, which returns the output's moments and the pullback: the map from the moments of the
+gradient at the output to those at the input.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .state import Array, Gradient, Signal
+
+
+class Pulled(NamedTuple):
+    """What a pullback returns."""
+
+    gradient: Gradient
+    weights: Mapping[str, Array] = {}  # expected squared gradient norm of each weight matrix
+
+
+Pullback = Callable[[Gradient], Pulled]
+
+
+class Component(abc.ABC):
+    """A node of the declaration. `label` names its site in a trace, such as "attention.norm"."""
+
+    label: str
+
+    def __rshift__(self, other: Component) -> Chain:
+        first = self.parts if isinstance(self, Chain) else (self,)
+        second = other.parts if isinstance(other, Chain) else (other,)
+        return Chain(first + second)
+
+
+class Leaf(Component):
+    """A component that transforms moments by its laws."""
+
+    @abc.abstractmethod
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        """Moments of the output, and the map that carries a gradient back through this node."""
+
+
+@dataclass(frozen=True)
+class Chain(Component):
+    """Components one after the other."""
+
+    parts: tuple[Component, ...]
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Residual(Component):
+    """skip_scale * x + branch_scale * branch(x); the scales multiply amplitudes."""
+
+    branch: Component
+    skip_scale: Any = 1.0
+    branch_scale: Any = 1.0
+    label: str = "sum"
+
+
+@dataclass(frozen=True)
+class Layer(Component):
+    """One numbered layer of the stack; its output is a point of the stream."""
+
+    body: Component
+    number: int
+    label: str = "stream"

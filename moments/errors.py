@@ -1,0 +1,25 @@
+"""Everything the package raises or warns on purpose."""
+
+from __future__ import annotations
+
+
+class MomentsError(Exception):
+    """Base of every error that `moments` raises on purpose."""
+
+
+class DomainError(MomentsError, ValueError):
+    """A value outside what is allowed; the message says what, the value, what is allowed, the remedy."""
+
+
+class ValidityWarning(UserWarning):
+    """A number was computed outside the regime in which its formula is known to be accurate."""
+
+
+def domain_error(argument: str, value: object, allowed: str, remedy: str = "") -> DomainError:
+    """Build the one sentence every bad input gets.
+
+    >>> str(domain_error("dropout", 1.2, "a probability in [0, 1)", "pass 0.1 for ten percent"))
+    'dropout = 1.2: must be a probability in [0, 1); pass 0.1 for ten percent'
+    """
+    message = f"{argument} = {value!r}: must be {allowed}"
+    return DomainError(f"{message}; {remedy}" if remedy else message)

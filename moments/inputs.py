@@ -1,0 +1,115 @@
+"""The moments of the tensor that enters layer 1: from an embedding, a text, or the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .checks import check_in
+from .embedding import Embedding
+from .errors import DomainError, domain_error
+from .law import ComponentLaws, Theory
+from .laws.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
+from .state import Array, Kernel, Signal
+from .symbols import NONNEGATIVE, POSITIVE, Interval
+
+
+def check_moments(
+    prefix: str, variance: Any, correlation: Any, seq_len: int
+) -> tuple[Array, Array]:
+    """Validate a variance and a token correlation, shape (...,); floats where both are scalars.
+
+    Raises:
+        DomainError: a variance that is not positive (or, for a gradient, negative), a correlation
+            below -1/(L-1), which no L tokens can share, or above 1.
+    """
+    interval = NONNEGATIVE if prefix else POSITIVE
+    check_in(f"{prefix}variance", variance, interval, "pass a variance, not a deviation")
+    least = -1.0 / (seq_len - 1)
+    check_in(
+        f"{prefix}correlation",
+        correlation,
+        Interval(least, 1.0),
+        f"{seq_len} tokens cannot all correlate below -1/(seq_len - 1) = {least:.4g}",
+    )
+    if np.ndim(variance) == 0 and np.ndim(correlation) == 0:
+        return float(variance), float(correlation)
+    v, r = np.broadcast_arrays(np.asarray(variance, float), np.asarray(correlation, float))
+    return v, r
+
+
+def given_signal(variance: Array, correlation: Array, seq_len: int, d_model: int) -> Signal:
+    """Tokens alike, with the moments the user gives."""
+    return Signal(Kernel(variance, variance * correlation), seq_len, width=d_model)
+
+
+def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
+    """Share of ordered token pairs with the same id, averaged over sequences.
+
+    Raises:
+        DomainError: not integers of shape (L,) or (B, L).
+    """
+    matrix = check_ids(ids, seq_len, name)
+    same = (matrix[:, :, None] == matrix[:, None, :]).sum((1, 2)) - seq_len
+    return float(np.mean(same / (seq_len * (seq_len - 1))))
+
+
+def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
+    """Integers of shape (B, L)."""
+    matrix = np.atleast_2d(np.asarray(ids))
+    if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.integer) or matrix.min() < 0:
+        raise DomainError(f"{name} must be non-negative integers of shape (L,) or (B, L)")
+    if matrix.shape[1] != seq_len:
+        raise domain_error(
+            name,
+            f"sequences of {matrix.shape[1]} tokens",
+            f"sequences of seq_len = {seq_len}",
+            f"use model.replace(seq_len={matrix.shape[1]})",
+        )
+    return matrix
+
+
+def embedded_signal(
+    embedding: Embedding,
+    seq_len: int,
+    d_model: int,
+    theory: Theory,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+) -> Signal:
+    """Sum of the embedding tables for tokens alike, before the embedding's norm and dropout.
+
+    Without `token_ids` the text follows Zipf's law and segments split it uniformly; with them the
+    repetitions are counted, and a text without `segment_ids` is one segment.
+    """
+    if token_ids is not None:
+        ids = check_ids(token_ids, seq_len, "token_ids")
+        if ids.max() >= embedding.vocab_size:
+            raise domain_error(
+                "token_ids", int(ids.max()), f"below vocab_size = {embedding.vocab_size}"
+            )
+        token = repeated_pairs(ids, seq_len, "token_ids")
+        segment = (
+            1.0 if segment_ids is None else repeated_pairs(segment_ids, seq_len, "segment_ids")
+        )
+    else:
+        token = _pattern(TOKEN_EMBEDDING, theory, vocab_size=embedding.vocab_size, seq_len=seq_len)
+        segment = _pattern(SEGMENT_EMBEDDING, theory, seq_len=seq_len)
+    tables = [
+        (TOKEN_EMBEDDING, embedding.token_variance, token),
+        (SEGMENT_EMBEDDING, embedding.segment_variance, segment),
+        (POSITION_EMBEDDING, embedding.position_variance, 0.0),
+    ]
+    total = Kernel(0.0, 0.0)
+    for laws, variance, pattern in tables:
+        values = {"table_variance": variance, "pattern_correlation": pattern}
+        total = total + Kernel(
+            float(laws.law("variance", theory).of(values)),
+            float(laws.law("covariance", theory).of(values)),
+        )
+    return Signal(total, seq_len, width=d_model)
+
+
+def _pattern(laws: ComponentLaws, theory: Theory, **values: float) -> float:
+    return float(laws.law("pattern_correlation", theory).of(values))

@@ -1,0 +1,1 @@
+"""Every formula of the package, one file per kind of component."""

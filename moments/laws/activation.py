@@ -1,0 +1,228 @@
+"""Activations applied to a centred Gaussian input, as pair laws.
+
+Each activation is two functions of a pair of tokens with variances v, v' and correlation r: the
+second moment E phi(x) phi(x') and the slope E phi'(x) phi'(x') (its derivative in the covariance,
+by Price's theorem). A token with itself is the pair at r = 1, so every law below follows from these
+two and from the mean. Closed forms where they exist, Gaussian expectations elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..law import ComponentLaws, Law, Source, derived
+from ..symbols import Interval
+from .references import kedia
+
+Pair = Callable[[Any, Any, Any, Any], Any]
+Single = Callable[[Any, Any], Any]
+
+
+def activation(
+    name: str,
+    title: str,
+    *,
+    mean: Single,
+    moment: Pair,
+    slope: Pair,
+    kurtosis: Single,
+    source: dict[str, Source],
+    simplified: dict[str, Law | None] | None = None,
+) -> ComponentLaws:
+    """Assemble an activation's laws from its mean, pair moment, pair slope and kurtosis."""
+
+    def covariance(m: Any, v: Any, other: Any, r: Any) -> Any:
+        return moment(m, v, other, r) - mean(m, v) * mean(m, other)
+
+    by_default = derived("second moment and slope of a Gaussian pair, checked by quadrature")
+    cite = lambda quantity: source.get(quantity, by_default)  # noqa: E731
+    return ComponentLaws(
+        name,
+        title,
+        {
+            "mean": Law(lambda m, x_variance: mean(m, x_variance), cite("mean")),
+            "variance": Law(
+                lambda m, x_variance: covariance(m, x_variance, x_variance, 1), cite("variance")
+            ),
+            "covariance": Law(
+                lambda m, x_variance, x_other_variance, x_correlation: covariance(
+                    m, x_variance, x_other_variance, x_correlation
+                ),
+                cite("covariance"),
+            ),
+            "hidden_covariance": Law(
+                lambda m, x_variance, x_hidden_correlation: covariance(
+                    m, x_variance, x_variance, x_hidden_correlation
+                ),
+                cite("hidden_covariance"),
+            ),
+            "grad_variance": Law(
+                lambda m, x_variance, grad_variance: (
+                    slope(m, x_variance, x_variance, 1) * grad_variance
+                ),
+                cite("grad_variance"),
+            ),
+            "grad_covariance": Law(
+                lambda m, x_variance, x_other_variance, x_correlation, grad_covariance: (
+                    slope(m, x_variance, x_other_variance, x_correlation) * grad_covariance
+                ),
+                cite("grad_covariance"),
+            ),
+            "kurtosis": Law(lambda m, x_variance: kurtosis(m, x_variance), cite("kurtosis")),
+        },
+        simplified=simplified or {},
+    )
+
+
+# --- ReLU: the arc-cosine kernels of degree 1 and 0 ---------------------------------------------
+
+
+def _relu_slope(m: Any, v: Any, other: Any, r: Any) -> Any:
+    return m.ratio(1, 4) + m.asin(r) / (2 * m.pi)
+
+
+def _relu_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
+    return m.sqrt(v * other) * (
+        r * _relu_slope(m, v, other, r) + m.sqrt((1 - r) * (1 + r)) / (2 * m.pi)
+    )
+
+
+RELU = activation(
+    "relu",
+    "ReLU, max(x, 0)",
+    mean=lambda m, v: m.sqrt(v / (2 * m.pi)),
+    moment=_relu_moment,
+    slope=_relu_slope,
+    kurtosis=lambda m, v: 6 + 0 * v,
+    source={
+        "mean": kedia("A.4 and Table 15"),
+        "variance": kedia("A.4 and Table 16"),
+        "covariance": kedia("A.4 and Table 18; unequal variances: arc-cosine kernel of degree 1"),
+        "hidden_covariance": kedia("A.4 and Table 19"),
+        "grad_variance": kedia("A.4 and Table 17"),
+        "grad_covariance": kedia("A.4 and Table 20; arc-cosine kernel of degree 0"),
+        "kurtosis": derived("E x^4 / 2 over (E x^2 / 2)^2"),
+    },
+    simplified={
+        "covariance": Law(
+            lambda m, x_variance, x_correlation: x_variance
+            * (m.pi - 1)
+            / (2 * m.pi)
+            * (m.ratio(7, 10) * x_correlation + m.ratio(3, 10) * x_correlation**2),
+            kedia("Table 1"),
+            "fitted",
+            note="the paper's polynomial fit to the exact law on r in [0, 1]",
+            limits={"x_correlation": Interval(0.0, 1.0)},
+        )
+    },
+)
+
+
+# --- GeLU, erf form: x Phi(x) -------------------------------------------------------------------
+# Phi(x) = P(z < x) for an independent standard normal z, so moments of x Phi(x) are orthant
+# probabilities of (x - z, x' - z') and their derivatives; c = r sqrt(v v'), q = (1+v)(1+v').
+
+
+def _gelu_parts(m: Any, v: Any, other: Any, r: Any) -> tuple[Any, Any, Any, Any, Any]:
+    c = r * m.sqrt(v * other)
+    q = (1 + v) * (1 + other)
+    # q - c^2 written without cancellation at r near 1
+    gap = 1 + v + other + v * other * (1 - r) * (1 + r)
+    orthant = m.ratio(1, 4) + m.asin(c / m.sqrt(q)) / (2 * m.pi)
+    density = 1 / (2 * m.pi * m.sqrt(gap))
+    edge = v * other * (1 - r) * (1 + r) + c**2 / (1 + v) + c**2 / (1 + other)
+    return c, gap, orthant, density, edge
+
+
+def _gelu_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
+    c, _, orthant, density, edge = _gelu_parts(m, v, other, r)
+    return c * orthant + density * edge
+
+
+def _gelu_slope(m: Any, v: Any, other: Any, r: Any) -> Any:
+    c, gap, orthant, density, edge = _gelu_parts(m, v, other, r)
+    bend = 2 / (1 + v) + 2 / (1 + other) - 1
+    return orthant + c * density * (edge / gap + bend)
+
+
+def gelu_function(m: Any, x: Any) -> Any:
+    return x * m.normal_cdf(x)
+
+
+GELU = activation(
+    "gelu",
+    "GeLU, erf form, x Phi(x)",
+    mean=lambda m, v: v / m.sqrt(2 * m.pi * (1 + v)),
+    moment=_gelu_moment,
+    slope=_gelu_slope,
+    kurtosis=lambda m, v: _kurtosis(m, gelu_function, v),
+    source={
+        "mean": kedia("A.5 and Table 15"),
+        "variance": kedia("A.5 and Table 16"),
+        "covariance": kedia("A.5 and Table 18; unequal variances derived here, by quadrature"),
+        "hidden_covariance": kedia("A.5; the cell of Table 19 is blank in both versions"),
+        "grad_variance": kedia("A.5 and Table 17"),
+        "grad_covariance": kedia("A.5 and Table 20; unequal variances derived here"),
+    },
+)
+
+
+# --- The identity, for linear networks ----------------------------------------------------------
+
+IDENTITY = activation(
+    "identity",
+    "Identity, for linear networks",
+    mean=lambda m, v: 0 * v,
+    moment=lambda m, v, other, r: r * m.sqrt(v * other),
+    slope=lambda m, v, other, r: 1 + 0 * r,
+    kurtosis=lambda m, v: 3 + 0 * v,
+    source={},
+)
+
+
+# --- Any other function: expectations over the Gaussian ------------------------------------------
+
+
+def _kurtosis(m: Any, function: Single, v: Any) -> Any:
+    fourth = m.expect(lambda n, x: function(n, x) ** 4, v)
+    return fourth / m.expect(lambda n, x: function(n, x) ** 2, v) ** 2
+
+
+def by_quadrature(name: str, title: str, function: Single, derivative: Single) -> ComponentLaws:
+    """An activation without closed forms: its laws are Gaussian expectations.
+
+    `function` and `derivative` are written over a number system, f(m, x), like every formula.
+    Numerically: Gauss-Hermite nodes; pairs by the Hermite (Mehler) expansion in r.
+    """
+    return activation(
+        name,
+        title,
+        mean=lambda m, v: m.expect(function, v),
+        moment=lambda m, v, other, r: m.expect_pair(function, v, other, r),
+        slope=lambda m, v, other, r: m.expect_pair(derivative, v, other, r),
+        kurtosis=lambda m, v: _kurtosis(m, function, v),
+        source={},
+    )
+
+
+def _tanh_gate(m: Any, x: Any) -> Any:
+    return m.tanh(m.sqrt(2 / m.pi) * (x + m.ratio(44715, 1000000) * x**3))
+
+
+def gelu_tanh_function(m: Any, x: Any) -> Any:
+    return x * (1 + _tanh_gate(m, x)) / 2
+
+
+def gelu_tanh_derivative(m: Any, x: Any) -> Any:
+    gate = _tanh_gate(m, x)
+    inner = m.sqrt(2 / m.pi) * (1 + 3 * m.ratio(44715, 1000000) * x**2)
+    return (1 + gate + x * (1 - gate**2) * inner) / 2
+
+
+GELU_TANH = by_quadrature(
+    "gelu_tanh",
+    "GeLU, tanh form, as in GPT-2",
+    gelu_tanh_function,
+    gelu_tanh_derivative,
+)

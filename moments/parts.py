@@ -1,0 +1,180 @@
+"""The leaves that hold laws: linear maps, activations, dropout, scales, and whole published blocks.
+
+Each takes its laws as data, so that a theory is a choice of laws and never a branch in the engine.
+Normalisation and refined attention, which need more than two laws, have modules of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .composition import Leaf, Pullback, Pulled
+from .law import ComponentLaws, Law, Theory
+from .state import Array, Gradient, Kernel, Signal
+
+Values = dict[str, Array]
+
+
+def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Values]:
+    """Values of the laws' symbols: those of one token, and those of a pair of tokens.
+
+    With tokens alike both are one dictionary, so that a law may mix them, as the published ones do.
+    """
+    kernel = signal.kernel
+    if not signal.resolved:
+        values = dict(parameters)
+        values["x_mean"] = values["x_other_mean"] = signal.mean
+        values["x_variance"] = values["x_other_variance"] = kernel.diagonal
+        values["x_correlation"] = signal.correlation()
+        values["x_hidden_correlation"] = signal.hidden_covariance / kernel.diagonal
+        return values, values
+    lifted = {name: kernel.lift(value) for name, value in parameters.items()}
+    single = {name: one for name, (one, _) in lifted.items()}
+    single |= {"x_mean": signal.mean, "x_variance": kernel.diagonal}
+    pair = {name: two for name, (_, two) in lifted.items()}
+    pair["x_variance"], pair["x_other_variance"] = kernel.over_tokens(kernel.diagonal)
+    pair["x_mean"], pair["x_other_mean"] = kernel.over_tokens(signal.mean + 0 * kernel.diagonal)
+    pair["x_correlation"] = signal.correlation()
+    return single, pair
+
+
+def evaluate(law: Law, algebra: Any, values: Values) -> Array:
+    """One law on bound values, in the number system of the signal."""
+    return law.formula(algebra, *[values[name] for name in law.arguments])
+
+
+@dataclass(frozen=True)
+class Lawful(Leaf):
+    """A leaf whose moments follow from its laws alone.
+
+    Attributes:
+        laws: the component's laws.
+        theory: which of them to use.
+        label: site name in a trace.
+        parameters: values of the laws' symbols that the signal does not carry, such as fan_in.
+        width: number of features of the output; None: that of the input.
+    """
+
+    laws: ComponentLaws
+    theory: Theory
+    label: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    width: Any = None
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        laws = self.laws.under(self.theory)
+        algebra, kernel = signal.algebra, signal.kernel
+        one, two = bind(signal, self.parameters)
+        variance = evaluate(laws["variance"], algebra, one) + 0 * kernel.diagonal
+        pairs = evaluate(laws["covariance"], algebra, two) + 0 * kernel.pairs
+        output = Signal(
+            Kernel(variance, pairs, signal.resolved).with_diagonal(variance),
+            signal.seq_len,
+            mean=evaluate(laws["mean"], algebra, one),
+            width=signal.width if self.width is None else self.width,
+        )
+        if not signal.resolved and "hidden_covariance" in laws:
+            hidden = evaluate(laws["hidden_covariance"], algebra, one)
+            output = output.replace(hidden_covariance=hidden)
+        if signal.spread is not None:
+            output = self._spread(signal, output, one)
+
+        def pullback(gradient: Gradient) -> Pulled:
+            received = gradient.kernel
+            if gradient.resolved:
+                single = one | {"grad_variance": received.diagonal}
+                pair = two | {"grad_covariance": received.pairs}
+            else:
+                single = pair = one | {
+                    "grad_variance": received.diagonal,
+                    "grad_covariance": received.pairs,
+                }
+            variance = evaluate(laws["grad_variance"], algebra, single)
+            pairs = evaluate(laws["grad_covariance"], algebra, pair)
+            sent = Kernel(variance, pairs, gradient.resolved).with_diagonal(variance)
+            return Pulled(self._sent(gradient, sent), self._weight_gradients(signal, gradient))
+
+        return output, pullback
+
+    def _sent(self, gradient: Gradient, kernel: Kernel) -> Gradient:
+        return Gradient(kernel, gradient.seq_len)
+
+    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
+        return output
+
+    def _weight_gradients(self, signal: Signal, gradient: Gradient) -> dict[str, Array]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Linear(Lawful):
+    """A weight matrix; `weight` names it in the table of weight gradients."""
+
+    weight: str = "weight"
+
+    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
+        # Given x, y is Gaussian with covariance gain C: |y_i|^2/width follows |x_i|^2 and adds its
+        # own chi-square fluctuation, 2 B o B/width.
+        gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
+        assert signal.spread is not None
+        own = (output.kernel * output.kernel).scaled(2 / output.width)
+        return output.replace(spread=signal.spread.scaled(gain * gain) + own)
+
+    def _weight_gradients(self, signal: Signal, gradient: Gradient) -> dict[str, Array]:
+        # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j].
+        size = self.parameters["fan_in"] * self.parameters["fan_out"]
+        overlap = (signal.second_moment() * gradient.kernel).total(signal.seq_len)
+        return {self.weight: size * overlap}
+
+
+@dataclass(frozen=True)
+class Activation(Lawful):
+    """A function applied to every entry of a centred Gaussian input."""
+
+    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
+        # Independent features fluctuate by their own kurtosis; what the input's norm had beyond
+        # independence passes on in proportion (exact for functions of degree 1).
+        assert signal.spread is not None
+        kurtosis = evaluate(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
+        moment = output.second_moment()
+        if signal.resolved:
+            kurtosis = kurtosis.mean(-1)
+        own = (moment * moment).scaled((kurtosis - 1) / output.width)
+        shared = signal.spread - (signal.kernel * signal.kernel).scaled(2 / signal.width)
+        ratio = moment.mean_diagonal() / signal.kernel.mean_diagonal()
+        return output.replace(spread=own + shared.scaled(ratio * ratio), kurtosis=kurtosis)
+
+
+@dataclass(frozen=True)
+class Dropout(Lawful):
+    """Dropout with fresh masks for every token and entry."""
+
+    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
+        # |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the
+        # masks' variance, p/q^3 times the fourth moment.
+        assert signal.spread is not None
+        drop_prob = self.parameters["drop_prob"]
+        kept = 1 - drop_prob
+        moment = signal.second_moment().diagonal
+        spread = signal.spread.scaled(1 / kept**2)
+        masks, _ = spread.lift(drop_prob / kept**3 * signal.kurtosis / signal.width)
+        spread = spread.with_diagonal(spread.diagonal + masks * moment * moment)
+        return output.replace(spread=spread, centred=signal.centred)
+
+
+@dataclass(frozen=True)
+class Scale(Lawful):
+    """Multiplication by a constant."""
+
+    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
+        assert signal.spread is not None
+        factor = self.parameters["weight_variance"]
+        centred = None if signal.centred is None else signal.centred.scaled(factor)
+        return output.replace(
+            spread=signal.spread.scaled(factor**2), centred=centred, kurtosis=signal.kurtosis
+        )
+
+    def _sent(self, gradient: Gradient, kernel: Kernel) -> Gradient:
+        return Gradient(kernel, gradient.seq_len, gradient.orthogonal, gradient.centred_share)

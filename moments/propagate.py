@@ -1,0 +1,151 @@
+"""The engine: one pass forward through a declaration, one pass backward, and the trace of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .composition import Chain, Component, Layer, Leaf, Residual
+from .errors import MomentsError
+from .state import Array, Gradient, Kernel, Signal
+
+BackwardPass = Callable[[Gradient], Gradient]
+
+
+@dataclass
+class Point:
+    """One site of the network with the moments that pass through it."""
+
+    layer: int
+    site: str
+    signal: Signal
+    gradient: Gradient | None = None
+
+
+@dataclass
+class Trace:
+    """Everything a pass saw, in the order of the forward pass.
+
+    `weights` holds (layer, matrix, expected squared gradient norm), in the order of the backward
+    pass.
+    """
+
+    points: list[Point] = field(default_factory=list)
+    weights: list[tuple[int, str, Array]] = field(default_factory=list)
+    layer: int = 0
+
+    def stream(self) -> list[Point]:
+        """The N + 1 points of the residual stream."""
+        return [point for point in self.points if point.site == "stream"]
+
+
+def forward(component: Component, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    """Carry a signal through a declaration, recording every site in `trace`.
+
+    Returns the output and the backward pass, which carries a gradient at the output back to the
+    input and fills in the trace's gradients.
+    """
+    if isinstance(component, Leaf):
+        return _leaf(component, signal, trace)
+    if isinstance(component, Chain):
+        return _chain(component, signal, trace)
+    if isinstance(component, Residual):
+        return _residual(component, signal, trace)
+    if isinstance(component, Layer):
+        trace.layer = component.number
+        output, back = forward(component.body, signal, trace)
+        return output, _recorded(trace, component.label, output, back)
+    raise MomentsError(f"cannot propagate through a {type(component).__name__}")
+
+
+def start(signal: Signal, trace: Trace) -> None:
+    """Record the tensor that enters layer 1."""
+    trace.points.append(Point(0, "stream", signal))
+
+
+def _recorded(trace: Trace, site: str, output: Signal, back: BackwardPass) -> BackwardPass:
+    point = Point(trace.layer, site, output)
+    trace.points.append(point)
+
+    def backward(gradient: Gradient) -> Gradient:
+        point.gradient = gradient
+        return back(gradient)
+
+    return backward
+
+
+def _leaf(leaf: Leaf, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    output, pullback = leaf.forward(signal)
+    layer = trace.layer
+
+    def back(gradient: Gradient) -> Gradient:
+        pulled = pullback(gradient)
+        trace.weights.extend((layer, name, norm) for name, norm in pulled.weights.items())
+        return pulled.gradient
+
+    return output, _recorded(trace, leaf.label, output, back)
+
+
+def _chain(chain: Chain, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    passes: list[BackwardPass] = []
+    for part in chain.parts:
+        signal, back = forward(part, signal, trace)
+        passes.append(back)
+
+    def backward(gradient: Gradient) -> Gradient:
+        for back in reversed(passes):
+            gradient = back(gradient)
+        return gradient
+
+    return signal, backward
+
+
+def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    branch, back = forward(node.branch, signal, trace)
+    skip, scale = _square(node.skip_scale), _square(node.branch_scale)
+    carried, added = signal.kernel.scaled(skip), branch.kernel.scaled(scale)
+    output = Signal(carried + added, signal.seq_len, width=signal.width)
+    if signal.spread is not None and branch.spread is not None:
+        # Stream and branch are independent in direction: |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with
+        # E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
+        cross = (carried * added).scaled(4 / signal.width)
+        spread = signal.spread.scaled(skip * skip) + branch.spread.scaled(scale * scale) + cross
+        centred = None if signal.centred is None else signal.centred.scaled(skip)
+        output = output.replace(spread=spread, centred=centred)
+
+    def backward(gradient: Gradient) -> Gradient:
+        kept = gradient.kernel.scaled(skip)
+        returned = back(gradient.with_kernel(gradient.kernel.scaled(scale)))
+        return _merge(gradient, kept, returned, node.branch)
+
+    return output, _recorded(trace, node.label, output, backward)
+
+
+def _merge(
+    gradient: Gradient, kept: Kernel, returned: Gradient, branch: Component
+) -> Gradient:
+    """Add the gradient that came through the branch to the one the skip connection kept.
+
+    The sum stays orthogonal to the signal if it was so above and the branch scales with its input,
+    that is, holds no normalisation (exact for ReLU networks, to leading order for attention, whose
+    logits do not scale).
+    """
+    total = kept + returned.kernel
+    share = kept.mean_diagonal() / total.mean_diagonal()
+    return Gradient(
+        total,
+        gradient.seq_len,
+        orthogonal=gradient.orthogonal and not _normalises(branch),
+        centred_share=gradient.centred_share * share,
+    )
+
+
+def _normalises(component: Component) -> bool:
+    if isinstance(component, Chain):
+        return any(_normalises(part) for part in component.parts)
+    return bool(getattr(component, "normalises", False))
+
+
+def _square(scale: Any) -> Any:
+    return scale * scale

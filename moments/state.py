@@ -1,0 +1,179 @@
+"""What travels through a network: the moments of a signal and of its gradient.
+
+A `Kernel` holds one number per token and one per pair of tokens, in one of two resolutions:
+
+exchangeable     all tokens alike: `diagonal` and `pairs` have shape (...,)
+token-resolved   `diagonal` has shape (..., L), `pairs` (..., L, L) with `diagonal` on its diagonal
+
+Leading axes are configurations. Without any, exchangeable entries are plain floats, which keeps a
+deep scalar prediction free of array overhead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .algebra import FLOAT, NUMPY
+
+Array = Any  # float or numpy array; see the module docstring
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """Second moments: per token, and per ordered pair of different tokens."""
+
+    diagonal: Array
+    pairs: Array
+    resolved: bool = False
+
+    @classmethod
+    def of_matrix(cls, matrix: Array) -> Kernel:
+        """Token-resolved kernel of a (..., L, L) matrix."""
+        return cls(np.diagonal(matrix, axis1=-2, axis2=-1), matrix, True)
+
+    def with_diagonal(self, diagonal: Array) -> Kernel:
+        """The same pairs with another diagonal."""
+        if not self.resolved:
+            return Kernel(diagonal, self.pairs)
+        matrix = np.array(np.broadcast_to(self.pairs, (*np.shape(diagonal), np.shape(diagonal)[-1])))
+        index = np.arange(matrix.shape[-1])
+        matrix[..., index, index] = diagonal
+        return Kernel(diagonal, matrix, True)
+
+    def lift(self, value: Array) -> tuple[Array, Array]:
+        """A per-configuration number, shaped to meet `diagonal` and to meet `pairs`."""
+        if not self.resolved or np.ndim(value) == 0:
+            return value, value
+        return value[..., None], value[..., None, None]
+
+    def scaled(self, factor: Array) -> Kernel:
+        """Every entry times a per-configuration factor."""
+        one, two = self.lift(factor)
+        return Kernel(self.diagonal * one, self.pairs * two, self.resolved)
+
+    def __add__(self, other: Kernel) -> Kernel:
+        return Kernel(
+            self.diagonal + other.diagonal, self.pairs + other.pairs, self.resolved
+        )
+
+    def __sub__(self, other: Kernel) -> Kernel:
+        return Kernel(
+            self.diagonal - other.diagonal, self.pairs - other.pairs, self.resolved
+        )
+
+    def __mul__(self, other: Kernel) -> Kernel:
+        return Kernel(
+            self.diagonal * other.diagonal, self.pairs * other.pairs, self.resolved
+        )
+
+    def over_tokens(self, value: Array) -> tuple[Array, Array]:
+        """A per-token number at the first and at the second token of every pair."""
+        if not self.resolved:
+            return value, value
+        return value[..., :, None], value[..., None, :]
+
+    def mean_diagonal(self) -> Array:
+        """Average over tokens."""
+        return np.mean(self.diagonal, axis=-1) if self.resolved else self.diagonal
+
+    def mean_pairs(self) -> Array:
+        """Average over ordered pairs of different tokens."""
+        if not self.resolved:
+            return self.pairs
+        length = self.pairs.shape[-1]
+        total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
+        return total / (length * (length - 1))
+
+    def total(self, seq_len: int) -> Array:
+        """Sum over all tokens and ordered pairs."""
+        if self.resolved:
+            return self.pairs.sum((-2, -1))
+        return seq_len * (self.diagonal + (seq_len - 1) * self.pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class Signal:
+    """Moments of a tensor of shape (tokens, features), features alike.
+
+    Attributes:
+        kernel: variances and token covariances about the ensemble mean.
+        seq_len: tokens per sequence.
+        mean: ensemble mean, per token where resolved.
+        width: number of features.
+        hidden_covariance: covariance between two features of one token (published theory).
+        spread: covariance over weight draws of the squared norms |x_i|^2/width and |x_j|^2/width
+            (refined theory); None where not tracked.
+        centred: part of `kernel` whose features already average to zero within every token.
+        kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
+    """
+
+    kernel: Kernel
+    seq_len: int
+    mean: Array = 0.0
+    width: Array = 1.0
+    hidden_covariance: Array = 0.0
+    spread: Kernel | None = None
+    centred: Kernel | None = None
+    kurtosis: Array = 3.0
+
+    @property
+    def algebra(self) -> Any:
+        """Number system of the entries: plain floats where there are no axes at all."""
+        return FLOAT if type(self.kernel.diagonal) is float else NUMPY
+
+    @property
+    def resolved(self) -> bool:
+        return self.kernel.resolved
+
+    def correlation(self) -> Array:
+        """Correlation of every pair, kept inside [-1, 1] against rounding."""
+        kernel = self.kernel
+        if type(kernel.diagonal) is float:
+            return min(1.0, max(-1.0, kernel.pairs / kernel.diagonal))
+        first, second = kernel.over_tokens(kernel.diagonal)
+        scale = np.sqrt(first * second) if kernel.resolved else first
+        return np.clip(kernel.pairs / scale, -1.0, 1.0)
+
+    def second_moment(self) -> Kernel:
+        """E x_i x_j: the kernel about zero instead of about the mean."""
+        first, second = self.kernel.over_tokens(self.mean) if np.ndim(self.mean) else (
+            self.mean,
+            self.mean,
+        )
+        return Kernel(
+            self.kernel.diagonal + self.mean * self.mean,
+            self.kernel.pairs + first * second,
+            self.resolved,
+        )
+
+    def replace(self, **changes: Any) -> Signal:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """Moments of dLoss/dx at one point; the mean is zero.
+
+    Attributes:
+        kernel: variances and token covariances.
+        seq_len: tokens per sequence.
+        orthogonal: the gradient is orthogonal to the signal at its point, because everything
+            downstream ignores the signal's scale.
+        centred_share: share of the variance whose features already average to zero.
+    """
+
+    kernel: Kernel
+    seq_len: int
+    orthogonal: bool = False
+    centred_share: Array = 0.0
+
+    @property
+    def resolved(self) -> bool:
+        return self.kernel.resolved
+
+    def with_kernel(self, kernel: Kernel) -> Gradient:
+        """A generic gradient with these moments: nothing known about its directions."""
+        return Gradient(kernel, self.seq_len)
