@@ -157,9 +157,9 @@ def mpmath_namespace() -> SimpleNamespace:
         atan=mp.atan,
         tanh=mp.tanh,
         ratio=lambda a, b: mp.mpf(a) / b,
-        harmonic=lambda n, order: mp.harmonic(n)
-        if order == 1
-        else mp.zeta(order) - mp.zeta(order, n + 1),
+        harmonic=lambda n, order: (
+            mp.harmonic(n) if order == 1 else mp.zeta(order) - mp.zeta(order, n + 1)
+        ),
         normal_cdf=mp.ncdf,
         expect=expect,
         expect_pair=expect_pair,

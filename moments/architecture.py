@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from .attention import SelfAttention
 from .composition import Chain, Component, Layer, Leaf, Residual
 from .embedding import Embedding
 from .errors import DomainError
 from .law import ComponentLaws, Theory
 from .laws.activation import GELU, GELU_TANH, IDENTITY, RELU
-from .laws.attention import ATTENTION
 from .laws.block import ATTENTION_BLOCK, FFN_BLOCK
 from .laws.linear import DROPOUT, LINEAR, SCALE
 from .laws.normalization import LAYERNORM
+from .normalization import FiniteNormalization
 from .parts import Activation, Dropout, Lawful, Linear, Scale
 from .transformer import Transformer
 from .weights import LayerWeights
@@ -64,7 +63,7 @@ def _check_coverage(model: Transformer, theory: Theory) -> None:
     if theory == "simplified" and model.activation != "relu":
         raise DomainError(
             f"theory 'simplified' (Table 2) covers only activation = 'relu', "
-            f"not {model.activation!r}; use theory=\"published\" or \"refined\""
+            f'not {model.activation!r}; use theory="published" or "refined"'
         )
 
 
@@ -96,6 +95,8 @@ def _scaled_norm(
 
 
 def _norm(theory: Theory, label: str, d_model: int, epsilon: float) -> Leaf:
+    if theory == "refined":
+        return FiniteNormalization(LAYERNORM, label, epsilon)
     return Normalization(LAYERNORM, theory, label, {"d_model": d_model})
 
 
@@ -112,23 +113,33 @@ def _linear(
 
 def _attention_block(model: Transformer, theory: Theory, weights: LayerWeights) -> Chain:
     d_model, inner = model.d_model, model.heads * (model.d_head or 0)
-    parameters = {
-        "d_model": d_model,
-        "fan_out": inner,
-        "seq_len": model.seq_len,
-        "drop_prob": model.dropout,
-        "attention_drop_prob": model.attention_dropout,
-        "query": weights.query,
-        "key": weights.key,
-        "value": weights.value,
-        "output": weights.output,
-    }
     if theory != "refined":
         # The papers treat the block as one unit.
+        parameters = {
+            "d_model": d_model,
+            "seq_len": model.seq_len,
+            "drop_prob": model.dropout,
+            "attention_drop_prob": model.attention_dropout,
+            "query": weights.query,
+            "key": weights.key,
+            "value": weights.value,
+            "output": weights.output,
+        }
         return Chain((Lawful(ATTENTION_BLOCK, theory, "attention.dropout", parameters),))
+    attention = SelfAttention(
+        "attention.heads",
+        d_model,
+        model.heads,
+        model.d_head,
+        weights.query,
+        weights.key,
+        weights.value,
+        model.attention_dropout,
+        model.causal,
+    )
     return Chain(
         (
-            Lawful(ATTENTION, theory, "attention.heads", parameters, inner),
+            attention,
             _linear(theory, "attention.projection", "output", inner, d_model, weights.output),
             _dropout(theory, "attention.dropout", model.dropout),
         )
@@ -156,11 +167,3 @@ def _ffn_block(model: Transformer, theory: Theory, weights: LayerWeights) -> Cha
             _dropout(theory, "ffn.dropout", model.dropout),
         )
     )
-
-
-def stack_parameters(values: list[Any]) -> Any:
-    """One value where all agree, else an array with one entry per configuration."""
-    first = values[0]
-    if all(value == first for value in values):
-        return first
-    return np.array(values, dtype=float)

@@ -20,7 +20,9 @@ def check_count(name: str, value: Any, *, least: int = 1) -> None:
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """One of a list; True and 1 are told apart."""
-    if not any(value is option or (type(value) is type(option) and value == option) for option in allowed):
+    if not any(
+        value is option or (type(value) is type(option) and value == option) for option in allowed
+    ):
         raise domain_error(name, value, f"one of {', '.join(map(repr, allowed))}")
 
 

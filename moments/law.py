@@ -33,6 +33,12 @@ QUANTITIES = {
     "hidden_covariance": "covariance of the output between two features, same token",
     "grad_variance": "variance of the gradient at the input",
     "grad_covariance": "covariance of the gradient at the input between two tokens",
+    "grad_value": "variance of the gradient through the values",
+    "grad_query": "variance of the gradient through the queries",
+    "grad_key": "variance of the gradient through the keys",
+    "grad_cross": "twice the covariance of the gradients through values and keys",
+    "grad_value_covariance": "token covariance of the gradient through the values",
+    "grad_query_covariance": "token covariance of the gradient through the queries",
     "kurtosis": "fourth moment of the output over its squared second moment",
     "pattern_correlation": "correlation between tokens that a table's look-ups imply",
 }

@@ -147,9 +147,7 @@ def _ratio(numerator: Any, denominator: Any) -> Any:
     """A correlation; 0 where the gradient vanishes."""
     if np.ndim(denominator) == 0:
         return numerator / denominator if denominator else 0.0
-    return np.divide(
-        numerator, denominator, out=np.zeros_like(denominator), where=denominator != 0
-    )
+    return np.divide(numerator, denominator, out=np.zeros_like(denominator), where=denominator != 0)
 
 
 def _at(value: Any, shape: tuple[int, ...], index: tuple[int, ...]) -> float:

@@ -122,9 +122,7 @@ def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, Bac
     return output, _recorded(trace, node.label, output, backward)
 
 
-def _merge(
-    gradient: Gradient, kept: Kernel, returned: Gradient, branch: Component
-) -> Gradient:
+def _merge(gradient: Gradient, kept: Kernel, returned: Gradient, branch: Component) -> Gradient:
     """Add the gradient that came through the branch to the one the skip connection kept.
 
     The sum stays orthogonal to the signal if it was so above and the branch scales with its input,

@@ -38,7 +38,9 @@ class Kernel:
         """The same pairs with another diagonal."""
         if not self.resolved:
             return Kernel(diagonal, self.pairs)
-        matrix = np.array(np.broadcast_to(self.pairs, (*np.shape(diagonal), np.shape(diagonal)[-1])))
+        matrix = np.array(
+            np.broadcast_to(self.pairs, (*np.shape(diagonal), np.shape(diagonal)[-1]))
+        )
         index = np.arange(matrix.shape[-1])
         matrix[..., index, index] = diagonal
         return Kernel(diagonal, matrix, True)
@@ -55,19 +57,13 @@ class Kernel:
         return Kernel(self.diagonal * one, self.pairs * two, self.resolved)
 
     def __add__(self, other: Kernel) -> Kernel:
-        return Kernel(
-            self.diagonal + other.diagonal, self.pairs + other.pairs, self.resolved
-        )
+        return Kernel(self.diagonal + other.diagonal, self.pairs + other.pairs, self.resolved)
 
     def __sub__(self, other: Kernel) -> Kernel:
-        return Kernel(
-            self.diagonal - other.diagonal, self.pairs - other.pairs, self.resolved
-        )
+        return Kernel(self.diagonal - other.diagonal, self.pairs - other.pairs, self.resolved)
 
     def __mul__(self, other: Kernel) -> Kernel:
-        return Kernel(
-            self.diagonal * other.diagonal, self.pairs * other.pairs, self.resolved
-        )
+        return Kernel(self.diagonal * other.diagonal, self.pairs * other.pairs, self.resolved)
 
     def over_tokens(self, value: Array) -> tuple[Array, Array]:
         """A per-token number at the first and at the second token of every pair."""
@@ -139,9 +135,13 @@ class Signal:
 
     def second_moment(self) -> Kernel:
         """E x_i x_j: the kernel about zero instead of about the mean."""
-        first, second = self.kernel.over_tokens(self.mean) if np.ndim(self.mean) else (
-            self.mean,
-            self.mean,
+        first, second = (
+            self.kernel.over_tokens(self.mean)
+            if np.ndim(self.mean)
+            else (
+                self.mean,
+                self.mean,
+            )
         )
         return Kernel(
             self.kernel.diagonal + self.mean * self.mean,

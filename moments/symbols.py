@@ -65,15 +65,16 @@ class Symbol:
 
     @property
     def sympy(self) -> sympy.Symbol:
-        return _sympy_symbol(self.name)
+        positive = self.domain.lower >= 0 and (self.domain.lower > 0 or self.domain.open_lower)
+        return _sympy_symbol(self.name, positive)
 
 
 @functools.cache
-def _sympy_symbol(name: str) -> sympy.Symbol:
+def _sympy_symbol(name: str, positive: bool) -> sympy.Symbol:
     import sympy
 
-    # Only `real` is assumed: a positive symbol would let sympy drop a domain silently.
-    return sympy.Symbol(name, real=True)
+    # Domains are our own intervals, so an assumption here can only tidy an expression.
+    return sympy.Symbol(name, positive=True) if positive else sympy.Symbol(name, real=True)
 
 
 _TABLE = [
@@ -116,6 +117,26 @@ _TABLE = [
         "share of token pairs that look up the same table row",
         CORRELATION,
     ),
+    ("epsilon", r"\epsilon", "constant added under a normalisation's root", NONNEGATIVE),
+    ("norm_spread", r"u", "squared norm's relative variance over draws", NONNEGATIVE),
+    (
+        "other_norm_spread",
+        r"u'",
+        "squared norm's relative variance at the other token of a pair",
+        NONNEGATIVE,
+    ),
+    (
+        "pair_norm_spread",
+        r"u_{ij}",
+        "relative covariance of the squared norms of two tokens",
+        REAL,
+    ),
+    (
+        "removed_share",
+        r"\delta",
+        "share of the gradient that a normalisation projects out",
+        Interval(0.0, 1.0),
+    ),
     ("drop_prob", r"p", "probability that dropout drops an entry", PROBABILITY),
     (
         "attention_drop_prob",
@@ -128,6 +149,46 @@ _TABLE = [
     ("d_ff", r"d_{ff}", "width of the feed-forward hidden layer", COUNT),
     ("seq_len", r"L", "tokens in the sequence", Interval(2.0, INFINITY)),
     ("vocab_size", r"|V|", "rows of the token table", Interval(2.0, INFINITY)),
+    ("logit_scale", r"\Theta", "logit variance of a row divided by 1 - r", NONNEGATIVE),
+    ("row_square", r"P_2", "E sum_j a_ij^2 over one attention row", Interval(0.0, 1.0)),
+    ("row_vacancy", r"E(1-p_2)^2", "E (1 - sum_j a_ij^2)^2", Interval(0.0, 1.0)),
+    ("row_square_slope", r"P_2'", "derivative of P_2 in log logit variance", REAL),
+    ("row_tilt", r"A", "E (sum_j a_ij s_j)^2 over the logit variance", NONNEGATIVE),
+    ("row_logit_square", r"S_2", "E sum_j a_ij^2 s_j^2 over the logit variance", NONNEGATIVE),
+    ("row_dropout_cross", r"X", "theta E sum_j (2 a^2 - 5 a^3 + 3 a^4)", REAL),
+    ("jacobian_square", r"T_2", "E tr D^2, D = diag(a) - a a^T of a row", NONNEGATIVE),
+    (
+        "jacobian_square_logit",
+        r"\bar T_2",
+        "E theta tr D^2 over the mean logit variance",
+        NONNEGATIVE,
+    ),
+    ("jacobian_radial", r"U", "E |D s|^2 over theta", NONNEGATIVE),
+    ("jacobian_radial_logit", r"\bar U", "E |D s|^2 over the mean logit variance", NONNEGATIVE),
+    ("overlap", r"C_2", "E sum_j a_ij a_kj over two attention rows", Interval(0.0, 1.0)),
+    ("overlap_slope", r"C_2'", "derivative of C_2 in log theta at fixed row correlation", REAL),
+    ("jacobian_overlap", r"T", "E tr D D' of two rows", NONNEGATIVE),
+    ("jacobian_overlap_logit", r"\bar T", "E psi tr D D', psi the rows' logit covariance", REAL),
+    ("radial_overlap", r"U_{D}", "E (D s).(D' s') over psi", REAL),
+    ("radial_overlap_logit", r"\bar U_{D}", "E (D s).(D' s')", REAL),
+    (
+        "average_variance",
+        r"\nu",
+        "variance of the attention-weighted average over that of a token",
+        NONNEGATIVE,
+    ),
+    (
+        "average_covariance",
+        r"\kappa",
+        "covariance of two attention-weighted averages over the variance of a token",
+        REAL,
+    ),
+    ("value_path", r"V", "gradient variance through the values, per unit gain", NONNEGATIVE),
+    ("query_path", r"Q", "gradient variance through the queries, per unit gain", NONNEGATIVE),
+    ("key_path", r"K", "gradient variance through the keys, per unit gain", NONNEGATIVE),
+    ("cross_path", r"X_{VK}", "twice the covariance of value and key path, per unit gain", REAL),
+    ("value_path_covariance", r"V_c", "token covariance of the value path, per unit gain", REAL),
+    ("query_path_covariance", r"Q_c", "token covariance of the query path, per unit gain", REAL),
     ("query", r"\sigma_q^2", "variance of the query weights", NONNEGATIVE),
     ("key", r"\sigma_k^2", "variance of the key weights", NONNEGATIVE),
     ("value", r"\sigma_v^2", "variance of the value weights", NONNEGATIVE),

@@ -1,4 +1,4 @@
-"""The declaration of a transformer: validated numbers that describe an architecture, nothing more."""
+"""The declaration of a transformer: validated numbers that describe an architecture."""
 
 from __future__ import annotations
 
@@ -178,9 +178,7 @@ class Transformer:
         for name in changes:
             if name not in names:
                 raise domain_error("field", name, f"one of {', '.join(sorted(names))}")
-        current = {
-            name: None if name in self._defaulted else getattr(self, name) for name in names
-        }
+        current = {name: None if name in self._defaulted else getattr(self, name) for name in names}
         return Transformer(**{**current, **changes})
 
     def to_dict(self) -> dict[str, Any]:

@@ -118,8 +118,7 @@ class Weights:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            name: list(v) if isinstance(v := getattr(self, name), tuple) else v
-            for name in MATRICES
+            name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in MATRICES
         }
 
     @classmethod

@@ -106,10 +106,12 @@ RELU = activation(
     },
     simplified={
         "covariance": Law(
-            lambda m, x_variance, x_correlation: x_variance
-            * (m.pi - 1)
-            / (2 * m.pi)
-            * (m.ratio(7, 10) * x_correlation + m.ratio(3, 10) * x_correlation**2),
+            lambda m, x_variance, x_correlation: (
+                x_variance
+                * (m.pi - 1)
+                / (2 * m.pi)
+                * (m.ratio(7, 10) * x_correlation + m.ratio(3, 10) * x_correlation**2)
+            ),
             kedia("Table 1"),
             "fitted",
             note="the paper's polynomial fit to the exact law on r in [0, 1]",

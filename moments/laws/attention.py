@@ -1,4 +1,6 @@
-"""Scaled dot-product attention as published: log-normal weights, value path of the gradient only.
+"""Scaled dot-product attention: the published laws here, the refined ones in `attention_refined`.
+
+As published: log-normal weights, and of the gradient only the value path.
 
 theta_0 = d v^2 sigma_q^2 sigma_k^2, so that the logits of one row have variance (1 - r) d theta_0.
 The functions' parameter names are the laws' symbols.
@@ -9,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..law import ComponentLaws, Law
+from .attention_refined import AVERAGE, WITH_VALUE
 from .references import kedia
 
 _FORWARD_NOTE = (
@@ -39,9 +42,7 @@ def _average_variance(
     theta, own = _theta(d_model, query, key, x_variance), 1 - x_correlation
     weights = m.exp(own * d_model * theta) / (1 - drop_prob)
     tilt = own**2 * (seq_len - 1) * theta
-    return x_variance * (
-        (tilt + weights * (4 * own**2 * theta + own)) / seq_len + x_correlation
-    )
+    return x_variance * ((tilt + weights * (4 * own**2 * theta + own)) / seq_len + x_correlation)
 
 
 def _average_covariance(
@@ -73,7 +74,11 @@ def _returned_covariance(m: Any, seq_len: Any, grad_variance: Any, grad_covarian
 ATTENTION_WITHOUT_VALUE = ComponentLaws(
     "attention_without_value",
     "Single-head attention without the value projection",
-    {"mean": Law(lambda m: 0, kedia("Table 15, SHA")), "hidden_covariance": Law(lambda m: 0, kedia("Table 19, SHA"))},
+    {
+        "mean": Law(lambda m: 0, kedia("Table 15, SHA")),
+        "hidden_covariance": Law(lambda m: 0, kedia("Table 19, SHA")),
+    },
+    refined=AVERAGE,
     published={
         "variance": Law(
             _average_variance,
@@ -171,6 +176,7 @@ ATTENTION = ComponentLaws(
         "hidden_covariance": Law(lambda m: 0, kedia("Table 19")),
         "kurtosis": Law(lambda m: 3, kedia("A.8: Gaussian value weights")),
     },
+    refined=WITH_VALUE,
     published={
         "variance": Law(_attention_variance, kedia("A.8"), "asymptotic", note=_FORWARD_NOTE),
         "covariance": Law(_attention_covariance, kedia("A.8"), "asymptotic", note=_FORWARD_NOTE),

@@ -59,9 +59,7 @@ def _block_covariance(
     x_variance: Any,
     x_correlation: Any,
 ) -> Any:
-    heads = _attention_covariance(
-        m, value, d_model, seq_len, query, key, x_variance, x_correlation
-    )
+    heads = _attention_covariance(m, value, d_model, seq_len, query, key, x_variance, x_correlation)
     return d_model * output * heads
 
 
@@ -80,12 +78,15 @@ ATTENTION_BLOCK = ComponentLaws(
             _block_covariance, kedia("B.1 and Table 18"), "asymptotic", note=_FORWARD_NOTE
         ),
         "grad_variance": Law(
-            lambda m, output, value, d_model, seq_len, drop_prob, attention_drop_prob,
-            grad_variance, grad_covariance: d_model**2
-            * output
-            * value
-            / (1 - drop_prob)
-            * _returned_variance(m, seq_len, attention_drop_prob, grad_variance, grad_covariance),
+            lambda m, output, value, d_model, seq_len, drop_prob, attention_drop_prob, grad_variance, grad_covariance: (
+                d_model**2
+                * output
+                * value
+                / (1 - drop_prob)
+                * _returned_variance(
+                    m, seq_len, attention_drop_prob, grad_variance, grad_covariance
+                )
+            ),
             kedia("B.1 and Table 17"),
             "asymptotic",
             note=_BACKWARD_NOTE + _KEPT_CORRELATION,
@@ -162,9 +163,10 @@ FFN_BLOCK = ComponentLaws(
             kedia("B.2 and Table 16, at d_ff = 4 d"),
         ),
         "covariance": Law(
-            lambda m, d_model, d_ff, ffn_in, ffn_out, x_variance, x_other_variance,
-            x_correlation: _ffn_gain(d_model, d_ff, ffn_in, ffn_out)
-            * _relu_moment(m, x_variance, x_other_variance, x_correlation),
+            lambda m, d_model, d_ff, ffn_in, ffn_out, x_variance, x_other_variance, x_correlation: (
+                _ffn_gain(d_model, d_ff, ffn_in, ffn_out)
+                * _relu_moment(m, x_variance, x_other_variance, x_correlation)
+            ),
             kedia("B.2 and Table 18, at d_ff = 4 d"),
             note="the table prints 4 d for 4 d^2",
         ),
@@ -175,10 +177,11 @@ FFN_BLOCK = ComponentLaws(
             kedia("B.2 and Table 17, at d_ff = 4 d"),
         ),
         "grad_covariance": Law(
-            lambda m, d_model, d_ff, ffn_in, ffn_out, x_variance, x_other_variance, x_correlation,
-            grad_covariance: _ffn_gain(d_model, d_ff, ffn_in, ffn_out)
-            * _relu_slope(m, x_variance, x_other_variance, x_correlation)
-            * grad_covariance,
+            lambda m, d_model, d_ff, ffn_in, ffn_out, x_variance, x_other_variance, x_correlation, grad_covariance: (
+                _ffn_gain(d_model, d_ff, ffn_in, ffn_out)
+                * _relu_slope(m, x_variance, x_other_variance, x_correlation)
+                * grad_covariance
+            ),
             kedia("B.2 and Table 20, at d_ff = 4 d"),
         ),
     },

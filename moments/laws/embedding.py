@@ -43,8 +43,9 @@ TOKEN_EMBEDDING = ComponentLaws(
     },
     published={
         "pattern_correlation": Law(
-            lambda m, vocab_size, seq_len: (_zipf_collision(m, vocab_size) * seq_len - 1)
-            / (seq_len - 1),
+            lambda m, vocab_size, seq_len: (
+                (_zipf_collision(m, vocab_size) * seq_len - 1) / (seq_len - 1)
+            ),
             kedia("A.1"),
             "asymptotic",
             note="long sequences: counts replaced by their means, N_i = p_i L",

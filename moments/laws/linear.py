@@ -23,10 +23,11 @@ LINEAR = ComponentLaws(
             kedia("A.2 and Table 16, FFN"),
         ),
         "covariance": Law(
-            lambda m, fan_in, weight_variance, x_variance, x_other_variance, x_correlation,
-            x_mean, x_other_mean: fan_in
-            * weight_variance
-            * (x_correlation * m.sqrt(x_variance * x_other_variance) + x_mean * x_other_mean),
+            lambda m, fan_in, weight_variance, x_variance, x_other_variance, x_correlation, x_mean, x_other_mean: (
+                fan_in
+                * weight_variance
+                * (x_correlation * m.sqrt(x_variance * x_other_variance) + x_mean * x_other_mean)
+            ),
             kedia("A.2 and Table 18, FFN"),
         ),
         "hidden_covariance": Law(lambda m: 0, kedia("Table 19, FFN")),
@@ -60,13 +61,15 @@ DROPOUT = ComponentLaws(
     {
         "mean": Law(lambda m, x_mean: x_mean, kedia("A.3 and Table 15, Dropout")),
         "variance": Law(
-            lambda m, drop_prob, x_variance, x_mean: (x_variance + drop_prob * x_mean**2)
-            / _kept(m, drop_prob),
+            lambda m, drop_prob, x_variance, x_mean: (
+                (x_variance + drop_prob * x_mean**2) / _kept(m, drop_prob)
+            ),
             kedia("A.3 and Table 16, Dropout"),
         ),
         "covariance": Law(
-            lambda m, x_variance, x_other_variance, x_correlation: x_correlation
-            * m.sqrt(x_variance * x_other_variance),
+            lambda m, x_variance, x_other_variance, x_correlation: (
+                x_correlation * m.sqrt(x_variance * x_other_variance)
+            ),
             kedia("A.3 and Table 18, Dropout"),
         ),
         "hidden_covariance": Law(

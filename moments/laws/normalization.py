@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..law import ComponentLaws, Law
+from ..law import ComponentLaws, Law, derived
 from .references import kedia
 
 LAYERNORM = ComponentLaws(
@@ -10,13 +10,53 @@ LAYERNORM = ComponentLaws(
     "Layer normalisation, unit gain and no bias",
     {
         "mean": Law(lambda m: 0, kedia("A.6 and Table 15")),
-        "variance": Law(lambda m: 1, kedia("A.6 and Table 16")),
-        "hidden_covariance": Law(
-            lambda m, d_model: -1 / (d_model - 1), kedia("A.6 and Table 19")
-        ),
+        "hidden_covariance": Law(lambda m, d_model: -1 / (d_model - 1), kedia("A.6 and Table 19")),
         "kurtosis": Law(lambda m: 3, kedia("A.6: Gaussian input")),
     },
+    refined={
+        # x is what centring leaves: (1 - 1/d) of whatever is not centred already.
+        "variance": Law(
+            lambda m, x_variance, epsilon: x_variance / (x_variance + epsilon),
+            derived("definition, the squared norm at its mean"),
+        ),
+        "covariance": Law(
+            lambda m, x_variance, x_other_variance, x_correlation, epsilon: (
+                x_correlation
+                * m.sqrt(
+                    x_variance
+                    / (x_variance + epsilon)
+                    * (x_other_variance / (x_other_variance + epsilon))
+                )
+            ),
+            derived("definition, the squared norms at their means"),
+            "asymptotic",
+            note="large d_model: squared norms fluctuate by O(1/d), which lowers the correlation "
+            "of Gaussian tokens by r (1 - r^2)/(2 d)",
+        ),
+        # Jensen: E 1/(s_i s_j) to second order in the squared norms' fluctuation; the pullback
+        # projects out the signal's direction and, for LayerNorm, the mean over features.
+        "grad_variance": Law(
+            lambda m, x_variance, epsilon, norm_spread, removed_share, grad_variance: (
+                grad_variance * (1 - removed_share) * (1 + norm_spread) / (x_variance + epsilon)
+            ),
+            derived("second-order expansion of E 1/|x|^2"),
+            "asymptotic",
+            note="large d_model; fourth order in the norm's fluctuation left out",
+        ),
+        "grad_covariance": Law(
+            lambda m, x_variance, x_other_variance, epsilon, norm_spread, other_norm_spread, pair_norm_spread, removed_share, grad_covariance: (
+                grad_covariance
+                * (1 - removed_share)
+                * (1 + m.ratio(3, 8) * (norm_spread + other_norm_spread) + pair_norm_spread / 4)
+                / m.sqrt((x_variance + epsilon) * (x_other_variance + epsilon))
+            ),
+            derived("second-order expansion of E 1/(|x_i| |x_j|)"),
+            "asymptotic",
+            note="large d_model; fourth order in the norms' fluctuation left out",
+        ),
+    },
     published={
+        "variance": Law(lambda m: 1, kedia("A.6 and Table 16")),
         "covariance": Law(
             lambda m, d_model, x_correlation: (1 - 1 / d_model) * x_correlation,
             kedia("A.6 and Table 18"),

@@ -14,9 +14,7 @@ from .references import kedia
 def _published_variance(m: Any, seq_len: Any, v: Any, r: Any) -> Any:
     own = v * (1 - r)
     finite = own * seq_len / (seq_len - 1)
-    return (
-        m.expm1(finite) * m.exp(2 * finite) / ((seq_len - 1) * m.exp(own) + 1) ** 2
-    )
+    return m.expm1(finite) * m.exp(2 * finite) / ((seq_len - 1) * m.exp(own) + 1) ** 2
 
 
 def _simplified_variance(m: Any, seq_len: Any, v: Any, r: Any) -> Any:
@@ -38,9 +36,9 @@ SOFTMAX = ComponentLaws(
         ),
         "grad_variance": Law(
             lambda m, seq_len, x_variance, x_correlation, grad_variance: (
-                _published_variance(m, seq_len, x_variance, x_correlation) + 1 / seq_len**2
-            )
-            * grad_variance,
+                (_published_variance(m, seq_len, x_variance, x_correlation) + 1 / seq_len**2)
+                * grad_variance
+            ),
             kedia("A.7 and Table 17"),
             "asymptotic",
             note="large L, gradients uncorrelated; correlated ones need a factor 1 - r_g",
@@ -57,9 +55,9 @@ SOFTMAX = ComponentLaws(
         ),
         "grad_variance": Law(
             lambda m, seq_len, x_variance, x_correlation, grad_variance: (
-                _simplified_variance(m, seq_len, x_variance, x_correlation) + 1 / seq_len**2
-            )
-            * grad_variance,
+                (_simplified_variance(m, seq_len, x_variance, x_correlation) + 1 / seq_len**2)
+                * grad_variance
+            ),
             kedia("A.7, Table 1"),
             "asymptotic",
             note="large L, gradients uncorrelated",

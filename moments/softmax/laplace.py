@@ -91,21 +91,19 @@ class LaplaceRow(NamedTuple):
     log_phi: Array
 
 
-def log_one_plus(excess: Array, floor: float = LOG_TINY) -> Array:
-    """log(1 + excess), floored, for excess in [-1, 0] up to rounding."""
-    return np.asarray(np.log1p(np.maximum(excess, -1.0 + math.exp(max(floor, -34.0)))))
-
-
 @functools.lru_cache(64)
-def laplace_row(theta: float, length: float, step: float, fine: bool) -> LaplaceRow:
+def laplace_row(
+    theta: float, length: float, reach: float, step: float, fine: bool
+) -> LaplaceRow:
     """The transforms of one row, on the multiples of `step` where `length` keys have weight.
 
     Left of the bulk an integrand falls like t E[Z]; E[Z] is e^{theta/2} per key, but the e^s that
     make it lie within 6 sigma. On the right phi^length vanishes once t e^s >> 1 for every key, which
     for one key takes the lower tail of g, cut at 6.5 sigma (5.5 where 50 keys or more share it).
+    `reach` moves the left end out where the row's weight is known to be tilted that way.
     """
     sigma = math.sqrt(theta)
-    low = -math.log(length) - min(0.5 * theta, 6.0 * sigma) - LEFT_TAIL
+    low = -math.log(length) - min(0.5 * theta, 6.0 * sigma) - LEFT_TAIL - reach
     high = 3.6 - math.log(length) + (6.5 if length < 50 else 5.5) * sigma
     x = step * np.arange(math.floor(low / step), math.ceil(high / step) + 1)
     nodes, weights = normal_grid(fine)
@@ -138,12 +136,14 @@ class PairModes(NamedTuple):
 
 
 @functools.lru_cache(64)
-def pair_modes(theta: float, length: float, orders: int, fine: bool) -> PairModes:
+def pair_modes(
+    theta: float, length: float, reach: float, orders: int, fine: bool
+) -> PairModes:
     """Modes of one row; `orders` = 0 asks for values at the nodes."""
-    row = laplace_row(theta, length, PAIR_STEP, fine)
+    row = laplace_row(theta, length, reach, PAIR_STEP, fine)
     nodes, weights = normal_grid(fine)
     slope = -row.e * row.survival
     curvature = slope * (1.0 - row.e)
     functions = np.stack([row.excess, slope, curvature, nodes * slope, nodes * curvature])
-    projection = hermite_weights(orders, fine).T if orders else np.diag(np.sqrt(weights))
-    return PairModes(row.log_phi, functions @ weights, functions @ projection)
+    modes = functions @ hermite_weights(orders, fine).T if orders else functions * np.sqrt(weights)
+    return PairModes(row.log_phi, functions @ weights, modes)

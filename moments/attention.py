@@ -1,0 +1,132 @@
+"""Self-attention with all its gradient paths, for tokens alike or resolved by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .attention_statistics import AttentionStatistics, attention_statistics
+from .composition import Leaf, Pullback, Pulled
+from .laws.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
+from .parts import evaluate
+from .state import Array, Gradient, Kernel, Signal
+
+
+@dataclass(frozen=True)
+class SelfAttention(Leaf):
+    """Query, key and value projections, softmax with dropout, heads concatenated.
+
+    Attributes:
+        d_model: width of the input.
+        heads, d_head: number and width of the heads.
+        query, key, value: variances of the projections' entries.
+        drop_prob: dropout on the attention weights.
+        causal: whether a token sees only itself and earlier ones.
+    """
+
+    label: str
+    d_model: Any
+    heads: Any
+    d_head: Any
+    query: Any
+    key: Any
+    value: Any
+    drop_prob: Any
+    causal: bool = False
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        return self._alike(signal)
+
+    def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
+        kernel, algebra = signal.kernel, signal.algebra
+        correlation = signal.correlation()
+        statistics = attention_statistics(
+            kernel.diagonal**2 * self.d_model**2 * _positive(self.query) * _positive(self.key),
+            correlation,
+            signal.seq_len,
+            self.d_model,
+            self.d_head,
+            0.0 if signal.spread is None else signal.spread.diagonal / kernel.diagonal**2,
+        )
+        width = self.heads * self.d_head
+        values: dict[str, Array] = {
+            **statistics.values,
+            "d_model": self.d_model,
+            "d_head": self.d_head,
+            "fan_out": width,
+            "value": self.value,
+            "seq_len": signal.seq_len,
+            "drop_prob": self.drop_prob,
+            "x_variance": kernel.diagonal,
+            "x_correlation": correlation,
+        }
+        average = ATTENTION_WITHOUT_VALUE.under("refined")
+        with_value = ATTENTION.under("refined")
+        values["average_variance"] = evaluate(average["variance"], algebra, values)
+        values["average_covariance"] = evaluate(average["covariance"], algebra, values)
+        mixed = Kernel(
+            kernel.diagonal * values["average_variance"],
+            kernel.diagonal * values["average_covariance"],
+        )
+        heads = Kernel(
+            evaluate(with_value["variance"], algebra, values),
+            evaluate(with_value["covariance"], algebra, values),
+        )
+        output = Signal(heads, signal.seq_len, mean=0.0 * kernel.diagonal, width=width)
+        if signal.spread is not None:
+            # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
+            output = output.replace(spread=(heads * heads).scaled(2 / width))
+
+        def pullback(gradient: Gradient) -> Pulled:
+            received = gradient.kernel
+            paths = values | {
+                "grad_variance": received.diagonal,
+                "grad_covariance": received.pairs,
+            }
+
+            def path(name: str) -> Array:
+                return evaluate(average[name], algebra, paths)
+
+            paths |= {
+                "value_path": path("grad_value"),
+                "value_path_covariance": path("grad_value_covariance"),
+                "query_path": path("grad_query"),
+                "query_path_covariance": path("grad_query_covariance"),
+                "key_path": path("grad_key"),
+                "cross_path": path("grad_cross"),
+            }
+            sent = Kernel(
+                evaluate(with_value["grad_variance"], algebra, paths),
+                evaluate(with_value["grad_covariance"], algebra, paths),
+            )
+            weights = self._weight_gradients(signal, mixed, received, paths)
+            return Pulled(Gradient(sent, gradient.seq_len), weights)
+
+        return output, pullback
+
+    def _weight_gradients(
+        self, signal: Signal, mixed: Kernel, received: Kernel, paths: dict[str, Array]
+    ) -> dict[str, Array]:
+        # dW = sum_i x_i (dq_i)^T and the query path's gradient is W dq_i, so
+        # E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W), and so for the keys.
+        length, width = signal.seq_len, self.heads * self.d_head
+        gain = width * self.value
+        query = Kernel(paths["query_path"], paths["query_path_covariance"]).scaled(gain)
+        key = Kernel(paths["key_path"], -paths["key_path"] / (length - 1)).scaled(gain)
+        tokens = signal.second_moment()
+        size = self.d_model
+        return {
+            "query": size * (tokens * query).total(length) / _positive(self.query),
+            "key": size * (tokens * key).total(length) / _positive(self.key),
+            "value": size * width * (mixed * received).total(length),
+        }
+
+
+def _positive(variance: Any) -> Any:
+    """A projection of zeros still receives a gradient: the limit of small variances."""
+    return np.maximum(variance, 1e-60) if np.ndim(variance) else max(variance, 1e-60)
+
+
+__all__ = ["AttentionStatistics", "SelfAttention"]

@@ -1,0 +1,1 @@
+"""Kernel operations resolved by token."""

@@ -1,0 +1,117 @@
+"""The exchangeable row that stands for each row of a token kernel.
+
+Attention row i has Gaussian logits with covariance tau C_ii C_jk over its allowed keys. Its softmax
+is compared with that of n_e keys whose covariance is tau (b + (spread) delta_jk): softmax ignores
+the common part b, so two numbers describe that row, its logit variance theta and its number of keys
+n_e. They are chosen to reproduce the overlap distribution of the kernel's keys through
+
+    mean C,    log mean e^{tau C},    log mean e^{2 tau C}        (means over pairs of allowed keys),
+
+the last two being the second and fourth annealed moments of the partition sum. An exchangeable
+kernel is returned exactly, and so are clusters of equal size whose members coincide.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+FEWEST_KEYS = 3.0
+"""Floor of n_e (where the row allows that many): below it the response of `mean_attention` is 0/0."""
+
+
+class ReferenceRow(NamedTuple):
+    """Exchangeable rows, one per attention row; arrays (L,).
+
+    Attributes:
+        theta: variance of the logits around their common part.
+        keys: effective number of keys n_e, between 1 and the number of allowed keys.
+    """
+
+    theta: Array
+    keys: Array
+
+
+def _moments(kernel: Array, allowed: Array, tau: float) -> tuple[Array, Array]:
+    """log mean e^{tau (C - mean C)} and log mean e^{2 tau (C - mean C)} of every row's key pairs."""
+    count = allowed.sum(1)
+    top = kernel.max()
+
+    def mean(values: Array) -> Array:
+        return np.asarray(np.einsum("ij,ij->i", allowed @ values, allowed) / count**2)
+
+    average = mean(kernel)
+    shift = tau * (top - average)
+    if tau * float(np.ptp(kernel)) < 1.0:  # logarithms of numbers near one: keep their excess
+        first = np.log1p(mean(np.expm1(tau * (kernel - top))))
+        second = np.log1p(mean(np.expm1(2.0 * tau * (kernel - top))))
+    else:
+        boltzmann = np.exp(tau * (kernel - top))
+        first = np.log(np.maximum(mean(boltzmann), 1e-300))
+        second = np.log(np.maximum(mean(boltzmann * boltzmann), 1e-300))
+    return np.maximum(first + shift, 0.0), np.maximum(second + 2.0 * shift, 0.0)
+
+
+def _annealed(theta: Array, keys: Array) -> Array:
+    """log mean over key pairs of e^{cov - mean cov} of an exchangeable row."""
+    return np.asarray(np.logaddexp(np.log1p(-1.0 / keys), theta - np.log(keys)) - theta / keys)
+
+
+def _theta_of(keys: Array, target: Array, theta: Array) -> Array:
+    """Root of `_annealed(theta, keys) = target`, convex and increasing in theta: Newton's method.
+
+    One step from anywhere lands at or above the root, after which the descent is monotone.
+    """
+    bound = (target + np.log(keys)) / (1.0 - 1.0 / keys)
+    theta = np.minimum(np.maximum(theta, 1e-12), bound)
+    for _ in range(6):
+        value = _annealed(theta, keys)
+        occupied = np.exp(theta - np.log(keys) - value - theta / keys)
+        slope = np.maximum(occupied - 1.0 / keys, 1e-12)
+        theta = np.clip(theta - (value - target) / slope, 1e-12, bound)
+    return theta
+
+
+def reference_rows(kernel: Array, allowed: Array, tau: float) -> ReferenceRow:
+    """Match every row's overlap distribution.
+
+    Args:
+        kernel: (L, L) second moments C of the tokens.
+        allowed: (L, L) zeros and ones, the keys of every row.
+        tau: covariance of logits per unit of query kernel times key kernel, already multiplied by
+            the row's own C_ii (its average over rows; the caller rescales theta row by row).
+
+    Source:
+        derived here; which annealed moments to match was decided by measurement (`attention`).
+    """
+    count = allowed.sum(1)
+    several = count > 1.5
+    ceiling = np.where(several, count, 2.0)
+    floor = np.minimum(FEWEST_KEYS, ceiling)
+    first, second = _moments(kernel, allowed, tau)
+
+    def excess(keys: Array, theta: Array) -> tuple[Array, Array]:
+        theta = _theta_of(keys, first, theta)
+        return second - _annealed(2.0 * theta, keys), theta
+
+    theta = (first + np.log(ceiling)) / (1.0 - 1.0 / ceiling)
+    high_value, theta_high = excess(ceiling, theta)
+    low_value, theta_low = excess(floor, theta_high)
+    low, high = np.log(floor), np.log(ceiling)
+    resolved = np.abs(high_value) > 1e-6 * second  # else exchangeable to rounding: all keys count
+    bracketed = (low_value * high_value < 0.0) & resolved
+    rising = high_value > 0.0
+    theta = theta_high
+    for _ in range(26):
+        middle = 0.5 * (low + high)
+        value, theta = excess(np.exp(middle), theta)
+        above = (value > 0.0) == rising
+        high, low = np.where(above, middle, high), np.where(above, low, middle)
+    nearer_low = ~bracketed & resolved & (np.abs(low_value) < np.abs(high_value))
+    keys = np.where(bracketed, np.exp(0.5 * (low + high)), np.where(nearer_low, floor, ceiling))
+    theta = _theta_of(keys, first, np.maximum(theta_high, theta_low))
+    return ReferenceRow(np.where(several, theta, 0.0), np.where(several, keys, 1.0))

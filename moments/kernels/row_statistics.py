@@ -1,0 +1,132 @@
+"""Statistics of single attention rows: variance, participation, entropy and mean attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moments.kernels import exact_rows
+from moments.kernels.reference import reference_rows
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+ONE_KEY = 1.0 + 1e-9
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """One entry per attention row, from the exact statistics of its reference row; arrays (rows,).
+
+    Attributes:
+        temperature: C_ii of the query (the class mean for a class's own row).
+        logit_variance: theta of the reference row.
+        theta: the same within the tables, where the exact statistics were taken.
+        keys: effective number of keys n_e.
+        sum_square: P2 = E sum a^2 of the reference row.
+        jacobian_square: T2 = E tr J^2 of the reference row.
+        weighted_logit_square: E sum a^2 s^2 / theta of the reference row.
+        cross_square: E sum (2 a^2 - 5 a^3 + 3 a^4), the correlation of a dropped value with its key.
+        entropy: E[-sum a log a] in nats, over all allowed keys.
+        strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
+        own_response: d log a_j / d s_j-like slope x: the pull of a key's own Boltzmann factor.
+        kernel_response: y, the response of a mean weight to a correlation of its key.
+        variance_response: the response of a mean weight to its key's own variance.
+    """
+
+    temperature: Array
+    logit_variance: Array
+    theta: Array
+    keys: Array
+    sum_square: Array
+    jacobian_square: Array
+    weighted_logit_square: Array
+    cross_square: Array
+    entropy: Array
+    strength: Array
+    own_response: Array
+    kernel_response: Array
+    variance_response: Array
+
+    @property
+    def softening(self) -> Array:
+        """Factor on the logit covariance that brings the row into the range of the tables."""
+        return self.theta / np.maximum(self.logit_variance, 1e-6)
+
+
+def row_statistics(
+    kernel: Array, allowed: Array, temperature: Array, logit_scale: float
+) -> RowStatistics:
+    """Reference statistics of rows with the given keys and query norms.
+
+    Args:
+        kernel: (L, L) second moments of the tokens.
+        allowed: (rows, L) zeros and ones.
+        temperature: (rows,) second moment C_ii of each row's query.
+        logit_scale: tau, so that row i has logit covariance tau C_ii C_jk.
+    """
+    mean_temperature = float(temperature.mean())
+    reference = reference_rows(kernel, allowed, logit_scale * mean_temperature)
+    variance = reference.theta * temperature / mean_temperature
+    theta = np.clip(variance, 1e-6, exact_rows.THETA_MAX)
+    exact = exact_rows.row(theta, reference.keys)
+    several = reference.keys > 1.0
+    keys = np.maximum(reference.keys, ONE_KEY)
+    square, cube = exact.sum_square, exact.sum_cube
+    rest = np.maximum(1.0 - square, 1e-300)
+    strength = np.where(several, (1.0 - square) * keys / (keys - 1.0), 1.0)
+    # E sum a (1-a)(1-2a): second derivative of the softmax in its own logits (Gaussian interpolation)
+    curvature = 1.0 - 3.0 * square + 2.0 * cube
+    own = np.where(several, np.log(square * (keys - 1.0) / rest) / theta, 1.0)
+    wide = reference.keys > 2.0 + 1e-6
+    response = np.where(wide, keys / np.maximum(keys - 2.0, 1e-6) * curvature / rest, 0.0)
+    # the pull `response` already contains a share P2 of the key's own variance: added back
+    own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
+    return RowStatistics(
+        temperature,
+        variance,
+        theta,
+        reference.keys,
+        square,
+        exact.jacobian_square,
+        exact.weighted_logit_square,
+        2.0 * square - 5.0 * cube + 3.0 * exact.sum_fourth,
+        exact.entropy + np.log(allowed.sum(1) / reference.keys),
+        strength,
+        np.maximum(own, 1e-3),
+        response,
+        own_variance,
+    )
+
+
+def mean_attention(
+    kernel: Array, allowed: Array, statistics: RowStatistics, rows: Indices, leader: int, scale: float
+) -> Array:
+    """(a, n) mean attention E a_ij of some rows over n common keys.
+
+    E a_j is proportional to (sum_k e^{x tau C_jk})^{-y/x}: a key crowded by others like it shares
+    its weight with them. x and y are the exact responses of an exchangeable row to one key's own
+    logit and to one key's correlations, so the law is exact to first order around such a row.
+
+    Args:
+        kernel: (n, n) second moments of the keys.
+        allowed: (a, n) zeros and ones.
+        statistics: of all rows.
+        rows: (a,) their indices in `statistics`.
+        leader: index of the row whose x is used for all.
+        scale: tau, per unit of query norm.
+    """
+    own = statistics.own_response[leader]
+    tau = scale * statistics.temperature[leader] * statistics.softening[leader]
+    boltzmann = np.exp(own * tau * (kernel - kernel.max()))
+    crowd = np.log(np.maximum(allowed @ boltzmann, 1e-300))
+    variance = np.diag(kernel)
+    relative = variance - (allowed @ variance / allowed.sum(1))[:, None]
+    lift = scale * statistics.temperature[rows] * statistics.softening[rows]
+    lift = lift * statistics.variance_response[rows]
+    log_weight = lift[:, None] * relative - (statistics.kernel_response[rows] / own)[:, None] * crowd
+    log_weight = np.where(allowed > 0.0, log_weight, -np.inf)
+    weight = np.exp(log_weight - log_weight.max(1, keepdims=True))
+    return np.asarray(weight / weight.sum(1, keepdims=True))

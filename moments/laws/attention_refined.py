@@ -1,0 +1,213 @@
+"""Attention with tokens alike, complete: value, query and key paths, finite L, d and d_k.
+
+Tokens x = sqrt(v) (sqrt(r) c + sqrt(1 - r) e_j), logits Gaussian given the query, of variance
+theta = (1 - r) Theta within a row and covariance psi between rows. With D = diag(a) - a a^T the
+softmax Jacobian of a row, the statistics that enter are exact expectations over Gaussian logits
+(see `moments.softmax`), averaged over the chi-square fluctuation of the queries' norms:
+P_2 = E sum a^2, C_2 = E a.a', T_2 = E tr D^2, T = E tr D D', and those weighted with the logits.
+
+Every backward law is per unit of beta = d_v sigma_v^2 sigma_g^2, the value path's gain. The terms
+in 1/d and 1/d_k come from the overlap of a logit's direction with the tokens it weighs, each
+expanded to first order. The functions' parameter names are the laws' symbols.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..law import Law, derived
+
+_PROOF = derived("second moments of Gaussian logits and tokens; tested by Monte Carlo of one layer")
+_ORDER = "first order in 1/d_model and 1/d_head; exact in the sequence length and logit variance"
+
+
+def _dropped(drop_prob: Any) -> Any:
+    """Relative variance of a kept-and-scaled attention weight."""
+    return drop_prob / (1 - drop_prob)
+
+
+def average_variance(
+    m: Any,
+    d_model: Any,
+    drop_prob: Any,
+    x_correlation: Any,
+    row_square: Any,
+    row_tilt: Any,
+    row_logit_square: Any,
+) -> Any:
+    """Variance of sum_j a_ij x_j over that of x."""
+    own = 1 - x_correlation
+    mixed = own * (row_square * (1 - 1 / d_model) + row_tilt / d_model)
+    masks = row_square * (1 - own / d_model) + own * row_logit_square / d_model
+    return x_correlation + mixed + _dropped(drop_prob) * masks
+
+
+def average_covariance(
+    m: Any,
+    d_model: Any,
+    logit_scale: Any,
+    x_correlation: Any,
+    row_square: Any,
+    overlap: Any,
+) -> Any:
+    """Covariance of sum_j a_ij x_j and sum_j a_kj x_j over the variance of x."""
+    own = 1 - x_correlation
+    tilt = x_correlation * own * logit_scale * (1 - 2 * row_square + overlap) / d_model
+    return x_correlation + own * (overlap + tilt)
+
+
+def value_variance(
+    m: Any,
+    seq_len: Any,
+    drop_prob: Any,
+    row_square: Any,
+    overlap: Any,
+    grad_variance: Any,
+    grad_covariance: Any,
+) -> Any:
+    """sum_i a_ij g_i: exact given the statistics."""
+    others = (seq_len - 1) * overlap * grad_covariance
+    return row_square / (1 - drop_prob) * grad_variance + others
+
+
+def value_covariance(
+    m: Any,
+    seq_len: Any,
+    row_square: Any,
+    overlap: Any,
+    grad_variance: Any,
+    grad_covariance: Any,
+) -> Any:
+    return (1 - row_square) / (seq_len - 1) * grad_variance + (1 - overlap) * grad_covariance
+
+
+def query_variance(
+    m: Any,
+    d_model: Any,
+    d_head: Any,
+    drop_prob: Any,
+    logit_scale: Any,
+    x_correlation: Any,
+    row_vacancy: Any,
+    jacobian_square: Any,
+    jacobian_square_logit: Any,
+    jacobian_radial: Any,
+    grad_variance: Any,
+) -> Any:
+    """Through the logits' left factor."""
+    own = 1 - x_correlation
+    theta = own * logit_scale
+    straight = jacobian_square * (1 - 2 / d_model - 1 / d_head)
+    radial = own * (row_vacancy / d_model + straight + jacobian_radial * (1 / d_head + 3 / d_model))
+    masks = straight + jacobian_radial * (1 / d_head + 2 / d_model)
+    # E theta T_2 / T_2, weighting the logit variance by what carries gradient
+    tilt = 2 * jacobian_square + 4 * theta * jacobian_square_logit
+    masks = masks * (1 + own / d_model * tilt / jacobian_square)
+    return theta * (radial + _dropped(drop_prob) * masks) * grad_variance
+
+
+def query_covariance(
+    m: Any,
+    d_model: Any,
+    d_head: Any,
+    logit_scale: Any,
+    x_correlation: Any,
+    row_square: Any,
+    jacobian_overlap: Any,
+    radial_overlap: Any,
+    grad_covariance: Any,
+) -> Any:
+    own = 1 - x_correlation
+    straight = jacobian_overlap * (1 - 2 / d_model - 1 / d_head)
+    radial = radial_overlap * (1 / d_head + 3 / d_model)
+    shape = (1 - row_square) ** 2 / d_model + straight + radial
+    return own * logit_scale * own * shape * grad_covariance
+
+
+def key_variance(
+    m: Any,
+    d_model: Any,
+    seq_len: Any,
+    drop_prob: Any,
+    logit_scale: Any,
+    x_correlation: Any,
+    jacobian_square: Any,
+    jacobian_square_logit: Any,
+    jacobian_radial_logit: Any,
+    jacobian_overlap_logit: Any,
+    radial_overlap_logit: Any,
+    grad_variance: Any,
+    grad_covariance: Any,
+) -> Any:
+    """Through the logits' right factor."""
+    own = 1 - x_correlation
+    theta = own * logit_scale
+    straight = theta * (jacobian_square_logit * (1 - 1 / d_model) + jacobian_radial_logit / d_model)
+    tilt = 1 + 4 * theta * own / d_model * jacobian_square_logit / jacobian_square
+    masks = _dropped(drop_prob) * logit_scale * jacobian_square_logit * tilt
+    others = jacobian_overlap_logit * (1 - 1 / d_model) + radial_overlap_logit / d_model
+    return (straight + masks) * grad_variance + (seq_len - 1) * others * grad_covariance
+
+
+def cross_variance(
+    m: Any,
+    d_model: Any,
+    seq_len: Any,
+    drop_prob: Any,
+    row_square_slope: Any,
+    row_dropout_cross: Any,
+    overlap_slope: Any,
+    grad_variance: Any,
+    grad_covariance: Any,
+) -> Any:
+    """Values and keys read the same token: their gradients correlate to order 1/d."""
+    own = row_square_slope + _dropped(drop_prob) * row_dropout_cross
+    return 2 / d_model * (own * grad_variance + (seq_len - 1) * overlap_slope * grad_covariance)
+
+
+def _law(formula: Any, note: str = _ORDER) -> Law:
+    return Law(formula, _PROOF, "asymptotic", note=note)
+
+
+# Per unit of the input's variance, and per unit of the value path's gain.
+AVERAGE: dict[str, Law] = {
+    "variance": _law(average_variance),
+    "covariance": _law(average_covariance),
+    "grad_value": _law(value_variance, "exact given the statistics"),
+    "grad_value_covariance": _law(value_covariance, "exact given the statistics"),
+    "grad_query": _law(query_variance),
+    "grad_query_covariance": _law(query_covariance),
+    "grad_key": _law(key_variance),
+    "grad_cross": _law(cross_variance),
+}
+
+# With value weights: the gain in front, and the paths added up. Rows of the logit gradient sum to
+# zero, so what reaches the keys sums to zero over tokens: its covariance is -1/(L-1) of its variance.
+WITH_VALUE: dict[str, Law] = {
+    "variance": _law(
+        lambda m, d_model, value, x_variance, average_variance: (
+            d_model * value * x_variance * average_variance
+        )
+    ),
+    "covariance": _law(
+        lambda m, d_model, value, x_variance, average_covariance: (
+            d_model * value * x_variance * average_covariance
+        )
+    ),
+    "grad_variance": _law(
+        lambda m, fan_out, value, value_path, query_path, key_path, cross_path: (
+            fan_out * value * (value_path + query_path + key_path + cross_path)
+        )
+    ),
+    "grad_covariance": _law(
+        lambda m, fan_out, value, seq_len, value_path_covariance, query_path_covariance, key_path, cross_path: (
+            fan_out
+            * value
+            * (
+                value_path_covariance
+                + query_path_covariance
+                - (key_path + cross_path) / (seq_len - 1)
+            )
+        )
+    ),
+}

@@ -1,0 +1,94 @@
+"""Normalisation at finite width: centring, the constant under the root, and the norms' spread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .composition import Leaf, Pullback, Pulled
+from .law import ComponentLaws
+from .parts import evaluate
+from .state import Gradient, Kernel, Signal
+
+
+@dataclass(frozen=True)
+class FiniteNormalization(Leaf):
+    """A normalisation over features, unit gain and no bias.
+
+    Attributes:
+        laws: the component's laws, of which the refined ones are used.
+        label: site name in a trace.
+        epsilon: added to the variance under the root.
+        centres: whether the mean over features is removed (LayerNorm) or not (RMSNorm).
+    """
+
+    laws: ComponentLaws
+    label: str
+    epsilon: Any = 0.0
+    centres: bool = True
+
+    normalises = True
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        laws, width = self.laws.under("refined"), signal.width
+        kernel = signal.second_moment()
+        if self.centres:
+            loose = kernel if signal.centred is None else kernel - signal.centred
+            kernel = kernel - loose.scaled(1 / width)
+        inner = Signal(kernel, signal.seq_len)
+        one, two = self._bind(inner, signal.spread)
+        algebra = inner.algebra
+        variance = evaluate(laws["variance"], algebra, one)
+        pairs = evaluate(laws["covariance"], algebra, two)
+        normal = Kernel(variance, pairs, kernel.resolved).with_diagonal(variance)
+        output = Signal(
+            normal,
+            signal.seq_len,
+            mean=0.0 * kernel.diagonal,
+            width=width,
+            spread=normal.scaled(0.0),
+            centred=normal if self.centres else None,
+        )
+
+        def pullback(gradient: Gradient) -> Pulled:
+            removed = self._removed_share(gradient, width)
+            received = gradient.kernel
+            share, share_pairs = received.lift(removed)
+            single = one | {"grad_variance": received.diagonal, "removed_share": share}
+            pair = two | {"grad_covariance": received.pairs, "removed_share": share_pairs}
+            variance = evaluate(laws["grad_variance"], algebra, single)
+            pairs = evaluate(laws["grad_covariance"], algebra, pair)
+            sent = Kernel(variance, pairs, received.resolved).with_diagonal(variance)
+            # What is normalised has no scale, so its gradient is orthogonal to it.
+            centred = 1.0 if self.centres else gradient.centred_share
+            return Pulled(Gradient(sent, gradient.seq_len, True, centred))
+
+        return output, pullback
+
+    def _bind(self, inner: Signal, spread: Kernel | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        kernel = inner.kernel
+        first, second = kernel.over_tokens(kernel.diagonal)
+        eps, eps_pairs = kernel.lift(self.epsilon)
+        one = {"x_variance": kernel.diagonal, "epsilon": eps}
+        two = {
+            "x_variance": first,
+            "x_other_variance": second,
+            "x_correlation": inner.correlation(),
+            "epsilon": eps_pairs,
+        }
+        if spread is None:
+            spread = kernel.scaled(0.0)
+        own = spread.diagonal / (kernel.diagonal + eps) ** 2
+        one["norm_spread"] = own
+        two["norm_spread"], two["other_norm_spread"] = kernel.over_tokens(own)
+        two["pair_norm_spread"] = spread.pairs / ((first + eps_pairs) * (second + eps_pairs))
+        return one, two
+
+    def _removed_share(self, gradient: Gradient, width: Any) -> Any:
+        """Directions a generic gradient loses: the signal's own, and the mean over features.
+
+        A gradient that is orthogonal or centred already loses nothing there.
+        """
+        radial = 0.0 if gradient.orthogonal else 1.0
+        mean = 1.0 - gradient.centred_share if self.centres else 0.0
+        return (radial + mean) / width

@@ -1,0 +1,95 @@
+"""Pictures: a prediction along the depth, and a measurement over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from .report import STREAM_QUANTITIES, TITLES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from .comparison import Comparison
+    from .prediction import Prediction
+
+FORWARD, BACKWARD, MEASURED = "#1b6ca8", "#c8553d", "#222222"
+
+
+def _color(quantity: str) -> str:
+    return BACKWARD if quantity.startswith("grad") else FORWARD
+
+
+def _panels(title: str) -> tuple[Figure, dict[str, Axes]]:
+    figure = Figure(figsize=(9.5, 6.2), layout="constrained")
+    grid = figure.subplots(2, 2, sharex=True)
+    axes = dict(zip(STREAM_QUANTITIES, grid.ravel(), strict=True))
+    for quantity, ax in axes.items():
+        ax.set_title(TITLES[quantity], loc="left", fontsize=10.5)
+        ax.grid(alpha=0.25, linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+    for ax in grid[1]:
+        ax.set_xlabel("layer (0 enters layer 1)")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    return figure, axes
+
+
+def _scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
+    """Logarithmic where a variance spans a factor of five, else from zero."""
+    values = np.concatenate([np.ravel(c) for c in curves])
+    values = values[np.isfinite(values)]
+    low, high = float(values.min()), float(values.max())
+    if quantity.endswith("correlation"):
+        ax.set_ylim(min(0.0, 1.1 * low), max(1.02 * high, 0.1, min(1.02, 1.25 * high)))
+    elif low > 0 and high > 5 * low:
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(0.0, 1.15 * high)
+
+
+def _describe(prediction: Prediction) -> str:
+    model = prediction.model
+    return (
+        f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
+        f"{model.seq_len} tokens, {model.norm} norm, theory {prediction.theory}"
+    )
+
+
+def plot_prediction(prediction: Prediction) -> Figure:
+    """Four panels along the depth; one line per configuration."""
+    figure, axes = _panels(_describe(prediction))
+    layers = np.arange(prediction.model.layers + 1)
+    for quantity, ax in axes.items():
+        curves = getattr(prediction, quantity).reshape(-1, layers.size)
+        for curve in curves:
+            ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, alpha=0.9)
+        _scale(ax, quantity, curves)
+    return figure
+
+
+def plot_comparison(comparison: Comparison) -> Figure:
+    """Prediction as lines, measurement as points with bars of two standard errors."""
+    prediction, measurement = comparison.prediction, comparison.measurement
+    figure, axes = _panels(_describe(prediction))
+    layers = np.arange(prediction.model.layers + 1)
+    for quantity, ax in axes.items():
+        curve = getattr(prediction, quantity)
+        points = getattr(measurement, quantity)
+        stderr = np.nan_to_num(getattr(measurement, f"{quantity}_stderr"))
+        ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, label="predicted")
+        ax.errorbar(
+            layers,
+            points,
+            yerr=2 * stderr,
+            fmt="o",
+            markersize=4,
+            color=MEASURED,
+            elinewidth=1,
+            capsize=2,
+            label="measured ± 2 s.e.",
+        )
+        _scale(ax, quantity, curve, points)
+    axes["variance"].legend(frameon=False, fontsize=9)
+    return figure

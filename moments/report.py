@@ -1,0 +1,122 @@
+"""Tables for people: predictions and comparisons as rich tables and as text."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .comparison import Comparison
+    from .prediction import Prediction
+
+STREAM_QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
+TITLES = {
+    "variance": "variance",
+    "correlation": "token correlation",
+    "grad_variance": "gradient variance",
+    "grad_correlation": "gradient correlation",
+}
+
+
+def render(table: Table, width: int = 120) -> str:
+    """A rich table as plain text."""
+    buffer = io.StringIO()
+    Console(file=buffer, width=width, color_system=None).print(table)
+    return buffer.getvalue().rstrip()
+
+
+def number(value: float) -> str:
+    """Four significant digits, scientific only where it helps."""
+    return f"{value:.4g}"
+
+
+def prediction_table(prediction: Prediction) -> Table:
+    """The stream layer by layer; for a batch, one row per configuration."""
+    if prediction.variance.ndim > 1:
+        return _batch_table(prediction)
+    model = prediction.model
+    table = Table(
+        title=f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}",
+        caption="index 0 enters layer 1; gradients are means over draws of the weights",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("layer", justify="right")
+    for name in STREAM_QUANTITIES:
+        table.add_column(TITLES[name], justify="right")
+    for index in range(model.layers + 1):
+        cells = [number(getattr(prediction, name)[index]) for name in STREAM_QUANTITIES]
+        table.add_row(str(index), *cells)
+    return table
+
+
+def _batch_table(prediction: Prediction) -> Table:
+    table = Table(title=f"input and output of {prediction.model.layers} layers")
+    table.add_column("configuration", justify="right")
+    for name in STREAM_QUANTITIES:
+        table.add_column(f"{TITLES[name]}, first", justify="right")
+        table.add_column("last", justify="right")
+    rows = [
+        getattr(prediction, name).reshape(-1, prediction.model.layers + 1)
+        for name in STREAM_QUANTITIES
+    ]
+    for index in range(rows[0].shape[0]):
+        cells = [number(r[index, end]) for r in rows for end in (0, -1)]
+        table.add_row(str(index), *cells)
+    return table
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Stream points, predicted beside measured."""
+    table = Table(
+        title="predicted | measured, along the residual stream",
+        caption="± one standard error over seeds; errors of correlations are absolute",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("layer", justify="right")
+    for name in STREAM_QUANTITIES:
+        table.add_column(f"{TITLES[name]}\npredicted", justify="right")
+        table.add_column("measured", justify="right")
+        table.add_column("error", justify="right")
+    frame = comparison.to_frame()
+    stream = frame[frame["site"] == "stream"]
+    for layer, rows in stream.groupby("layer"):
+        cells: list[str] = []
+        for name in STREAM_QUANTITIES:
+            row = rows[rows["quantity"] == name].iloc[0]
+            measured = f"{row['measured']:.3g} ± {row['stderr']:.1g}"
+            cells += [number(row["predicted"]), measured, _error(name, row["error"])]
+        table.add_row(str(layer), *cells)
+    return table
+
+
+def _error(quantity: str, error: float) -> str:
+    if quantity.endswith("correlation"):
+        return f"{error:+.3f}"
+    return f"{100 * error:+.1f} %"
+
+
+def summary_table(comparison: Comparison) -> Table:
+    """Errors per quantity, over the stream and over all sites inside the layers."""
+    table = Table(title="errors", title_justify="left")
+    for name in ("points", "quantity"):
+        table.add_column(name)
+    for name in ("mean", "median", "max", "mean beyond 2 s.e.", "R²"):
+        table.add_column(name, justify="right")
+    for row in comparison.summary().itertuples():
+        absolute = str(row.quantity).endswith("correlation")
+        show: Any = (lambda v: f"{v:.3f}") if absolute else (lambda v: f"{100 * v:.2f} %")
+        table.add_row(
+            str(row.points),
+            TITLES.get(str(row.quantity), str(row.quantity)),
+            show(row.mean),
+            show(row.median),
+            show(row.max),
+            show(row.excess),
+            f"{row.r_squared:.4f}" if row.r_squared == row.r_squared else "-",
+        )
+    return table

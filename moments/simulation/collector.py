@@ -1,0 +1,109 @@
+"""Raw moments of tensors as they pass, forward and backward, keeping no activation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moments.errors import MomentsError, domain_error
+from moments.measurement import Place, RawMoments
+
+
+def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
+    """Moments about zero of `x`, accumulated in float64.
+
+    Pairs need no L x L product: sum_{i != j} x_i x_j = |sum_i x_i|^2 - sum_i x_i^2.
+
+    Args:
+        x: (batch, L, features).
+        mask: (batch, L), false at padding, which then counts nowhere. None: no padding.
+    """
+    batch, seq_len, features = x.shape
+    wide = x.detach().to(torch.device("cpu") if x.device.type == "mps" else x.device, torch.float64)
+    if mask is None:
+        count = torch.full((seq_len,), float(batch), dtype=torch.float64, device=wide.device)
+        pairs = batch * seq_len * (seq_len - 1)
+    else:
+        kept = mask.to(wide.device, torch.float64)
+        wide = wide * kept[..., None]
+        count, length = kept.sum(0), kept.sum(1)
+        pairs = int((length * (length - 1)).sum())
+    token_sum_of_squares = torch.linalg.vector_norm(wide, dim=(0, 2)) ** 2
+    sum_of_squares = token_sum_of_squares.sum()
+    over_tokens = wide.sum(1)
+    tokens = count.sum() * features
+    pair = ((over_tokens**2).sum() - sum_of_squares) / (max(pairs, 1) * features)
+    packed = torch.stack([over_tokens.sum() / tokens, sum_of_squares / tokens, pair]).tolist()
+    token_square = (token_sum_of_squares / (count.clamp(min=1) * features)).cpu().numpy()
+    return RawMoments(packed[0], packed[1], packed[2] if pairs else 0.0, token_square)
+
+
+def squared_norm(x: Tensor) -> float:
+    """Squared Frobenius norm, accumulated in float64."""
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    return float(torch.linalg.vector_norm(x.detach(), dtype=wide)) ** 2
+
+
+class Collector:
+    """Collects the moments of every tensor shown to it and, as backward reaches it, of its gradient.
+
+    Args:
+        mask: (batch, L), false at padding; None where there is none.
+        batch_first: tensors are (batch, L, features), else (L, batch, features).
+    """
+
+    def __init__(self, mask: Tensor | None = None, *, batch_first: bool = True) -> None:
+        self.signal: dict[Place, RawMoments] = {}
+        self._gradient: dict[Place, RawMoments] = {}
+        self._mask = mask
+        self._batch_first = batch_first
+
+    def watch(self, x: Tensor, places: Sequence[Place]) -> Tensor:
+        """Record `x` under every one of `places`, and its gradient when there is one.
+
+        Raises:
+            MomentsError: a place is passed twice in a forward pass, or `x` has no gradient.
+            DomainError: `x` is not (batch, L, features), or holds inf or nan.
+        """
+        if not x.requires_grad:
+            raise MomentsError(f"{places[0]}: the tensor needs no gradient; unfreeze the module")
+        if again := [place for place in places if place in self.signal]:
+            raise MomentsError(f"{again[0]} is passed twice in one forward pass")
+        self.signal.update(dict.fromkeys(places, self._moments(x, places[0], "activation")))
+
+        def on_gradient(gradient: Tensor) -> None:
+            moments = self._moments(gradient, places[0], "gradient")
+            self._gradient.update(dict.fromkeys(places, moments))
+
+        x.register_hook(on_gradient)
+        return x
+
+    @property
+    def gradient(self) -> dict[Place, RawMoments]:
+        """Gradient moments; zero at places from which the loss was never reached."""
+        return {
+            place: self._gradient.get(place)
+            or RawMoments(0.0, 0.0, 0.0, np.zeros_like(moments.token_square))
+            for place, moments in self.signal.items()
+        }
+
+    def _moments(self, x: Tensor, place: Place, kind: str) -> RawMoments:
+        if x.ndim == 2:
+            x = x[None] if self._batch_first else x[:, None]
+        if x.ndim != 3:
+            raise domain_error(
+                f"{place}",
+                tuple(x.shape),
+                "a (batch, tokens, features) tensor",
+                "map another tensor",
+            )
+        moments = raw_moments(x if self._batch_first else x.transpose(0, 1), self._mask)
+        if not np.isfinite(moments.square):
+            raise MomentsError(
+                f"layer {place[0]}, {place[1]}: the {kind} overflows {x.dtype}; "
+                "use float64, fewer layers or a scheme that keeps the variance"
+            )
+        return moments
