@@ -37,7 +37,50 @@ class SelfAttention(Leaf):
     causal: bool = False
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        return self._alike(signal)
+        return self._by_token(signal) if signal.resolved else self._alike(signal)
+
+    def _by_token(self, signal: Signal) -> tuple[Signal, Pullback]:
+        from .kernels import KernelAttention
+
+        tokens = signal.second_moment()
+        matrices = tokens.pairs.reshape(-1, *tokens.pairs.shape[-2:])
+        length = signal.seq_len
+        allowed = np.tri(length, dtype=bool) if self.causal else None
+        rows = [
+            KernelAttention(
+                matrix,
+                logit_scale=self.d_model**2 * _positive(self.query) * _positive(self.key),
+                allowed=allowed,
+                drop_prob=self.drop_prob,
+                d_model=self.d_model,
+                d_head=self.d_head,
+            )
+            for matrix in matrices
+        ]
+        mixed = Kernel.of_matrix(
+            np.stack([one.forward() for one in rows]).reshape(tokens.pairs.shape)
+        )
+        width = self.heads * self.d_head
+        heads = mixed.scaled(self.d_model * self.value)
+        output = Signal(heads, length, mean=0.0 * heads.diagonal, width=width)
+        if signal.spread is not None:
+            output = output.replace(spread=(heads * heads).scaled(2 / width))
+
+        def pullback(gradient: Gradient) -> Pulled:
+            received = gradient.kernel
+            gained = received.scaled(width * self.value).pairs.reshape(matrices.shape)
+            parts = [one.backward(matrix) for one, matrix in zip(rows, gained, strict=True)]
+
+            def path(name: str) -> Kernel:
+                stacked = np.stack([getattr(part, name) for part in parts])
+                return Kernel.of_matrix(stacked.reshape(received.pairs.shape))
+
+            weights = self._weight_gradients(
+                length, tokens, mixed, received, path("query"), path("key")
+            )
+            return Pulled(Gradient(path("total"), gradient.seq_len), weights)
+
+        return output, pullback
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         kernel, algebra = signal.kernel, signal.algebra
@@ -101,26 +144,40 @@ class SelfAttention(Leaf):
                 evaluate(with_value["grad_variance"], algebra, paths),
                 evaluate(with_value["grad_covariance"], algebra, paths),
             )
-            weights = self._weight_gradients(signal, mixed, received, paths)
+            gain = width * self.value
+            query = Kernel(paths["query_path"], paths["query_path_covariance"])
+            key = Kernel(paths["key_path"], -paths["key_path"] / (signal.seq_len - 1))
+            weights = self._weight_gradients(
+                signal.seq_len,
+                signal.second_moment(),
+                mixed,
+                received,
+                query.scaled(gain),
+                key.scaled(gain),
+            )
             return Pulled(Gradient(sent, gradient.seq_len), weights)
 
         return output, pullback
 
     def _weight_gradients(
-        self, signal: Signal, mixed: Kernel, received: Kernel, paths: dict[str, Array]
+        self,
+        length: int,
+        tokens: Kernel,
+        mixed: Kernel,
+        received: Kernel,
+        query: Kernel,
+        key: Kernel,
     ) -> dict[str, Array]:
-        # dW = sum_i x_i (dq_i)^T and the query path's gradient is W dq_i, so
-        # E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W), and so for the keys.
-        length, width = signal.seq_len, self.heads * self.d_head
-        gain = width * self.value
-        query = Kernel(paths["query_path"], paths["query_path_covariance"]).scaled(gain)
-        key = Kernel(paths["key_path"], -paths["key_path"] / (length - 1)).scaled(gain)
-        tokens = signal.second_moment()
+        """Expected squared gradient norms of the three projections.
+
+        dW = sum_i x_i (dq_i)^T and the query path's gradient is W dq_i, so that
+        E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W); for the keys alike.
+        """
         size = self.d_model
         return {
             "query": size * (tokens * query).total(length) / _positive(self.query),
             "key": size * (tokens * key).total(length) / _positive(self.key),
-            "value": size * width * (mixed * received).total(length),
+            "value": size * self.heads * self.d_head * (mixed * received).total(length),
         }
 
 

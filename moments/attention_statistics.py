@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from .softmax import SquareRows, gamma_rule, square_rows
 from .state import Array
 
 
@@ -36,7 +35,9 @@ class AttentionStatistics:
 
 
 @functools.lru_cache(maxsize=256)
-def _rows(seq_len: int) -> SquareRows:
+def _rows(seq_len: int) -> Any:
+    from .softmax import square_rows
+
     return square_rows(seq_len)
 
 
@@ -57,6 +58,8 @@ def attention_statistics(
         d_model, d_head: widths that make the queries' norms fluctuate.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token; 0 after a normalisation.
     """
+    from .softmax import gamma_rule
+
     scalar = type(logit_scale) is float
     freedom = 1 / (1 / d_head + 1 / d_model + norm_spread / 2)
     nodes, weights = gamma_rule(freedom)

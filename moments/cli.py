@@ -29,6 +29,7 @@ err = Console(stderr=True, highlight=False)
 
 
 class TheoryName(StrEnum):
+    refined = "refined"
     published = "published"
     simplified = "simplified"
 
@@ -127,7 +128,7 @@ def predict(
     correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
     grad_variance: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
     grad_correlation: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
-    theory: TheoryOption = TheoryName.published,
+    theory: TheoryOption = TheoryName.refined,
     as_json: JsonOption = False,
     csv: CsvOption = None,
     plot: PlotOption = None,
@@ -177,7 +178,7 @@ def compare(
     batch: Annotated[int, typer.Option(help="Sequences per seed.")] = 2,
     seeds: Annotated[int, typer.Option(help="Draws of the weights.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
-    theory: TheoryOption = TheoryName.published,
+    theory: TheoryOption = TheoryName.refined,
     max_error: Annotated[
         float | None,
         typer.Option(help="Exit 1 if the stream's mean forward-variance error exceeds this."),
@@ -222,10 +223,9 @@ def compare(
         }
         print(json.dumps(data, indent=2))
     else:
-        from .report import comparison_table, summary_table
+        from .report import comparison_tables, summary_table
 
-        out.print(comparison_table(comparison))
-        out.print(summary_table(comparison))
+        out.print(*comparison_tables(comparison), summary_table(comparison))
         if plot is not None:
             out.print(f"picture: {plot}")
     stream = summary[(summary["points"] == "stream") & (summary["quantity"] == "variance")]
@@ -248,11 +248,19 @@ def _measure(
 @app.command()
 def formulas(
     component: Annotated[str | None, typer.Argument(help="A component's name.")] = None,
-    theory: TheoryOption = TheoryName.published,
+    theory: TheoryOption = TheoryName.refined,
     latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the whole reference as Markdown.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a component's formulas with their sources, or list the components."""
+    if markdown:
+        from .formula_page import formula_page
+
+        print(formula_page(), end="")
+        return
     from .registry import component as find
     from .registry import components
 

@@ -91,9 +91,9 @@ class Comparison:
 
     def table(self) -> str:
         """Stream points side by side, then the errors, as text."""
-        from .report import comparison_table, render, summary_table
+        from .report import comparison_tables, render, summary_table
 
-        return f"{render(comparison_table(self), 150)}\n\n{render(summary_table(self))}"
+        return "\n\n".join(map(render, (*comparison_tables(self), summary_table(self))))
 
     def plot(self) -> Figure:
         """The prediction as lines, the measurement as points with error bars."""

@@ -39,9 +39,45 @@ def check_moments(
     return v, r
 
 
-def given_signal(variance: Array, correlation: Array, seq_len: int, d_model: int) -> Signal:
-    """Tokens alike, with the moments the user gives."""
-    return Signal(Kernel(variance, variance * correlation), seq_len, width=d_model)
+def alike(variance: Array, correlation: Array, seq_len: int, resolved: bool) -> Kernel:
+    """Tokens alike, in either resolution."""
+    if not resolved:
+        return Kernel(variance, variance * correlation)
+    v, c = np.asarray(variance, float), np.asarray(variance * correlation, float)
+    matrix = np.broadcast_to(c[..., None, None], (*c.shape, seq_len, seq_len))
+    diagonal = np.broadcast_to(v[..., None], (*v.shape, seq_len))
+    return Kernel(diagonal, matrix, True).with_diagonal(diagonal)
+
+
+def gaussian(kernel: Kernel, seq_len: int, d_model: int, spread: bool) -> Signal:
+    """Independent Gaussian features; their squared norms vary by 2 C o C / d."""
+    mean = 0.0 * kernel.diagonal
+    signal = Signal(kernel, seq_len, mean=mean, width=d_model)
+    if spread:
+        signal = signal.replace(spread=(kernel * kernel).scaled(2 / d_model))
+    return signal
+
+
+def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
+    """Token-resolved second moments given by the user.
+
+    Raises:
+        DomainError: not a finite symmetric (..., L, L) array, or not positive on the diagonal.
+    """
+    matrix = np.asarray(kernel, dtype=float)
+    if matrix.ndim < 2 or matrix.shape[-2:] != (seq_len, seq_len):
+        raise domain_error(name, f"shape {matrix.shape}", f"of shape (..., {seq_len}, {seq_len})")
+    if not np.all(np.isfinite(matrix)):
+        raise domain_error(name, "NaN or infinity", "finite")
+    scale = np.abs(matrix).max()
+    if not np.allclose(matrix, np.swapaxes(matrix, -1, -2), atol=1e-9 * scale, rtol=0):
+        raise domain_error(name, "not symmetric", "symmetric in its last two axes")
+    diagonal = np.diagonal(matrix, axis1=-2, axis2=-1)
+    if name == "kernel" and diagonal.min() <= 0:
+        raise domain_error(name, float(diagonal.min()), "positive on its diagonal")
+    if np.linalg.eigvalsh(matrix).min() < -1e-9 * scale:
+        raise domain_error(name, "not positive semidefinite", "a matrix of second moments")
+    return Kernel.of_matrix((matrix + np.swapaxes(matrix, -1, -2)) / 2)
 
 
 def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
@@ -70,25 +106,20 @@ def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
     return matrix
 
 
-def embedded_signal(
+def embedded_alike(
     embedding: Embedding,
     seq_len: int,
-    d_model: int,
     theory: Theory,
     token_ids: Any = None,
     segment_ids: Any = None,
-) -> Signal:
+) -> Kernel:
     """Sum of the embedding tables for tokens alike, before the embedding's norm and dropout.
 
     Without `token_ids` the text follows Zipf's law and segments split it uniformly; with them the
     repetitions are counted, and a text without `segment_ids` is one segment.
     """
     if token_ids is not None:
-        ids = check_ids(token_ids, seq_len, "token_ids")
-        if ids.max() >= embedding.vocab_size:
-            raise domain_error(
-                "token_ids", int(ids.max()), f"below vocab_size = {embedding.vocab_size}"
-            )
+        ids = _text_ids(embedding, seq_len, token_ids)
         token = repeated_pairs(ids, seq_len, "token_ids")
         segment = (
             1.0 if segment_ids is None else repeated_pairs(segment_ids, seq_len, "segment_ids")
@@ -108,7 +139,37 @@ def embedded_signal(
             float(laws.law("variance", theory).of(values)),
             float(laws.law("covariance", theory).of(values)),
         )
-    return Signal(total, seq_len, width=d_model)
+    return total
+
+
+def embedded_by_token(
+    embedding: Embedding, seq_len: int, token_ids: Any, segment_ids: Any = None
+) -> Kernel:
+    """Sum of the embedding tables of a text, kernel of shape (B, L, L).
+
+    Two tokens share what the tables they look up share: E x_i x_j is a table's variance where the
+    two rows are one.
+    """
+    ids = _text_ids(embedding, seq_len, token_ids)
+    segments = np.zeros_like(ids) if segment_ids is None else check_ids(
+        segment_ids, seq_len, "segment_ids"
+    )
+    same = lambda rows: rows[:, :, None] == rows[:, None, :]  # noqa: E731
+    matrix = (
+        embedding.token_variance * same(ids)
+        + embedding.segment_variance * same(segments)
+        + embedding.position_variance * np.eye(seq_len)
+    )
+    return Kernel.of_matrix(matrix)
+
+
+def _text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
+    ids = check_ids(token_ids, seq_len, "token_ids")
+    if ids.max() >= embedding.vocab_size:
+        raise domain_error(
+            "token_ids", int(ids.max()), f"below vocab_size = {embedding.vocab_size}"
+        )
+    return ids
 
 
 def _pattern(laws: ComponentLaws, theory: Theory, **values: float) -> float:

@@ -12,12 +12,12 @@ import numpy as np
 from .architecture import declare, declare_embedding
 from .checks import check_choice
 from .errors import DomainError, ValidityWarning
-from .inputs import check_moments, embedded_signal, given_signal
+from .inputs import alike, check_kernel, check_moments, embedded_alike, embedded_by_token, gaussian
 from .law import THEORIES, Theory
 from .propagate import Point, Trace, forward, start
-from .state import Gradient, Kernel, Signal
+from .state import Gradient, Kernel, ratio_or_zero
 from .transformer import Transformer
-from .validity import published_warnings
+from .validity import validity_warnings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +38,7 @@ class Prediction:
         theory: "refined", "published" or "simplified".
         variance, correlation: of the signal; correlation between different tokens.
         grad_variance, grad_correlation: of dLoss/dx, means over draws of the weights.
+        token_variance, token_grad_variance: by token, (..., N + 1, L) where resolved, else None.
         warnings: where a formula left its validity.
     """
 
@@ -47,8 +48,11 @@ class Prediction:
     correlation: np.ndarray
     grad_variance: np.ndarray
     grad_correlation: np.ndarray
+    token_variance: np.ndarray | None
+    token_grad_variance: np.ndarray | None
     warnings: tuple[str, ...]
     trace: Trace = field(repr=False)
+    sequences: bool = field(default=False, repr=False)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per point inside the network: layer, site and its moments.
@@ -61,7 +65,7 @@ class Prediction:
         frames = []
         for index in np.ndindex(shape):
             rows = [
-                (point.layer, point.site, *(_at(v, shape, index) for v in point_moments(point)))
+                (point.layer, point.site, *(_at(v, shape, index) for v in self._moments(point)))
                 for point in self.trace.points
             ]
             frame = pd.DataFrame(rows, columns=["layer", "site", *POINT_COLUMNS])
@@ -70,10 +74,15 @@ class Prediction:
             frames.append(frame)
         return pd.concat(frames, ignore_index=True)
 
+    def _moments(self, point: Point) -> tuple[Any, ...]:
+        return point_moments(point, self.sequences)
+
     def weight_gradients(self) -> pd.DataFrame:
         """Expected squared gradient norm of every weight matrix: layer, weight, squared_norm.
 
-        One sequence; under theories that state no query or key gradient those rows are absent.
+        For one sequence, or the sum over those of `token_ids`, each as if alone in its batch: what
+        sequences share through a common text is left out. Theories that state no query or key
+        gradient have no such rows.
         """
         import pandas as pd
 
@@ -82,7 +91,7 @@ class Prediction:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
         rows = sorted(self.trace.weights, key=lambda row: row[0])
         return pd.DataFrame(
-            [(layer, weight, float(norm)) for layer, weight, norm in rows],
+            [(layer, weight, float(np.sum(norm))) for layer, weight, norm in rows],
             columns=["layer", "weight", "squared_norm"],
         )
 
@@ -125,29 +134,26 @@ class Prediction:
         return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
 
 
-def point_moments(point: Point) -> tuple[Any, ...]:
-    """Token-averaged moments of one point, in the order of POINT_COLUMNS."""
+def point_moments(point: Point, sequences: bool = False) -> tuple[Any, ...]:
+    """Token-averaged moments of one point, in the order of POINT_COLUMNS.
+
+    With `sequences`, the first axis counts sequences of one batch and is averaged over.
+    """
+
+    def average(value: Any) -> Any:
+        return np.mean(value, axis=0) if sequences else value
+
     kernel = point.signal.kernel
-    variance, covariance = kernel.mean_diagonal(), kernel.mean_pairs()
-    mean = np.mean(point.signal.mean, axis=-1) if point.signal.resolved else point.signal.mean
+    variance, covariance = average(kernel.mean_diagonal()), average(kernel.mean_pairs())
+    mean: Any = point.signal.mean
+    if kernel.resolved:
+        mean = average(np.mean(mean + 0.0 * kernel.diagonal, axis=-1))
     if point.gradient is None:
         return mean, variance, covariance / variance, np.nan, np.nan
     received = point.gradient.kernel
-    grad_variance = received.mean_diagonal()
-    return (
-        mean,
-        variance,
-        covariance / variance,
-        grad_variance,
-        _ratio(received.mean_pairs(), grad_variance),
-    )
-
-
-def _ratio(numerator: Any, denominator: Any) -> Any:
-    """A correlation; 0 where the gradient vanishes."""
-    if np.ndim(denominator) == 0:
-        return numerator / denominator if denominator else 0.0
-    return np.divide(numerator, denominator, out=np.zeros_like(denominator), where=denominator != 0)
+    grad_variance = average(received.mean_diagonal())
+    grad_correlation = ratio_or_zero(average(received.mean_pairs()), grad_variance)
+    return mean, variance, covariance / variance, grad_variance, grad_correlation
 
 
 def _at(value: Any, shape: tuple[int, ...], index: tuple[int, ...]) -> float:
@@ -161,9 +167,12 @@ def predict(
     correlation: Any = None,
     grad_variance: Any = None,
     grad_correlation: Any = None,
-    theory: Theory = "published",
+    theory: Theory = "refined",
+    tokens: bool | None = None,
     token_ids: Any = None,
     segment_ids: Any = None,
+    kernel: Any = None,
+    grad_kernel: Any = None,
 ) -> Prediction:
     """Predict every layer's moments at initialisation.
 
@@ -173,73 +182,131 @@ def predict(
             None: from the embedding where one is declared, else 1 and 0.
         grad_variance, grad_correlation: of the loss gradient at the last layer's output;
             None: 1 and 0.
-        theory: "published" (the papers' full forms) or "simplified" (their Tables 1 and 2).
+        theory: "refined", "published" (the papers' full forms) or "simplified" (their Tables 1
+            and 2).
+        tokens: whether moments are resolved by token; None: where the model is causal, or a text
+            or a kernel is given, under the refined theory.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
+        kernel: second moments E[x_i x_j] per feature of the tensor that enters layer 1, shape
+            (..., L, L), instead of variance and correlation.
+        grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
 
     Raises:
         DomainError: a bad argument, a feature the theory does not cover, or numbers that overflow.
+
+    Warns:
+        ValidityWarning: where a formula leaves the regime it was validated in; also in `warnings`.
     """
     if not isinstance(model, Transformer):
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
+    texts = token_ids is not None or kernel is not None or grad_kernel is not None
+    resolved = (theory == "refined" and (model.causal or texts)) if tokens is None else tokens
+    _check_resolution(model, theory, resolved, kernel is not None or grad_kernel is not None)
     trace = Trace()
-    signal = _input(model, theory, variance, correlation, token_ids, segment_ids, trace)
-    start(signal, trace)
-    grad = check_moments(
-        "grad_",
-        1.0 if grad_variance is None else grad_variance,
-        0.0 if grad_correlation is None else grad_correlation,
-        model.seq_len,
+    first = _first_kernel(
+        model, theory, resolved, variance, correlation, token_ids, segment_ids, kernel
     )
+    last = _last_kernel(model, resolved, grad_variance, grad_correlation, grad_kernel)
+    signal = gaussian(first, model.seq_len, model.d_model, theory == "refined")
     try:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            if kernel is None and variance is None and correlation is None and model.embedding:
+                rest = declare_embedding(model.embedding, model.d_model, theory)
+                signal, _ = forward(rest, signal, trace)
+            start(signal, trace)
             _, backward = forward(declare(model, theory), signal, trace)
-            gradient = Gradient(Kernel(grad[0], grad[0] * grad[1]), model.seq_len)
-            trace.stream()[0].gradient = backward(gradient)
+            trace.stream()[0].gradient = backward(Gradient(last, model.seq_len))
     except (OverflowError, ZeroDivisionError):
         raise _overflow(theory, trace) from None
-    columns = np.array(
-        [np.broadcast_arrays(*point_moments(point)[1:]) for point in trace.stream()], dtype=float
-    )
-    if not np.all(np.isfinite(columns)):
+    sequences = token_ids is not None and resolved
+    stream = trace.stream()
+    columns = [np.broadcast_arrays(*point_moments(p, sequences)[1:]) for p in stream]
+    moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
+    if not np.all(np.isfinite(moments)):
         raise _overflow(theory, trace)
-    stream = np.moveaxis(columns, 0, -1)
-    notes = published_warnings(model, theory, trace)
+    notes = validity_warnings(model, theory, trace)
     for note in notes:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
-    return Prediction(model, theory, *stream, notes, trace)
+    by_token = _by_token(stream, sequences) if resolved else (None, None)
+    return Prediction(model, theory, *moments, *by_token, notes, trace, sequences)
 
 
-def _input(
+def _check_resolution(model: Transformer, theory: Theory, resolved: bool, kernels: bool) -> None:
+    if resolved and theory != "refined":
+        raise DomainError(
+            f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
+        )
+    if not resolved and kernels:
+        raise DomainError("kernel and grad_kernel are resolved by token: leave tokens=False out")
+    if not resolved and theory == "refined" and model.causal:
+        raise DomainError(
+            "tokens=False: under a causal mask tokens are not alike; leave tokens out, "
+            'or use theory="published", which ignores the mask'
+        )
+
+
+def _first_kernel(
     model: Transformer,
     theory: Theory,
+    resolved: bool,
     variance: Any,
     correlation: Any,
     token_ids: Any,
     segment_ids: Any,
-    trace: Trace,
-) -> Signal:
-    given = variance is not None or correlation is not None
-    if token_ids is not None and (given or model.embedding is None):
+    kernel: Any,
+) -> Kernel:
+    moments_given = variance is not None or correlation is not None
+    if kernel is not None:
+        if moments_given or token_ids is not None:
+            raise DomainError("kernel replaces variance, correlation and token_ids: give one")
+        return check_kernel("kernel", kernel, model.seq_len)
+    if token_ids is not None and (moments_given or model.embedding is None):
         raise DomainError(
             "token_ids describe the text an embedding reads: declare model.embedding and leave "
             "variance and correlation out"
         )
-    if given or model.embedding is None:
+    if model.embedding is None or moments_given:
         v, r = check_moments(
             "",
             1.0 if variance is None else variance,
             0.0 if correlation is None else correlation,
             model.seq_len,
         )
-        return given_signal(v, r, model.seq_len, model.d_model)
-    tables = embedded_signal(
-        model.embedding, model.seq_len, model.d_model, theory, token_ids, segment_ids
+        return alike(v, r, model.seq_len, resolved)
+    if token_ids is not None and resolved:
+        return embedded_by_token(model.embedding, model.seq_len, token_ids, segment_ids)
+    tables = embedded_alike(model.embedding, model.seq_len, theory, token_ids, segment_ids)
+    return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
+
+
+def _last_kernel(
+    model: Transformer, resolved: bool, variance: Any, correlation: Any, kernel: Any
+) -> Kernel:
+    if kernel is not None:
+        if variance is not None or correlation is not None:
+            raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")
+        return check_kernel("grad_kernel", kernel, model.seq_len)
+    v, r = check_moments(
+        "grad_",
+        1.0 if variance is None else variance,
+        0.0 if correlation is None else correlation,
+        model.seq_len,
     )
-    rest = declare_embedding(model.embedding, model.d_model, theory)
-    return forward(rest, tables, trace)[0]
+    return alike(v, r, model.seq_len, resolved)
+
+
+def _by_token(stream: list[Point], sequences: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Variances of signal and gradient, shape (..., N + 1, L)."""
+    gradients = [point.gradient.kernel.diagonal for point in stream if point.gradient is not None]
+    shape = np.broadcast_shapes(*(np.shape(g) for g in gradients))
+    both = []
+    for diagonals in ([point.signal.kernel.diagonal for point in stream], gradients):
+        stacked = np.stack([np.broadcast_to(d, shape) for d in diagonals], axis=-2)
+        both.append(stacked.mean(0) if sequences else stacked)
+    return both[0], both[1]
 
 
 def _overflow(theory: Theory, trace: Trace) -> DomainError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .composition import Chain, Component, Layer, Leaf, Residual
 from .errors import MomentsError
-from .state import Array, Gradient, Kernel, Signal
+from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 
 BackwardPass = Callable[[Gradient], Gradient]
 
@@ -130,7 +130,7 @@ def _merge(gradient: Gradient, kept: Kernel, returned: Gradient, branch: Compone
     logits do not scale).
     """
     total = kept + returned.kernel
-    share = kept.mean_diagonal() / total.mean_diagonal()
+    share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
     return Gradient(
         total,
         gradient.seq_len,

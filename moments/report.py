@@ -69,26 +69,32 @@ def _batch_table(prediction: Prediction) -> Table:
     return table
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Stream points, predicted beside measured."""
+def comparison_tables(comparison: Comparison) -> tuple[Table, Table]:
+    """Stream points, predicted beside measured: the signal, and its gradient."""
+    frame = comparison.to_frame()
+    stream = frame[frame["site"] == "stream"]
+    signal = _side_by_side(stream, STREAM_QUANTITIES[:2], "signal along the residual stream")
+    gradient = _side_by_side(stream, STREAM_QUANTITIES[2:], "gradient along the residual stream")
+    return signal, gradient
+
+
+def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table:
     table = Table(
-        title="predicted | measured, along the residual stream",
-        caption="± one standard error over seeds; errors of correlations are absolute",
+        title=title,
+        caption="measured ± one standard error over seeds; errors of correlations are absolute",
         title_justify="left",
         caption_justify="left",
     )
     table.add_column("layer", justify="right")
-    for name in STREAM_QUANTITIES:
-        table.add_column(f"{TITLES[name]}\npredicted", justify="right")
-        table.add_column("measured", justify="right")
-        table.add_column("error", justify="right")
-    frame = comparison.to_frame()
-    stream = frame[frame["site"] == "stream"]
+    for name in quantities:
+        table.add_column(TITLES[name], justify="right")
+        table.add_column("measured", justify="right", no_wrap=True)
+        table.add_column("error", justify="right", no_wrap=True)
     for layer, rows in stream.groupby("layer"):
         cells: list[str] = []
-        for name in STREAM_QUANTITIES:
+        for name in quantities:
             row = rows[rows["quantity"] == name].iloc[0]
-            measured = f"{row['measured']:.3g} ± {row['stderr']:.1g}"
+            measured = f"{row['measured']:.3g} ± {row['stderr']:.0e}"
             cells += [number(row["predicted"]), measured, _error(name, row["error"])]
         table.add_row(str(layer), *cells)
     return table

@@ -21,6 +21,13 @@ from .algebra import FLOAT, NUMPY
 Array = Any  # float or numpy array; see the module docstring
 
 
+def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
+    """A share or a correlation; 0 where there is nothing to share."""
+    if np.ndim(denominator) == 0:
+        return numerator / denominator if denominator else 0.0
+    return np.divide(numerator, denominator, out=np.zeros_like(denominator), where=denominator != 0)
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """Second moments: per token, and per ordered pair of different tokens."""
@@ -104,6 +111,7 @@ class Signal:
             (refined theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
+        notes: what made the numbers here less certain, for the component that produced them.
     """
 
     kernel: Kernel
@@ -114,6 +122,7 @@ class Signal:
     spread: Kernel | None = None
     centred: Kernel | None = None
     kurtosis: Array = 3.0
+    notes: tuple[str, ...] = ()
 
     @property
     def algebra(self) -> Any:

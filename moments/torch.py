@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ import numpy as np
 from moments.checks import check_count
 from moments.errors import DomainError, MomentsError, domain_error
 from moments.hook_points import HookPoint, WeightPart, hook_points, weight_parts
-from moments.measurement import STREAM, Draw, Measurement, WeightGradient
+from moments.measurement import Draw, Measurement, WeightGradient
 from moments.optional import optional
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
     from moments.simulation.collector import Collector, squared_norm
 
@@ -98,30 +100,177 @@ def _draw(
     """One pass forward and backward, and the number of sequences it held."""
     points = hook_points(module) if sites is None else sites
     weights = weight_parts(module, sites)
-    tensors = _tensors(batch, _device(module))
+    inputs = _tensors(module, batch)
     if loss is None:
-        tensors = _with_labels(module, tensors)
-    collector = Collector(_kept(tensors), batch_first=_batch_first(module))
+        _add_labels(module, inputs)
+    collector = Collector(_kept(inputs), batch_first=_batch_first(module))
     with _training(module), _watched(module, points, collector):
-        output = module(**tensors) if isinstance(tensors, dict) else module(tensors)
-        top, cotangent = _objective(output, tensors, loss)
-        leaves = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        # Differentiating with respect to the last stream too keeps a frozen module measurable.
-        found = torch.autograd.grad(
-            top, [*leaves.values()] or _inputs(tensors), cotangent, allow_unused=True
-        )
-    gradients = dict(zip(leaves, found, strict=False))
+        output = module(*inputs.positional, **inputs.named)
+        top, cotangent = _objective(output, inputs, loss)
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        ends = [*parameters.values(), *inputs.differentiable()]
+        gradients = torch.autograd.grad(top, ends, cotangent, allow_unused=True)
+    by_name = dict(zip(parameters, gradients, strict=False))
     logits = getattr(output, "logits", None)
     draw = Draw(
         signal=collector.signal,
         gradient=collector.gradient,
-        weight_gradients=_norms(weights, gradients),
-        loss=None if cotangent is not None else float(top.detach()),
+        weight_gradients=_norms(weights, by_name),
+        loss=float(top.detach()) if cotangent is None else None,
         logit_variance=None if logits is None else squared_norm(logits) / logits.numel(),
     )
-    return draw, _sequences(tensors, collector)
+    return draw, collector.sequences
 
 
-def _device(module: nn.Module) -> torch.device:
+@dataclass
+class _Inputs:
+    """The arguments of a module's forward."""
+
+    positional: list[Tensor]
+    named: dict[str, Any]
+
+    def differentiable(self) -> list[Tensor]:
+        values = [*self.positional, *self.named.values()]
+        return [v for v in values if isinstance(v, Tensor) and v.requires_grad]
+
+    @property
+    def as_given(self) -> Any:
+        return self.named or self.positional[0]
+
+
+def _tensors(module: nn.Module, batch: Any) -> _Inputs:
+    """The batch on the module's device; what is real-valued, masks excepted, gets a gradient."""
     parameter = next(module.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+    device = None if parameter is None else parameter.device
+
+    def tensor(value: Any, name: str) -> Any:
+        if not isinstance(value, Tensor | np.ndarray | list):
+            return value
+        moved = torch.as_tensor(value, device=device)
+        if moved.is_floating_point() and "mask" not in name:
+            # A clone is no leaf, so that the gradient can be watched on its way through.
+            return moved.detach().clone().requires_grad_().clone()
+        return moved
+
+    if isinstance(batch, Mapping):
+        return _Inputs([], {name: tensor(value, name) for name, value in batch.items()})
+    value = tensor(batch, "")
+    if not isinstance(value, Tensor):
+        raise domain_error("batch", type(batch).__name__, "an array, a tensor or a mapping of them")
+    return _Inputs([value], {})
+
+
+def _add_labels(module: nn.Module, inputs: _Inputs) -> None:
+    """Let a causal head predict the next token where the batch has no labels."""
+    kind = type(module).__name__
+    if "labels" in inputs.named:
+        return
+    if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        ids = inputs.named.get("input_ids", inputs.positional[0] if inputs.positional else None)
+        if ids is not None:
+            inputs.named["labels"] = ids
+    elif kind.endswith(("ForMaskedLM", "ForPreTraining")):
+        raise DomainError(
+            f"batch has no 'labels' and {kind} cannot make its own: pass "
+            "{'input_ids': ..., 'labels': ...}, as moments.text.mask_tokens makes them, or a loss"
+        )
+
+
+def _objective(output: Any, inputs: _Inputs, loss: Loss | None) -> tuple[Tensor, Tensor | None]:
+    """What to differentiate, and the gradient injected there; None for a scalar loss."""
+    if loss is not None:
+        scalar = loss(output, inputs.as_given)
+        if not isinstance(scalar, Tensor) or scalar.numel() != 1:
+            raise domain_error("loss", type(scalar).__name__, "a function returning one scalar")
+        return scalar, None
+    own = getattr(output, "loss", None)
+    if own is not None:
+        return own, None
+    top = getattr(output, "last_hidden_state", None)
+    top = first_tensor(output) if top is None else top
+    return top, torch.randn_like(top)
+
+
+def _norms(
+    weights: list[tuple[WeightGradient, WeightPart]], gradients: Mapping[str, Tensor | None]
+) -> dict[WeightGradient, float]:
+    norms = {}
+    for row, part in weights:
+        gradient = gradients[row.parameter]
+        norms[row] = 0.0 if gradient is None else squared_norm(part.of(gradient))
+    return norms
+
+
+def _kept(inputs: _Inputs) -> Tensor | None:
+    """(batch, L), false at padding; None where there is none."""
+    mask = inputs.named.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+        return mask.bool()
+    padding = inputs.named.get("src_key_padding_mask")
+    if isinstance(padding, Tensor):
+        return ~padding if padding.dtype == torch.bool else padding == 0
+    return None
+
+
+def _batch_first(module: nn.Module) -> bool:
+    return all(
+        part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention)
+    )
+
+
+@contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
+    """Training mode, so that dropout acts; afterwards every submodule has its own mode again."""
+    modes = {part: part.training for part in module.modules()}
+    module.train()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextmanager
+def _watched(
+    module: nn.Module, points: Iterable[HookPoint], collector: Collector
+) -> Iterator[None]:
+    """Show the collector every point as the module's forward passes it."""
+    by_tensor: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for point in points:
+        if point.side not in ("input", "output"):
+            raise domain_error(f"sites: side of {point.site}", point.side, "'input' or 'output'")
+        by_tensor.setdefault((point.path, point.side), []).append((point.layer, point.site))
+    modules = dict(module.named_modules())
+    with ExitStack() as hooks:
+        for (path, side), places in by_tensor.items():
+            if path not in modules:
+                raise domain_error(
+                    "sites: path", path, "a submodule", "list them with module.named_modules()"
+                )
+            hooks.callback(_hook(modules[path], side, places, collector).remove)
+        yield
+
+
+def _hook(
+    part: nn.Module, side: str, places: list[tuple[int, str]], collector: Collector
+) -> RemovableHandle:
+    def before(_: nn.Module, positional: Any, named: Any) -> None:
+        collector.watch(first_tensor([*positional, *named.values()]), places)
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        collector.watch(first_tensor(output), places)
+
+    if side == "input":
+        return part.register_forward_pre_hook(before, with_kwargs=True)
+    return part.register_forward_hook(after)
+
+
+def first_tensor(value: Any) -> Tensor:
+    """The tensor itself, or the first one of a tuple, list or mapping."""
+    if isinstance(value, Tensor):
+        return value
+    entries = value.values() if isinstance(value, Mapping) else value
+    tensors = [v for v in entries if isinstance(v, Tensor)] if np.iterable(entries) else []
+    if not tensors:
+        raise MomentsError(f"expected a tensor or a tuple of them, got {type(value).__name__}")
+    return tensors[0]

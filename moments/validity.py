@@ -7,10 +7,10 @@ from .propagate import Trace
 from .transformer import Transformer
 
 
-def published_warnings(model: Transformer, theory: Theory, trace: Trace) -> tuple[str, ...]:
-    """What the papers' formulas leave out of this model, each with its size where it is known."""
+def validity_warnings(model: Transformer, theory: Theory, trace: Trace) -> tuple[str, ...]:
+    """Where a formula left its regime, each with the layer and the size of the error if known."""
     if theory == "refined":
-        return ()
+        return _collected(trace)
     notes = []
     if model.causal:
         notes.append(
@@ -31,3 +31,19 @@ def published_warnings(model: Transformer, theory: Theory, trace: Trace) -> tupl
                 f"{100 * model.norm_epsilon / least:.2g} % of the least variance in the network"
             )
     return tuple(notes)
+
+
+def _collected(trace: Trace) -> tuple[str, ...]:
+    """Notes of every site, one line for all layers that say the same."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for point in trace.points:
+        for note in point.signal.notes:
+            layers.setdefault((point.site, note), []).append(point.layer)
+    return tuple(
+        f"{_layer_range(numbers)}, {site}: {note}" for (site, note), numbers in layers.items()
+    )
+
+
+def _layer_range(numbers: list[int]) -> str:
+    first, last = min(numbers), max(numbers)
+    return f"layer {first}" if first == last else f"layers {first} to {last}"

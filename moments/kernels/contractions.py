@@ -1,12 +1,14 @@
 """Sums over pairs of attention rows of P_i g P_i', with P_i = diag(w_i) - w_i w_i^T.
 
 P_i removes a row's mean, so that every joint law w_i w_i'^T + P_i g P_i' has the marginals w_i and
-w_i' whatever g is. The two maps are each other's transpose:
+w_i' whatever g is. The two maps below are each other's transpose:
 
     spread: H -> sum_{r i i'} H_r,ii' P_i g_r P_i'        gather: X -> tr(P_i g_r P_i' X^T)
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,33 +16,45 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-def spread(pair_weights: Array, excess: Array, rows: Array, rows2: Array) -> Array:
-    """(m, n, k) key kernels from (m, r, a, b) weights on pairs of rows.
+class PairSum(NamedTuple):
+    """One g between a rows over n keys and b rows over k keys, with the products both maps need.
 
-    Args:
-        pair_weights: H, for m kernels at once.
+    Attributes:
         excess: (r, n, k) g.
         rows, rows2: (a, n) and (b, k) mean attention w_i, w_i'.
+        left: (r, a, k) w_i^T g.
+        right: (r, n, b) g w_i'.
+        both: (r, a, b) w_i^T g w_i'.
     """
-    left = rows @ excess  # (r, a, k)
-    right = excess @ rows2.T  # (r, n, b)
-    both = left @ rows2.T  # (r, a, b)
-    onward = pair_weights @ rows2  # (m, r, a, k)
-    total = np.einsum("mrnk,rnk->mnk", rows.T @ onward, excess)
-    total -= rows.T @ np.einsum("mrak,rak->mak", onward, left)
-    total -= np.einsum("mrnb,rnb->mnb", rows.T @ pair_weights, right) @ rows2
-    total += rows.T @ np.einsum("mrab,rab->mab", pair_weights, both) @ rows2
-    return np.asarray(total)
 
+    excess: Array
+    rows: Array
+    rows2: Array
+    left: Array
+    right: Array
+    both: Array
 
-def gather(kernel: Array, excess: Array, rows: Array, rows2: Array) -> Array:
-    """(r, a, b): tr(P_i g_r P_i' kernel^T) for every pair of rows; arguments as in `spread`."""
-    kernel_left = rows @ kernel  # (a, k)
-    kernel_right = kernel @ rows2.T  # (n, b)
-    left = rows @ excess
-    right = excess @ rows2.T
-    total = rows @ (excess * kernel) @ rows2.T
-    total -= (left * kernel_left) @ rows2.T
-    total -= rows @ (right * kernel_right)
-    total += (left @ rows2.T) * (kernel_left @ rows2.T)
-    return np.asarray(total)
+    @classmethod
+    def of(cls, excess: Array, rows: Array, rows2: Array) -> PairSum:
+        """Form the products."""
+        left = rows @ excess
+        return cls(excess, rows, rows2, left, excess @ rows2.T, left @ rows2.T)
+
+    def spread(self, pair_weights: Array) -> Array:
+        """(m, n, k) key kernels from (m, r, a, b) weights H on pairs of rows."""
+        onward = pair_weights @ self.rows2  # (m, r, a, k)
+        total = np.einsum("mrnk,rnk->mnk", self.rows.T @ onward, self.excess)
+        total -= self.rows.T @ np.einsum("mrak,rak->mak", onward, self.left)
+        total -= np.einsum("mrnb,rnb->mnb", self.rows.T @ pair_weights, self.right) @ self.rows2
+        both = np.einsum("mrab,rab->mab", pair_weights, self.both)
+        total += self.rows.T @ both @ self.rows2
+        return np.asarray(total)
+
+    def gather(self, kernel: Array) -> Array:
+        """(r, a, b): tr(P_i g_r P_i' kernel^T) for every pair of rows; kernel (n, k)."""
+        kernel_left = self.rows @ kernel  # (a, k)
+        kernel_right = kernel @ self.rows2.T  # (n, b)
+        total = (self.rows @ (self.excess * kernel) - self.left * kernel_left) @ self.rows2.T
+        total -= self.rows @ (self.right * kernel_right)
+        total += self.both * (kernel_left @ self.rows2.T)
+        return np.asarray(total)

@@ -33,56 +33,42 @@ class Pair(NamedTuple):
 
 @functools.cache
 def _coefficients() -> Array:
-    return np.load(Path(__file__).with_name("_table.npz"))["c"]
+    return np.load(Path(__file__).with_name("_table.npz"))["c"].sum(-1)
 
 
-def _equal(theta: Array, n: Array, rho: Array, k: Array) -> tuple[Array, Array]:
+def _equal(theta: Array, n: Array, rho: Array) -> tuple[Array, Array]:
     c = _coefficients()
     q = c.shape[1:]
-    theta, n, rho, k = np.broadcast_arrays(theta, n, rho, k)
+    theta, n, rho = np.broadcast_arrays(theta, n, rho)
     a = chebyshev.chebvander(2 * np.sqrt(np.clip(theta, 0, THETA_MAX) / THETA_MAX) - 1, q[0] - 1)
     b = chebyshev.chebvander(2 * np.clip(np.log(n), 0, LOG_KEYS_MAX) / LOG_KEYS_MAX - 1, q[1] - 1)
     r = chebyshev.chebvander(rho, q[2] - 1)
-    e = np.expm1(theta / 2)
-    z = chebyshev.chebvander(2 * np.sqrt((n + e) / (k + e)) - 1, q[3] - 1)
     ab = (a[..., :, None] * b[..., None, :]).reshape(*a.shape[:-1], -1)
-    rz = (r[..., :, None] * z[..., None, :]).reshape(*a.shape[:-1], -1)
-    f = [((ab @ c[x].reshape(ab.shape[-1], -1)) * rz).sum(-1) for x in range(2)]
+    f = [((ab @ c[x].reshape(ab.shape[-1], -1)) * r).sum(-1) for x in range(2)]
     one = n <= 1
     kc = np.where(one, 1.0, np.exp(rho * theta * f[0]))
     return kc, np.where(one, 0.0, kc * f[1])
 
 
-def _general(theta: Array, n: Array, theta2: Array, k: Array, psi: Array) -> tuple[Array, Array]:
-    common = np.log((np.exp(theta) / n + np.exp(theta2) / k) / (1 / n + 1 / k))
-    common = np.clip(np.maximum(common, np.abs(psi)), 1e-9, THETA_MAX)
-    p = lambda t, m: _equal(t, m, np.ones(()), m)[0] / m
-    c = (1 - p(theta, n)) * (1 - p(theta2, k))
-    c = c / np.maximum((1 - p(common, n)) * (1 - p(common, k)), 1e-300)
-    kc, kt = _equal(common, n, np.clip(psi / common, -1, 1), k)
-    return kc**c, kc**c * kt / kc * c
-
-
-def pair(theta: Array, n: Array, theta2: Array, k: Array, rho: Array) -> Pair:
-    """Rows of n <= k keys."""
-    theta, n, theta2, k, rho = np.broadcast_arrays(theta, n, theta2, k, rho)
-    theta, theta2 = np.clip(theta, 1e-6, THETA_MAX), np.clip(theta2, 1e-6, THETA_MAX)
-    psi = rho * np.sqrt(theta * theta2)
-    c, t = _general(theta, n, theta2, k, psi)
+def pair(theta: Array, n: Array, rho: Array) -> Pair:
+    """Two rows of n keys."""
+    theta, n, rho = np.broadcast_arrays(theta, n, rho)
+    theta = np.clip(theta, 1e-6, THETA_MAX)
+    c, t = _equal(theta, n, rho)
     h = 0.05
-    up = _general(theta * np.exp(h), n, theta2 * np.exp(h), k, psi * np.exp(h))[0]
-    down = _general(theta * np.exp(-h), n, theta2 * np.exp(-h), k, psi * np.exp(-h))[0]
-    return Pair(c / k, t / k, (1 + psi) * t / k, (up - down) / (2 * h) / k)
+    up = _equal(theta * np.exp(h), n, rho)[0]
+    down = _equal(theta * np.exp(-h), n, rho)[0]
+    return Pair(c / n, t / n, (1 + rho * theta) * t / n, (up - down) / (2 * h) / n)
 
 
 def row(theta: Array, n: Array) -> Row:
     theta = np.clip(theta, 1e-6, THETA_MAX)
     theta, n = np.broadcast_arrays(np.asarray(theta, float), np.asarray(n, float))
-    c, t, _, slope = pair(theta, n, theta, n, np.ones_like(theta))
+    c, t, _, slope = pair(theta, n, np.ones_like(theta))
     p3 = c - (3 * t - slope / theta) / 2
     p3 = np.clip(p3, c * c, c)
     x, w = np.polynomial.legendre.leggauss(8)
     x, w = (x + 1) / 2, w / 2
-    p = _equal(theta[..., None] * x, n[..., None], np.ones(()), n[..., None])[0] / n[..., None]
+    p = _equal(theta[..., None] * x, n[..., None], np.ones(()))[0] / n[..., None]
     log_z = np.log(n) + 0.5 * theta * ((1 - p) * w).sum(-1)
     return Row(c, p3, p3 * p3 / c, t, c * (1 + 4 * theta), log_z - theta * (1 - c))

@@ -1,8 +1,9 @@
-"""Rows that attend to nearly the same keys, and what such a class shares.
+"""Which rows of a mask are alike, and what alike rows share.
 
-A class stands for the row that attends to every key its members attend to. It shares that row's
-self-consistent overlaps; the mean attention of its members stays their own, and the strength of
-their overlaps is rescaled row by row, exactly so for an exchangeable kernel.
+Two levels. Rows with the same keys and nearly the same query norm are one *pattern*: full attention
+has one pattern, a causal mask one per row. Patterns with nearly the same keys form a *class*, which
+stands for the row that attends to every key its members attend to. A class shares that row's
+self-consistent overlaps; the mean attention of its patterns stays their own.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 EXACT_KEYS = 4
-"""Rows of up to this many keys share a class only with rows of the very same keys."""
+"""Patterns of up to this many keys never share a class."""
 
 SUPPORT_SLACK = 0.3
-"""Fraction of the keys beyond `EXACT_KEYS` by which two rows of one class may differ."""
+"""Fraction of the keys beyond `EXACT_KEYS` by which two patterns of one class may differ."""
 
-NORM_SLACK = 0.15
-"""Largest difference of log C_ii between a class's rows."""
+NORM_STEP = 0.05
+"""Queries whose log C_ii round to the same multiple of this may share a pattern."""
 
 
 @dataclass(frozen=True)
 class RowClass:
-    """One class of attention rows.
+    """One class of patterns.
 
     Attributes:
-        rows: (a,) indices of its queries.
+        patterns: (a,) indices of its patterns.
         keys: (n,) indices of the keys that any of them attends to.
         row: index of the class's own row in the row statistics.
-        weights: (a, n) mean attention of its queries.
+        weights: (a, n) mean attention of its patterns.
         own_weights: (n,) mean attention of the class's own row.
         response: (n, n) 1 - A with A_jl = E[a_j a_l]/E a_j: how logit shifts move the softmax.
     """
 
-    rows: Indices
+    patterns: Indices
     keys: Indices
     row: int
     weights: Array
@@ -46,12 +47,30 @@ class RowClass:
     response: Array
 
 
-def group_rows(allowed: Array, temperature: Array) -> list[Indices]:
-    """Partition the rows into classes of nearly equal supports and nearly equal query norms.
+def find_patterns(allowed: NDArray[np.bool_], temperature: Array) -> tuple[Indices, Indices]:
+    """Distinct rows.
 
     Args:
-        allowed: (L, L) zeros and ones.
+        allowed: (L, L) mask.
         temperature: (L,) second moments C_ii of the queries.
+
+    Returns:
+        (P,) the first row of every pattern, and (L,) the pattern of every row.
+    """
+    bucket = np.round(np.log(temperature) / NORM_STEP).astype(np.int64)
+    signature = np.hstack([np.packbits(allowed, axis=1), bucket[:, None].view(np.uint8)])
+    _, first, inverse = np.unique(signature, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.argsort(order)
+    return first[order], rank[inverse.ravel()]
+
+
+def group_patterns(allowed: Array, temperature: Array) -> list[Indices]:
+    """Partition patterns into classes.
+
+    Args:
+        allowed: (P, L) zeros and ones.
+        temperature: (P,) second moments of the queries.
     """
     shared = allowed @ allowed.T
     count = np.diag(shared)
@@ -64,7 +83,7 @@ def group_rows(allowed: Array, temperature: Array) -> list[Indices]:
             continue
         slack = SUPPORT_SLACK * np.maximum(either[leader] - EXACT_KEYS, 0.0)
         alike = either[leader] - shared[leader] <= slack
-        alike &= np.abs(log_temperature - log_temperature[leader]) <= NORM_SLACK
+        alike &= np.abs(log_temperature - log_temperature[leader]) <= NORM_STEP
         members = np.flatnonzero(alike & free)
         free[members] = False
         groups.append(members)

@@ -12,6 +12,14 @@ from moments.errors import MomentsError, domain_error
 from moments.measurement import Place, RawMoments
 
 
+_BLOCK = 1 << 20
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float64, on the CPU where the device has none."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
 def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
     """Moments about zero of `x`, accumulated in float64.
 
@@ -22,7 +30,7 @@ def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
         mask: (batch, L), false at padding, which then counts nowhere. None: no padding.
     """
     batch, seq_len, features = x.shape
-    wide = x.detach().to(torch.device("cpu") if x.device.type == "mps" else x.device, torch.float64)
+    wide = _wide(x.detach())
     if mask is None:
         count = torch.full((seq_len,), float(batch), dtype=torch.float64, device=wide.device)
         pairs = batch * seq_len * (seq_len - 1)
@@ -42,13 +50,17 @@ def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
 
 
 def squared_norm(x: Tensor) -> float:
-    """Squared Frobenius norm, accumulated in float64."""
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
-    return float(torch.linalg.vector_norm(x.detach(), dtype=wide)) ** 2
+    """Squared Frobenius norm, accumulated in float64 by blocks, so that no large copy is made."""
+    flat = x.detach().reshape(-1)
+    return sum(float(_wide(block).square().sum()) for block in flat.split(_BLOCK))
 
 
 class Collector:
-    """Collects the moments of every tensor shown to it and, as backward reaches it, of its gradient.
+    """Collects moments of every tensor shown to it and, as backward reaches it, of its gradient.
+
+    Attributes:
+        signal: moments by place, in the order the places were shown.
+        sequences: size of the batch, 0 until something was shown.
 
     Args:
         mask: (batch, L), false at padding; None where there is none.
@@ -57,6 +69,7 @@ class Collector:
 
     def __init__(self, mask: Tensor | None = None, *, batch_first: bool = True) -> None:
         self.signal: dict[Place, RawMoments] = {}
+        self.sequences = 0
         self._gradient: dict[Place, RawMoments] = {}
         self._mask = mask
         self._batch_first = batch_first
@@ -100,7 +113,9 @@ class Collector:
                 "a (batch, tokens, features) tensor",
                 "map another tensor",
             )
-        moments = raw_moments(x if self._batch_first else x.transpose(0, 1), self._mask)
+        x = x if self._batch_first else x.transpose(0, 1)
+        self.sequences = len(x)
+        moments = raw_moments(x, self._mask)
         if not np.isfinite(moments.square):
             raise MomentsError(
                 f"layer {place[0]}, {place[1]}: the {kind} overflows {x.dtype}; "
