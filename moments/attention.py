@@ -64,7 +64,7 @@ class SelfAttention(Leaf):
         heads = mixed.scaled(self.d_model * self.value)
         output = Signal(heads, length, mean=0.0 * heads.diagonal, width=width)
         if signal.spread is not None:
-            output = output.replace(spread=(heads * heads).scaled(2 / width))
+            output.spread = (heads * heads).scaled(2 / width)
 
         def pullback(gradient: Gradient) -> Pulled:
             received = gradient.kernel
@@ -75,9 +75,11 @@ class SelfAttention(Leaf):
                 stacked = np.stack([getattr(part, name) for part in parts])
                 return Kernel.of_matrix(stacked.reshape(received.pairs.shape))
 
-            weights = self._weight_gradients(
-                length, tokens, mixed, received, path("query"), path("key")
-            )
+            def weights() -> dict[str, Array]:
+                return self._weight_gradients(
+                    length, tokens, mixed, received, path("query"), path("key")
+                )
+
             return Pulled(Gradient(path("total"), gradient.seq_len), weights)
 
         return output, pullback
@@ -120,7 +122,7 @@ class SelfAttention(Leaf):
         output = Signal(heads, signal.seq_len, mean=0.0 * kernel.diagonal, width=width)
         if signal.spread is not None:
             # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
-            output = output.replace(spread=(heads * heads).scaled(2 / width))
+            output.spread = (heads * heads).scaled(2 / width)
 
         def pullback(gradient: Gradient) -> Pulled:
             received = gradient.kernel
@@ -144,17 +146,20 @@ class SelfAttention(Leaf):
                 evaluate(with_value["grad_variance"], algebra, paths),
                 evaluate(with_value["grad_covariance"], algebra, paths),
             )
-            gain = width * self.value
-            query = Kernel(paths["query_path"], paths["query_path_covariance"])
-            key = Kernel(paths["key_path"], -paths["key_path"] / (signal.seq_len - 1))
-            weights = self._weight_gradients(
-                signal.seq_len,
-                signal.second_moment(),
-                mixed,
-                received,
-                query.scaled(gain),
-                key.scaled(gain),
-            )
+
+            def weights() -> dict[str, Array]:
+                gain = width * self.value
+                query = Kernel(paths["query_path"], paths["query_path_covariance"])
+                key = Kernel(paths["key_path"], -paths["key_path"] / (signal.seq_len - 1))
+                return self._weight_gradients(
+                    signal.seq_len,
+                    signal.second_moment(),
+                    mixed,
+                    received,
+                    query.scaled(gain),
+                    key.scaled(gain),
+                )
+
             return Pulled(Gradient(sent, gradient.seq_len), weights)
 
         return output, pullback

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .state import Array
+
+if TYPE_CHECKING:
+    from .softmax import SquareRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +38,24 @@ class AttentionStatistics:
 
 
 @functools.lru_cache(maxsize=256)
-def _rows(seq_len: int) -> Any:
-    from .softmax import square_rows
+def _rows(seq_len: int) -> SquareRows:
+    from .softmax import SquareTable
 
-    return square_rows(seq_len)
+    return SquareTable.load().at_length(seq_len)
+
+
+def _norm_nodes(freedom: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Gauss nodes and weights of chi-square(freedom)/freedom, along a new last axis."""
+    from .softmax import chi_square_rule
+
+    if np.ndim(freedom) == 0:
+        return chi_square_rule(float(freedom))
+    flat = [chi_square_rule(float(nu), 5) for nu in np.ravel(freedom)]
+    shape = (*np.shape(freedom), -1)
+    return (
+        np.array([rule.nodes for rule in flat]).reshape(shape),
+        np.array([rule.weights for rule in flat]).reshape(shape),
+    )
 
 
 def attention_statistics(
@@ -58,11 +75,9 @@ def attention_statistics(
         d_model, d_head: widths that make the queries' norms fluctuate.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token; 0 after a normalisation.
     """
-    from .softmax import gamma_rule
-
     scalar = type(logit_scale) is float
     freedom = 1 / (1 / d_head + 1 / d_model + norm_spread / 2)
-    nodes, weights = gamma_rule(freedom)
+    nodes, weights = _norm_nodes(freedom)
     r = np.asarray(correlation, dtype=float)[..., None]
     theta = (1 - r) * np.asarray(logit_scale, dtype=float)[..., None]
     rows = _rows(seq_len)
@@ -79,39 +94,45 @@ def attention_statistics(
     pair = rows.pair(pair_theta, row_correlation)
     pair_weights = weights[..., first] * weights[..., second]
 
-    def over_rows(values: Array) -> Array:
-        total = (values * weights).sum(-1)
-        return float(total) if scalar else total
-
-    def over_pairs(values: Array) -> Array:
-        total = (values * pair_weights).sum(-1)
-        return float(total) if scalar else total
-
-    scaled = theta * nodes
+    # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
+    row = _averages(single, weights, nodes)
+    both = _averages(pair, pair_weights, psi)
     values = {
         "logit_scale": logit_scale,
-        "row_square": over_rows(single.sum_square),
-        "row_vacancy": over_rows(single.trace_square),
-        "row_square_slope": over_rows(single.sum_square_slope),
-        "row_tilt": over_rows(single.mean_logit_square),
-        "row_logit_square": over_rows(single.weighted_logit_square),
-        "row_dropout_cross": over_rows(
-            scaled * (2 * single.sum_square - 5 * single.sum_cube + 3 * single.sum_fourth)
-        ),
-        "jacobian_square": over_rows(single.jacobian_square),
-        "jacobian_square_logit": over_rows(nodes * single.jacobian_square),
-        "jacobian_radial": over_rows(single.radial_square),
-        "jacobian_radial_logit": over_rows(nodes * single.radial_square),
-        "overlap": over_pairs(pair.overlap),
-        "overlap_slope": over_pairs(pair.overlap_slope),
-        "jacobian_overlap": over_pairs(pair.jacobian_overlap),
-        "jacobian_overlap_logit": over_pairs(psi * pair.jacobian_overlap),
-        "radial_overlap": over_pairs(pair.radial_overlap),
-        "radial_overlap_logit": over_pairs(psi * pair.radial_overlap),
+        "row_square": row["sum_square"],
+        "row_vacancy": row["trace_square"],
+        "row_square_slope": row["sum_square_slope"],
+        "row_tilt": row["mean_logit_square"],
+        "row_logit_square": row["weighted_logit_square"],
+        "row_dropout_cross": theta[..., 0]
+        * (2 * row["sum_square_"] - 5 * row["sum_cube_"] + 3 * row["sum_fourth_"]),
+        "jacobian_square": row["jacobian_square"],
+        "jacobian_square_logit": row["jacobian_square_"],
+        "jacobian_radial": row["radial_square"],
+        "jacobian_radial_logit": row["radial_square_"],
+        "overlap": both["overlap"],
+        "overlap_slope": both["overlap_slope"],
+        "jacobian_overlap": both["jacobian_overlap"],
+        "jacobian_overlap_logit": both["jacobian_overlap_"],
+        "radial_overlap": both["radial_overlap"],
+        "radial_overlap_logit": both["radial_overlap_"],
     }
+    if scalar:
+        values = {name: float(value) for name, value in values.items()}
     return AttentionStatistics(
         values,
         (1 - correlation) * logit_scale,
-        over_rows(single.entropy),
-        np.all(single.valid) and np.all(pair.valid),
+        row["entropy"],
+        bool(np.all(single.valid) and np.all(pair.valid)),
     )
+
+
+def _averages(statistics: Any, weights: np.ndarray, factor: np.ndarray) -> dict[str, Any]:
+    """Weighted sums over the last axis; a trailing underscore marks those times `factor`."""
+    names = statistics._fields[:-1]
+    stacked = np.array(statistics[:-1])
+    plain = (stacked * weights).sum(-1)
+    times = (stacked * (weights * factor)).sum(-1)
+    return dict(zip(names, plain, strict=True)) | {
+        f"{name}_": value for name, value in zip(names, times, strict=True)
+    }

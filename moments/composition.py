@@ -16,10 +16,15 @@ from .state import Array, Gradient, Signal
 
 
 class Pulled(NamedTuple):
-    """What a pullback returns."""
+    """What a pullback returns.
+
+    Attributes:
+        gradient: at the input.
+        weights: gives the expected squared gradient norm of each weight matrix, when asked.
+    """
 
     gradient: Gradient
-    weights: Mapping[str, Array] = {}  # expected squared gradient norm of each weight matrix
+    weights: Callable[[], Mapping[str, Array]] | None = None
 
 
 Pullback = Callable[[Gradient], Pulled]

@@ -62,6 +62,14 @@ def _law(quantity: str, meaning: str, law: Law, theories: list[str]) -> str:
 
 def _symbols() -> str:
     rows = [f"| `{s.name}` | ${s.tex}$ | {s.meaning} | {s.domain} |" for s in SYMBOLS.values()]
-    return "\n".join(
-        ["## Symbols\n", "| name | symbol | meaning | domain |", "| --- | --- | --- | --- |", *rows]
-    ) + "\n"
+    return (
+        "\n".join(
+            [
+                "## Symbols\n",
+                "| name | symbol | meaning | domain |",
+                "| --- | --- | --- | --- |",
+                *rows,
+            ]
+        )
+        + "\n"
+    )

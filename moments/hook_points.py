@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from moments.draws import STREAM, WeightGradient
 from moments.errors import MomentsError
-from moments.measurement import STREAM, WeightGradient
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

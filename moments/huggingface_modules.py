@@ -17,7 +17,11 @@ with optional("hf", "torch", "transformers"):
     import transformers
     from torch import nn
 
-_CLASSES = {"bert": "BertForMaskedLM", "gpt2": "GPT2LMHeadModel"}
+# model_type -> class of the module, and the loss that transformers gives it
+_CLASSES = {
+    "bert": ("BertForMaskedLM", "ForMaskedLM"),
+    "gpt2": ("GPT2LMHeadModel", "ForCausalLM"),
+}
 
 
 def _settings(config: Any) -> tuple[str, Any]:
@@ -47,9 +51,10 @@ def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn
     if layers is not None:
         check_count("layers", layers)
         settings.num_hidden_layers = layers
+    name, settings.loss_type = _CLASSES[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module: nn.Module = getattr(transformers, _CLASSES[kind])(settings)
+        module: nn.Module = getattr(transformers, name)(settings)
     return module
 
 

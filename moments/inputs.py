@@ -151,8 +151,10 @@ def embedded_by_token(
     two rows are one.
     """
     ids = _text_ids(embedding, seq_len, token_ids)
-    segments = np.zeros_like(ids) if segment_ids is None else check_ids(
-        segment_ids, seq_len, "segment_ids"
+    segments = (
+        np.zeros_like(ids)
+        if segment_ids is None
+        else check_ids(segment_ids, seq_len, "segment_ids")
     )
     same = lambda rows: rows[:, :, None] == rows[:, None, :]  # noqa: E731
     matrix = (

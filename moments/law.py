@@ -211,9 +211,12 @@ class ComponentLaws:
     refined: Mapping[str, Law | None] = field(default_factory=dict)
     published: Mapping[str, Law | None] = field(default_factory=dict)
     simplified: Mapping[str, Law | None] = field(default_factory=dict)
+    _merged: dict[str, dict[str, Law]] = field(default_factory=dict, init=False, repr=False)
 
     def under(self, theory: Theory) -> dict[str, Law]:
         """The laws that hold under one theory, by quantity."""
+        if theory in self._merged:
+            return self._merged[theory]
         layers: dict[str, tuple[Mapping[str, Law | None], ...]] = {
             "refined": (self.laws, self.refined),
             "published": (self.laws, self.published),
@@ -224,7 +227,9 @@ class ComponentLaws:
         merged: dict[str, Law | None] = {}
         for layer in layers[theory]:
             merged.update(layer)
-        return {quantity: law for quantity, law in merged.items() if law is not None}
+        laws = {quantity: law for quantity, law in merged.items() if law is not None}
+        self._merged[theory] = laws
+        return laws
 
     def law(self, quantity: str, theory: Theory = "refined") -> Law:
         """One law by the quantity it gives (see `law.QUANTITIES`).

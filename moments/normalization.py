@@ -40,7 +40,7 @@ class FiniteNormalization(Leaf):
         algebra = inner.algebra
         variance = evaluate(laws["variance"], algebra, one)
         pairs = evaluate(laws["covariance"], algebra, two)
-        normal = Kernel(variance, pairs, kernel.resolved).with_diagonal(variance)
+        normal = Kernel.joined(variance, pairs, kernel.resolved)
         output = Signal(
             normal,
             signal.seq_len,
@@ -58,7 +58,7 @@ class FiniteNormalization(Leaf):
             pair = two | {"grad_covariance": received.pairs, "removed_share": share_pairs}
             variance = evaluate(laws["grad_variance"], algebra, single)
             pairs = evaluate(laws["grad_covariance"], algebra, pair)
-            sent = Kernel(variance, pairs, received.resolved).with_diagonal(variance)
+            sent = Kernel.joined(variance, pairs, received.resolved)
             # What is normalised has no scale, so its gradient is orthogonal to it.
             centred = 1.0 if self.centres else gradient.centred_share
             return Pulled(Gradient(sent, gradient.seq_len, True, centred))

@@ -6,7 +6,7 @@ Normalisation and refined attention, which need more than two laws, have modules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,16 +70,15 @@ class Lawful(Leaf):
         variance = evaluate(laws["variance"], algebra, one) + 0 * kernel.diagonal
         pairs = evaluate(laws["covariance"], algebra, two) + 0 * kernel.pairs
         output = Signal(
-            Kernel(variance, pairs, signal.resolved).with_diagonal(variance),
+            Kernel.joined(variance, pairs, signal.resolved),
             signal.seq_len,
             mean=evaluate(laws["mean"], algebra, one),
             width=signal.width if self.width is None else self.width,
         )
-        if not signal.resolved and "hidden_covariance" in laws:
-            hidden = evaluate(laws["hidden_covariance"], algebra, one)
-            output = output.replace(hidden_covariance=hidden)
         if signal.spread is not None:
-            output = self._spread(signal, output, one)
+            self._track(signal, output, one)
+        elif not signal.resolved and "hidden_covariance" in laws:
+            output.hidden_covariance = evaluate(laws["hidden_covariance"], algebra, one)
 
         def pullback(gradient: Gradient) -> Pulled:
             received = gradient.kernel
@@ -87,25 +86,24 @@ class Lawful(Leaf):
                 single = one | {"grad_variance": received.diagonal}
                 pair = two | {"grad_covariance": received.pairs}
             else:
-                single = pair = one | {
-                    "grad_variance": received.diagonal,
-                    "grad_covariance": received.pairs,
-                }
+                single = pair = one.copy()
+                single["grad_variance"] = received.diagonal
+                single["grad_covariance"] = received.pairs
             variance = evaluate(laws["grad_variance"], algebra, single)
             pairs = evaluate(laws["grad_covariance"], algebra, pair)
-            sent = Kernel(variance, pairs, gradient.resolved).with_diagonal(variance)
-            return Pulled(self._sent(gradient, sent), self._weight_gradients(signal, gradient))
+            sent = Kernel.joined(variance, pairs, gradient.resolved)
+            return Pulled(self._sent(gradient, sent), self._weights(signal, gradient))
 
         return output, pullback
 
     def _sent(self, gradient: Gradient, kernel: Kernel) -> Gradient:
         return Gradient(kernel, gradient.seq_len)
 
-    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
-        return output
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+        """Fill in what the refined theory follows besides the moments: the norms' spread."""
 
-    def _weight_gradients(self, signal: Signal, gradient: Gradient) -> dict[str, Array]:
-        return {}
+    def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values] | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -114,44 +112,48 @@ class Linear(Lawful):
 
     weight: str = "weight"
 
-    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         # Given x, y is Gaussian with covariance gain C: |y_i|^2/width follows |x_i|^2 and adds its
         # own chi-square fluctuation, 2 B o B/width.
-        gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
         assert signal.spread is not None
+        gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
         own = (output.kernel * output.kernel).scaled(2 / output.width)
-        return output.replace(spread=signal.spread.scaled(gain * gain) + own)
+        output.spread = signal.spread.scaled(gain * gain) + own
 
-    def _weight_gradients(self, signal: Signal, gradient: Gradient) -> dict[str, Array]:
+    def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values]:
         # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j].
-        size = self.parameters["fan_in"] * self.parameters["fan_out"]
-        overlap = (signal.second_moment() * gradient.kernel).total(signal.seq_len)
-        return {self.weight: size * overlap}
+        def norm() -> Values:
+            size = self.parameters["fan_in"] * self.parameters["fan_out"]
+            overlap = (signal.second_moment() * gradient.kernel).total(signal.seq_len)
+            return {self.weight: size * overlap}
+
+        return norm
 
 
 @dataclass(frozen=True)
 class Activation(Lawful):
     """A function applied to every entry of a centred Gaussian input."""
 
-    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         # Independent features fluctuate by their own kurtosis; what the input's norm had beyond
         # independence passes on in proportion (exact for functions of degree 1).
         assert signal.spread is not None
         kurtosis = evaluate(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
-        moment = output.second_moment()
         if signal.resolved:
             kurtosis = kurtosis.mean(-1)
+        moment = output.second_moment()
         own = (moment * moment).scaled((kurtosis - 1) / output.width)
         shared = signal.spread - (signal.kernel * signal.kernel).scaled(2 / signal.width)
         ratio = moment.mean_diagonal() / signal.kernel.mean_diagonal()
-        return output.replace(spread=own + shared.scaled(ratio * ratio), kurtosis=kurtosis)
+        output.spread = own + shared.scaled(ratio * ratio)
+        output.kurtosis = kurtosis
 
 
 @dataclass(frozen=True)
 class Dropout(Lawful):
     """Dropout with fresh masks for every token and entry."""
 
-    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         # |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the
         # masks' variance, p/q^3 times the fourth moment.
         assert signal.spread is not None
@@ -160,21 +162,20 @@ class Dropout(Lawful):
         moment = signal.second_moment().diagonal
         spread = signal.spread.scaled(1 / kept**2)
         masks, _ = spread.lift(drop_prob / kept**3 * signal.kurtosis / signal.width)
-        spread = spread.with_diagonal(spread.diagonal + masks * moment * moment)
-        return output.replace(spread=spread, centred=signal.centred)
+        output.spread = spread.with_diagonal(spread.diagonal + masks * moment * moment)
+        output.centred = signal.centred
 
 
 @dataclass(frozen=True)
 class Scale(Lawful):
     """Multiplication by a constant."""
 
-    def _spread(self, signal: Signal, output: Signal, values: Values) -> Signal:
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         assert signal.spread is not None
         factor = self.parameters["weight_variance"]
-        centred = None if signal.centred is None else signal.centred.scaled(factor)
-        return output.replace(
-            spread=signal.spread.scaled(factor**2), centred=centred, kurtosis=signal.kurtosis
-        )
+        output.spread = signal.spread.scaled(factor * factor)
+        output.centred = None if signal.centred is None else signal.centred.scaled(factor)
+        output.kurtosis = signal.kurtosis
 
     def _sent(self, gradient: Gradient, kernel: Kernel) -> Gradient:
         return Gradient(kernel, gradient.seq_len, gradient.orthogonal, gradient.centred_share)

@@ -89,9 +89,8 @@ class Prediction:
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
-        rows = sorted(self.trace.weights, key=lambda row: row[0])
         return pd.DataFrame(
-            [(layer, weight, float(np.sum(norm))) for layer, weight, norm in rows],
+            [(layer, weight, float(np.sum(n))) for layer, weight, n in self.trace.weights()],
             columns=["layer", "weight", "squared_norm"],
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 BackwardPass = Callable[[Gradient], Gradient]
 
 
-@dataclass
+@dataclass(slots=True)
 class Point:
     """One site of the network with the moments that pass through it."""
 
@@ -25,15 +25,16 @@ class Point:
 
 @dataclass
 class Trace:
-    """Everything a pass saw, in the order of the forward pass.
-
-    `weights` holds (layer, matrix, expected squared gradient norm), in the order of the backward
-    pass.
-    """
+    """Everything a pass saw, in the order of the forward pass."""
 
     points: list[Point] = field(default_factory=list)
-    weights: list[tuple[int, str, Array]] = field(default_factory=list)
     layer: int = 0
+    _weights: list[tuple[int, Callable[[], Mapping[str, Array]]]] = field(default_factory=list)
+
+    def weights(self) -> list[tuple[int, str, Array]]:
+        """(layer, matrix, expected squared gradient norm), from the first layer to the last."""
+        norms = [(layer, *item) for layer, give in self._weights for item in give().items()]
+        return sorted(norms, key=lambda row: row[0])
 
     def stream(self) -> list[Point]:
         """The N + 1 points of the residual stream."""
@@ -81,7 +82,8 @@ def _leaf(leaf: Leaf, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPas
 
     def back(gradient: Gradient) -> Gradient:
         pulled = pullback(gradient)
-        trace.weights.extend((layer, name, norm) for name, norm in pulled.weights.items())
+        if pulled.weights is not None:
+            trace._weights.append((layer, pulled.weights))
         return pulled.gradient
 
     return output, _recorded(trace, leaf.label, output, back)
@@ -111,8 +113,8 @@ def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, Bac
         # E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
         cross = (carried * added).scaled(4 / signal.width)
         spread = signal.spread.scaled(skip * skip) + branch.spread.scaled(scale * scale) + cross
-        centred = None if signal.centred is None else signal.centred.scaled(skip)
-        output = output.replace(spread=spread, centred=centred)
+        output.spread = spread
+        output.centred = None if signal.centred is None else signal.centred.scaled(skip)
 
     def backward(gradient: Gradient) -> Gradient:
         kept = gradient.kernel.scaled(skip)

@@ -6,7 +6,8 @@ exchangeable     all tokens alike: `diagonal` and `pairs` have shape (...,)
 token-resolved   `diagonal` has shape (..., L), `pairs` (..., L, L) with `diagonal` on its diagonal
 
 Leading axes are configurations. Without any, exchangeable entries are plain floats, which keeps a
-deep scalar prediction free of array overhead.
+deep scalar prediction free of array overhead. All three classes are values: nothing changes one
+after it is made (they are not declared frozen, which would double the time to make them).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
     return np.divide(numerator, denominator, out=np.zeros_like(denominator), where=denominator != 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Kernel:
     """Second moments: per token, and per ordered pair of different tokens."""
 
@@ -52,6 +53,12 @@ class Kernel:
         matrix[..., index, index] = diagonal
         return Kernel(diagonal, matrix, True)
 
+    @classmethod
+    def joined(cls, diagonal: Array, pairs: Array, resolved: bool) -> Kernel:
+        """A kernel of one law's diagonal and another's pairs."""
+        kernel = cls(diagonal, pairs, resolved)
+        return kernel.with_diagonal(diagonal) if resolved else kernel
+
     def lift(self, value: Array) -> tuple[Array, Array]:
         """A per-configuration number, shaped to meet `diagonal` and to meet `pairs`."""
         if not self.resolved or np.ndim(value) == 0:
@@ -60,6 +67,8 @@ class Kernel:
 
     def scaled(self, factor: Array) -> Kernel:
         """Every entry times a per-configuration factor."""
+        if not self.resolved:
+            return Kernel(self.diagonal * factor, self.pairs * factor)
         one, two = self.lift(factor)
         return Kernel(self.diagonal * one, self.pairs * two, self.resolved)
 
@@ -97,7 +106,7 @@ class Kernel:
         return seq_len * (self.diagonal + (seq_len - 1) * self.pairs)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Signal:
     """Moments of a tensor of shape (tokens, features), features alike.
 
@@ -144,25 +153,17 @@ class Signal:
 
     def second_moment(self) -> Kernel:
         """E x_i x_j: the kernel about zero instead of about the mean."""
-        first, second = (
-            self.kernel.over_tokens(self.mean)
-            if np.ndim(self.mean)
-            else (
-                self.mean,
-                self.mean,
-            )
-        )
-        return Kernel(
-            self.kernel.diagonal + self.mean * self.mean,
-            self.kernel.pairs + first * second,
-            self.resolved,
-        )
+        kernel, mean = self.kernel, self.mean
+        if type(mean) is float and mean == 0.0:
+            return kernel
+        first, second = kernel.over_tokens(mean) if np.ndim(mean) else (mean, mean)
+        return Kernel(kernel.diagonal + mean * mean, kernel.pairs + first * second, kernel.resolved)
 
     def replace(self, **changes: Any) -> Signal:
         return replace(self, **changes)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Gradient:
     """Moments of dLoss/dx at one point; the mean is zero.
 

@@ -56,7 +56,9 @@ def tokenize(vocab_size: int, seq_len: int, batch: int = 1, offset: int = 0) -> 
     return ids[positions % len(ids)].reshape(batch, seq_len)
 
 
-def mask_tokens(ids: Ids, vocab_size: int, seed: int = 0, *, share: float = 0.15) -> tuple[Ids, Ids]:
+def mask_tokens(
+    ids: Ids, vocab_size: int, seed: int = 0, *, share: float = 0.15
+) -> tuple[Ids, Ids]:
     """BERT's masked-language-model corruption (Devlin et al. 2019, section 3.1).
 
     Of the chosen positions 80 % become [MASK], 10 % a random token and 10 % stay.

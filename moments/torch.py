@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from moments.checks import check_count
+from moments.draws import Draw, WeightGradient
 from moments.errors import DomainError, MomentsError, domain_error
 from moments.hook_points import HookPoint, WeightPart, hook_points, weight_parts
-from moments.measurement import Draw, Measurement, WeightGradient
+from moments.measurement import Measurement
 from moments.optional import optional
 
 with optional("torch", "torch"):
@@ -64,8 +65,8 @@ def measure(
         loss on the whole batch.
 
     Raises:
-        DomainError: an argument out of range, a path that is not in the module, or a masked-language
-            model without labels.
+        DomainError: an argument out of range, a path that is not in the module, or a
+            masked-language model without labels.
         MomentsError: the module's layers are not known, or a tensor is not differentiable.
     """
     check_count("seeds", seeds)

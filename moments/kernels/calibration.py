@@ -27,6 +27,7 @@ from numpy.polynomial import chebyshev
 from numpy.typing import NDArray
 
 from moments.kernels import exact_rows
+from moments.softmax import chi_square_rule
 
 Array = NDArray[np.float64]
 
@@ -82,7 +83,8 @@ class Calibration(NamedTuple):
         key: multiplies dF/drho in the key path; rho at infinite width.
         query: multiplies dF/drho in the query path; 1 at infinite width.
         cross: (classes,) the correlation of the key and value paths over the key path, at rho = 1.
-        noise_key, noise_query: (classes,) multiply the response to dropped attention in the paths.
+        noise_key, noise_query, noise_cross: (classes,) multiply the response to dropped attention in
+            the paths and in the correlation of the key and value paths.
     """
 
     log_odds: Array
@@ -91,33 +93,47 @@ class Calibration(NamedTuple):
     cross: Array
     noise_key: Array
     noise_query: Array
+    noise_cross: Array
 
 
 def calibrate(
-    theta: Array, keys: Array, spread: Array, nodes: Nodes, d_model: float, d_head: float
+    theta: Array,
+    keys: Array,
+    unshared: Array,
+    cross_square: Array,
+    nodes: Nodes,
+    d_model: float,
+    d_head: float,
 ) -> Calibration:
     """Exact statistics of every class at every node, averaged over the widths' fluctuations.
 
     Args:
         theta, keys: (classes,) reference rows.
-        spread: (classes,) theta/tau = C_jj - b, what a key does not share with the others.
+        unshared: (classes,) C_jj - b, what a key does not share with the others.
+        cross_square: (classes,) E sum (2 a^2 - 5 a^3 + 3 a^4).
         nodes: correlations.
         d_model, d_head: widths, inf allowed.
     """
-    rho, theta, keys = nodes.rho, theta[:, None], keys[:, None]
+    rho = nodes.rho
+    rule = chi_square_rule(1.0 / max(1.0 / d_head + 1.0 / d_model, 1e-300))
     overlap, jacobian, radial, drive, drive_radial, slope = np.zeros((6, len(theta), len(rho)))
-    for xi, weight in chi_square_rule(1.0 / d_head + 1.0 / d_model):
-        for xi2, weight2 in chi_square_rule(1.0 / d_head + 1.0 / d_model):
+    for xi, weight in zip(rule.nodes, rule.weights, strict=True):
+        for xi2, weight2 in zip(rule.nodes, rule.weights, strict=True):
             plus, minus = 0.5 * (1.0 + rho) * xi, 0.5 * (1.0 - rho) * xi2
-            share, cosine = weight * weight2, (plus - minus) / (plus + minus)
-            scaled = np.minimum(theta * (plus + minus), exact_rows.THETA_MAX)
-            exact = exact_rows.pair(scaled, keys, cosine)
-            overlap += share * exact.overlap
-            jacobian += share * exact.jacobian_overlap
-            radial += share * exact.radial_overlap
-            drive += share * scaled * cosine * exact.jacobian_overlap
-            drive_radial += share * scaled * cosine * exact.radial_overlap
-            slope += share * exact.overlap_slope
+            scale, cosine = plus + minus, (plus - minus) / (plus + minus)
+            scaled = exact_rows.tabulated(theta[:, None] * scale)
+            lengths = np.broadcast_to(keys[:, None], scaled.shape).ravel()
+            angle = np.broadcast_to(cosine, scaled.shape).reshape(-1, 1)
+            exact = exact_rows.pairs(scaled.ravel(), lengths, angle)
+            share = weight * weight2
+            statistics = [field.reshape(scaled.shape) for field in exact[:4]]
+            overlap += share * statistics[0]
+            jacobian += share * statistics[1]
+            radial += share * statistics[2]
+            drive += share * scaled * cosine * statistics[1]
+            drive_radial += share * scaled * cosine * statistics[2]
+            slope += share * statistics[3]
+    theta, keys = theta[:, None], keys[:, None]
     closure = overlap @ nodes.basis(rho)[1]
     single = (keys <= 1.0) | (closure <= 0.0)
     closure = np.where(single, 1.0, closure)
@@ -127,8 +143,8 @@ def calibrate(
     noise_query = theta * (query + radial * (2.0 / d_model + 1.0 / d_head)) / closure
     query = theta * (query + radial * (3.0 / d_model + 1.0 / d_head)) / closure
     mean_theta = drive[:, 0] / np.where(single, 1.0, jacobian)[:, 0]
-    noise_key = drive[:, 0] / closure[:, 0] * (1.0 + 4.0 * mean_theta * spread / d_model)
-    noise_query = noise_query[:, 0] * (1.0 + (2.0 + 4.0 * mean_theta) * spread / d_model)
+    noise_key = drive[:, 0] / closure[:, 0] * (1.0 + 4.0 * mean_theta * unshared / d_model)
+    noise_query = noise_query[:, 0] * (1.0 + (2.0 + 4.0 * mean_theta) * unshared / d_model)
     return Calibration(
         np.where(keys <= 1.0, 0.0, np.log(np.maximum(keys - 1.0, 1e-12) * overlap / (1.0 - overlap))),
         np.where(single, rho, key / closure),
@@ -136,19 +152,5 @@ def calibrate(
         np.where(single, 0.0, 2.0 / d_model * slope / np.where(key == 0.0, 1.0, key))[:, 0],
         np.where(single[:, 0], 1.0, noise_key),
         np.where(single[:, 0], 1.0, noise_query),
+        np.where(single[:, 0], 0.0, 2.0 / d_model * theta[:, 0] * cross_square * unshared / closure[:, 0]),
     )
-
-
-def chi_square_rule(spread: float) -> list[tuple[float, float]]:
-    """Nodes and weights of the two-point rule for chi-square_nu/nu, 1/nu = `spread`.
-
-    It matches the mean, the variance 2/nu and the third moment.
-    """
-    if spread <= 0.0:
-        return [(1.0, 1.0)]
-    half = 0.5 / spread
-    root = np.sqrt(half + 1.0)
-    return [
-        (1.0 + (1.0 + root) / half, 0.5 * (1.0 - 1.0 / root)),
-        (1.0 + (1.0 - root) / half, 0.5 * (1.0 + 1.0 / root)),
-    ]

@@ -27,12 +27,15 @@ from numpy.typing import NDArray
 from moments.kernels import exact_rows
 from moments.kernels.calibration import calibrate, nodes_for
 from moments.kernels.contractions import PairSum
+from moments.kernels.independent_noise import NoiseResponse
 from moments.kernels.row_classes import (
     RowClass,
+    as_slice,
     balanced,
     find_patterns,
     group_patterns,
     self_overlap,
+    window,
 )
 from moments.kernels.row_statistics import mean_attention, row_statistics
 
@@ -76,93 +79,100 @@ class OverlapClosure:
         d_model: float,
         d_head: float,
     ) -> None:
+        self._kernel, self._tau = kernel, logit_scale
         temperature = np.diag(kernel)
-        first, self.pattern = find_patterns(allowed, temperature)
-        self._members = np.bincount(self.pattern)
-        pattern_temperature = np.bincount(self.pattern, temperature) / self._members
-        patterns = allowed[first].astype(np.float64)
-        groups = group_patterns(patterns, pattern_temperature)
-        order = np.concatenate(groups)  # number the patterns class by class
-        patterns, pattern_temperature = patterns[order], pattern_temperature[order]
-        self.pattern = np.argsort(order)[self.pattern]
-        self._members = self._members[order]
+        first, pattern = find_patterns(allowed, temperature)
+        groups = group_patterns(
+            allowed[first].astype(np.float64), _means(temperature, pattern)
+        )
+        order = np.concatenate(groups)  # patterns numbered class by class
+        self.pattern = np.argsort(order)[pattern]
+        patterns = allowed[first[order]].astype(np.float64)
+        pattern_temperature = _means(temperature, self.pattern)
         ends = np.cumsum([len(group) for group in groups])
-        groups = [slice(end - len(group), end) for end, group in zip(ends, groups, strict=True)]
-        extended = np.vstack([patterns, *[patterns[members].max(0) for members in groups]])
-        means = [pattern_temperature[members].mean() for members in groups]
+        spans = [slice(int(end) - len(group), int(end)) for end, group in zip(ends, groups)]
+        extended = np.vstack([patterns, *[patterns[span].max(0) for span in spans]])
+        means = [pattern_temperature[span].mean() for span in spans]
         self.rows = row_statistics(
             kernel, extended, np.concatenate([pattern_temperature, means]), logit_scale
         )
-        self._kernel, self._scale = kernel, logit_scale
-        self._norm = np.sqrt(temperature / pattern_temperature[self.pattern])
         self._classes = [
-            self._make_class(members, len(patterns) + index, extended)
-            for index, members in enumerate(groups)
+            self._make_class(span, len(patterns) + index, extended)
+            for index, span in enumerate(spans)
         ]
         compact = np.zeros(patterns.shape)
-        leader = np.empty(len(patterns), dtype=np.intp)
-        for group in self._classes:
-            compact[group.patterns, group.keys] = group.weights
-            leader[group.patterns] = group.row
+        self._class = np.empty(len(patterns), dtype=np.intp)
+        for index, group in enumerate(self._classes):
+            compact[window(group.patterns, group.keys)] = group.weights
+            self._class[group.patterns] = index
         self.weights = compact[self.pattern]
 
         correlation = np.clip(kernel / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
         self._nodes = nodes_for(correlation, float(self.rows.theta.max()), RHO_MIN)
         stats, own = self.rows, slice(len(patterns), None)
-        unshared = stats.logit_variance / np.maximum(logit_scale * stats.temperature, 1e-300)
-        self.calibration = calibrate(
-            stats.theta[own], stats.keys[own], unshared[own], self._nodes, d_model, d_head
+        self._calibration = calibrate(
+            stats.theta[own],
+            stats.keys[own],
+            stats.unshared[own],
+            stats.cross_square[own],
+            self._nodes,
+            d_model,
+            d_head,
         )
-        gap = np.maximum(stats.logit_variance[own], 1e-6) * stats.strength[own] ** 2
-        per_tau = logit_scale * stats.temperature[own] / np.maximum(gap, 1e-12)
-        self._exponent = self.calibration.log_odds * per_tau[:, None]
-        self._row_scale, self._noise_scale = self._make_row_scale(leader, extended.sum(1))
+        gap = np.maximum(stats.logit_variance[own], exact_rows.THETA_LEAST) * stats.strength[own] ** 2
+        self._exponent_per_logit = self._calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
+        self._row_scale, self._noise_scale = self._make_row_scale(extended.sum(1))
         self._blocks = self._make_blocks()
-        self._set_pair_weights(correlation, leader - len(patterns))
+        norm = np.sqrt(temperature / pattern_temperature[self.pattern])
+        self._norm = norm
+        self._set_pair_weights(correlation)
 
     # --- construction --------------------------------------------------------------------------
 
-    def _make_class(self, members: Indices, own: int, extended: Array) -> RowClass:
-        keys = _as_slice(np.flatnonzero(extended[own]))
-        rows = np.append(np.arange(members.start, members.stop), own)
-        kernel = self._kernel[_window(keys, keys)]
+    def _make_class(self, span: slice, own: int, extended: Array) -> RowClass:
+        keys = as_slice(np.flatnonzero(extended[own]))
+        members = np.append(np.arange(span.start, span.stop), own)
+        kernel = self._kernel[window(keys, keys)]
         stats = self.rows
-        weights = mean_attention(kernel, extended[rows][:, keys], stats, rows, own, self._scale)
+        weights = mean_attention(kernel, extended[members][:, keys], stats, members, self._tau)
         response = np.zeros_like(kernel)
         if len(kernel) > 1:
             pull = stats.own_response[own]
-            tau = self._scale * stats.temperature[own] * stats.softening[own]
+            tau = self._tau * stats.temperature[own] * stats.softening[own]
             guess = np.exp(pull * tau * (kernel - kernel.max(1, keepdims=True)))
             exponent = pull * tau / max(stats.strength[own], 1e-6) ** 2
             response = self_overlap(kernel, weights[-1], guess, exponent)
-        return RowClass(members, keys, own, weights[:-1], weights[-1], response)
+        return RowClass(span, keys, own, weights[:-1], weights[-1], response)
 
-    def _make_row_scale(self, leader: Indices, count: Array) -> tuple[Array, Array]:
+    def _make_row_scale(self, count: Array) -> tuple[Array, Array]:
         """A pattern's exact excess over its class's: square root (r, P) at the nodes, and the ratio
         (P,) of E tr J^2, both before P_i (see `contractions`) removes the mean.
 
         Inverse numbers of keys add: a row that lacks some keys of its class has
         1/n_e = 1/n_e(class) + 1/n - 1/n(class).
         """
-        stats, patterns = self.rows, len(leader)
+        stats, patterns = self.rows, len(self._class)
+        leader = patterns + self._class
         relative = stats.temperature[:patterns] / stats.temperature[leader]
         inverse = 1.0 / stats.keys[leader] + 1.0 / count[:patterns] - 1.0 / count[leader]
 
         def excess(theta: Array, inverse_keys: Array) -> Array:
             keys = 1.0 / np.clip(inverse_keys, 1e-8, 1.0 - 1e-9)
-            theta = np.clip(theta, 1e-6, exact_rows.THETA_MAX)
-            exact = exact_rows.pair(theta, keys, self._nodes.rho[:, None])
-            ahead = np.vstack([exact.overlap * keys - 1.0, exact.jacobian_overlap[:1] * keys])
+            exact = exact_rows.pairs(exact_rows.tabulated(theta), keys, self._nodes.rho)
+            overlap, jacobian = np.asarray(exact.overlap).T, np.asarray(exact.jacobian_overlap).T
+            ahead = np.vstack([overlap * keys - 1.0, jacobian[:1] * keys])
             return np.asarray(ahead / (1.0 - 1.0 / keys))
 
         row = excess(stats.theta[leader] * relative, inverse)
-        group = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, leader - patterns]
+        group = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, self._class]
         trivial = (count[:patterns] < 1.5) | (np.abs(group) < 1e-14)
         ratio = np.where(trivial, 1.0, row / np.where(trivial, 1.0, group))
         return np.sqrt(np.maximum(ratio[:-1], 0.0)), ratio[-1]
 
     def _make_blocks(self) -> list[Block]:
-        groups = [index for index, group in enumerate(self._classes) if len(group.keys) > 1]
+        exponents = self._exponent_per_logit * self._tau
+        exponents = exponents * self.rows.temperature[len(self._class) :, None]
+        groups = [index for index, group in enumerate(self._classes) if len(group.own_weights) > 1]
         rho = self._nodes.rho[:, None, None]
         blocks = []
         for position, one in enumerate(groups):
@@ -171,15 +181,15 @@ class OverlapClosure:
             for two in groups[position:]:
                 second = self._classes[two]
                 projected = onward[:, second.keys] @ second.response.T
-                product = self._exponent[one] * self._exponent[two]
-                exponent = np.sign(self._exponent[one]) * np.sqrt(np.maximum(product, 0.0))
-                joint = np.exp(np.minimum(exponent[:, None, None] * projected, EXPONENT_MAX))
+                size = np.sqrt(np.maximum(exponents[one] * exponents[two], 0.0))
+                exponent = (np.sign(self._nodes.rho) * size)[:, None, None]
+                joint = np.exp(np.minimum(exponent * projected, EXPONENT_MAX))
                 joint = balanced(joint, first.own_weights, second.own_weights, 3)
                 sums = PairSum.of((joint - 1.0) / rho, first.weights, second.weights)
                 blocks.append(Block(first, second, sums))
         return blocks
 
-    def _set_pair_weights(self, correlation: Array, group: Indices) -> None:
+    def _set_pair_weights(self, correlation: Array) -> None:
         """Interpolation weights (r, L, L) of the excess and of its derivative for every pair of rows,
         and the key and query factors (L, L)."""
         value, slope = self._nodes.basis(correlation)
@@ -187,38 +197,52 @@ class OverlapClosure:
         scale = scale[:, :, None] * scale[:, None, :]
         self._value_weight = scale * value * correlation
         self._slope_weight = scale * (slope * correlation + value)
-        row = group[self.pattern]
+        group = self._class[self.pattern]
+        sharpened = self._sharpening(correlation)
         factors = []
-        for values in (self.calibration.key, self.calibration.query):
-            factor = np.einsum("rij,ir->ij", value, values[row])
-            factors.append(0.5 * (factor + factor.T))
+        for values in (self._calibration.key, self._calibration.query):
+            factor = np.einsum("rij,ir->ij", value, values[group])
+            factors.append(0.5 * (factor + factor.T) * sharpened)
         self._key_factor, self._query_factor = factors
+
+    def _sharpening(self, correlation: Array) -> Array | float:
+        """Growth of dF/drho beyond the tables.
+
+        At rho = 1 a hard softmax is sensitive only where two logits nearly tie, E tr J^2 of order
+        theta^{-1/2}; correlations with theta (1 - rho) >> 1 have reached their limit.
+        """
+        stats = self.rows
+        if not np.any(stats.logit_variance > stats.theta):
+            return 1.0
+        inside = np.sqrt(stats.theta[self.pattern])
+        beyond = np.sqrt(np.maximum(stats.logit_variance, stats.theta)[self.pattern])
+        apart = 1.0 - correlation
+        inner = 1.0 / np.outer(inside, inside) + apart
+        return np.asarray(np.sqrt(inner / (1.0 / np.outer(beyond, beyond) + apart)))
 
     # --- sums over pairs of rows ---------------------------------------------------------------
 
-    @property
-    def _distinct(self) -> bool:
-        return len(self._members) == len(self.pattern)
+    def _is_identity(self) -> bool:
+        return len(self._class) == len(self.pattern) and bool(np.all(np.diff(self.pattern) == 1))
 
     def _compress(self, pairs: Array) -> Array:
         """(..., P, P) sums over the rows of every two patterns."""
-        if self._distinct:
+        if self._is_identity():
             return pairs
-        member = np.equal.outer(np.arange(len(self._members)), self.pattern).astype(float)
+        member = np.equal.outer(np.arange(len(self._class)), self.pattern).astype(np.float64)
         return np.asarray(member @ pairs @ member.T)
 
     def gather(self, kernel: Array) -> Array:
         """(3, L, L): tr((F_ii' - w_i w_i'^T) kernel^T), the key path's and the query path's
         multiple of its derivative in the correlation of i and i'."""
-        patterns = len(self._members)
+        patterns = len(self._class)
         values = np.zeros((len(self._nodes.rho), patterns, patterns))
-        for first, second, excess in self._blocks:
-            inner = kernel[np.ix_(first.keys, second.keys)]
-            part = contractions.gather(inner, excess, first.weights, second.weights)
-            values[:, first.patterns[:, None], second.patterns] = part
+        for first, second, sums in self._blocks:
+            part = sums.gather(kernel[window(first.keys, second.keys)])
+            values[:, first.patterns, second.patterns] = part
             if first is not second:
-                values[:, second.patterns[:, None], first.patterns] = part.swapaxes(1, 2)
-        if not self._distinct:
+                values[:, second.patterns, first.patterns] = part.swapaxes(1, 2)
+        if not self._is_identity():
             values = values[:, self.pattern[:, None], self.pattern]
         slope = np.einsum("rij,rij->ij", self._slope_weight, values)
         return np.stack(
@@ -232,14 +256,92 @@ class OverlapClosure:
     def spread(self, gradient: Array) -> Array:
         """(2, L, L): sum_ii' G_ii' times F_ii' - w_i w_i'^T, and times the key path's multiple of
         its derivative."""
+        sloped = gradient * self._key_factor
         weights = self._compress(
-            np.stack([gradient * self._value_weight, gradient * self._key_factor * self._slope_weight])
+            np.stack([gradient * self._value_weight, sloped * self._slope_weight])
         )
         total = np.zeros((2, *self._kernel.shape))
-        for first, second, excess in self._blocks:
-            inner = weights[:, :, first.patterns[:, None], second.patterns]
-            part = contractions.spread(inner, excess, first.weights, second.weights)
-            total[:, first.keys[:, None], second.keys] += part
+        for first, second, sums in self._blocks:
+            part = sums.spread(weights[:, :, first.patterns, second.patterns])
+            total[window(first.keys, second.keys)] += part
             if first is not second:
-                total[:, second.keys[:, None], first.keys] += part.swapaxes(1, 2)
+                total[window(second.keys, first.keys)] += part.swapaxes(1, 2)
         return total
+
+    @property
+    def cross(self) -> float:
+        """Correlation of the key and value paths per unit of the key path, averaged over rows."""
+        return float(self._calibration.cross[self._class[self.pattern]].mean())
+
+    # --- single rows ---------------------------------------------------------------------------
+
+    @property
+    def squared_tilt(self) -> Array:
+        """(L,) what dropout adds to a row's second moment, per unit of 1/d_model."""
+        stats = self.rows
+        tilt = stats.unshared * (stats.weighted_logit_square - stats.sum_square)
+        return np.asarray(tilt[self.pattern])
+
+    @functools.cached_property
+    def squares(self) -> Array:
+        """(L, L) E a_ij^2."""
+        compact = np.zeros((len(self._class), len(self._kernel)))
+        for first, second, sums in self._blocks:
+            if first is second:
+                diagonal = np.diagonal(sums.excess[0]) - 2.0 * sums.left[0]
+                diagonal = diagonal + np.diagonal(sums.both[0])[:, None]
+                scale = self._row_scale[0, first.patterns, None] ** 2
+                square = first.weights**2 * np.maximum(1.0 + scale * diagonal, 0.0)
+                compact[window(first.patterns, first.keys)] = square
+        single = [group for group in self._classes if len(group.own_weights) == 1]
+        for group in single:
+            compact[window(group.patterns, group.keys)] = 1.0
+        return compact[self.pattern]
+
+    @functools.cached_property
+    def _noise(self) -> list[tuple[RowClass, NoiseResponse]]:
+        slope = self._exponent_per_logit @ self._nodes.basis(np.ones(1))[1][:, 0]
+        responses = []
+        for first, second, sums in self._blocks:
+            if first is second:
+                index = first.row - len(self._class)
+                variance = np.diagonal(self._kernel)[first.keys]
+                response = (first.response * variance) @ first.response.T
+                joint = 0.5 * (sums.excess[0] + sums.excess[0].T)
+                response = slope[index] * (1.0 + joint) * response
+                scale = self._noise_scale[first.patterns]
+                responses.append((first, NoiseResponse.of(first.weights, scale, response)))
+        return responses
+
+    def noise_spread(self, row_weights: Array) -> Array:
+        """(2, L, L): sum_i h_i E[J_i D J_i] in the key path and its correlation with the value path.
+
+        `row_weights` h is (L,); see `independent_noise`.
+        """
+        total = np.zeros((2, *self._kernel.shape))
+        for group, noise in self._noise:
+            index = group.row - len(self._class)
+            weights = np.bincount(self.pattern, row_weights, len(self._class))[group.patterns]
+            part = noise.spread(weights)
+            factors = self._calibration.noise_key[index], self._calibration.noise_cross[index]
+            total[window(group.keys, group.keys)] += np.stack([f * part for f in factors])
+        return total
+
+    def noise_gather(self, kernel: Array) -> Array:
+        """(3, L): tr(E[J_i D J_i] kernel) in the key path, its correlation with the value path and
+        the query path."""
+        total = np.zeros((3, len(self._class)))
+        for group, noise in self._noise:
+            index = group.row - len(self._class)
+            factors = np.array([
+                self._calibration.noise_key[index],
+                self._calibration.noise_cross[index],
+                self._calibration.noise_query[index],
+            ])
+            part = noise.gather(kernel[window(group.keys, group.keys)])
+            total[:, group.patterns] = factors[:, None] * part
+        return total[:, self.pattern]
+
+
+def _means(values: Array, group: Indices) -> Array:
+    return np.asarray(np.bincount(group, values) / np.bincount(group))

@@ -1,74 +1,60 @@
-"""Exact statistics of exchangeable softmax rows, as the calibration of arbitrary rows needs them."""
+"""Exact statistics of exchangeable softmax rows, many rows at a time.
+
+`moments.softmax` tabulates them; here its tables are read for arrays of rows of different variances
+and lengths at once, with the variance moved to the edge of the table where it lies beyond.
+"""
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-from typing import NamedTuple
-
 import numpy as np
-from numpy.polynomial import chebyshev
 from numpy.typing import NDArray
 
+from moments.softmax import PairStatistics, RowStatistics, SquareTable
+from moments.softmax.chebyshev import (
+    THETA_MAX,
+    chebyshev_basis,
+    length_coordinate,
+    theta_coordinate,
+)
+from moments.softmax.encoding import decode_square_pair
+
 Array = NDArray[np.float64]
-THETA_MAX = 8.0
-LOG_KEYS_MAX = float(np.log(1e8))
+
+THETA_LEAST = 1e-6
+"""Variances below are moved here, where every statistic is linear to six digits."""
 
 
-class Row(NamedTuple):
-    sum_square: Array
-    sum_cube: Array
-    sum_fourth: Array
-    jacobian_square: Array
-    weighted_logit_square: Array
-    entropy: Array
+def tabulated(theta: Array) -> Array:
+    """The variance at which a row of logit variance `theta` is evaluated."""
+    return np.asarray(np.clip(theta, THETA_LEAST, THETA_MAX))
 
 
-class Pair(NamedTuple):
-    overlap: Array
-    jacobian_overlap: Array
-    radial_overlap: Array
-    overlap_slope: Array
+def rows(theta: Array, keys: Array) -> RowStatistics:
+    """Statistics of single rows; `theta` within the table, arguments of one shape."""
+    return SquareTable.load().single(theta, keys)
 
 
-@functools.cache
-def _coefficients() -> Array:
-    return np.load(Path(__file__).with_name("_table.npz"))["c"].sum(-1)
+def pairs(theta: Array, keys: Array, rho: Array) -> PairStatistics:
+    """Statistics of two alike rows at several correlations.
 
+    Args:
+        theta, keys: (m,) logit variance within the table and number of keys of either row.
+        rho: (r,) correlations of their logits, or (m, r) where each row has its own.
 
-def _equal(theta: Array, n: Array, rho: Array) -> tuple[Array, Array]:
-    c = _coefficients()
-    q = c.shape[1:]
-    theta, n, rho = np.broadcast_arrays(theta, n, rho)
-    a = chebyshev.chebvander(2 * np.sqrt(np.clip(theta, 0, THETA_MAX) / THETA_MAX) - 1, q[0] - 1)
-    b = chebyshev.chebvander(2 * np.clip(np.log(n), 0, LOG_KEYS_MAX) / LOG_KEYS_MAX - 1, q[1] - 1)
-    r = chebyshev.chebvander(rho, q[2] - 1)
-    ab = (a[..., :, None] * b[..., None, :]).reshape(*a.shape[:-1], -1)
-    f = [((ab @ c[x].reshape(ab.shape[-1], -1)) * r).sum(-1) for x in range(2)]
-    one = n <= 1
-    kc = np.where(one, 1.0, np.exp(rho * theta * f[0]))
-    return kc, np.where(one, 0.0, kc * f[1])
-
-
-def pair(theta: Array, n: Array, rho: Array) -> Pair:
-    """Two rows of n keys."""
-    theta, n, rho = np.broadcast_arrays(theta, n, rho)
-    theta = np.clip(theta, 1e-6, THETA_MAX)
-    c, t = _equal(theta, n, rho)
-    h = 0.05
-    up = _equal(theta * np.exp(h), n, rho)[0]
-    down = _equal(theta * np.exp(-h), n, rho)[0]
-    return Pair(c / n, t / n, (1 + rho * theta) * t / n, (up - down) / (2 * h) / n)
-
-
-def row(theta: Array, n: Array) -> Row:
-    theta = np.clip(theta, 1e-6, THETA_MAX)
-    theta, n = np.broadcast_arrays(np.asarray(theta, float), np.asarray(n, float))
-    c, t, _, slope = pair(theta, n, np.ones_like(theta))
-    p3 = c - (3 * t - slope / theta) / 2
-    p3 = np.clip(p3, c * c, c)
-    x, w = np.polynomial.legendre.leggauss(8)
-    x, w = (x + 1) / 2, w / 2
-    p = _equal(theta[..., None] * x, n[..., None], np.ones(()))[0] / n[..., None]
-    log_z = np.log(n) + 0.5 * theta * ((1 - p) * w).sum(-1)
-    return Row(c, p3, p3 * p3 / c, t, c * (1 + 4 * theta), log_z - theta * (1 - c))
+    Returns:
+        (m, r) arrays.
+    """
+    table = SquareTable.load().pair
+    thetas, lengths, functions, orders = table.shape
+    in_theta = chebyshev_basis(theta_coordinate(theta), thetas)
+    in_length = chebyshev_basis(length_coordinate(keys), lengths)
+    both = (in_theta[:, None] * in_length[None]).reshape(thetas * lengths, -1)
+    in_rho = both.T @ table.reshape(thetas * lengths, functions * orders)
+    in_rho = in_rho.reshape(-1, functions, orders)
+    basis = chebyshev_basis(rho.ravel(), orders)
+    if rho.ndim == 1:
+        values = in_rho @ basis
+    else:
+        values = np.einsum("mfo,omr->mfr", in_rho, basis.reshape(orders, *rho.shape))
+    psi = theta[:, None] * rho
+    return decode_square_pair(psi, keys[:, None], values.swapaxes(0, 1), np.True_)

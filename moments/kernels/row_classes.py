@@ -31,16 +31,16 @@ class RowClass:
     """One class of patterns.
 
     Attributes:
-        patterns: (a,) indices of its patterns.
-        keys: (n,) indices of the keys that any of them attends to.
+        patterns: the a indices of its patterns.
+        keys: the n indices of the keys that any of them attends to.
         row: index of the class's own row in the row statistics.
         weights: (a, n) mean attention of its patterns.
         own_weights: (n,) mean attention of the class's own row.
         response: (n, n) 1 - A with A_jl = E[a_j a_l]/E a_j: how logit shifts move the softmax.
     """
 
-    patterns: Indices
-    keys: Indices
+    patterns: slice
+    keys: slice | Indices
     row: int
     weights: Array
     own_weights: Array
@@ -66,7 +66,7 @@ def find_patterns(allowed: NDArray[np.bool_], temperature: Array) -> tuple[Indic
 
 
 def group_patterns(allowed: Array, temperature: Array) -> list[Indices]:
-    """Partition patterns into classes.
+    """Partition patterns into classes, those of few keys first.
 
     Args:
         allowed: (P, L) zeros and ones.
@@ -87,7 +87,26 @@ def group_patterns(allowed: Array, temperature: Array) -> list[Indices]:
         members = np.flatnonzero(alike & free)
         free[members] = False
         groups.append(members)
-    return groups
+    return groups[::-1]
+
+
+def as_slice(indices: Indices) -> slice | Indices:
+    """The same increasing indices, as a slice where they are consecutive: a view, not a copy."""
+    low, high = int(indices[0]), int(indices[-1]) + 1
+    return slice(low, high) if high - low == len(indices) else indices
+
+
+def window(rows: slice | Indices, columns: slice | Indices) -> tuple[object, ...]:
+    """Index of a submatrix in the last two axes."""
+    if isinstance(rows, slice) or isinstance(columns, slice):
+        if isinstance(rows, slice) and isinstance(columns, slice):
+            return (..., rows, columns)
+        rows, columns = _indices(rows), _indices(columns)
+    return (..., rows[:, None], columns)
+
+
+def _indices(index: slice | Indices) -> Indices:
+    return np.arange(index.start, index.stop) if isinstance(index, slice) else index
 
 
 def balanced(joint: Array, weights: Array, weights2: Array, sweeps: int) -> Array:

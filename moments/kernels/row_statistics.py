@@ -23,6 +23,7 @@ class RowStatistics:
     Attributes:
         temperature: C_ii of the query (the class mean for a class's own row).
         logit_variance: theta of the reference row.
+        unshared: the same per unit of logit scale and query norm: C_jj - b.
         theta: the same within the tables, where the exact statistics were taken.
         keys: effective number of keys n_e.
         sum_square: P2 = E sum a^2 of the reference row.
@@ -38,6 +39,7 @@ class RowStatistics:
 
     temperature: Array
     logit_variance: Array
+    unshared: Array
     theta: Array
     keys: Array
     sum_square: Array
@@ -53,7 +55,7 @@ class RowStatistics:
     @property
     def softening(self) -> Array:
         """Factor on the logit covariance that brings the row into the range of the tables."""
-        return self.theta / np.maximum(self.logit_variance, 1e-6)
+        return self.theta / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
 
 
 def row_statistics(
@@ -70,8 +72,8 @@ def row_statistics(
     mean_temperature = float(temperature.mean())
     reference = reference_rows(kernel, allowed, logit_scale * mean_temperature)
     variance = reference.theta * temperature / mean_temperature
-    theta = np.clip(variance, 1e-6, exact_rows.THETA_MAX)
-    exact = exact_rows.row(theta, reference.keys)
+    theta = exact_rows.tabulated(variance)
+    exact = exact_rows.rows(theta, reference.keys)
     several = reference.keys > 1.0
     keys = np.maximum(reference.keys, ONE_KEY)
     square, cube = exact.sum_square, exact.sum_cube
@@ -87,6 +89,7 @@ def row_statistics(
     return RowStatistics(
         temperature,
         variance,
+        reference.theta / max(logit_scale * mean_temperature, 1e-300),
         theta,
         reference.keys,
         square,
@@ -102,7 +105,7 @@ def row_statistics(
 
 
 def mean_attention(
-    kernel: Array, allowed: Array, statistics: RowStatistics, rows: Indices, leader: int, scale: float
+    kernel: Array, allowed: Array, statistics: RowStatistics, rows: Indices, scale: float
 ) -> Array:
     """(a, n) mean attention E a_ij of some rows over n common keys.
 
@@ -114,12 +117,11 @@ def mean_attention(
         kernel: (n, n) second moments of the keys.
         allowed: (a, n) zeros and ones.
         statistics: of all rows.
-        rows: (a,) their indices in `statistics`.
-        leader: index of the row whose x is used for all.
+        rows: (a,) their indices in `statistics`; the last one's x is used for all.
         scale: tau, per unit of query norm.
     """
-    own = statistics.own_response[leader]
-    tau = scale * statistics.temperature[leader] * statistics.softening[leader]
+    own = statistics.own_response[rows[-1]]
+    tau = scale * statistics.temperature[rows[-1]] * statistics.softening[rows[-1]]
     boltzmann = np.exp(own * tau * (kernel - kernel.max()))
     crowd = np.log(np.maximum(allowed @ boltzmann, 1e-300))
     variance = np.diag(kernel)

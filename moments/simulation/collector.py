@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moments.draws import Place, RawMoments
 from moments.errors import MomentsError, domain_error
-from moments.measurement import Place, RawMoments
-
 
 _BLOCK = 1 << 20
 

@@ -57,14 +57,14 @@ def draw_weights(
     model: Transformer, number: int, generator: torch.Generator, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Gaussian matrices of layer `number`, each (fan_in, fan_out), that require gradients."""
-    inner = model.heads * model.d_head
+    inner, d_ff = model.heads * _d_head(model), model.d_ff or 0
     shapes = {
         "query": (model.d_model, inner),
         "key": (model.d_model, inner),
         "value": (model.d_model, inner),
         "output": (inner, model.d_model),
-        "ffn_in": (model.d_model, model.d_ff),
-        "ffn_out": (model.d_ff, model.d_model),
+        "ffn_in": (model.d_model, d_ff),
+        "ffn_out": (d_ff, model.d_model),
     }
     variances = asdict(model.layer_weights(number))
     return {
@@ -107,18 +107,23 @@ def _attention(
     watch: Watch,
 ) -> Tensor:
     batch, seq_len, _ = x.shape
+    d_head = _d_head(model)
 
     def by_head(name: str) -> Tensor:
         projected = x @ weights[name]
-        return projected.view(batch, seq_len, model.heads, model.d_head).transpose(1, 2)
+        return projected.view(batch, seq_len, model.heads, d_head).transpose(1, 2)
 
-    logits = by_head("query") @ by_head("key").transpose(-1, -2) / math.sqrt(model.d_head)
+    logits = by_head("query") @ by_head("key").transpose(-1, -2) / math.sqrt(d_head)
     if model.causal:
         later = torch.ones(seq_len, seq_len, dtype=torch.bool, device=x.device).triu(1)
         logits = logits.masked_fill(later, -math.inf)
-    mixing = dropout(logits.softmax(-1), model.attention_dropout, generator)
+    mixing = dropout(logits.softmax(-1), model.attention_dropout or 0.0, generator)
     heads = (mixing @ by_head("value")).transpose(1, 2).reshape(batch, seq_len, -1)
     return watch(watch(heads, "attention.heads") @ weights["output"], "attention.projection")
+
+
+def _d_head(model: Transformer) -> int:
+    return model.d_head or 0  # None only before the declaration resolves it
 
 
 def _ffn(

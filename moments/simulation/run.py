@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from moments.checks import check_count
+from moments.draws import Draw, WeightGradient
 from moments.errors import DomainError, domain_error
 from moments.inputs import check_ids, check_moments
-from moments.measurement import Draw, Measurement, WeightGradient
+from moments.measurement import Measurement
 from moments.optional import optional
 from moments.transformer import Transformer
 
@@ -56,7 +57,7 @@ def simulate(
     Args:
         model: the declaration.
         variance, correlation: of the Gaussian tensor that enters layer 1; ignored with token_ids.
-        grad_variance, grad_correlation: of the Gaussian gradient injected at the last layer's output.
+        grad_variance, grad_correlation: of the Gaussian gradient at the last layer's output.
         seeds: draws of the weights.
         batch: independent sequences that share one draw.
         device: where torch runs, such as "cpu" or "cuda".

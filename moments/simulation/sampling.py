@@ -24,8 +24,8 @@ def exchangeable_normal(
 ) -> Tensor:
     """Gaussian (batch, L, features): one variance, one covariance for every pair of tokens.
 
-    The covariance (1 - r) I + r 1 1^T over tokens has the eigenvalue 1 + (L - 1) r on the token mean
-    and 1 - r off it; scaling white noise by their roots serves all r from -1/(L - 1) to 1.
+    The covariance (1 - r) I + r 1 1^T over tokens has the eigenvalue 1 + (L - 1) r on the token
+    mean and 1 - r off it; scaling white noise by their roots serves all r from -1/(L - 1) to 1.
     """
     seq_len = shape[1]
     noise = torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)

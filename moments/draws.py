@@ -1,0 +1,123 @@
+"""Raw moments of single draws of the weights, and what they give together.
+
+Whoever runs a network, in whatever framework, hands over one `Draw` per draw of its weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Place = tuple[int, str]
+"""A layer (0 for what comes before layer 1) and the name of a site in it."""
+
+STREAM = "stream"
+
+CENTRED_SITES = frozenset({"ffn.activation"})
+"""Sites whose ensemble mean is not zero. Everywhere else the last random matrix on the way, or its
+norm, is symmetric about zero, so the mean vanishes exactly; subtracting an estimate of it instead
+would take out 1/(draws * d_model) of the variance of a stream whose tokens agree."""
+
+
+@dataclass(frozen=True)
+class RawMoments:
+    """Moments about zero of a (batch, L, features) tensor, some tokens of which may be padding.
+
+    Attributes:
+        mean: of all entries.
+        square: mean of the squared entries.
+        pair: mean of x_i x_j over ordered pairs i != j of one sequence and over features.
+        token_square: (L,) mean of the squared entries by position; 0 where all is padding.
+    """
+
+    mean: float
+    square: float
+    pair: float
+    token_square: Array
+
+
+class WeightGradient(NamedTuple):
+    """One matrix whose gradient was taken: its layer (0 outside the layers), role and parameter."""
+
+    layer: int
+    weight: str
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Everything seen in one forward and backward pass through one draw of the weights.
+
+    Attributes:
+        signal, gradient: raw moments of the activations and of dLoss/dx at each place.
+        weight_gradients: squared Frobenius norm of the gradient of each matrix.
+        loss, logit_variance: None where there is no loss, no head.
+    """
+
+    signal: Mapping[Place, RawMoments]
+    gradient: Mapping[Place, RawMoments]
+    weight_gradients: Mapping[WeightGradient, float] = field(default_factory=dict)
+    loss: float | None = None
+    logit_variance: float | None = None
+
+
+class Statistic(NamedTuple):
+    """A quantity over draws: its value, its standard error and what each single draw gave."""
+
+    value: float
+    stderr: float
+    samples: Array
+
+
+def mean_over_draws(samples: Array) -> Statistic:
+    """Plain mean; the standard error is nan where there is one draw."""
+    count = len(samples)
+    stderr = float(np.std(samples, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
+    return Statistic(float(np.mean(samples)), stderr, samples)
+
+
+def typical_over_draws(samples: Array) -> Statistic:
+    """Geometric mean, and its standard error by the delta method; 0 where a draw gave 0."""
+    if np.any(samples <= 0):
+        return Statistic(0.0, 0.0 if len(samples) > 1 else math.nan, samples)
+    logarithm = mean_over_draws(np.log(samples))
+    value = math.exp(logarithm.value)
+    return Statistic(value, value * logarithm.stderr, samples)
+
+
+def ratio_over_draws(numerator: Array, denominator: Array) -> Statistic:
+    """Ratio of the two means with its jackknife standard error; 0/0 counts as 0."""
+
+    def ratio(above: Array, below: Array) -> Array:
+        return np.divide(above, below, out=np.zeros_like(above), where=below != 0)
+
+    count = len(numerator)
+    top, bottom = np.asarray(numerator.sum()), np.asarray(denominator.sum())
+    stderr = math.nan
+    if count > 1:
+        left_out = ratio(top - numerator, bottom - denominator)
+        stderr = float(np.sqrt((count - 1) * np.mean((left_out - left_out.mean()) ** 2)))
+    return Statistic(float(ratio(top, bottom)), stderr, ratio(numerator, denominator))
+
+
+def moments_over_draws(raw: Sequence[RawMoments], centred: bool) -> dict[str, Statistic]:
+    """Mean, variance and correlation about the ensemble mean (0 unless `centred`).
+
+    With the mean m over all draws, E (x - m)^2 = E x^2 - 2 m E x + m^2, and the same for a pair.
+    """
+    mean = mean_over_draws(np.array([r.mean for r in raw]))
+    centre = mean.value if centred else 0.0
+    shift = centre**2 - 2 * centre * mean.samples
+    variance = np.array([r.square for r in raw]) + shift
+    covariance = np.array([r.pair for r in raw]) + shift
+    return {
+        "mean": mean,
+        "variance": mean_over_draws(variance),
+        "correlation": ratio_over_draws(covariance, variance),
+    }

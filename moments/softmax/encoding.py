@@ -1,0 +1,137 @@
+"""Statistics of softmax rows as bounded, smooth functions of theta, log n and rho, and back.
+
+Tables interpolate the functions below rather than the statistics, which span many decades. Each is
+the statistic divided by its behaviour in the limits theta -> 0, n -> 1 and n -> infinity, so that a
+relative error of the function is a relative error of the statistic, and the limits are kept exactly.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from moments.softmax.exact import (
+    PairStatistics,
+    RowStatistics,
+    pair_statistics,
+    row_statistics,
+)
+from moments.softmax.laplace import Array
+
+ROW_FUNCTIONS = 10
+PAIR_FUNCTIONS = 4
+
+
+def encode_row(theta: float, n: float) -> Array:
+    """(ROW_FUNCTIONS,) functions of one row, from the exact evaluator; theta > 0 and n > 1.
+
+    First the log-odds of P2 per theta, log[(n-1) P2 / (1-P2)] / theta: 1 at theta = 0.
+    """
+    row = row_statistics(theta, n)
+    rest = 1.0 - row.sum_square
+    return np.array(
+        [
+            math.log((n - 1.0) * row.sum_square / rest) / theta,
+            row.jacobian_square / (row.sum_square * rest),
+            row.sum_square_slope / (theta * row.jacobian_square),
+            row.radial_square / row.jacobian_square,
+            row.trace_square / rest,
+            (row.mean_logit_square - theta * rest**2) / row.sum_square,
+            math.log(row.weighted_logit_square / row.sum_square),
+            (math.log(n) - row.entropy) / (theta * rest),
+            math.log(n**2 * row.sum_cube) / theta,
+            math.log(n**3 * row.sum_fourth) / theta,
+        ]
+    )
+
+
+def decode_participation(theta: Array, n: Array | float, functions: Array) -> tuple[Array, Array]:
+    """(P2, 1 - P2) from the first function, each to full relative accuracy."""
+    odds = np.exp(theta * functions[0])
+    others = n - 1.0
+    total = others + odds
+    return odds / total, others / total
+
+
+def decode_row(theta: Array, n: Array | float, functions: Array, valid: Array | bool) -> RowStatistics:
+    """Inverse of `encode_row`; theta and the trailing axes of `functions` broadcast."""
+    p2, rest = decode_participation(theta, n, functions)
+    jacobian = functions[1] * p2 * rest
+    spread = theta * rest
+    return RowStatistics(
+        sum_square=p2,
+        sum_cube=np.minimum(np.exp(theta * functions[8]) / n**2, p2),
+        sum_fourth=np.minimum(np.exp(theta * functions[9]) / n**3, p2),
+        trace_square=functions[4] * rest,
+        jacobian_square=jacobian,
+        radial_square=functions[3] * jacobian,
+        sum_square_slope=functions[2] * theta * jacobian,
+        mean_logit_square=functions[5] * p2 + spread * rest,
+        weighted_logit_square=np.exp(functions[6]) * p2,
+        entropy=np.log(n) - functions[7] * spread,
+        valid=valid,
+    )
+
+
+def _pair_at_small_theta(theta: float, n: float, rho: float, k: float) -> PairStatistics:
+    """The pair, its overlap divided by the evaluator's own error in the exact C2(rho = 0) = 1/k.
+
+    log(k C2) is divided by psi below, which would magnify that error near theta = 0.
+    """
+    pair = pair_statistics(theta, n, rho, theta, k)
+    if theta > 0.1:
+        return pair
+    return pair._replace(overlap=pair.overlap / (k * pair_statistics(theta, n, 0.0, theta, k).overlap))
+
+
+def encode_square_pair(theta: float, n: float, rho: float) -> Array:
+    """(PAIR_FUNCTIONS,) functions of two rows of n keys; theta > 0, n > 1 and rho != 0.
+
+    The first is the log-odds of C2 per psi: at rho = 1 that of P2 per theta.
+    """
+    pair, psi = _pair_at_small_theta(theta, n, rho, n), rho * theta
+    rest = 1.0 - pair.overlap
+    return np.array(
+        [
+            math.log((n - 1.0) * pair.overlap / rest) / psi,
+            math.log(pair.jacobian_overlap / (pair.overlap * rest)),
+            pair.radial_overlap / pair.jacobian_overlap,
+            pair.overlap_slope / (psi * pair.jacobian_overlap),
+        ]
+    )
+
+
+def decode_square_pair(
+    psi: Array, n: Array | float, functions: Array, valid: Array | bool
+) -> PairStatistics:
+    """Inverse of `encode_square_pair`."""
+    c2, rest = decode_participation(psi, n, functions)
+    jacobian = np.exp(functions[1]) * c2 * rest
+    return PairStatistics(c2, jacobian, functions[2] * jacobian, functions[3] * psi * jacobian, valid)
+
+
+def encode_pair(theta: float, n: float, rho: float, k: float) -> Array:
+    """(PAIR_FUNCTIONS,) functions of rows of n and k >= n keys; theta > 0, n > 1 and rho != 0.
+
+    They have limits as k grows, which those of `encode_square_pair` have not.
+    """
+    pair, psi = _pair_at_small_theta(theta, n, rho, k), rho * theta
+    return np.array(
+        [
+            math.log(k * pair.overlap) / psi,
+            math.log(pair.jacobian_overlap / (pair.overlap * (1.0 - 1.0 / n))),
+            pair.radial_overlap / pair.jacobian_overlap,
+            pair.overlap_slope / (psi * pair.jacobian_overlap),
+        ]
+    )
+
+
+def decode_pair(
+    psi: Array, n: Array, k: Array, functions: Array, valid: Array | bool
+) -> PairStatistics:
+    """Inverse of `encode_pair`; exactly 1/k, 0, 0 and 0 at n = 1."""
+    many = n > 1.0
+    c2 = np.where(many, np.exp(psi * functions[0]), 1.0) / k
+    jacobian = np.exp(functions[1]) * c2 * (1.0 - 1.0 / n)
+    return PairStatistics(c2, jacobian, functions[2] * jacobian, functions[3] * psi * jacobian, valid)
