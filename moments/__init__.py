@@ -32,7 +32,27 @@ _PUBLIC = {
     "simulate": "simulation.run",
 }
 
-__all__ = ["__version__", *sorted(_PUBLIC)]
+__all__ = [
+    "Comparison",
+    "ComponentLaws",
+    "DomainError",
+    "Embedding",
+    "Law",
+    "Measurement",
+    "MomentsError",
+    "Prediction",
+    "Transformer",
+    "ValidityWarning",
+    "Weights",
+    "__version__",
+    "compare",
+    "component",
+    "components",
+    "from_huggingface",
+    "predict",
+    "preset",
+    "simulate",
+]
 
 if TYPE_CHECKING:
     from .comparison import Comparison, compare

@@ -47,7 +47,7 @@ def _hermite_rows(count: int = 100) -> np.ndarray:
     rows[0], rows[1] = 1.0, nodes
     for a in range(1, count - 1):
         rows[a + 1] = (nodes * rows[a] - np.sqrt(a) * rows[a - 1]) / np.sqrt(a + 1)
-    return rows * weights
+    return np.asarray(rows * weights)
 
 
 def _expect_float(function: Formula, variance: Any) -> Any:

@@ -69,7 +69,8 @@ def _check_coverage(model: Transformer, theory: Theory) -> None:
 
 def _layer(model: Transformer, theory: Theory, number: int) -> Layer:
     weights = model.layer_weights(number)
-    attention = _attention_block(model, theory, weights)
+    temperature = float(model.temperatures[number - 1])
+    attention = _attention_block(model, theory, weights, temperature)
     ffn = _ffn_block(model, theory, weights)
     skip = float(model.skip_scales[number - 1])
     branch = float(model.branch_scales[number - 1])
@@ -111,7 +112,9 @@ def _linear(
     return Linear(LINEAR, theory, label, parameters, fan_out, weight)
 
 
-def _attention_block(model: Transformer, theory: Theory, weights: LayerWeights) -> Chain:
+def _attention_block(
+    model: Transformer, theory: Theory, weights: LayerWeights, temperature: float
+) -> Chain:
     d_model, inner = model.d_model, model.heads * (model.d_head or 0)
     if theory != "refined":
         # The papers treat the block as one unit.
@@ -120,7 +123,8 @@ def _attention_block(model: Transformer, theory: Theory, weights: LayerWeights) 
             "seq_len": model.seq_len,
             "drop_prob": model.dropout,
             "attention_drop_prob": model.attention_dropout,
-            "query": weights.query,
+            # Queries enter through the logits alone, which the temperature divides.
+            "query": weights.query / temperature**2,
             "key": weights.key,
             "value": weights.value,
             "output": weights.output,
@@ -135,6 +139,7 @@ def _attention_block(model: Transformer, theory: Theory, weights: LayerWeights) 
         weights.key,
         weights.value,
         model.attention_dropout,
+        temperature,
         model.causal,
     )
     return Chain(

@@ -23,6 +23,7 @@ class SelfAttention(Leaf):
         heads, d_head: number and width of the heads.
         query, key, value: variances of the projections' entries.
         drop_prob: dropout on the attention weights.
+        temperature: divides the logits.
         causal: whether a token sees only itself and earlier ones.
     """
 
@@ -34,10 +35,16 @@ class SelfAttention(Leaf):
     key: Any
     value: Any
     drop_prob: Any
+    temperature: Any = 1.0
     causal: bool = False
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         return self._by_token(signal) if signal.resolved else self._alike(signal)
+
+    def _logit_scale(self) -> Any:
+        """Covariance of the logits (i, j) and (k, l) over E[x_i x_k] E[x_j x_l]."""
+        weights = _positive(self.query) * _positive(self.key)
+        return self.d_model**2 * weights / self.temperature**2
 
     def _by_token(self, signal: Signal) -> tuple[Signal, Pullback]:
         from .kernels import KernelAttention
@@ -49,7 +56,7 @@ class SelfAttention(Leaf):
         rows = [
             KernelAttention(
                 matrix,
-                logit_scale=self.d_model**2 * _positive(self.query) * _positive(self.key),
+                logit_scale=self._logit_scale(),
                 allowed=allowed,
                 drop_prob=self.drop_prob,
                 d_model=self.d_model,
@@ -88,7 +95,7 @@ class SelfAttention(Leaf):
         kernel, algebra = signal.kernel, signal.algebra
         correlation = signal.correlation()
         statistics = attention_statistics(
-            kernel.diagonal**2 * self.d_model**2 * _positive(self.query) * _positive(self.key),
+            kernel.diagonal**2 * self._logit_scale(),
             correlation,
             signal.seq_len,
             self.d_model,
@@ -120,6 +127,14 @@ class SelfAttention(Leaf):
             evaluate(with_value["covariance"], algebra, values),
         )
         output = Signal(heads, signal.seq_len, mean=0.0 * kernel.diagonal, width=width)
+        output.facts = _facts(
+            statistics.logit_variance,
+            statistics.values["row_square"],
+            statistics.entropy,
+            float(signal.seq_len),
+        )
+        if not statistics.valid:
+            output.notes = (_BEYOND_TABLES,)
         if signal.spread is not None:
             # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
             output.spread = (heads * heads).scaled(2 / width)
@@ -184,6 +199,22 @@ class SelfAttention(Leaf):
             "key": size * (tokens * key).total(length) / _positive(self.key),
             "value": size * self.heads * self.d_head * (mixed * received).total(length),
         }
+
+
+_BEYOND_TABLES = (
+    "the logit variance is beyond 32, where the softmax statistics are no longer computed; "
+    "those of 32 stand in for them"
+)
+
+
+def _facts(logit_variance: Array, square: Array, entropy: Array, keys: Array) -> dict[str, Array]:
+    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
+    return {
+        "logit_variance": logit_variance,
+        "square_sum": square,
+        "distance_to_uniform": square - 1 / keys,
+        "entropy": entropy,
+    }
 
 
 def _positive(variance: Any) -> Any:

@@ -194,19 +194,20 @@ def compare(
     measured at its last layer is where the prediction's backward pass starts.
     """
     from .comparison import compare as put_beside
+    from .comparison import last_gradient
     from .prediction import predict as run
 
     if model is None:
         raise DomainError("no MODEL given: name a preset or a config.json")
     declared = _model(model, {"layers": layers, "seq_len": seq_len})
     measurement, ids = _measure(model, layers, seq_len, batch, seeds, seed)
-    prediction = run(
-        declared,
-        token_ids=ids,
-        grad_variance=float(measurement.grad_variance[-1]),
-        grad_correlation=float(measurement.grad_correlation[-1]),
-        theory=theory.value,
-    )
+    entering: dict[str, Any] = {"grad_kernel": last_gradient(measurement)}
+    if theory is not TheoryName.refined:
+        entering = {
+            "grad_variance": float(measurement.grad_variance[-1]),
+            "grad_correlation": float(measurement.grad_correlation[-1]),
+        }
+    prediction = run(declared, token_ids=ids, theory=theory.value, **entering)
     comparison = put_beside(prediction, measurement)
     summary = comparison.summary()
     if csv is not None:

@@ -50,8 +50,8 @@ class Comparison:
         )
         scale = np.where(scale == 0, 1.0, scale)
         frame["error"] = (frame["predicted"] - frame["measured"]) / scale
-        noise = 2 * frame["stderr"].fillna(0.0) / scale
-        frame["excess"] = np.maximum(frame["error"].abs() - noise, 0.0)
+        noise = 2 * np.nan_to_num(frame["stderr"].to_numpy(float)) / scale
+        frame["excess"] = np.maximum(frame["error"].abs().to_numpy() - noise, 0.0)
         return frame
 
     def summary(self) -> pd.DataFrame:
@@ -110,6 +110,23 @@ class Comparison:
         from html import escape
 
         return f"<pre>{escape(self.table())}</pre>"
+
+
+def last_gradient(measurement: Measurement) -> np.ndarray:
+    """The measured gradient at the last layer as an (L, L) kernel, for `predict(grad_kernel)`.
+
+    Variances by token, and the mean covariance shared in proportion to the tokens' deviations.
+    """
+    variance = measurement.token_grad_variance[-1]
+    deviation = np.sqrt(variance)
+    kernel = np.outer(deviation, deviation)
+    pairs = kernel.sum() - np.trace(kernel)
+    length = variance.size
+    mean = measurement.grad_correlation[-1] * variance.mean() * length * (length - 1)
+    # Tokens without a target have no gradient; no kernel of the rest falls below -1/(active - 1).
+    active = max(int((variance > 0).sum()), 2)
+    share = float(np.clip(mean / pairs, -1 / (active - 1), 1.0)) if pairs > 0 else 0.0
+    return np.where(np.eye(length, dtype=bool), kernel, share * kernel)
 
 
 def _r_squared(predicted: pd.Series, measured: pd.Series) -> float:

@@ -8,7 +8,7 @@ class MomentsError(Exception):
 
 
 class DomainError(MomentsError, ValueError):
-    """A value outside what is allowed; the message says what, the value, what is allowed, the remedy."""
+    """A value outside what is allowed; the message names it, what is allowed, and the remedy."""
 
 
 class ValidityWarning(UserWarning):

@@ -39,6 +39,9 @@ QUANTITIES = {
     "grad_cross": "twice the covariance of the gradients through values and keys",
     "grad_value_covariance": "token covariance of the gradient through the values",
     "grad_query_covariance": "token covariance of the gradient through the queries",
+    "value_gradient": "squared gradient norm of the value weights",
+    "query_gradient": "squared gradient norm of the query weights",
+    "inverse_temperature_square": "square of the factor on the logits that makes both equal",
     "kurtosis": "fourth moment of the output over its squared second moment",
     "pattern_correlation": "correlation between tokens that a table's look-ups imply",
 }
@@ -53,7 +56,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a formula comes from: a paper and a place in it, or our own derivation and its proof."""
+    """Where a formula comes from: a paper and a place in it, or our derivation and its proof."""
 
     reference: str
     place: str

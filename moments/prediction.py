@@ -94,6 +94,22 @@ class Prediction:
             columns=["layer", "weight", "squared_norm"],
         )
 
+    def attention(self) -> pd.DataFrame:
+        """What attention does in every layer, averaged over rows (refined theory).
+
+        Columns: layer, logit_variance (within a row), square_sum (E sum_j a_ij^2),
+        distance_to_uniform (E sum_j (a_ij - 1/n)^2 over a row's n keys) and entropy (nats).
+        """
+        import pandas as pd
+
+        rows = [
+            {"layer": point.layer, **{k: float(np.mean(v)) for k, v in point.signal.facts.items()}}
+            for point in self.trace.points
+            if point.signal.facts is not None
+        ]
+        columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
+        return pd.DataFrame(rows, columns=columns)
+
     def table(self) -> str:
         """The stream, layer by layer, as text."""
         from .report import prediction_table, render
@@ -230,7 +246,8 @@ def predict(
     for note in notes:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
     by_token = _by_token(stream, sequences) if resolved else (None, None)
-    return Prediction(model, theory, *moments, *by_token, notes, trace, sequences)
+    v, r, g, rg = moments
+    return Prediction(model, theory, v, r, g, rg, *by_token, notes, trace, sequences)
 
 
 def _check_resolution(model: Transformer, theory: Theory, resolved: bool, kernels: bool) -> None:

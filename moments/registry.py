@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .errors import domain_error
 from .law import ComponentLaws
-from .laws import activation, attention, block, embedding, linear, normalization, softmax
+from .laws import activation, attention, block, embedding, linear, noci, normalization, softmax
 
 _ALL = (
     embedding.TOKEN_EMBEDDING,
@@ -23,6 +23,7 @@ _ALL = (
     attention.ATTENTION,
     block.ATTENTION_BLOCK,
     block.FFN_BLOCK,
+    noci.UNIFORM_ATTENTION_GRADIENTS,
 )
 
 COMPONENTS: dict[str, ComponentLaws] = {record.name: record for record in _ALL}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -113,16 +114,14 @@ def summary_table(comparison: Comparison) -> Table:
         table.add_column(name)
     for name in ("mean", "median", "max", "mean beyond 2 s.e.", "R²"):
         table.add_column(name, justify="right")
-    for row in comparison.summary().itertuples():
-        absolute = str(row.quantity).endswith("correlation")
+    for row in comparison.summary().to_dict("records"):
+        absolute = row["quantity"].endswith("correlation")
         show: Any = (lambda v: f"{v:.3f}") if absolute else (lambda v: f"{100 * v:.2f} %")
+        fit = row["r_squared"]
         table.add_row(
-            str(row.points),
-            TITLES.get(str(row.quantity), str(row.quantity)),
-            show(row.mean),
-            show(row.median),
-            show(row.max),
-            show(row.excess),
-            f"{row.r_squared:.4f}" if row.r_squared == row.r_squared else "-",
+            row["points"],
+            TITLES[row["quantity"]],
+            *(show(row[name]) for name in ("mean", "median", "max", "excess")),
+            f"{fit:.4f}" if math.isfinite(fit) else "-",
         )
     return table

@@ -12,6 +12,7 @@ after it is made (they are not declared frozen, which would double the time to m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +121,7 @@ class Signal:
             (refined theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
+        facts: what the component that made this signal can tell besides its moments.
         notes: what made the numbers here less certain, for the component that produced them.
     """
 
@@ -131,6 +133,7 @@ class Signal:
     spread: Kernel | None = None
     centred: Kernel | None = None
     kurtosis: Array = 3.0
+    facts: Mapping[str, Array] | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -48,6 +48,7 @@ class Transformer:
         weights: variances of the weight matrices; None: Weights.xavier(d_model, heads, d_ff).
         embedding: what feeds layer 1; None: the moments are given to `predict`.
         d_head: width of a head; None: d_model / heads.
+        temperature: divides the attention logits; one number or one per layer.
         norm_epsilon: added to the variance under the normalisation's square root.
 
     Raises:
@@ -71,6 +72,7 @@ class Transformer:
     weights: Weights | None = None
     embedding: Embedding | None = None
     d_head: int | None = field(default=None, kw_only=True)
+    temperature: PerLayer = field(default=1.0, kw_only=True)
     norm_epsilon: float = field(default=0.0, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
@@ -93,7 +95,7 @@ class Transformer:
             raise domain_error(
                 "layernorm_scaling", self.layernorm_scaling, "False where norm is 'none'"
             )
-        for name in ("skip_scale", "branch_scale"):
+        for name in ("skip_scale", "branch_scale", "temperature"):
             self._set(name, self._per_layer(name, getattr(self, name)))
         assert self.weights is not None
         self.weights.check_layers(self.layers)
@@ -132,7 +134,7 @@ class Transformer:
         object.__setattr__(self, name, value)
 
     def _per_layer(self, name: str, value: PerLayer) -> PerLayer:
-        check_in(name, value, POSITIVE, "a scale multiplies amplitudes and is positive")
+        check_in(name, value, POSITIVE, "scales multiply amplitudes")
         if np.ndim(value) == 0:
             return float(value)  # type: ignore[arg-type]
         entries = tuple(float(v) for v in value)  # type: ignore[union-attr]
@@ -153,6 +155,11 @@ class Transformer:
     def branch_scales(self) -> np.ndarray:
         """beta of every layer, shape (N,)."""
         return np.broadcast_to(np.asarray(self.branch_scale, dtype=float), self.layers).copy()
+
+    @property
+    def temperatures(self) -> np.ndarray:
+        """Divisor of the attention logits in every layer, shape (N,)."""
+        return np.broadcast_to(np.asarray(self.temperature, dtype=float), self.layers).copy()
 
     @property
     def norm_scales(self) -> np.ndarray:

@@ -94,7 +94,7 @@ class Weights:
         check_count("d_model", d_model)
         d_ff = 4 * d_model if d_ff is None else d_ff
         from_model = 1 / (3 * d_model)
-        return cls(*[from_model] * 5, 1 / (3 * d_ff))
+        return cls(from_model, from_model, from_model, from_model, from_model, 1 / (3 * d_ff))
 
     def layer(self, number: int) -> LayerWeights:
         """Variances of layer `number`, counted from 1."""

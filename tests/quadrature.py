@@ -22,7 +22,7 @@ DIGITS = 18
 CUT = 12  # standard deviations; the Gaussian weight beyond is below 1e-31
 
 
-# --- activations ---------------------------------------------------------------------------------
+# --- activations ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,10 @@ def gridded_pair(
     return _converged(estimate, (301, 501))
 
 
+def _pair(values: dict[str, float]) -> tuple[float, float, float]:
+    return values["x_variance"], values["x_other_variance"], values["x_correlation"]
+
+
 def _activation_references(name: str) -> dict[str, Reference]:
     if name in GRIDDED:
         single = lambda power, v, slope=False: gridded_single(name, power, v, slope=slope)  # noqa: E731
@@ -187,17 +191,15 @@ def _activation_references(name: str) -> dict[str, Reference]:
     return {
         "mean": lambda x_variance, **_: single(1, x_variance),
         "variance": lambda x_variance, **_: single(2, x_variance) - single(1, x_variance) ** 2,
-        "covariance": lambda x_variance, x_other_variance, x_correlation, **_: covariance(
-            x_variance, x_other_variance, x_correlation
-        ),
+        "covariance": lambda **values: covariance(*_pair(values)),
         "hidden_covariance": lambda x_variance, x_hidden_correlation, **_: covariance(
             x_variance, x_variance, x_hidden_correlation
         ),
         "grad_variance": lambda x_variance, grad_variance, **_: (
             grad_variance * single(2, x_variance, slope=True)
         ),
-        "grad_covariance": lambda x_variance, x_other_variance, x_correlation, grad_covariance, **_: (
-            grad_covariance * slope(x_variance, x_other_variance, x_correlation)
+        "grad_covariance": lambda grad_covariance, **values: (
+            grad_covariance * slope(*_pair(values))
         ),
         "kurtosis": lambda x_variance, **_: single(4, x_variance) / single(2, x_variance) ** 2,
     }
@@ -219,6 +221,11 @@ def two_points(mean: float, variance: float, other_mean: float, other: float, r:
     ]
 
 
+def _states(values: dict[str, float]) -> list[State]:
+    v, w, r = _pair(values)
+    return two_points(values["x_mean"], v, values["x_other_mean"], w, r)
+
+
 def _products(states: list[State], count: int) -> Iterator[tuple[float, list[State]]]:
     for draw in itertools.product(states, repeat=count):
         yield math.prod(state[0] for state in draw), list(draw)
@@ -232,7 +239,9 @@ def summed_moment(states: list[State], fan: int, weight_variance: float, *, hidd
     total = 0.0
     rows = list(itertools.product((-1, 1), repeat=fan))
     for probability, draw in _products(states, fan):
-        for row, other_row in itertools.product(rows, rows) if hidden else zip(rows, rows, strict=True):
+        for row, other_row in (
+            itertools.product(rows, rows) if hidden else zip(rows, rows, strict=True)
+        ):
             first = sum(w * state[1] for w, state in zip(row, draw, strict=True))
             second = sum(
                 w * state[1 if hidden else 2] for w, state in zip(other_row, draw, strict=True)
@@ -241,7 +250,9 @@ def summed_moment(states: list[State], fan: int, weight_variance: float, *, hidd
     return weight_variance * total
 
 
-def _linear_variance(fan_in: int, weight_variance: float, x_variance: float, x_mean: float) -> float:
+def _linear_variance(
+    fan_in: int, weight_variance: float, x_variance: float, x_mean: float
+) -> float:
     states = two_points(x_mean, x_variance, x_mean, x_variance, 1.0)
     return summed_moment(states, int(fan_in), weight_variance, hidden=False)
 
@@ -282,13 +293,8 @@ LINEAR: dict[str, Reference] = {
     "variance": lambda fan_in, weight_variance, x_variance, x_mean, **_: _linear_variance(
         fan_in, weight_variance, x_variance, x_mean
     ),
-    "covariance": lambda fan_in, weight_variance, x_variance, x_other_variance, x_correlation, x_mean, x_other_mean, **_: (
-        summed_moment(
-            two_points(x_mean, x_variance, x_other_mean, x_other_variance, x_correlation),
-            int(fan_in),
-            weight_variance,
-            hidden=False,
-        )
+    "covariance": lambda fan_in, weight_variance, **values: summed_moment(
+        _states(values), int(fan_in), weight_variance, hidden=False
     ),
     "hidden_covariance": lambda weight_variance, x_variance, x_mean, **_: summed_moment(
         two_points(x_mean, x_variance, x_mean, x_variance, 1.0), 2, weight_variance, hidden=True
@@ -308,7 +314,7 @@ LINEAR: dict[str, Reference] = {
 }
 
 
-def _dropout_covariance(drop_prob: float, x_mean: float, states: list[State]) -> float:
+def _dropout_covariance(drop_prob: float, states: list[State]) -> float:
     first = dropped(states, drop_prob, (1, 0))
     second = dropped(states, drop_prob, (0, 1))
     return dropped(states, drop_prob, (1, 1)) - first * second
@@ -332,17 +338,10 @@ DROPOUT: dict[str, Reference] = {
         dropped(_own(x_mean, x_variance), drop_prob, (1, 1), shared=True)
         - dropped(_own(x_mean, x_variance), drop_prob, (1, 0)) ** 2
     ),
-    "covariance": lambda drop_prob, x_mean, x_other_mean, x_variance, x_other_variance, x_correlation, **_: (
-        _dropout_covariance(
-            drop_prob,
-            x_mean,
-            two_points(x_mean, x_variance, x_other_mean, x_other_variance, x_correlation),
-        )
-    ),
+    "covariance": lambda drop_prob, **values: _dropout_covariance(drop_prob, _states(values)),
     "hidden_covariance": lambda drop_prob, x_mean, x_variance, x_hidden_correlation, **_: (
         _dropout_covariance(
             drop_prob,
-            x_mean,
             two_points(x_mean, x_variance, x_mean, x_variance, x_hidden_correlation),
         )
     ),
@@ -350,7 +349,7 @@ DROPOUT: dict[str, Reference] = {
         _own(0.0, grad_variance), drop_prob, (1, 1), shared=True
     ),
     "grad_covariance": lambda drop_prob, grad_variance, grad_correlation, **_: _dropout_covariance(
-        drop_prob, 0.0, two_points(0.0, grad_variance, 0.0, grad_variance, grad_correlation)
+        drop_prob, two_points(0.0, grad_variance, 0.0, grad_variance, grad_correlation)
     ),
     "kurtosis": lambda drop_prob, **_: _dropout_kurtosis(drop_prob),
 }
@@ -370,11 +369,8 @@ SCALE: dict[str, Reference] = {
     "variance": lambda weight_variance, x_mean, x_variance, **_: _scaled_covariance(
         weight_variance, _own(x_mean, x_variance)
     ),
-    "covariance": lambda weight_variance, x_mean, x_other_mean, x_variance, x_other_variance, x_correlation, **_: (
-        _scaled_covariance(
-            weight_variance,
-            two_points(x_mean, x_variance, x_other_mean, x_other_variance, x_correlation),
-        )
+    "covariance": lambda weight_variance, **values: _scaled_covariance(
+        weight_variance, _states(values)
     ),
     "hidden_covariance": lambda weight_variance, x_mean, x_variance, x_hidden_correlation, **_: (
         _scaled_covariance(
@@ -396,7 +392,7 @@ SCALE: dict[str, Reference] = {
 }
 
 
-# --- embeddings: counting ------------------------------------------------------------------------
+# --- embeddings: counting -------------------------------------------------------------------------
 
 
 def repeated_share(ids: tuple[int, ...]) -> Fraction:
@@ -444,7 +440,7 @@ def _embedding(pattern: Reference) -> dict[str, Reference]:
     }
 
 
-# --- what follows from a symmetry ----------------------------------------------------------------
+# --- what follows from a symmetry -----------------------------------------------------------------
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
@@ -524,13 +520,17 @@ LAYERNORM: dict[str, Reference] = {
 # --- the feed-forward block: two linear maps around a ReLU ----------------------------------------
 
 
-def _block_gain(d_model: float, d_ff: float, ffn_in: float, ffn_out: float) -> float:
-    return d_model * ffn_in * d_ff * ffn_out
+def _block_gain(values: dict[str, float]) -> float:
+    return math.prod(values[name] for name in ("d_model", "ffn_in", "d_ff", "ffn_out"))
 
 
-def _ffn_covariance(v: float, w: float, r: float, *, slope: bool = False) -> float:
+def _relu_pair(values: dict[str, float], *, slope: bool = False) -> float:
     with mp.workdps(DIGITS):
-        return float(pair_moment("relu", v, w, r, slope=slope))
+        return float(pair_moment("relu", *_pair(values), slope=slope))
+
+
+def _relu_square(values: dict[str, float], *, slope: bool = False) -> float:
+    return single_moment("relu", 2, values["x_variance"], slope=slope) / (1 - values["drop_prob"])
 
 
 FFN_BLOCK: dict[str, Reference] = {
@@ -539,25 +539,13 @@ FFN_BLOCK: dict[str, Reference] = {
     "hidden_covariance": lambda ffn_out, x_variance, **_: LINEAR["hidden_covariance"](
         weight_variance=ffn_out, x_variance=x_variance, x_mean=0.0
     ),
-    "variance": lambda d_model, d_ff, ffn_in, ffn_out, drop_prob, x_variance, **_: (
-        _block_gain(d_model, d_ff, ffn_in, ffn_out)
-        * single_moment("relu", 2, x_variance)
-        / (1 - drop_prob)
+    "variance": lambda **values: _block_gain(values) * _relu_square(values),
+    "covariance": lambda **values: _block_gain(values) * _relu_pair(values),
+    "grad_variance": lambda **values: (
+        _block_gain(values) * _relu_square(values, slope=True) * values["grad_variance"]
     ),
-    "covariance": lambda d_model, d_ff, ffn_in, ffn_out, x_variance, x_other_variance, x_correlation, **_: (
-        _block_gain(d_model, d_ff, ffn_in, ffn_out)
-        * _ffn_covariance(x_variance, x_other_variance, x_correlation)
-    ),
-    "grad_variance": lambda d_model, d_ff, ffn_in, ffn_out, drop_prob, x_variance, grad_variance, **_: (
-        _block_gain(d_model, d_ff, ffn_in, ffn_out)
-        * single_moment("relu", 2, x_variance, slope=True)
-        * grad_variance
-        / (1 - drop_prob)
-    ),
-    "grad_covariance": lambda d_model, d_ff, ffn_in, ffn_out, x_variance, x_other_variance, x_correlation, grad_covariance, **_: (
-        _block_gain(d_model, d_ff, ffn_in, ffn_out)
-        * _ffn_covariance(x_variance, x_other_variance, x_correlation, slope=True)
-        * grad_covariance
+    "grad_covariance": lambda **values: (
+        _block_gain(values) * _relu_pair(values, slope=True) * values["grad_covariance"]
     ),
 }
 
@@ -597,7 +585,7 @@ REFERENCES: dict[tuple[str, str], Reference] = {
 }
 
 
-# --- Monte Carlo of what holds only asymptotically -------------------------------------------------
+# --- Monte Carlo of what holds only asymptotically ------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -84,16 +84,14 @@ def test_dropout_lowers_the_gradients_correlation() -> None:
         kind: dropout[kind](grad_variance=g2, grad_covariance=g2 * rg, drop_prob=p)
         for kind in ("grad_variance", "grad_covariance")
     }
-    sent = {
-        kind: linear[kind](fan_out=d, weight_variance=1 / d, **after) for kind in after
-    }
+    sent = {kind: linear[kind](fan_out=d, weight_variance=1 / d, **after) for kind in after}
     assert_within(sent["grad_variance"], variance)
     assert_within(sent["grad_covariance"], covariance)
     assert_excluded(sent["grad_variance"] * rg, covariance)
 
 
 def test_the_printed_block_gradient_is_the_law_and_says_so() -> None:
-    """With both dropouts on, the block's published gradient exceeds the simulated one by 1/(1-p)."""
+    """Where r_g dominates, the block's published gradient is 1/(1-p) above the simulated one."""
     setting = AttentionSetting(
         theta=1e-4, drop_prob=0.4, attention_drop_prob=0.0, grad_correlation=0.8
     )

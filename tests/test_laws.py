@@ -13,12 +13,6 @@ import pytest
 import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import moments
-from moments.errors import DomainError
-from moments.law import QUANTITIES, THEORIES, Law, Source
-from moments.symbols import SYMBOLS, Interval
-
 from quadrature import (
     CLOSED,
     DIGITS,
@@ -30,6 +24,11 @@ from quadrature import (
     layernorm_draws,
     softmax_draws,
 )
+
+import moments
+from moments.errors import DomainError
+from moments.law import QUANTITIES, THEORIES, Law, Source
+from moments.symbols import SYMBOLS, Interval
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "identity")
 
@@ -50,7 +49,7 @@ every_law = pytest.mark.parametrize(("name", "quantity", "law"), EVERY_LAW)
 EXACT = [entry for entry in EVERY_LAW if entry.values[2].status == "exact"]
 
 
-# --- points inside the domain --------------------------------------------------------------------
+# --- points inside the domain ---------------------------------------------------------------------
 
 _WEIGHTS = ("query", "key", "value", "output", "ffn_in", "ffn_out")
 _WHOLE = ("fan_in", "fan_out", "d_model", "d_head", "d_ff", "seq_len", "vocab_size")
@@ -75,12 +74,12 @@ def sample(law: Law, seed: int) -> dict[str, float]:
 
 
 def _expectation_order(law: Law) -> int:
-    """0 for a closed form; 1 or 2 where the law holds a Gaussian integral of that many variables."""
+    """0 for a closed form, else the number of variables of its Gaussian integral."""
     integrals = law.expr.atoms(sympy.Integral)
     return max((len(integral.variables) for integral in integrals), default=0)
 
 
-# --- what a law is made of -----------------------------------------------------------------------
+# --- what a law is made of ------------------------------------------------------------------------
 
 
 @every_law
@@ -258,12 +257,9 @@ _FFN_POINTS = [
     if point["x_correlation"] in (0.3, 0.7, _NEAR, -0.9)
 ]
 POINTS: dict[str, list[dict[str, float]]] = {
-    **{name: _ACTIVATION_POINTS for name in ACTIVATIONS},
-    **{name: _LINEAR_POINTS for name in ("linear", "dropout", "scale")},
-    **{
-        name: _EMBEDDING_POINTS
-        for name in ("token_embedding", "segment_embedding", "position_embedding")
-    },
+    **dict.fromkeys(ACTIVATIONS, _ACTIVATION_POINTS),
+    **dict.fromkeys(("linear", "dropout", "scale"), _LINEAR_POINTS),
+    **{f"{table}_embedding": _EMBEDDING_POINTS for table in ("token", "segment", "position")},
     "layernorm": _LAYERNORM_POINTS,
     "ffn_block": _FFN_POINTS,
     "softmax": [{"seq_len": 2}, {"seq_len": 7}],
@@ -363,7 +359,7 @@ def test_simplified_ffn_polynomial() -> None:
     assert fitted[[0, -1]] == pytest.approx(exact[[0, -1]], rel=1e-12)
 
 
-# --- asymptotic laws: Monte Carlo in their regime --------------------------------------------------
+# --- asymptotic laws: Monte Carlo in their regime -------------------------------------------------
 # Each entry: (component, quantity, theory) -> the error its source accepts, beyond three standard
 # errors of the simulation.
 
@@ -503,9 +499,7 @@ def _law(name: str, quantity: str) -> Law:
 @given(v=variances, w=variances, r=correlations)
 def test_cauchy_schwarz(name: str, v: float, w: float, r: float) -> None:
     covariance = _law(name, "covariance")(x_variance=v, x_other_variance=w, x_correlation=r)
-    bound = math.sqrt(
-        _law(name, "variance")(x_variance=v) * _law(name, "variance")(x_variance=w)
-    )
+    bound = math.sqrt(_law(name, "variance")(x_variance=v) * _law(name, "variance")(x_variance=w))
     assert abs(covariance) <= bound * (1 + 1e-9)
 
 

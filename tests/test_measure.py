@@ -288,6 +288,22 @@ def test_torch_encoder(norm_first):
     assert measured.variance[0] == pytest.approx(float(x.square().mean()), rel=1e-6)
     sites = set(measured.to_frame().query("layer == 1")["site"])
     assert sites == LAYER_SITES - {"attention.heads"}
+    rows = measured.to_frame().set_index(["layer", "site"])["variance"]
+    layer, normed = module.layers[0], module.layers[0].norm1(x) if norm_first else x
+    middle = x + layer.self_attn(normed, normed, normed)[0]
+    assert rows[1, "attention.sum"] == pytest.approx(
+        float(middle.detach().square().mean()), rel=1e-5
+    )
+    first = x if norm_first else middle
+    assert rows[1, "attention.norm"] == pytest.approx(
+        float(layer.norm1(first).detach().square().mean()), rel=1e-5
+    )
+    inner = layer.linear1(layer.norm2(middle) if norm_first else layer.norm1(middle)).detach()
+    assert rows[1, "ffn.in"] == pytest.approx(float(inner.square().mean()), rel=1e-5)
+    assert rows[1, "ffn.activation"] == pytest.approx(
+        float(inner.relu().var(correction=0)), rel=1e-5
+    )
+
     norms = measured.weight_gradients()
     value = norms[(norms["layer"] == 2) & (norms["weight"] == "value")]["squared_norm"].item()
     expected = float(module.layers[1].self_attn.in_proj_weight.grad[64:].square().sum()) / 9

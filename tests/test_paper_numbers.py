@@ -40,15 +40,13 @@ def test_input_correlation_of_three_tables(theory: str, printed: float, half_dig
 def test_a_declared_embedding_gives_the_same(theory: str, printed: float) -> None:
     tables = moments.Embedding(VOCAB, 0.5, position_variance=0.5, segment_variance=0.5)
     for drop_prob in (0.0, 0.1):
-        model = moments.Transformer(
-            2, 64, 4, LENGTH, embedding=tables.replace(dropout=drop_prob)
-        )
+        model = moments.Transformer(2, 64, 4, LENGTH, embedding=tables.replace(dropout=drop_prob))
         p = moments.predict(model, theory=theory)  # type: ignore[arg-type]
         assert p.variance[0] == pytest.approx(1.5 / (1 - drop_prob), rel=1e-12)
         assert p.correlation[0] == pytest.approx((1 - drop_prob) * printed, abs=5e-4)
 
 
-# --- the chain's constants and its fixed points ----------------------------------------------------
+# --- the chain's constants and its fixed points ---------------------------------------------------
 
 
 def xavier_block(heads: int, drop_prob: float) -> dict[str, float]:
@@ -154,7 +152,7 @@ def test_a_deep_stream_tends_to_the_fixed_points() -> None:
     assert p.grad_correlation[0] == pytest.approx(rg, abs=5e-3)
 
 
-# --- growth with depth -----------------------------------------------------------------------------
+# --- growth with depth ----------------------------------------------------------------------------
 
 
 def published_config(layers: int, norm: str) -> moments.Transformer:
@@ -206,7 +204,7 @@ def test_post_ln_gradient_ratio() -> None:
     assert ratio == pytest.approx((1 + c1 * rg) / (1 + c1 * r), rel=1e-6)
 
 
-# --- the feed-forward block, composed and tabulated -------------------------------------------------
+# --- the feed-forward block, composed and tabulated -----------------------------------------------
 
 
 @pytest.mark.parametrize(("v", "r"), [(1.0, 0.3), (0.2, 0.95), (7.0, 0.0)])
@@ -234,7 +232,7 @@ def test_composition_gives_the_tabulated_block(v: float, r: float) -> None:
     assert sent.pairs == pytest.approx(block["grad_covariance"](**values), rel=1e-13)
 
 
-# --- the published recursion, written again -----------------------------------------------------------
+# --- the published recursion, written again -------------------------------------------------------
 
 
 def _relu_gain(r: float) -> float:

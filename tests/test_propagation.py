@@ -1,4 +1,4 @@
-"""The engine: hand-computed networks, conventions of the stream, batches, token-resolved kernels."""
+"""The engine: hand-computed networks, the stream's conventions, batches, kernels by token."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_no_norm_and_scales() -> None:
     assert (p.variance[1], p.correlation[1]) == pytest.approx((v, c / v), rel=1e-13)
 
 
-# --- conventions of the stream ----------------------------------------------------------------------
+# --- conventions of the stream --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
@@ -179,7 +179,7 @@ def test_sites_of_a_trace() -> None:
     assert sites.index("attention.sum") < sites.index("attention.norm") < sites.index("ffn.in")
 
 
-# --- what is given per layer ------------------------------------------------------------------------
+# --- what is given per layer ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("matrix", ["query", "value", "output", "ffn_in", "ffn_out"])
@@ -218,7 +218,7 @@ def test_layernorm_scaling_is_one_over_root_layer() -> None:
     assert moments.predict(plain, correlation=0.3, theory="published").variance[4] > p.variance[4]
 
 
-# --- batches of configurations ----------------------------------------------------------------------
+# --- batches of configurations --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
@@ -232,9 +232,7 @@ def test_a_batch_is_a_loop(norm: str, activation: str) -> None:
         assert getattr(p, quantity).shape == (3, 2, 4)
     for i in range(3):
         for j in range(2):
-            single = moments.predict(
-                model, variance=v[i, 0], correlation=r[j], theory="published"
-            )
+            single = moments.predict(model, variance=v[i, 0], correlation=r[j], theory="published")
             for quantity in STREAM:
                 assert getattr(p, quantity)[i, j] == pytest.approx(
                     getattr(single, quantity), rel=1e-12, abs=1e-15
@@ -253,7 +251,7 @@ def test_a_batch_of_gradients() -> None:
     assert sorted(frame["configuration"].unique()) == [0, 1, 2]
 
 
-# --- inputs -----------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -312,7 +310,7 @@ def test_overflow_of_a_batch_names_where_it_began() -> None:
 
 
 def test_wrong_calls() -> None:
-    with pytest.raises(DomainError, match="model must be a moments.Transformer, not dict"):
+    with pytest.raises(DomainError, match=r"model must be a moments\.Transformer, not dict"):
         moments.predict({"layers": 2})  # type: ignore[arg-type]
     with pytest.raises(DomainError, match=r"theory = 'best'.*published"):
         moments.predict(small(), theory="best")  # type: ignore[arg-type]
@@ -332,7 +330,7 @@ def test_a_causal_model_is_warned_about() -> None:
     assert p.variance == pytest.approx(full.variance, rel=1e-15)
 
 
-# --- weight gradients ---------------------------------------------------------------------------------
+# --- weight gradients -----------------------------------------------------------------------------
 
 
 def test_weight_gradient_of_a_linear_map() -> None:
@@ -385,7 +383,7 @@ def test_weight_gradients_of_a_prediction() -> None:
         batch.weight_gradients()
 
 
-# --- token-resolved kernels -----------------------------------------------------------------------------
+# --- token-resolved kernels -----------------------------------------------------------------------
 
 TOKENS = 6
 ELEMENTWISE: list[tuple[str, Component]] = [

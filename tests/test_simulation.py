@@ -124,6 +124,8 @@ def test_the_activation_is_centred_and_the_stream_is_not():
     assert active["mean"] == pytest.approx(x.mean())
     assert active["variance"] == pytest.approx(x.var())
     assert active["correlation"] == pytest.approx(covariance / x.var())
+    by_draw = (centred**2).mean((1, 2, 3))
+    assert active["variance_stderr"] == pytest.approx(by_draw.std(ddof=1) / 2)
     assert measured.grad_variance_typical[1] == 0
 
 
@@ -258,6 +260,7 @@ def test_one_layer_agrees_with_numpy():
         branch_scale=0.7,
         layernorm_scaling=True,
         norm_epsilon=1e-3,
+        temperature=1.5,
     )
     random = generator(CPU, 6)
     weights = draw_weights(model, 2, random, torch.float64)
@@ -275,7 +278,7 @@ def test_one_layer_agrees_with_numpy():
     heads = []
     for head in range(3):
         q, k, v = (y @ w[name][:, 4 * head : 4 * head + 4] for name in ("query", "key", "value"))
-        logits = np.where(np.tril(np.ones((5, 5))) == 1, q @ k.T / 2.0, -np.inf)
+        logits = np.where(np.tril(np.ones((5, 5))) == 1, q @ k.T / (2.0 * 1.5), -np.inf)
         mixing = np.exp(logits - logits.max(1, keepdims=True))
         heads.append(mixing / mixing.sum(1, keepdims=True) @ v)
     z = 0.9 * z + 0.7 * np.concatenate(heads, 1) @ w["output"]

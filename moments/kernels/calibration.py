@@ -83,8 +83,9 @@ class Calibration(NamedTuple):
         key: multiplies dF/drho in the key path; rho at infinite width.
         query: multiplies dF/drho in the query path; 1 at infinite width.
         cross: (classes,) the correlation of the key and value paths over the key path, at rho = 1.
-        noise_key, noise_query, noise_cross: (classes,) multiply the response to dropped attention in
-            the paths and in the correlation of the key and value paths.
+        noise_key, noise_query, noise_cross: (classes,) what the widths do to the response to dropped
+            attention in the paths and in the correlation of the key and value paths; 1, 1 and 0 at
+            infinite width.
     """
 
     log_odds: Array
@@ -100,7 +101,6 @@ def calibrate(
     theta: Array,
     keys: Array,
     unshared: Array,
-    cross_square: Array,
     nodes: Nodes,
     d_model: float,
     d_head: float,
@@ -110,7 +110,6 @@ def calibrate(
     Args:
         theta, keys: (classes,) reference rows.
         unshared: (classes,) C_jj - b, what a key does not share with the others.
-        cross_square: (classes,) E sum (2 a^2 - 5 a^3 + 3 a^4).
         nodes: correlations.
         d_model, d_head: widths, inf allowed.
     """
@@ -135,22 +134,32 @@ def calibrate(
             slope += share * statistics[3]
     theta, keys = theta[:, None], keys[:, None]
     closure = overlap @ nodes.basis(rho)[1]
-    single = (keys <= 1.0) | (closure <= 0.0)
-    closure = np.where(single, 1.0, closure)
+    still = (keys <= 1.0) | (closure <= 0.0)
+    closure = np.where(still, 1.0, closure)
     overlap = np.clip(overlap, 1e-12, 1.0 - 1e-12)
     key = drive * (1.0 - 1.0 / d_model) + drive_radial / d_model
     query = jacobian * (1.0 - 2.0 / d_model - 1.0 / d_head)
-    noise_query = theta * (query + radial * (2.0 / d_model + 1.0 / d_head)) / closure
+    noise_query = query + radial * (2.0 / d_model + 1.0 / d_head)
     query = theta * (query + radial * (3.0 / d_model + 1.0 / d_head)) / closure
-    mean_theta = drive[:, 0] / np.where(single, 1.0, jacobian)[:, 0]
-    noise_key = drive[:, 0] / closure[:, 0] * (1.0 + 4.0 * mean_theta * unshared / d_model)
-    noise_query = noise_query[:, 0] * (1.0 + (2.0 + 4.0 * mean_theta) * unshared / d_model)
+    alone = exact_rows.rows(theta[:, 0], keys[:, 0])
+    single = keys[:, 0] <= 1.0
+    noise = np.where(single, 1.0, alone.jacobian_square)
+    mean_theta = drive[:, 0] / np.where(single, 1.0, jacobian[:, 0])
+    noise_key = drive[:, 0] / (theta[:, 0] * noise)
+    noise_key *= 1.0 + 4.0 * mean_theta * unshared / d_model
+    noise_query = noise_query[:, 0] / noise
+    noise_query *= 1.0 + (2.0 + 4.0 * mean_theta) * unshared / d_model
+    # E sum (2 a^2 - 5 a^3 + 3 a^4): a dropped value and the key that it shares
+    shared = 2.0 * alone.sum_square - 5.0 * alone.sum_cube + 3.0 * alone.sum_fourth
+    log_odds = np.log(np.maximum(keys - 1.0, 1e-12) * overlap / (1.0 - overlap))
+    cross = 2.0 / d_model * slope / np.where(np.abs(key) < 1e-300, 1.0, key)
+    key = np.where(still, rho, key / closure)
     return Calibration(
-        np.where(keys <= 1.0, 0.0, np.log(np.maximum(keys - 1.0, 1e-12) * overlap / (1.0 - overlap))),
-        np.where(single, rho, key / closure),
-        np.where(single, 1.0, query),
-        np.where(single, 0.0, 2.0 / d_model * slope / np.where(key == 0.0, 1.0, key))[:, 0],
-        np.where(single[:, 0], 1.0, noise_key),
-        np.where(single[:, 0], 1.0, noise_query),
-        np.where(single[:, 0], 0.0, 2.0 / d_model * theta[:, 0] * cross_square * unshared / closure[:, 0]),
+        np.where(keys <= 1.0, 0.0, log_odds),
+        key,
+        np.where(still, 1.0, query),
+        np.where(single, 0.0, cross[:, 0]),
+        np.where(single, 1.0, noise_key),
+        np.where(single, 1.0, noise_query),
+        np.where(single, 0.0, 2.0 / d_model * unshared * shared / noise),
     )

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from moments.kernels import exact_rows
 from moments.kernels.calibration import calibrate, nodes_for
 from moments.kernels.contractions import PairSum
-from moments.kernels.independent_noise import NoiseResponse
+from moments.kernels.independent_noise import NoiseResponse, jacobian_square, marginal_free
 from moments.kernels.row_classes import (
     RowClass,
     as_slice,
@@ -114,14 +114,14 @@ class OverlapClosure:
             stats.theta[own],
             stats.keys[own],
             stats.unshared[own],
-            stats.cross_square[own],
             self._nodes,
             d_model,
             d_head,
         )
         gap = np.maximum(stats.logit_variance[own], exact_rows.THETA_LEAST) * stats.strength[own] ** 2
         self._exponent_per_logit = self._calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        self._row_scale, self._noise_scale = self._make_row_scale(extended.sum(1))
+        self._count = extended.sum(1)
+        self._row_scale = self._make_row_scale()
         self._blocks = self._make_blocks()
         norm = np.sqrt(temperature / pattern_temperature[self.pattern])
         self._norm = norm
@@ -144,14 +144,14 @@ class OverlapClosure:
             response = self_overlap(kernel, weights[-1], guess, exponent)
         return RowClass(span, keys, own, weights[:-1], weights[-1], response)
 
-    def _make_row_scale(self, count: Array) -> tuple[Array, Array]:
-        """A pattern's exact excess over its class's: square root (r, P) at the nodes, and the ratio
-        (P,) of E tr J^2, both before P_i (see `contractions`) removes the mean.
+    def _make_row_scale(self) -> Array:
+        """(r, P): square root of a pattern's exact excess over its class's at the nodes, before P_i
+        (see `contractions`) removes the mean.
 
         Inverse numbers of keys add: a row that lacks some keys of its class has
         1/n_e = 1/n_e(class) + 1/n - 1/n(class).
         """
-        stats, patterns = self.rows, len(self._class)
+        stats, patterns, count = self.rows, len(self._class), self._count
         leader = patterns + self._class
         relative = stats.temperature[:patterns] / stats.temperature[leader]
         inverse = 1.0 / stats.keys[leader] + 1.0 / count[:patterns] - 1.0 / count[leader]
@@ -159,15 +159,13 @@ class OverlapClosure:
         def excess(theta: Array, inverse_keys: Array) -> Array:
             keys = 1.0 / np.clip(inverse_keys, 1e-8, 1.0 - 1e-9)
             exact = exact_rows.pairs(exact_rows.tabulated(theta), keys, self._nodes.rho)
-            overlap, jacobian = np.asarray(exact.overlap).T, np.asarray(exact.jacobian_overlap).T
-            ahead = np.vstack([overlap * keys - 1.0, jacobian[:1] * keys])
-            return np.asarray(ahead / (1.0 - 1.0 / keys))
+            return np.asarray((np.transpose(exact.overlap) * keys - 1.0) / (1.0 - 1.0 / keys))
 
         row = excess(stats.theta[leader] * relative, inverse)
         group = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, self._class]
         trivial = (count[:patterns] < 1.5) | (np.abs(group) < 1e-14)
         ratio = np.where(trivial, 1.0, row / np.where(trivial, 1.0, group))
-        return np.sqrt(np.maximum(ratio[:-1], 0.0)), ratio[-1]
+        return np.sqrt(np.maximum(ratio, 0.0))
 
     def _make_blocks(self) -> list[Block]:
         exponents = self._exponent_per_logit * self._tau
@@ -301,16 +299,18 @@ class OverlapClosure:
     @functools.cached_property
     def _noise(self) -> list[tuple[RowClass, NoiseResponse]]:
         slope = self._exponent_per_logit @ self._nodes.basis(np.ones(1))[1][:, 0]
+        members = np.unique(self.pattern, return_index=True)[1]
+        trace = jacobian_square(self.squares[members].sum(1), self._count[: len(members)])
         responses = []
         for first, second, sums in self._blocks:
             if first is second:
                 index = first.row - len(self._class)
                 variance = np.diagonal(self._kernel)[first.keys]
-                response = (first.response * variance) @ first.response.T
-                joint = 0.5 * (sums.excess[0] + sums.excess[0].T)
-                response = slope[index] * (1.0 + joint) * response
-                scale = self._noise_scale[first.patterns]
-                responses.append((first, NoiseResponse.of(first.weights, scale, response)))
+                direction = slope[index] * (first.response * variance) @ first.response.T
+                joint = 1.0 + 0.5 * (sums.excess[0] + sums.excess[0].T)
+                response = marginal_free(joint, direction, first.own_weights)
+                noise = NoiseResponse.of(first.weights, response, trace[first.patterns])
+                responses.append((first, noise))
         return responses
 
     def noise_spread(self, row_weights: Array) -> Array:

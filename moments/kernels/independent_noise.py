@@ -5,9 +5,11 @@ eps = p/(1-p). Besides E a_j^2, the paths through the logits need E[J D J], D = 
 theorem that is the derivative of the row's joint law with itself along D instead of along C, and in
 the closure such a derivative replaces (1-A) C (1-A)^T by (1-A) D (1-A)^T:
 
-    E[J D J] = P_i N P_i,    N = (dbeta/drho)/tau (F/(w w^T)) o [(1-A) D (1-A)^T]    at rho = 1.
+    E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(dbeta/drho)/tau (1-A) D (1-A)^T + u 1^T + 1 u^T]
 
-Its trace is exact for exchangeable rows, where F reproduces C2.
+at rho = 1, where u keeps the marginals of F. Its shape is used; its trace is known better, from E a_j^2:
+that of the exchangeable row with the same number of keys and the same E sum a^2. Both are exact for
+exchangeable rows.
 """
 
 from __future__ import annotations
@@ -17,7 +19,41 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moments.kernels import exact_rows
+
 Array = NDArray[np.float64]
+
+
+def marginal_free(joint: Array, direction: Array, weights: Array) -> Array:
+    """joint o (direction + u 1^T + 1 u^T) with u such that its weighted row means vanish.
+
+    Args:
+        joint: (n, n) symmetric, of weighted row means 1.
+        direction: (n, n) symmetric.
+        weights: (n,) positive, of sum 1.
+    """
+    overlap = joint * weights  # rows sum to 1: spectrum in [0, 1], so the damped iteration contracts
+    mean = (overlap * direction).sum(1)
+    shift = -0.5 * mean
+    for _ in range(12):
+        shift = 0.5 * (shift - mean - overlap @ shift)
+    return np.asarray(joint * (direction + shift[:, None] + shift))
+
+
+def jacobian_square(sum_square: Array, count: Array) -> Array:
+    """E tr J^2 of exchangeable rows of `count` keys with the given E sum a^2; one shape.
+
+    Newton's method for the logit variance, in its logarithm.
+    """
+    keys = np.maximum(count, 1.0 + 1e-9)
+    sum_square = np.clip(sum_square, (1.0 + 1e-9) / keys, 1.0 - 1e-9)
+    odds = (keys - 1.0) * sum_square / (1.0 - sum_square)
+    theta = exact_rows.tabulated(np.log(np.maximum(odds, 1.0)))
+    for _ in range(6):
+        row = exact_rows.rows(theta, keys)
+        error = (row.sum_square - sum_square) / np.maximum(row.sum_square_slope, 1e-300)
+        theta = exact_rows.tabulated(theta * np.exp(np.clip(-error, -1.0, 1.0)))
+    return np.where(count > 1.5, exact_rows.rows(theta, keys).jacobian_square, 0.0)
 
 
 class NoiseResponse(NamedTuple):
@@ -25,7 +61,7 @@ class NoiseResponse(NamedTuple):
 
     Attributes:
         weights: (a, n) mean attention w_i.
-        scale: (a,) each row's E tr J^2 over its class's, before P_i.
+        scale: (a,) what brings the trace of P_i N P_i to E tr J^2.
         response: (n, n) N.
         left: (a, n) w_i^T N.
         both: (a,) w_i^T N w_i.
@@ -38,10 +74,13 @@ class NoiseResponse(NamedTuple):
     both: Array
 
     @classmethod
-    def of(cls, weights: Array, scale: Array, response: Array) -> NoiseResponse:
-        """Form the products."""
+    def of(cls, weights: Array, response: Array, trace: Array) -> NoiseResponse:
+        """Form the products; `trace` (a,) is E tr J^2 of every row."""
         left = weights @ response
-        return cls(weights, scale, response, left, (left * weights).sum(1))
+        one = cls(weights, np.ones(len(weights)), response, left, (left * weights).sum(1))
+        bare = one.gather(np.eye(len(response)))
+        usable = bare > 1e-300
+        return one._replace(scale=np.where(usable, trace / np.where(usable, bare, 1.0), 0.0))
 
     def spread(self, row_weights: Array) -> Array:
         """(n, n): sum_i h_i E[J_i D J_i] for (a,) weights h."""

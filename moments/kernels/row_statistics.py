@@ -27,9 +27,7 @@ class RowStatistics:
         theta: the same within the tables, where the exact statistics were taken.
         keys: effective number of keys n_e.
         sum_square: P2 = E sum a^2 of the reference row.
-        jacobian_square: T2 = E tr J^2 of the reference row.
         weighted_logit_square: E sum a^2 s^2 / theta of the reference row.
-        cross_square: E sum (2 a^2 - 5 a^3 + 3 a^4), the correlation of a dropped value with its key.
         entropy: E[-sum a log a] in nats, over all allowed keys.
         strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
         own_response: d log a_j / d s_j-like slope x: the pull of a key's own Boltzmann factor.
@@ -43,9 +41,7 @@ class RowStatistics:
     theta: Array
     keys: Array
     sum_square: Array
-    jacobian_square: Array
     weighted_logit_square: Array
-    cross_square: Array
     entropy: Array
     strength: Array
     own_response: Array
@@ -93,9 +89,7 @@ def row_statistics(
         theta,
         reference.keys,
         square,
-        exact.jacobian_square,
         exact.weighted_logit_square,
-        2.0 * square - 5.0 * cube + 3.0 * exact.sum_fourth,
         exact.entropy + np.log(allowed.sum(1) / reference.keys),
         strength,
         np.maximum(own, 1e-3),

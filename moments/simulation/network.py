@@ -91,7 +91,7 @@ def run_layer(
 
     for block, compute in (("attention", _attention), ("ffn", _ffn)):
         z = normalised(x, block) if model.norm == "pre" else x
-        z = compute(model, z, weights, generator, watch)
+        z = compute(model, number, z, weights, generator, watch)
         z = watch(dropout(z, model.dropout, generator), f"{block}.dropout")
         x = watch(skip * x + branch * z, f"{block}.sum")
         if model.norm == "post":
@@ -101,6 +101,7 @@ def run_layer(
 
 def _attention(
     model: Transformer,
+    number: int,
     x: Tensor,
     weights: Mapping[str, Tensor],
     generator: torch.Generator,
@@ -113,7 +114,8 @@ def _attention(
         projected = x @ weights[name]
         return projected.view(batch, seq_len, model.heads, d_head).transpose(1, 2)
 
-    logits = by_head("query") @ by_head("key").transpose(-1, -2) / math.sqrt(d_head)
+    logits = by_head("query") @ by_head("key").transpose(-1, -2)
+    logits = logits / (math.sqrt(d_head) * float(model.temperatures[number - 1]))
     if model.causal:
         later = torch.ones(seq_len, seq_len, dtype=torch.bool, device=x.device).triu(1)
         logits = logits.masked_fill(later, -math.inf)
@@ -128,6 +130,7 @@ def _d_head(model: Transformer) -> int:
 
 def _ffn(
     model: Transformer,
+    number: int,
     x: Tensor,
     weights: Mapping[str, Tensor],
     generator: torch.Generator,

@@ -1,0 +1,335 @@
+"""A network about its mean: how small fluctuations of the moments travel through every part.
+
+Tokens alike have two kinds of modes: the token mean, with eigenvalue v + (L - 1) c, and L - 1
+differences with eigenvalue v - c. No law is stated here a second time: responses come from the
+components themselves, evaluated for all layers at once at slightly changed moments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .attention import SelfAttention
+from .composition import Chain, Component, Layer, Leaf, Residual
+from .errors import MomentsError
+from .parts import Dropout
+from .propagate import Trace, forward
+from .state import Array, Gradient, Kernel, Signal
+
+STEP = 1e-5
+"""Relative step of the one-sided differences, whose error is of this order."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The two eigenvalues of a kernel over L tokens alike, last axis (mean, difference)."""
+
+    seq_len: int
+
+    @property
+    def count(self) -> Array:
+        """Number of modes of each kind."""
+        return np.array([1.0, self.seq_len - 1.0])
+
+    @property
+    def average(self) -> Array:
+        """Weights with which the modes make up the variance of a token."""
+        return self.count / self.seq_len
+
+    def of(self, kernel: Kernel) -> Array:
+        """Eigenvalues (..., 2) of a kernel."""
+        diagonal, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
+        return np.stack([diagonal + (self.seq_len - 1) * pairs, diagonal - pairs], axis=-1)
+
+    def kernel(self, modes: Array) -> Kernel:
+        """The kernel with eigenvalues (..., 2)."""
+        mean, difference = modes[..., 0], modes[..., 1]
+        pairs = (mean - difference) / self.seq_len
+        return Kernel(difference + pairs, pairs)
+
+
+class Addition(NamedTuple):
+    """What one residual addition adds at random; nothing is added where a part is no residual.
+
+    Attributes:
+        carried, added: (..., 2) modes of the skip connection and of the branch.
+        kept: (...,) factor of the skip connection on a kernel.
+        gain: (..., 2, 2) factor of the branch on the overlap of two different modes: of the means of
+            two sequences, of a mean and a difference, of two differences.
+        kappa: (...,) d_model times the relative variance of |branch|^2.
+    """
+
+    carried: Array
+    added: Array
+    kept: Array
+    gain: Array
+    kappa: Array
+
+
+class Linearised(NamedTuple):
+    """Parts of a network about their means, entries (parts, ...).
+
+    Relative fluctuations x of the signal's modes, and y of the gradient's modes over the gradient's
+    variance, follow x' = response x up and y = pull y' + exposure x down.
+    """
+
+    response: Array
+    pull: Array
+    exposure: Array
+    signal: Addition
+    gradient: Addition
+
+
+def linearise(
+    layers: Sequence[Layer], trace: Trace, modes: Modes, overlaps: Sequence[Array]
+) -> Linearised:
+    """Every part of every layer, in order, entries (parts, ..., 2[, 2]).
+
+    Args:
+        layers: the stack of layers.
+        trace: what both passes through them saw, tokens alike.
+        modes: of the tokens.
+        overlaps: covariance of tokens of different sequences before every part, `sequence_overlaps`.
+    """
+    points = sites(layers, trace)
+    starts = part_starts(layers)
+    groups: dict[Any, list[tuple[int, int]]] = {}
+    for index, layer in enumerate(layers):
+        for position, part in enumerate(parts_of(layer)):
+            groups.setdefault(_structure(part), []).append((index, position))
+    found: list[Linearised] = []
+    order: list[int] = []
+    for places in groups.values():
+        here = [starts[index] + position for index, position in places]
+        found.append(
+            _linearise(
+                stacked([parts_of(layers[index])[position] for index, position in places]),
+                modes,
+                points[0][0].signal.width,
+                _stack([points[index][position].signal.kernel for index, position in places]),
+                _stack([points[index][position + 1].gradient.kernel for index, position in places]),
+                np.stack([overlaps[k] for k in here], axis=-1),
+            )
+        )
+        order += here
+    return _interleaved(found, np.argsort(order))
+
+
+def parts_of(layer: Layer) -> tuple[Component, ...]:
+    """What follows one another in a layer."""
+    return layer.body.parts if isinstance(layer.body, Chain) else (layer.body,)
+
+
+def part_starts(layers: Sequence[Layer]) -> list[int]:
+    """Number of parts before each layer, and in all: where the points of the stream lie."""
+    return [0, *np.cumsum([len(parts_of(layer)) for layer in layers]).tolist()]
+
+
+def sites(layers: Sequence[Layer], trace: Trace) -> list[list[Any]]:
+    """Points before the first part, between the parts and after the last, of every layer."""
+    by_place = {(point.layer, point.site): point for point in trace.points}
+    stream = trace.stream()
+    return [
+        [stream[index], *(by_place[layer.number, part.label] for part in parts_of(layer))]
+        for index, layer in enumerate(layers)
+    ]
+
+
+def sequence_overlaps(layers: Sequence[Layer], trace: Trace) -> list[Array]:
+    """Covariance of two tokens of different sequences before every part and after the last.
+
+    Independent inputs start at 0, texts read by one embedding as two tokens of one sequence. What
+    grows from there is the mean of the activations, which all tokens share.
+    """
+    start = trace.stream()[0].signal.kernel
+    read = any(point.layer == 0 and point.site != "stream" for point in trace.points)
+    overlap = np.asarray(start.pairs if read else 0.0 * start.pairs, dtype=float)
+    found = [overlap]
+    for layer, points in zip(layers, sites(layers, trace), strict=True):
+        for part, point in zip(parts_of(layer), points, strict=False):
+            variance = np.asarray(point.signal.kernel.diagonal, dtype=float)
+            pair = Signal(Kernel(variance, overlap), 2, width=point.signal.width)
+            if isinstance(part, Residual):
+                added, _ = _pair(part.branch, pair)
+                overlap = part.skip_scale**2 * overlap + part.branch_scale**2 * added
+            else:
+                overlap, _ = _pair(part, pair)
+            found.append(overlap)
+    return found
+
+
+# --- all layers at once --------------------------------------------------------------------------
+
+
+def stacked(components: Sequence[Any]) -> Any:
+    """One component whose numbers are arrays over `components`, which must be alike in structure.
+
+    Numbers that agree stay as they are.
+    """
+    first = components[0]
+    if isinstance(first, Component):
+        changes = {
+            f.name: stacked([getattr(c, f.name) for c in components])
+            for f in dataclasses.fields(first)  # type: ignore[arg-type]
+        }
+        return dataclasses.replace(first, **changes)  # type: ignore[type-var]
+    if isinstance(first, tuple):
+        return tuple(stacked(entries) for entries in zip(*components, strict=True))
+    if isinstance(first, Mapping):
+        return {name: stacked([c[name] for c in components]) for name in first}
+    if isinstance(first, int | float) and any(c != first for c in components):
+        return np.array(components, dtype=float)
+    return first
+
+
+def _structure(component: Component) -> Any:
+    """What components must share to be stacked."""
+    if isinstance(component, Chain):
+        return tuple(_structure(part) for part in component.parts)
+    if isinstance(component, Residual):
+        return (component.label, _structure(component.branch))
+    return (type(component), component.label)
+
+
+def _stack(kernels: Sequence[Kernel]) -> Kernel:
+    """Kernels along a new last axis, where the numbers of a stacked component meet them."""
+    shape = np.broadcast_shapes(*(np.shape(kernel.pairs) for kernel in kernels))
+
+    def along(name: str) -> Array:
+        entries = [np.broadcast_to(getattr(kernel, name), shape) for kernel in kernels]
+        return np.stack(entries, axis=-1).astype(float)
+
+    return Kernel(along("diagonal"), along("pairs"))
+
+
+def _interleaved(groups: Sequence[Linearised], order: Array) -> Linearised:
+    """Groups of parts, one after the other along the first axis, in the order of the network."""
+
+    def joined(entries: Sequence[Any]) -> Any:
+        if isinstance(entries[0], tuple):
+            return type(entries[0])(*(joined(field) for field in zip(*entries, strict=True)))
+        return np.concatenate(entries)[order]
+
+    return joined(groups)  # type: ignore[no-any-return]
+
+
+def _linearise(
+    part: Component,
+    modes: Modes,
+    width: Array,
+    kernel: Kernel,
+    gradient: Kernel,
+    overlap: Array,
+) -> Linearised:
+    """One stacked part, whose signal enters with `kernel` and whose output receives `gradient`."""
+    base = modes.of(kernel)
+    received = modes.of(gradient) / gradient.diagonal[..., None]
+    axes = (1,) * (base.ndim - 1)
+    nudged = base * (1 + STEP * np.array([[0, 0], [1, 0], [0, 1]]).reshape(3, *axes, 2))
+    residual = isinstance(part, Residual)
+    node = part.branch if isinstance(part, Residual) else part
+    skip = np.asarray(part.skip_scale**2 if isinstance(part, Residual) else 0.0)
+    scale = np.asarray(part.branch_scale**2 if isinstance(part, Residual) else 1.0)
+
+    entering = modes.kernel(nudged)
+    inner = Trace()
+    signal = Signal(entering, modes.seq_len, width=width, spread=entering.scaled(0.0))
+    output, back = forward(node, signal, inner)
+    carried, added = skip[..., None] * nudged, scale[..., None] * modes.of(output.kernel)
+    leaving = carried + added
+    response = ratio(leaving[1:] - leaving[0], STEP * leaving[0])
+
+    basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
+    pulled = modes.of(back(Gradient(basis, modes.seq_len)).kernel)
+    returned = scale[..., None, None] * np.moveaxis(
+        np.broadcast_to(pulled, (2, *leaving.shape)), 0, -1
+    )
+    sent = np.einsum("...ij,...j->...i", returned, received) + skip[..., None] * received
+    # The pass itself took 1/d off for directions a gradient had lost before: only shapes count here.
+    size = sent[0] @ modes.average
+    pull = (returned[0] + skip[..., None, None] * np.eye(2)) / size[..., None, None]
+    exposure = (sent[1:] - sent[0]) / (STEP * size[..., None])
+
+    like = np.ones_like(size)
+    gain = scale[..., None, None] * _coherent_gain(node, kernel, overlap, width)
+    kappa = _own_fluctuation(node, inner) * width if residual else 0.0
+    up = Addition(carried[0], residual * added[0], skip * like, gain, kappa * like)
+    down = Addition(
+        skip[..., None] * received / size[..., None],
+        residual * (returned[0] @ received[..., None])[..., 0] / size[..., None],
+        skip / size,
+        gain / size[..., None, None],
+        up.kappa,
+    )
+    response, exposure = (np.moveaxis(entry, 0, -1) for entry in (response, exposure))
+    return Linearised(*_layers_first((response, pull, exposure, up, down), base.ndim - 2))
+
+
+def _layers_first(entries: Any, axis: int) -> Any:
+    if isinstance(entries, tuple):
+        moved = (_layers_first(entry, axis) for entry in entries)
+        return type(entries)(*moved) if hasattr(entries, "_fields") else tuple(moved)
+    return np.moveaxis(entries, axis, 0)
+
+
+def ratio(numerator: Array, denominator: Array) -> Array:
+    """A ratio; 0 where there is no such mode (tokens identical, or of zero sum)."""
+    numerator, denominator = np.broadcast_arrays(numerator, denominator)
+    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator != 0)
+
+
+def _own_fluctuation(branch: Component, inner: Trace) -> Array:
+    """Relative variance of |branch|^2 that its own matrices add, the same in both directions.
+
+    A Gaussian matrix onto w features adds 2/w; an activation makes it (kurtosis - 1)/w. Backward the
+    kurtosis is that of slope times Gaussian, equal for functions of degree 1 (at unit variance 6.3
+    against 7.2 forward for GELU). Dropout's masks are fresh for every token and average out.
+    """
+    leaves = branch.parts if isinstance(branch, Chain) else (branch,)
+    last = max(i for i, leaf in enumerate(leaves) if not isinstance(leaf, Dropout))
+    reached = inner.points[last].signal
+    assert reached.spread is not None
+    moment = reached.second_moment().diagonal
+    return (reached.spread.diagonal / moment**2)[0]
+
+
+# --- pairs of tokens with nothing in common but the weights --------------------------------------
+
+
+def _coherent_gain(component: Component, kernel: Kernel, overlap: Array, width: Array) -> Array:
+    """Factor (..., 2, 2) on a small overlap between two modes, the same in both directions."""
+    _, across = _pair(component, Signal(Kernel(kernel.diagonal, overlap), 2, width=width))
+    if _attends(component):
+        within = 0.0 * across  # differences between tokens do not survive averaging over them
+    else:
+        _, within = _pair(component, Signal(kernel, 2, width=width))
+    within, across = np.broadcast_arrays(within, across)
+    return np.stack([np.stack([across, within], -1), np.stack([within, within], -1)], -1)
+
+
+def _pair(component: Component, pair: Signal) -> tuple[Array, Array]:
+    """Covariance of two tokens of different sequences at the output, and its pullback's factor."""
+    factor = np.ones_like(pair.kernel.pairs)
+    for part in component.parts if isinstance(component, Chain) else (component,):
+        if isinstance(part, SelfAttention):
+            # Weights sum to 1 within each sequence, and all pairs across have one covariance.
+            inner = part.heads * part.d_head
+            pair = Signal(pair.kernel.scaled(part.d_model * part.value), 2, width=inner)
+            factor = factor * inner * part.value
+        elif isinstance(part, Leaf):
+            pair, pullback = part.forward(pair)
+            unit = Gradient(Kernel(np.ones_like(factor), np.ones_like(factor)), 2)
+            factor = factor * pullback(unit).gradient.kernel.pairs
+        else:
+            raise MomentsError(f"no overlap of sequences through a {type(part).__name__}")
+    return pair.kernel.pairs, factor
+
+
+def _attends(component: Component) -> bool:
+    parts = component.parts if isinstance(component, Chain) else (component,)
+    return any(isinstance(part, SelfAttention) for part in parts)

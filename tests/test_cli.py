@@ -1,0 +1,249 @@
+"""The command `moments`: what it prints and writes, and how it fails."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import moments
+from moments.cli import app
+
+RUNNER = CliRunner()
+OWN = ["--layers", "3", "--d-model", "64", "--heads", "4", "--seq-len", "32"]
+PUBLISHED = ["--theory", "published"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """The command prints validity warnings; in this process they would be errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        yield
+
+
+def run(*arguments: str) -> str:
+    result = RUNNER.invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as a shell sees it: exit status and standard error."""
+    return subprocess.run(
+        [sys.executable, "-c", "from moments.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+# --- predict --------------------------------------------------------------------------------------
+
+
+def test_predict_as_json_is_the_prediction() -> None:
+    printed = json.loads(
+        run("predict", *OWN, "--correlation", "0.3", "--dropout", "0.1", *PUBLISHED, "--json")
+    )
+    model = moments.Transformer(3, 64, 4, 32, dropout=0.1)
+    expected = moments.predict(model, correlation=0.3, theory="published")
+    for quantity in ("variance", "correlation", "grad_variance", "grad_correlation"):
+        assert printed[quantity] == getattr(expected, quantity).tolist()
+    assert moments.Transformer.from_dict(printed["model"]) == model
+    assert printed["theory"] == "published"
+
+
+def test_every_option_reaches_the_model() -> None:
+    printed = json.loads(
+        run(
+            *("predict", *OWN, "--d-ff", "100", "--norm", "post", "--activation", "gelu"),
+            *("--dropout", "0.2", "--causal", "--variance", "2", "--correlation", "0.4"),
+            *("--grad-variance", "3", "--grad-correlation", "0.5", *PUBLISHED, "--json"),
+        )
+    )
+    model = printed["model"]
+    assert (model["d_ff"], model["norm"], model["activation"]) == (100, "post", "gelu")
+    assert (model["dropout"], model["causal"]) == (0.2, True)
+    assert (printed["variance"][0], printed["correlation"][0]) == (2.0, 0.4)
+    assert (printed["grad_variance"][-1], printed["grad_correlation"][-1]) == (3.0, 0.5)
+
+
+def test_predict_a_preset_as_a_table() -> None:
+    table = run("predict", "bert-base", "--layers", "4", "--seq-len", "64", *PUBLISHED)
+    model = moments.preset("bert-base", seq_len=64).replace(layers=4)
+    expected = moments.predict(model, theory="published")
+    lines = [line.replace("│", " ").replace("|", " ").split() for line in table.splitlines()]
+    rows = {words[0]: words[1:] for words in lines if words and words[0].isdigit()}
+    assert sorted(rows) == [str(n) for n in range(5)]
+    for n in range(5):
+        shown = [float(word) for word in rows[str(n)][:4]]
+        values = [
+            getattr(expected, quantity)[n]
+            for quantity in ("variance", "correlation", "grad_variance", "grad_correlation")
+        ]
+        assert shown == pytest.approx(values, rel=1e-3, abs=1e-12)
+
+
+def test_predict_a_config_file(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 96}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, "num_attention_heads": 6}))
+    for argument in (str(file), str(tmp_path)):
+        printed = json.loads(run("predict", argument, "--seq-len", "16", *PUBLISHED, "--json"))
+        assert printed["model"]["d_model"] == 96
+        assert printed["model"]["seq_len"] == 16
+        assert len(printed["variance"]) == 3
+
+
+def test_csv_and_plot(tmp_path: Path) -> None:
+    table, picture = tmp_path / "points.csv", tmp_path / "picture.png"
+    run(
+        *("predict", *OWN, *PUBLISHED, "--correlation", "0.3"),
+        *("--csv", str(table), "--plot", str(picture)),
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    with table.open() as lines:
+        rows = list(csv.DictReader(lines))
+    expected = moments.predict(
+        moments.Transformer(3, 64, 4, 32), correlation=0.3, theory="published"
+    )
+    stream = [row for row in rows if row["site"] == "stream"]
+    assert [int(row["layer"]) for row in stream] == [0, 1, 2, 3]
+    assert [float(row["variance"]) for row in stream] == pytest.approx(
+        expected.variance.tolist(), rel=1e-12
+    )
+    assert len(rows) == len(expected.to_frame())
+
+
+# --- formulas -------------------------------------------------------------------------------------
+
+
+def test_formulas_lists_every_component() -> None:
+    listed = run("formulas")
+    for name in moments.components():
+        assert name in listed
+    assert json.loads(run("formulas", "--json")) == {
+        name: moments.component(name).title for name in moments.components()
+    }
+
+
+@pytest.mark.parametrize("theory", ["refined", "published", "simplified"])
+@pytest.mark.parametrize("name", ["relu", "layernorm", "dropout"])
+def test_formulas_as_json(name: str, theory: Any) -> None:
+    printed = json.loads(run("formulas", name, "--theory", theory, "--json"))
+    laws = moments.component(name).under(theory)
+    assert list(printed) == list(laws)
+    for quantity, law in laws.items():
+        entry = printed[quantity]
+        assert entry["expression"] == str(law.expr)
+        assert entry["latex"] == law.latex()
+        assert entry["source"] == str(law.source)
+        assert entry["status"] == law.status
+        assert set(entry["domain"]) == set(entry["symbols"]) == set(law.arguments)
+
+
+def test_formulas_for_people() -> None:
+    text = " ".join(run("formulas", "relu", *PUBLISHED).split())
+    assert "asin(x_correlation)" in text
+    assert "Table 18" in text
+    assert "exact" in text
+    latex = " ".join(run("formulas", "relu", *PUBLISHED, "--latex").split())
+    assert r"\operatorname{asin}" in latex
+
+
+def test_version_and_help() -> None:
+    assert run("--version").strip() == moments.__version__
+    for command in ("predict", "compare", "formulas"):
+        assert "--json" in run(command, "--help")
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_good_command_says_nothing_on_standard_error() -> None:
+    result = process("predict", *OWN, *PUBLISHED, "--json")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert np.isfinite(json.loads(result.stdout)["variance"]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["predict", "bert-bass"], "neither a file nor a preset; presets: bert-tiny"),
+        (["predict", "missing.json"], "missing.json"),
+        (["predict", "--layers", "3"], "add --d-model, --heads, --seq-len"),
+        (["predict", *OWN, "--dropout", "1.5"], "dropout = 1.5"),
+        (["predict", *OWN, "--heads", "5"], "heads = 5"),
+        (["predict", *OWN, "--correlation", "2", *PUBLISHED], "correlation = 2.0"),
+        (["predict", *OWN, "--csv", "/nowhere/x.csv", *PUBLISHED], "cannot write /nowhere/x.csv"),
+        (["formulas", "swish"], "component = 'swish'"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_status_2(arguments: list[str], said: str) -> None:
+    result = process(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert said in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["predict", *OWN, "--theory", "folklore"], "folklore"),
+        (["predict", *OWN, "--dropout", "some"], "some"),
+        (["predict", *OWN, "--depth", "3"], "--depth"),
+        (["foretell"], "foretell"),
+    ],
+    ids=["choice", "number", "option", "command"],
+)
+def test_what_the_parser_refuses_is_one_line_and_status_2(arguments: list[str], said: str) -> None:
+    result = process(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"model_type": "bert", "initializer_range": "small"}', "{", '{"model_type": "resnet"}'],
+    ids=["entry", "syntax", "type"],
+)
+def test_a_bad_config_is_one_line_and_status_2(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    result = process("predict", str(file))
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_picture_of_an_unknown_format(tmp_path: Path) -> None:
+    result = process("predict", *OWN, *PUBLISHED, "--plot", str(tmp_path / "picture.xyz"))
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "cannot write" in result.stderr
+
+
+def test_warnings_go_to_standard_error() -> None:
+    result = process("predict", *OWN, "--causal", *PUBLISHED, "--json")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["warnings"]
+    assert result.stderr.startswith("ValidityWarning: ")
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,226 @@
+"""What an import costs, and which module may import which."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import moments
+
+PACKAGE = Path(moments.__file__).parent
+HEAVY = ("sympy", "mpmath", "pandas", "matplotlib", "torch", "transformers", "scipy", "typer")
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+def fresh(code: str) -> str:
+    """Standard output of `code` in a new interpreter."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def loaded(code: str, names: tuple[str, ...] = HEAVY) -> list[str]:
+    """Which of `names` are in sys.modules after `code`."""
+    return fresh(f"import sys\n{code}\nprint(*[n for n in {names!r} if n in sys.modules])").split()
+
+
+def test_import_is_light() -> None:
+    assert loaded("import moments") == []
+
+
+@pytest.mark.parametrize("theory", ["refined", "published"])
+def test_predicting_a_preset_loads_nothing_symbolic(theory: str) -> None:
+    code = f"import moments; moments.predict(moments.preset('bert-tiny'), theory={theory!r})"
+    assert set(loaded(code)) <= {"scipy"}
+
+
+def test_declaring_and_the_table_need_no_pandas() -> None:
+    code = (
+        "import moments; m = moments.Transformer(2, 64, 4, 16); repr(m); str(m);"
+        "p = moments.predict(m, theory='published'); p.table(); p.to_json(); repr(p)"
+    )
+    assert loaded(code) == []
+
+
+def test_every_public_name_loads() -> None:
+    assert set(moments.__all__) <= set(dir(moments))
+    core = [name for name in moments.__all__ if name != "simulate"]
+    assert "torch" not in loaded(f"import moments; [getattr(moments, n) for n in {core!r}]")
+    with pytest.raises(AttributeError, match="no attribute 'perdict'"):
+        moments.perdict  # noqa: B018
+    assert (PACKAGE / "py.typed").exists()
+
+
+def best_of(count: int, code: str) -> float:
+    timed = f"import time; t = time.perf_counter()\n{code}\nprint(time.perf_counter() - t)"
+    return min(float(fresh(timed).split()[-1]) for _ in range(count))
+
+
+def test_time_to_import() -> None:
+    assert best_of(3, "import moments") < 0.35
+
+
+def test_time_of_a_first_prediction() -> None:
+    """The whole of `moments predict bert-base`, from a cold interpreter."""
+    command = (
+        "import sys; sys.argv = ['moments', 'predict', 'bert-base']\n"
+        "from moments.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
+    )
+    assert best_of(3, command) < 1.5
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+# Imports run downward in this order; modules of one line do not import each other.
+ORDER = (
+    ("errors",),
+    ("symbols", "algebra"),
+    ("law",),
+    ("state",),
+    ("composition",),
+    ("laws",),
+    ("parts",),
+    ("weights", "embedding", "transformer"),
+    ("architecture", "inputs"),
+    ("propagate",),
+    ("prediction",),
+    ("comparison",),
+    ("report", "plot"),
+    ("cli",),
+)
+# Within a line, the one import that is needed: a Transformer holds Weights and an Embedding.
+WITHIN = {
+    ("transformer", "weights"),
+    ("transformer", "embedding"),
+    ("plot", "report"),
+    ("laws", "laws"),
+}
+RANK = {name: rank for rank, line in enumerate(ORDER) for name in line}
+# Those that may import torch; nothing else may import them.
+TORCH_SIDE = ("simulation", "torch", "huggingface_modules")
+DOORS = ("__init__", "cli")
+# Displays, which an object offers as methods and loads when called.
+DISPLAYS = ("report", "plot")
+
+
+class Imports(ast.NodeVisitor):
+    """Dotted names that a module imports: at its top, and inside functions."""
+
+    def __init__(self, package: tuple[str, ...]) -> None:
+        self.package = package
+        self.top: set[str] = set()
+        self.inside: set[str] = set()
+        self.depth = 0
+
+    def visit_If(self, node: ast.If) -> None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for other in node.orelse:
+                self.visit(other)
+        else:
+            self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+    def _add(self, name: str) -> None:
+        (self.inside if self.depth else self.top).add(name)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = self.package[: len(self.package) - node.level + 1] if node.level else ()
+        module = ".".join((*base, *((node.module or "").split(".") if node.module else ())))
+        self._add(module)
+        if module == "moments":
+            for alias in node.names:
+                self._add(f"moments.{alias.name}")
+
+
+@functools.cache
+def imports() -> dict[str, Imports]:
+    """Every module of the package, by dotted name below `moments`."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(PACKAGE).with_suffix("").parts
+        visitor = Imports(("moments", *parts[:-1]))
+        visitor.visit(ast.parse(file.read_text(encoding="utf-8")))
+        found[".".join(parts)] = visitor
+    return found
+
+
+def own(names: set[str]) -> Iterator[str]:
+    """First component below `moments` of those names that are the package's own."""
+    for name in names:
+        root, _, rest = name.partition(".")
+        if root == "moments" and rest:
+            yield rest.partition(".")[0]
+
+
+def test_the_order_names_real_modules() -> None:
+    heads = {name.partition(".")[0] for name in imports()}
+    assert set(RANK) <= heads
+
+
+def test_imports_run_downward() -> None:
+    for name, found in imports().items():
+        head = name.partition(".")[0]
+        if head not in RANK or head == "cli":
+            continue
+        for target in own(found.top | found.inside):
+            if target not in RANK or (head, target) in WITHIN:
+                continue
+            if target in DISPLAYS and target not in own(found.top):
+                continue
+            assert RANK[target] < RANK[head], f"{name} imports {target}"
+
+
+def test_no_import_cycles() -> None:
+    """At module level; this also covers the modules that ORDER does not name."""
+    graph: dict[str, set[str]] = {}
+    for name, found in imports().items():
+        head = name.partition(".")[0]
+        if head != "__init__":
+            graph.setdefault(head, set()).update(t for t in own(found.top) if t != head)
+    TopologicalSorter(graph).prepare()
+
+
+def test_the_core_never_imports_torch() -> None:
+    for name, found in imports().items():
+        head = name.partition(".")[0]
+        if head in TORCH_SIDE:
+            continue
+        everything = found.top | found.inside
+        roots = {target.partition(".")[0] for target in everything}
+        assert not roots & {"torch", "transformers"}, name
+        reached = set(own(everything)) & set(TORCH_SIDE)
+        if head not in DOORS:
+            assert not reached, f"{name} imports {reached}"
+        assert not set(own(found.top)) & set(TORCH_SIDE), f"{name} imports torch when imported"
+
+
+def test_only_the_command_line_needs_typer() -> None:
+    for name, found in imports().items():
+        roots = {target.partition(".")[0] for target in found.top | found.inside}
+        assert "typer" not in roots or name == "cli"
+        top = {target.partition(".")[0] for target in found.top}
+        assert not top & {"sympy", "pandas"}, name
+        if name not in ("plot",):
+            assert "matplotlib" not in top
