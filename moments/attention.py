@@ -47,7 +47,7 @@ class SelfAttention(Leaf):
         return self.d_model**2 * weights / self.temperature**2
 
     def _by_token(self, signal: Signal) -> tuple[Signal, Pullback]:
-        from .kernels import KernelAttention
+        from .kernels.attention import KernelAttention
 
         tokens = signal.second_moment()
         matrices = tokens.pairs.reshape(-1, *tokens.pairs.shape[-2:])

@@ -225,6 +225,10 @@ def predict(
         model, theory, resolved, variance, correlation, token_ids, segment_ids, kernel
     )
     last = _last_kernel(model, resolved, grad_variance, grad_correlation, grad_kernel)
+    sequences = token_ids is not None and resolved
+    if sequences and np.ndim(last.diagonal) < np.ndim(first.diagonal):
+        # Every sequence receives the same gradient moments.
+        last = Kernel.of_matrix(np.broadcast_to(last.pairs, first.pairs.shape))
     signal = gaussian(first, model.seq_len, model.d_model, theory == "refined")
     try:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -236,7 +240,6 @@ def predict(
             trace.stream()[0].gradient = backward(Gradient(last, model.seq_len))
     except (OverflowError, ZeroDivisionError):
         raise _overflow(theory, trace) from None
-    sequences = token_ids is not None and resolved
     stream = trace.stream()
     columns = [np.broadcast_arrays(*point_moments(p, sequences)[1:]) for p in stream]
     moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)

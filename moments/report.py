@@ -6,6 +6,7 @@ import io
 import math
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -44,6 +45,8 @@ def prediction_table(prediction: Prediction) -> Table:
         caption="index 0 enters layer 1; gradients are means over draws of the weights",
         title_justify="left",
         caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
     table.add_column("layer", justify="right")
     for name in STREAM_QUANTITIES:
@@ -82,46 +85,59 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, Table]:
 def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table:
     table = Table(
         title=title,
-        caption="measured ± one standard error over seeds; errors of correlations are absolute",
+        caption="measured ± one standard error over seeds; errors of correlations absolute",
         title_justify="left",
         caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
     table.add_column("layer", justify="right")
     for name in quantities:
-        table.add_column(TITLES[name], justify="right")
+        table.add_column(name.removeprefix("grad_"), justify="right", no_wrap=True)
         table.add_column("measured", justify="right", no_wrap=True)
         table.add_column("error", justify="right", no_wrap=True)
     for layer, rows in stream.groupby("layer"):
         cells: list[str] = []
         for name in quantities:
             row = rows[rows["quantity"] == name].iloc[0]
-            measured = f"{row['measured']:.3g} ± {row['stderr']:.0e}"
-            cells += [number(row["predicted"]), measured, _error(name, row["error"])]
+            measured = f"{_short(row['measured'])} ±{_short(row['stderr'], 1)}"
+            cells += [_short(row["predicted"]), measured, _error(name, row["error"])]
         table.add_row(str(layer), *cells)
     return table
+
+
+def _short(value: float, digits: int = 3) -> str:
+    """Few significant digits; an exponent without its padding zero."""
+    text = f"{value:.{digits}g}" if 1e-3 <= abs(value) < 1e4 else f"{value:.{digits - 1}e}"
+    return text.replace("e-0", "e-").replace("e+0", "e")
 
 
 def _error(quantity: str, error: float) -> str:
     if quantity.endswith("correlation"):
         return f"{error:+.3f}"
-    return f"{100 * error:+.1f} %"
+    return f"{100 * error:+.1f}%"
 
 
 def summary_table(comparison: Comparison) -> Table:
     """Errors per quantity, over the stream and over all sites inside the layers."""
-    table = Table(title="errors", title_justify="left")
+    table = Table(
+        title="mean, median and largest error; mean of what exceeds two standard errors",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for name in ("points", "quantity"):
-        table.add_column(name)
-    for name in ("mean", "median", "max", "mean beyond 2 s.e.", "R²"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in ("mean", "median", "max", "excess", "R²"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in comparison.summary().to_dict("records"):
         absolute = row["quantity"].endswith("correlation")
-        show: Any = (lambda v: f"{v:.3f}") if absolute else (lambda v: f"{100 * v:.2f} %")
+        show: Any = (lambda v: f"{v:.3f}") if absolute else (lambda v: f"{100 * v:.2f}%")
         fit = row["r_squared"]
         table.add_row(
             row["points"],
             TITLES[row["quantity"]],
             *(show(row[name]) for name in ("mean", "median", "max", "excess")),
-            f"{fit:.4f}" if math.isfinite(fit) else "-",
+            f"{fit:.3f}" if math.isfinite(fit) else "-",
         )
     return table

@@ -710,6 +710,26 @@ def attention_draws(setting: AttentionSetting, draws: int, seed: int) -> dict[tu
 
 
 @functools.cache
+def uniform_attention_draws(
+    d_model: int, seq_len: int, variance: float, correlation: float, draws: int, seed: int
+) -> dict[str, Estimate]:
+    """Squared gradient norms of one head's matrices at uniform attention, weight variances 1/d."""
+    rng = np.random.default_rng(seed)
+    centre = np.eye(seq_len) - 1 / seq_len
+    norms: dict[str, list[float]] = {"value_gradient": [], "query_gradient": []}
+    for _ in range(draws):
+        x = exchangeable(rng, seq_len, d_model, variance, correlation)
+        g = rng.normal(size=(seq_len, d_model))
+        w_k, w_v = (rng.normal(size=(d_model, d_model)) / math.sqrt(d_model) for _ in range(2))
+        to_values = np.broadcast_to(g.mean(0), g.shape)
+        to_logits = g @ (x @ w_v).T @ centre / seq_len
+        to_queries = to_logits @ (x @ w_k) / math.sqrt(d_model)
+        norms["value_gradient"].append(float(((x.T @ to_values) ** 2).sum()))
+        norms["query_gradient"].append(float(((x.T @ to_queries) ** 2).sum()))
+    return {quantity: Estimate.of(values) for quantity, values in norms.items()}
+
+
+@functools.cache
 def layernorm_draws(
     d_model: int, variance: float, correlation: float, draws: int, seed: int
 ) -> dict[str, Estimate]:

@@ -111,6 +111,8 @@ RANK = {name: rank for rank, line in enumerate(ORDER) for name in line}
 # Those that may import torch; nothing else may import them.
 TORCH_SIDE = ("simulation", "torch", "huggingface_modules")
 DOORS = ("__init__", "cli")
+# Outside the core: stored simulations, which start the simulator from inside a function.
+OUTSIDE = ("validation",)
 # Displays, which an object offers as methods and loads when called.
 DISPLAYS = ("report", "plot")
 
@@ -210,8 +212,8 @@ def test_the_core_never_imports_torch() -> None:
         everything = found.top | found.inside
         roots = {target.partition(".")[0] for target in everything}
         assert not roots & {"torch", "transformers"}, name
-        reached = set(own(everything)) & set(TORCH_SIDE)
-        if head not in DOORS:
+        reached = set(own(everything)) & {*TORCH_SIDE, *OUTSIDE} - {head}
+        if head not in (*DOORS, *OUTSIDE):
             assert not reached, f"{name} imports {reached}"
         assert not set(own(found.top)) & set(TORCH_SIDE), f"{name} imports torch when imported"
 

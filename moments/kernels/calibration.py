@@ -13,13 +13,14 @@ worst case being a row of two or three keys against a long one).
 
 Finite widths enter here and nowhere else. The realised query products q_i.q_i'/d_head fluctuate: in
 distribution the sum and the difference of two queries have independent chi-square norms of relative
-variance 2/nu, 1/nu = 1/d_head + 1/d_model, so every exact statistic is averaged over two two-point
+variance 2/nu (`Widths.freedom`), so every exact statistic is averaged over two two-point
 rules. The gradient paths carry the width terms of an exchangeable layer divided by the closure's
 own derivative dC2/drho, as factors.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,32 @@ from moments.kernels import exact_rows
 from moments.softmax import chi_square_rule
 
 Array = NDArray[np.float64]
+
+
+class Widths(NamedTuple):
+    """What makes a finite layer fluctuate.
+
+    Attributes:
+        d_model, d_head: widths, inf allowed.
+        norm_spread: Var|x|^2 / E^2|x|^2 of a token: 0 after a normalisation, 2/d_model if Gaussian.
+    """
+
+    d_model: float
+    d_head: float
+    norm_spread: float
+
+    @property
+    def freedom(self) -> float:
+        """nu: degrees of freedom of a row's logit variance."""
+        inverse = 1.0 / self.d_head + 1.0 / self.d_model + 0.5 * self.norm_spread
+        return 1.0 / inverse if inverse > 1e-12 else math.inf
+
+    @property
+    def fixed_norm(self) -> float:
+        """1 for tokens of fixed norm, 0 for Gaussian ones (or an infinite d_model)."""
+        if self.d_model == math.inf:
+            return 0.0
+        return max(0.0, 1.0 - 0.5 * self.d_model * self.norm_spread)
 
 
 class Nodes(NamedTuple):
@@ -102,8 +129,7 @@ def calibrate(
     keys: Array,
     unshared: Array,
     nodes: Nodes,
-    d_model: float,
-    d_head: float,
+    widths: Widths,
 ) -> Calibration:
     """Exact statistics of every class at every node, averaged over the widths' fluctuations.
 
@@ -111,10 +137,11 @@ def calibrate(
         theta, keys: (classes,) reference rows.
         unshared: (classes,) C_jj - b, what a key does not share with the others.
         nodes: correlations.
-        d_model, d_head: widths, inf allowed.
+        widths: of the layer.
     """
     rho = nodes.rho
-    rule = chi_square_rule(1.0 / max(1.0 / d_head + 1.0 / d_model, 1e-300))
+    d_model, d_head = widths.d_model, widths.d_head
+    rule = chi_square_rule(widths.freedom)
     overlap, jacobian, radial, drive, drive_radial, slope = np.zeros((6, len(theta), len(rho)))
     for xi, weight in zip(rule.nodes, rule.weights, strict=True):
         for xi2, weight2 in zip(rule.nodes, rule.weights, strict=True):
@@ -138,7 +165,8 @@ def calibrate(
     closure = np.where(still, 1.0, closure)
     overlap = np.clip(overlap, 1e-12, 1.0 - 1e-12)
     key = drive * (1.0 - 1.0 / d_model) + drive_radial / d_model
-    query = jacobian * (1.0 - 2.0 / d_model - 1.0 / d_head)
+    fixed = widths.fixed_norm * unshared[:, None] ** 2  # self-overlaps of keys that cannot fluctuate
+    query = jacobian * (1.0 - 2.0 * (1.0 + fixed) / d_model - 1.0 / d_head)
     noise_query = query + radial * (2.0 / d_model + 1.0 / d_head)
     query = theta * (query + radial * (3.0 / d_model + 1.0 / d_head)) / closure
     alone = exact_rows.rows(theta[:, 0], keys[:, 0])

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moments.kernels import exact_rows
-from moments.kernels.calibration import calibrate, nodes_for
+from moments.kernels.calibration import Widths, calibrate, nodes_for
 from moments.kernels.contractions import PairSum
 from moments.kernels.independent_noise import NoiseResponse, jacobian_square, marginal_free
 from moments.kernels.row_classes import (
@@ -76,8 +76,7 @@ class OverlapClosure:
         kernel: Array,
         allowed: NDArray[np.bool_],
         logit_scale: float,
-        d_model: float,
-        d_head: float,
+        widths: Widths,
     ) -> None:
         self._kernel, self._tau = kernel, logit_scale
         temperature = np.diag(kernel)
@@ -115,8 +114,7 @@ class OverlapClosure:
             stats.keys[own],
             stats.unshared[own],
             self._nodes,
-            d_model,
-            d_head,
+            widths,
         )
         gap = np.maximum(stats.logit_variance[own], exact_rows.THETA_LEAST) * stats.strength[own] ** 2
         self._exponent_per_logit = self._calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
@@ -274,11 +272,18 @@ class OverlapClosure:
     # --- single rows ---------------------------------------------------------------------------
 
     @property
-    def squared_tilt(self) -> Array:
-        """(L,) what dropout adds to a row's second moment, per unit of 1/d_model."""
+    def unshared(self) -> Array:
+        """(L,) what a row's keys do not share: C_jj - b of its reference row."""
+        return np.asarray(self.rows.unshared[self.pattern])
+
+    @property
+    def logit_square(self) -> Array:
+        """(2, L): E sum_j a_ij (t_ij^2 - 1) and E sum_j a_ij^2 (t_ij^2 - 1) per row, t_ij the component of
+        token j along the direction row i looks in: attended tokens point that way."""
         stats = self.rows
-        tilt = stats.unshared * (stats.weighted_logit_square - stats.sum_square)
-        return np.asarray(tilt[self.pattern])
+        once = stats.unshared * stats.logit_square
+        twice = stats.unshared * (stats.weighted_logit_square - stats.sum_square)
+        return np.stack([once[self.pattern], twice[self.pattern]])
 
     @functools.cached_property
     def squares(self) -> Array:

@@ -28,6 +28,7 @@ class RowStatistics:
         keys: effective number of keys n_e.
         sum_square: P2 = E sum a^2 of the reference row.
         weighted_logit_square: E sum a^2 s^2 / theta of the reference row.
+        logit_square: E sum a (s^2/theta - 1) of the reference row, s relative to its common part.
         entropy: E[-sum a log a] in nats, over all allowed keys.
         strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
         own_response: d log a_j / d s_j-like slope x: the pull of a key's own Boltzmann factor.
@@ -42,6 +43,7 @@ class RowStatistics:
     keys: Array
     sum_square: Array
     weighted_logit_square: Array
+    logit_square: Array
     entropy: Array
     strength: Array
     own_response: Array
@@ -90,6 +92,7 @@ def row_statistics(
         reference.keys,
         square,
         exact.weighted_logit_square,
+        np.where(several, theta * curvature, 0.0),
         exact.entropy + np.log(allowed.sum(1) / reference.keys),
         strength,
         np.maximum(own, 1e-3),

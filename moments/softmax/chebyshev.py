@@ -12,14 +12,17 @@ from moments.softmax.laplace import Array
 THETA_MAX = 8.0
 """Largest logit variance in the tables."""
 
-LOG_LENGTH_MAX = math.log(1e8)
-"""Log of the largest number of keys in the tables."""
+LENGTH_MAX = 1e8
+"""Largest number of keys in the tables."""
+
+LOG_LENGTH_MAX = math.log(LENGTH_MAX)
 
 _RECURRENCE_FROM = 64
+"""Number of points from which the three-term recurrence is faster than cosines."""
 
 
 def gauss_nodes(count: int) -> Array:
-    """Roots of the Chebyshev polynomial of degree `count`: none at the ends, where ratios are 0/0."""
+    """Roots of the Chebyshev polynomial of degree `count`: none at an end, where ratios are 0/0."""
     return np.cos(np.pi * (np.arange(count) + 0.5) / count)
 
 
@@ -27,7 +30,8 @@ def chebyshev_coefficients(values: Array, axes: Sequence[int]) -> Array:
     """Coefficients of the interpolant through `values` at the gauss_nodes of each of `axes`."""
     for axis in axes:
         count = values.shape[axis]
-        transform = np.cos(np.outer(np.arange(count), np.arccos(gauss_nodes(count)))) * (2.0 / count)
+        transform = np.cos(np.outer(np.arange(count), np.arccos(gauss_nodes(count))))
+        transform *= 2.0 / count
         transform[0] *= 0.5
         values = np.moveaxis(np.tensordot(transform, values, (1, axis)), 0, axis)
     return values
@@ -69,8 +73,8 @@ def length_at(coordinate: float) -> float:
 def ratio_coordinate(n: Array, k: Array) -> Array:
     """n/k in [0, 1] to [-1, 1] by its cube root.
 
-    For k >> n the statistics are series in 1/k, hence in the cube of the coordinate; the root spreads
-    out the steep part near k = n, where the longer row's partition sum is still ruled by few keys.
+    For k >> n the statistics are series in 1/k, hence in the cube of the root; the root spreads out
+    the long stretch of k >> n over which the longer row's partition sum ceases to fluctuate.
     """
     return np.asarray(2.0 * np.cbrt(n / k) - 1.0)
 

@@ -39,7 +39,10 @@ class PairRule(NamedTuple):
 
 @functools.lru_cache(256)
 def chi_square_rule(nu: float, points: int | None = None) -> ChiSquareRule:
-    """Gaussian quadrature for xi = chi-square(nu) / nu, exact for polynomials of degree 2 points - 1.
+    """Gaussian quadrature for xi = chi-square(nu) / nu, exact up to xi^(2 points - 1).
+
+    The default errs by less than 0.3 % on averages of P2, T2 and theta T2 for nu >= 25 and theta
+    up to 1.5, 0.5 % below.
 
     Args:
         nu: degrees of freedom, > 0; infinity means no fluctuation.
@@ -84,12 +87,17 @@ def chi_square_pair_rule(
     """Nodes for two rows whose w have the given correlation.
 
     With w, w' = sqrt((1+r)/2) p +- sqrt((1-r)/2) q and xi, xi' the independent |p|^2, |q|^2 over
-    their means: theta -> theta [(1+r) xi + (1-r) xi'] / 2 and psi -> theta [(1+r) xi - (1-r) xi'] / 2.
+    their means, psi -> theta [(1+r) xi - (1-r) xi'] / 2, and the mean of the two rows' variances
+    -> theta [(1+r) xi + (1-r) xi'] / 2, which stands for both (their difference, of mean 0 given
+    xi and xi', is left out).
 
     Args:
         theta: mean logit variance of a row, >= 0.
         correlation: r, in [-1, 1]: the mean of psi is r theta.
         nu, points: as in `chi_square_rule`.
+
+    Raises:
+        DomainError: correlation outside [-1, 1], or as in `chi_square_rule`.
     """
     if not -1.0 <= correlation <= 1.0:
         raise domain_error("correlation", correlation, "in [-1, 1]")

@@ -1,8 +1,8 @@
 """Statistics of softmax rows as bounded, smooth functions of theta, log n and rho, and back.
 
 Tables interpolate the functions below rather than the statistics, which span many decades. Each is
-the statistic divided by its behaviour in the limits theta -> 0, n -> 1 and n -> infinity, so that a
-relative error of the function is a relative error of the statistic, and the limits are kept exactly.
+a statistic over its behaviour in the limits theta -> 0, n -> 1 and n -> infinity (or the logarithm
+of that, where it is positive and varies a lot): errors are relative, and those limits are exact.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def decode_participation(theta: Array, n: Array | float, functions: Array) -> tu
     return odds / total, others / total
 
 
-def decode_row(theta: Array, n: Array | float, functions: Array, valid: Array | bool) -> RowStatistics:
+def decode_row(
+    theta: Array, n: Array | float, functions: Array, valid: Array | bool
+) -> RowStatistics:
     """Inverse of `encode_row`; theta and the trailing axes of `functions` broadcast."""
     p2, rest = decode_participation(theta, n, functions)
     jacobian = functions[1] * p2 * rest
@@ -82,7 +84,8 @@ def _pair_at_small_theta(theta: float, n: float, rho: float, k: float) -> PairSt
     pair = pair_statistics(theta, n, rho, theta, k)
     if theta > 0.1:
         return pair
-    return pair._replace(overlap=pair.overlap / (k * pair_statistics(theta, n, 0.0, theta, k).overlap))
+    uncorrelated = k * pair_statistics(theta, n, 0.0, theta, k).overlap
+    return pair._replace(overlap=pair.overlap / uncorrelated)
 
 
 def encode_square_pair(theta: float, n: float, rho: float) -> Array:
@@ -108,7 +111,8 @@ def decode_square_pair(
     """Inverse of `encode_square_pair`."""
     c2, rest = decode_participation(psi, n, functions)
     jacobian = np.exp(functions[1]) * c2 * rest
-    return PairStatistics(c2, jacobian, functions[2] * jacobian, functions[3] * psi * jacobian, valid)
+    slope = functions[3] * psi * jacobian
+    return PairStatistics(c2, jacobian, functions[2] * jacobian, slope, valid)
 
 
 def encode_pair(theta: float, n: float, rho: float, k: float) -> Array:
@@ -134,4 +138,5 @@ def decode_pair(
     many = n > 1.0
     c2 = np.where(many, np.exp(psi * functions[0]), 1.0) / k
     jacobian = np.exp(functions[1]) * c2 * (1.0 - 1.0 / n)
-    return PairStatistics(c2, jacobian, functions[2] * jacobian, functions[3] * psi * jacobian, valid)
+    slope = functions[3] * psi * jacobian
+    return PairStatistics(c2, jacobian, functions[2] * jacobian, slope, valid)

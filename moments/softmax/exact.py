@@ -12,15 +12,16 @@ shared key, phi' = E e^{-u e^s'} for a key of the longer row alone, and [f, h] =
     C2 = n int int B^{n-1} phi'^{k-n} [f1, f1']                                  dlog t dlog u,
     T  = n int int B^{n-1} phi'^{k-n} { [f2, f2'] + (n-1) [f1, f1']^2 / B }      dlog t dlog u,
 
-where f1 and f2 are the first and second s-derivatives of E = e^{-t e^s}. Derivatives in log sigma at
-fixed rho follow under the integral from dE/dlog sigma = s f1 and df1/dlog sigma = s f2; the mixed
+where f1 and f2 are the first and second s-derivatives of E = e^{-t e^s}. Derivatives in log sigma
+at fixed rho follow under the integral from dE/dlog sigma = s f1 and df1/dlog sigma = s f2; the mixed
 one, in log sigma and log sigma', is E (J s).(J' s'), because J s = da/dlog sigma. B is summed by
 Mehler's formula, or directly over g where |rho| = 1.
 
 For one row every moment E prod a_j^{p_j} s_j^{q_j} is a single integral over log t. The numbers of
-keys may be any real numbers >= 1: the integrals continue the statistics analytically. As k grows,
-k C2 and k T tend to limits that no longer depend on theta' at given psi (n times the mean softmax of
-a key whose logit is raised by psi, and its derivative); k = 1e12 n is that limit to 12 digits.
+keys may be any real numbers >= 1: the integrals continue the statistics analytically (inequalities
+that rest on a sum over keys may fail between 1 and 2). As k grows, k C2 and k T tend to limits that
+do not depend on theta' at given psi, n times the mean softmax of a key whose logit is raised by psi
+and its derivative; k = 1e12 n is that limit to 12 digits.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 PAIR_STEP = 0.35
-"""Spacing in log t for two rows, whose integrands have p <= 2: |Gamma(2 + 2 pi i / step)| = 1e-10."""
+"""Spacing in log t for two rows, where p <= 2: |Gamma(2 + 2 pi i / step)| = 1e-10."""
 
 ROW_STEP = 0.2
 """Spacing in log t for one row, where p <= 4: |Gamma(4 + 2 pi i / step)| = 2e-16."""
@@ -63,7 +63,7 @@ def normal_grid(fine: bool) -> NormalGrid:
 
 @functools.lru_cache(32)
 def hermite_weights(orders: int, fine: bool) -> Array:
-    """(orders, nodes): weights times He_m(g) / sqrt(m!), so that f @ result.T are the modes of f."""
+    """(orders, nodes): weights times He_m(g) / sqrt(m!); f @ result.T are the modes of f."""
     nodes, weights = normal_grid(fine)
     polynomials = np.empty((orders, nodes.size))
     polynomials[0], polynomials[1] = 1.0, nodes
@@ -92,14 +92,12 @@ class LaplaceRow(NamedTuple):
 
 
 @functools.lru_cache(64)
-def laplace_row(
-    theta: float, length: float, reach: float, step: float, fine: bool
-) -> LaplaceRow:
+def laplace_row(theta: float, length: float, reach: float, step: float, fine: bool) -> LaplaceRow:
     """The transforms of one row, on the multiples of `step` where `length` keys have weight.
 
     Left of the bulk an integrand falls like t E[Z]; E[Z] is e^{theta/2} per key, but the e^s that
-    make it lie within 6 sigma. On the right phi^length vanishes once t e^s >> 1 for every key, which
-    for one key takes the lower tail of g, cut at 6.5 sigma (5.5 where 50 keys or more share it).
+    make it lie within 6 sigma. On the right phi^length vanishes once t e^s >> 1 for every key,
+    which for one key takes the lower tail of g, cut at 6.5 sigma (5.5 for 50 keys or more).
     `reach` moves the left end out where the row's weight is known to be tilted that way.
     """
     sigma = math.sqrt(theta)
@@ -136,9 +134,7 @@ class PairModes(NamedTuple):
 
 
 @functools.lru_cache(64)
-def pair_modes(
-    theta: float, length: float, reach: float, orders: int, fine: bool
-) -> PairModes:
+def pair_modes(theta: float, length: float, reach: float, orders: int, fine: bool) -> PairModes:
     """Modes of one row; `orders` = 0 asks for values at the nodes."""
     row = laplace_row(theta, length, reach, PAIR_STEP, fine)
     nodes, weights = normal_grid(fine)

@@ -1,4 +1,4 @@
-"""Statistics of softmax rows of one length, by interpolation: microseconds instead of milliseconds."""
+"""Statistics of softmax rows of one length, by interpolation: microseconds, not milliseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from moments.errors import domain_error
 from moments.softmax.chebyshev import (
-    LOG_LENGTH_MAX,
+    LENGTH_MAX,
     THETA_MAX,
     chebyshev_basis,
     length_coordinate,
@@ -28,8 +28,6 @@ from moments.softmax.exact import (
     row_statistics,
 )
 from moments.softmax.laplace import Array
-
-LENGTH_MAX = float(np.exp(LOG_LENGTH_MAX))
 
 
 def load_coefficients(name: str) -> dict[str, Array]:
@@ -68,12 +66,12 @@ def checked_length(name: str, length: ArrayLike) -> Array:
 
 
 def exact_row(theta: float, n: float) -> RowStatistics:
-    """`row_statistics`, at the nearest validated variance and with `valid` saying if that is another."""
+    """`row_statistics` at the nearest validated variance; `valid` if that is theta itself."""
     return row_statistics(min(theta, THETA_EXACT), n)._replace(valid=theta <= THETA_EXACT)
 
 
 def exact_pair(theta: float, n: float, rho: float) -> PairStatistics:
-    """`pair_statistics`, at the nearest validated arguments and with `valid` saying if those are others."""
+    """`pair_statistics` at the nearest validated arguments; `valid` if those are theta and rho."""
     nearest = min(theta, THETA_EXACT)
     inside = theta <= THETA_EXACT and (rho == -1.0 or rho * nearest >= PSI_LEAST)
     if rho > -1.0 and rho * nearest < PSI_LEAST:
@@ -84,18 +82,20 @@ def exact_pair(theta: float, n: float, rho: float) -> PairStatistics:
 class SquareRows:
     """Statistics of rows of one length n; made by `SquareTable.at_length`.
 
-    Up to theta = 8 and n = 1e8 they are interpolated: relative error below 1e-4 (radial_overlap: of
-    jacobian_overlap). Beyond, and up to theta = 32, the exact evaluator is called, milliseconds per
-    point. Beyond that the numbers are those of theta = 32, and `valid` is False.
+    Up to theta = 8 and n = 1e8 they are interpolated. Relative errors: of one row 1e-4 at most, of a
+    pair with rho >= -0.3 likewise (radial_overlap's over jacobian_overlap, overlap_slope's over psi
+    times jacobian_overlap); 1e-3 as rho nears -1 at theta > 4. Beyond, and up to theta = 32, the
+    exact evaluator is called: 2 ms per row, 3 to 100 ms per pair. Beyond that the numbers are those
+    of theta = 32 (for a pair, at the least rho allowed there), and `valid` is False.
     """
 
     def __init__(self, n: float, row: Array, pair: Array) -> None:
-        """`row` (theta, functions) and `pair` (theta, functions * rho) are contracted over log n."""
+        """`row` (theta, functions) and `pair` (theta, functions, rho), contracted over log n."""
         self.n = n
         self._row = np.ascontiguousarray(row.T)
-        self._pair = np.ascontiguousarray(pair.T)
-        self._pair_functions = 4
-        self._limit = THETA_MAX if n <= LENGTH_MAX * (1.0 + 1e-12) else -1.0
+        self._pair_shape = pair.shape[1:]
+        self._pair = np.ascontiguousarray(pair.reshape(pair.shape[0], -1).T)
+        self._limit = THETA_MAX if n <= LENGTH_MAX else -1.0
 
     def single(self, theta: ArrayLike) -> RowStatistics:
         """Statistics of one row.
@@ -109,18 +109,18 @@ class SquareRows:
         Raises:
             DomainError: theta negative or not finite.
         """
-        theta = checked_theta(theta)
-        flat = theta.reshape(-1)
+        array = checked_theta(theta)
+        flat = array.reshape(-1)
         beyond = flat > self._limit
         tabulated = np.minimum(flat, THETA_MAX)
-        count = self._row.shape[1]
-        functions = self._row @ chebyshev_basis(theta_coordinate(tabulated), count)
-        valid = ~beyond
-        result = decode_row(tabulated, self.n, functions, valid)
+        functions = self._row @ chebyshev_basis(theta_coordinate(tabulated), self._row.shape[1])
+        result = decode_row(tabulated, self.n, functions, ~beyond)
         if beyond.any():
             for i in np.flatnonzero(beyond):
-                _assign(result, i, exact_row(float(flat[i]), self.n))
-        return result if theta.ndim == 1 else RowStatistics(*[f.reshape(theta.shape) for f in result])
+                _assign(result, int(i), exact_row(float(flat[i]), self.n))
+        if array.ndim != 1:
+            return RowStatistics(*[np.reshape(field, array.shape) for field in result])
+        return result
 
     def pair(self, theta: ArrayLike, rho: ArrayLike) -> PairStatistics:
         """Statistics of two rows whose logits have variance theta and correlation rho.
@@ -135,24 +135,22 @@ class SquareRows:
         Raises:
             DomainError: theta negative or not finite, rho outside [-1, 1].
         """
-        theta, rho = checked_theta(theta), checked_rho(rho)
-        if theta.shape != rho.shape:
-            theta, rho = np.broadcast_arrays(theta, rho)
-        flat, flat_rho = theta.reshape(-1), rho.reshape(-1)
+        array, correlation = checked_theta(theta), checked_rho(rho)
+        if array.shape != correlation.shape:
+            array, correlation = np.broadcast_arrays(array, correlation)
+        flat, flat_rho = array.reshape(-1), correlation.reshape(-1)
         beyond = flat > self._limit
         tabulated = np.minimum(flat, THETA_MAX)
-        count = self._pair.shape[1]
-        in_rho = self._pair @ chebyshev_basis(theta_coordinate(tabulated), count)
-        in_rho = in_rho.reshape(self._pair_functions, -1, flat.size)
-        basis = chebyshev_basis(flat_rho, in_rho.shape[1])
-        functions = (in_rho * basis).sum(axis=1)
+        in_rho = self._pair @ chebyshev_basis(theta_coordinate(tabulated), self._pair.shape[1])
+        basis = chebyshev_basis(flat_rho, self._pair_shape[1])
+        functions = (in_rho.reshape(*self._pair_shape, flat.size) * basis).sum(axis=1)
         result = decode_square_pair(flat_rho * tabulated, self.n, functions, ~beyond)
         if beyond.any():
             for i in np.flatnonzero(beyond):
-                _assign(result, i, exact_pair(float(flat[i]), self.n, float(flat_rho[i])))
-        return (
-            result if theta.ndim == 1 else PairStatistics(*[f.reshape(theta.shape) for f in result])
-        )
+                _assign(result, int(i), exact_pair(float(flat[i]), self.n, float(flat_rho[i])))
+        if array.ndim != 1:
+            return PairStatistics(*[np.reshape(field, array.shape) for field in result])
+        return result
 
 
 def _assign(
@@ -196,17 +194,17 @@ class SquareTable(NamedTuple):
         Raises:
             DomainError: theta negative or not finite; n < 1 or not finite.
         """
-        theta, n = checked_theta(theta), checked_length("n", n)
-        if n.size == 1 and n.ndim == 0:
-            return self.at_length(float(n)).single(theta)
-        shape = np.broadcast_shapes(theta.shape, n.shape)
-        functions = self.row_functions(theta, n, self.row.shape[2])
-        flat, length = _flat(theta, shape), _flat(n, shape)
-        beyond = (flat > THETA_MAX) | (length > LENGTH_MAX)
-        result = decode_row(np.minimum(flat, THETA_MAX), length, functions, ~beyond)
+        variance, length = checked_theta(theta), checked_length("n", n)
+        if length.ndim == 0:
+            return self.at_length(float(length)).single(variance)
+        shape = np.broadcast_shapes(variance.shape, length.shape)
+        functions = self.row_functions(variance, length, self.row.shape[2])
+        variance, length = _flat(variance, shape), _flat(length, shape)
+        beyond = (variance > THETA_MAX) | (length > LENGTH_MAX)
+        result = decode_row(np.minimum(variance, THETA_MAX), length, functions, ~beyond)
         for i in np.flatnonzero(beyond):
-            _assign(result, i, exact_row(float(flat[i]), float(length[i])))
-        return RowStatistics(*[field.reshape(shape) for field in result])
+            _assign(result, int(i), exact_row(float(variance[i]), float(length[i])))
+        return RowStatistics(*[np.reshape(field, shape) for field in result])
 
     def row_functions(self, theta: Array, n: Array, count: int) -> Array:
         """(count, points) of the first `encode_row` functions at the broadcast points, flattened.
@@ -214,18 +212,15 @@ class SquareTable(NamedTuple):
         Arguments beyond the table are moved to its edge.
         """
         shape = np.broadcast_shapes(theta.shape, n.shape)
-        thetas, lengths, functions = self.row.shape[0], self.row.shape[1], count
         one_theta = theta.size == 1
-        x = theta_coordinate(np.minimum(theta.reshape(-1) if one_theta else _flat(theta, shape), THETA_MAX))
-        y = length_coordinate(np.minimum(_flat(n, shape), LENGTH_MAX))
-        table = self.row[:, :, :count].reshape(thetas, lengths * functions)
-        in_length = table.T @ chebyshev_basis(x, thetas)  # (lengths * functions, points or 1)
-        basis = chebyshev_basis(y, lengths)
+        variance = theta.reshape(-1) if one_theta else _flat(theta, shape)
+        thetas, lengths, _ = self.row.shape
+        a = chebyshev_basis(theta_coordinate(np.minimum(variance, THETA_MAX)), thetas)
+        b = chebyshev_basis(length_coordinate(np.minimum(_flat(n, shape), LENGTH_MAX)), lengths)
+        in_length = self.row[:, :, :count].reshape(thetas, lengths * count).T @ a
         if one_theta:
-            return np.asarray(in_length.reshape(lengths, functions).T @ basis)
-        return np.asarray(
-            np.einsum("bfp,bp->fp", in_length.reshape(lengths, functions, -1), basis)
-        )
+            return np.asarray(in_length.reshape(lengths, count).T @ b)
+        return np.asarray(np.einsum("bfp,bp->fp", in_length.reshape(lengths, count, -1), b))
 
 
 def _flat(values: Array, shape: tuple[int, ...]) -> Array:
@@ -235,9 +230,9 @@ def _flat(values: Array, shape: tuple[int, ...]) -> Array:
 @functools.lru_cache(512)
 def _square_rows(n: float) -> SquareRows:
     table = SquareTable.load()
-    basis = chebyshev_basis(
-        length_coordinate(np.array([min(n, LENGTH_MAX)])), max(table.row.shape[1], table.pair.shape[1])
-    )[:, 0]
-    row = np.einsum("abf,b->af", table.row, basis[: table.row.shape[1]])
-    pair = np.einsum("abfr,b->afr", table.pair, basis[: table.pair.shape[1]])
-    return SquareRows(n, row, pair.reshape(pair.shape[0], -1))
+    coordinate = length_coordinate(np.array([min(n, LENGTH_MAX)]))
+    row_basis = chebyshev_basis(coordinate, table.row.shape[1])[:, 0]
+    pair_basis = chebyshev_basis(coordinate, table.pair.shape[1])[:, 0]
+    row = np.einsum("abf,b->af", table.row, row_basis)
+    pair = np.einsum("abfr,b->afr", table.pair, pair_basis)
+    return SquareRows(n, row, pair)

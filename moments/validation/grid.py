@@ -4,7 +4,9 @@ The array has 64 runs, numbered by six bits. Norm placement, mask, depth and wei
 themselves, so each of their 2 * 2 * 4 * 4 combinations occurs exactly once. Every other factor is a
 parity of the run's bits (two levels) or a pair of parities (four). Two factors whose parities span
 subspaces of GF(2)^6 that meet in 0 take every pair of levels equally often: this holds for all pairs,
-an orthogonal array of strength 2. A seeded search, which sees the subspaces only, chose the parities.
+an orthogonal array of strength 2. Parities of fewer than three of the four crossed factors are not
+used, so each level of every other factor also meets all pairs of levels of those four equally often.
+A seeded search, which sees nothing but these subspaces, chose the parities.
 """
 
 from __future__ import annotations
@@ -199,8 +201,11 @@ _WEIGHTS: dict[str, Callable[[Configuration], dict[str, Any]]] = {
 
 
 def _span(masks: tuple[int, ...]) -> frozenset[int]:
-    """Nonzero vectors of the subspace of GF(2)^6 that one or two masks generate."""
-    return frozenset({*masks, masks[0] ^ masks[-1]} - {0})
+    """Nonzero vectors of the subspace of GF(2)^6 that the masks generate."""
+    vectors = {0}
+    for mask in masks:
+        vectors |= {vector ^ mask for vector in vectors}
+    return frozenset(vectors - {0})
 
 
 def _masks(levels: tuple[Any, ...]) -> int:
@@ -218,7 +223,7 @@ def parities() -> dict[str, tuple[int, ...]]:
     search = random.Random(DESIGN_SEED)
     while len(chosen) < len(FACTORS):
         chosen = {name: chosen[name] for name in FACTORIAL}
-        taken = frozenset[int]().union(*(_span(masks) for masks in chosen.values()))
+        taken = frozenset[int]().union(*(_span(a + b) for a, b in combinations(chosen.values(), 2)))
         for name, levels in FRACTIONAL.items():
             free = [m for m in range(1, 1 << BITS) if m not in taken]
             options = [pair for pair in combinations(free, _masks(levels)) if not _span(pair) & taken]

@@ -146,7 +146,7 @@ def simulate_one(configuration: Configuration, *, seeds: int | None = None, seed
 
     `seed` and the digest give the random numbers, so that configurations share none.
     """
-    from moments.simulation import simulate
+    from moments.simulation.run import simulate
 
     began = time.perf_counter()
     measured = simulate(

@@ -1,0 +1,557 @@
+"""Softmax statistics: the evaluator against other quadratures and Monte Carlo, tables against it."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from importlib import resources
+from pathlib import Path
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.polynomial.hermite_e import hermegauss
+from scipy import integrate, stats
+
+from moments.errors import DomainError
+from moments.softmax import (
+    PairStatistics,
+    RectangularTable,
+    RowStatistics,
+    SquareTable,
+    chi_square_pair_rule,
+    chi_square_rule,
+    pair_statistics,
+    row_statistics,
+)
+from moments.softmax.chebyshev import gauss_nodes, length_at, ratio_at, theta_at
+from moments.softmax.encoding import encode_pair, encode_row, encode_square_pair
+from moments.softmax.exact import THETA_EXACT
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def row_samples(logits, theta):
+    """Per-sample values of every field of RowStatistics for logits (..., n)."""
+    a = softmax(logits)
+    square, cube, fourth = ((a**p).sum(-1) for p in (2, 3, 4))
+    mean = (a * logits).sum(-1)
+    response = a * (logits - mean[..., None])
+    return RowStatistics(
+        sum_square=square,
+        sum_cube=cube,
+        sum_fourth=fourth,
+        trace_square=(1 - square) ** 2,
+        jacobian_square=square - 2 * cube + square**2,
+        radial_square=(response**2).sum(-1) / theta,
+        sum_square_slope=(a * response).sum(-1),  # d/dlog theta is half d/dlog sigma
+        mean_logit_square=mean**2 / theta,
+        weighted_logit_square=(a**2 * logits**2).sum(-1) / theta,
+        entropy=-(a * np.log(a)).sum(-1),
+    )[:-1]
+
+
+def pair_samples(logits, logits2, psi):
+    """Per-sample values of PairStatistics; the first row's keys are the first of the second's."""
+    n = logits.shape[-1]
+    a, b = softmax(logits), softmax(logits2)
+    response = a * (logits - (a * logits).sum(-1, keepdims=True))
+    response2 = b * (logits2 - (b * logits2).sum(-1, keepdims=True))
+    b, response2 = b[..., :n], response2[..., :n]
+    overlap = (a * b).sum(-1)
+    return (
+        overlap,
+        overlap - (a * a * b).sum(-1) - (a * b * b).sum(-1) + overlap**2,
+        (response * response2).sum(-1) / psi,
+        0.5 * ((response * b).sum(-1) + (a * response2).sum(-1)),
+    )
+
+
+def hermite_grid(points, dimension):
+    """Tensor Gauss-Hermite rule for `dimension` independent standard normals."""
+    nodes, weights = hermegauss(points)
+    weights = weights / weights.sum()
+    grid = np.stack(np.meshgrid(*[nodes] * dimension, indexing="ij"), -1).reshape(-1, dimension)
+    product = np.prod(np.meshgrid(*[weights] * dimension, indexing="ij"), axis=0).ravel()
+    return grid, product
+
+
+# ------------------------------------------------------------------ the evaluator, independently
+
+
+@pytest.mark.parametrize(("theta", "n"), [(0.3, 2), (2.0, 2), (6.0, 2), (1.0, 3)])
+def test_row_against_gauss_hermite(theta, n):
+    """All ten statistics, by a tensor rule over the logits themselves."""
+    grid, weights = hermite_grid(180 if n == 2 else 60, n)
+    samples = row_samples(math.sqrt(theta) * grid, theta)
+    for name, sample, value in zip(
+        RowStatistics._fields, samples, row_statistics(theta, n), strict=False
+    ):
+        assert value == pytest.approx(weights @ sample, rel=1e-6), name
+
+
+def test_two_keys_against_mpmath():
+    """n = 2: a = sigmoid(u), u ~ N(0, 2 theta), to fifteen digits."""
+    theta = mpmath.mpf("1.7")
+
+    def expect(f):
+        def integrand(u):
+            density = mpmath.exp(-(u**2) / (4 * theta)) / mpmath.sqrt(4 * mpmath.pi * theta)
+            return f(1 / (1 + mpmath.exp(-u))) * density
+
+        return float(mpmath.quad(integrand, [-40, -10, 0, 10, 40]))
+
+    row = row_statistics(1.7, 2)
+    assert row.sum_square == pytest.approx(expect(lambda a: a**2 + (1 - a) ** 2), rel=1e-12)
+    assert row.jacobian_square == pytest.approx(expect(lambda a: 4 * (a * (1 - a)) ** 2), rel=1e-12)
+    assert row.sum_fourth == pytest.approx(expect(lambda a: a**4 + (1 - a) ** 4), rel=1e-12)
+    entropy = expect(lambda a: -a * mpmath.log(a) - (1 - a) * mpmath.log(1 - a))
+    assert row.entropy == pytest.approx(entropy, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("theta", "theta2", "rho"), [(1, 1, 0.4), (3, 3, -0.8), (2, 0.5, 0.9), (5, 5, 0.97)]
+)
+def test_two_rows_of_two_keys_against_quadrature(theta, theta2, rho):
+    """The pair depends on two correlated logistic normals: C2 = (1 + E tanh(u/2) tanh(u'/2)) / 2."""
+    grid, weights = hermite_grid(200, 2)
+    u = math.sqrt(2 * theta) * grid[:, 0]
+    u2 = math.sqrt(2 * theta2) * (rho * grid[:, 0] + math.sqrt(1 - rho**2) * grid[:, 1])
+    t, t2 = np.tanh(u / 2), np.tanh(u2 / 2)
+    d, d2 = (1 - t**2) / 4, (1 - t2**2) / 4
+    psi = rho * math.sqrt(theta * theta2)
+    reference = (
+        0.5 + 0.5 * weights @ (t * t2),
+        4 * weights @ (d * d2),
+        2 * weights @ (d * u * d2 * u2) / psi,
+        0.5 * weights @ (d * u * t2 + t * d2 * u2),
+    )
+    result = pair_statistics(theta, 2, rho, theta2)
+    assert result[:-1] == pytest.approx(reference, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("theta", "n", "rho", "theta2", "k"),
+    [
+        (2, 3, 0.6, 1, 7),
+        (4, 16, -0.3, 4, 16),
+        (1, 5, 0.9, 3, 5),
+        (4, 8, 1.0, 4, 40),
+        (6, 20, -1, 2, 20),
+    ],
+)
+def test_pair_against_monte_carlo(theta, n, rho, theta2, k):
+    """Plain sampling: |z| < 4.5 in every statistic, and not with a useless standard error."""
+    rng = np.random.default_rng(20 * n + k)
+    draws = 1_500_000 // k
+    g = rng.standard_normal((draws, k))
+    g2 = rho * g + math.sqrt(1 - rho**2) * rng.standard_normal((draws, k))
+    psi = rho * math.sqrt(theta * theta2)
+    samples = pair_samples(math.sqrt(theta) * g[:, :n], math.sqrt(theta2) * g2, psi)
+    for sample, value in zip(samples, pair_statistics(theta, n, rho, theta2, k), strict=False):
+        error = sample.std() / math.sqrt(draws)
+        assert error < 0.05 * abs(sample).mean()
+        assert abs(sample.mean() - value) < 4.5 * error
+
+
+@pytest.mark.parametrize(("theta", "n"), [(3.0, 7), (8.0, 50)])
+def test_row_against_monte_carlo(theta, n):
+    rng = np.random.default_rng(n)
+    draws = 1_000_000 // n
+    samples = row_samples(math.sqrt(theta) * rng.standard_normal((draws, n)), theta)
+    for sample, value in zip(samples, row_statistics(theta, n), strict=False):
+        error = sample.std() / math.sqrt(draws)
+        assert error < 0.05 * abs(sample).mean()
+        assert abs(sample.mean() - value) < 4.5 * error
+
+
+# ------------------------------------------------------------------ identities and limits
+
+ROWS = list(itertools.product((1e-3, 1.0, 6.0, 20.0), (1.001, 2.0, 30.0, 1e6)))
+
+
+@pytest.mark.parametrize(("theta", "n"), ROWS)
+def test_identical_rows_agree_with_one_row(theta, n):
+    """rho = 1 by double integrals, one row by single ones, real n included."""
+    row, pair = row_statistics(theta, n), pair_statistics(theta, n, 1.0)
+    expected = (row.sum_square, row.jacobian_square, row.radial_square, row.sum_square_slope)
+    assert pair[:-1] == pytest.approx(expected, rel=2e-7)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 2), (3, 11), (100, 100), (1.5, 8.0)])
+def test_uncorrelated_rows(n, k):
+    """C2 = 1/k exactly, T = (1-P2)(1-P2')/(k-1), and UD continuous with rho -> 0."""
+    theta, theta2 = 2.0, 3.0
+    pair = pair_statistics(theta, n, 0.0, theta2, k)
+    product = (1 - row_statistics(theta, n).sum_square) * (1 - row_statistics(theta2, k).sum_square)
+    assert pair.overlap == pytest.approx(1 / k, rel=1e-9)
+    assert pair.jacobian_overlap == pytest.approx(product / (k - 1), rel=1e-8)
+    near = [pair_statistics(theta, n, rho, theta2, k).radial_overlap for rho in (1e-3, -1e-3)]
+    assert pair.radial_overlap == pytest.approx(sum(near) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("theta", "n", "rho", "k"), [(2, 4, 0.5, 4), (5, 30, 0.8, 90), (1, 2, -0.6, 3)]
+)
+def test_derivatives_are_derivatives(theta, n, rho, k):
+    """T = dC2/dpsi (Price), the slope and UD: against central differences of C2 alone."""
+    h = 1e-2
+
+    def overlap(log_sigma, log_sigma2, change):
+        arguments = theta * math.exp(2 * log_sigma), n, rho + change
+        return pair_statistics(*arguments, theta * math.exp(2 * log_sigma2), k).overlap
+
+    pair = pair_statistics(theta, n, rho, theta, k)
+    price = (overlap(0, 0, h) - overlap(0, 0, -h)) / (2 * h * theta)
+    slope = (overlap(h, h, 0) - overlap(-h, -h, 0)) / (4 * h)
+    mixed = overlap(h, h, 0) + overlap(-h, -h, 0) - overlap(h, -h, 0) - overlap(-h, h, 0)
+    assert pair.jacobian_overlap == pytest.approx(price, rel=2e-3)
+    assert pair.overlap_slope == pytest.approx(slope, rel=2e-3)
+    assert pair.radial_overlap * rho * theta == pytest.approx(mixed / (4 * h * h), rel=2e-3)
+
+
+@pytest.mark.parametrize("n", [2, 5, 1000, 3.5])
+def test_constant_logits(n):
+    """theta = 0: uniform weights and the Jacobian I/n - 1/n^2."""
+    row, pair = row_statistics(0.0, n), pair_statistics(0.0, n, 0.3)
+    jacobian = (n - 1) / n**2
+    assert row[:-1] == pytest.approx(
+        (1 / n, n**-2, n**-3, (1 - 1 / n) ** 2, jacobian, jacobian, 0, 1 / n, 1 / n, math.log(n)),
+        rel=1e-9,
+        abs=1e-12,
+    )
+    assert pair[:-1] == pytest.approx((1 / n, jacobian, jacobian, 0), rel=1e-8, abs=1e-12)
+
+
+def test_one_key():
+    assert pair_statistics(2.0, 1, 0.7, 3.0, 5)[:-1] == (0.2, 0.0, 0.0, 0.0)
+    assert row_statistics(2.0, 1)[:-1] == pytest.approx((1, 1, 1, 0, 0, 0, 0, 1, 1, 0), abs=1e-9)
+    assert pair_statistics(2.0, 1 + 1e-9, 0.7, 3.0, 5)[:-1] == pytest.approx(
+        (0.2, 0, 0, 0), abs=1e-8
+    )
+
+
+@pytest.mark.parametrize(("theta", "psi"), [(1.0, 0.7), (5.0, 4.0), (3.0, -2.0)])
+def test_many_keys_in_the_longer_row(theta, psi):
+    """k -> infinity, n = 2: k C2 = 2 E sigmoid(u + psi), u ~ N(0, 2 theta), and T its derivative."""
+    theta2, k = 2.0 * theta, 1e12
+
+    def expect(f):
+        density = stats.norm(scale=math.sqrt(2 * theta)).pdf
+        return integrate.quad(lambda u: f(1 / (1 + math.exp(-u - psi))) * density(u), -40, 40)[0]
+
+    pair = pair_statistics(theta, 2, psi / math.sqrt(theta * theta2), theta2, k)
+    assert k * pair.overlap == pytest.approx(2 * expect(lambda a: a), rel=1e-7)
+    assert k * pair.jacobian_overlap == pytest.approx(2 * expect(lambda a: a * (1 - a)), rel=1e-7)
+
+
+# ------------------------------------------------------------------ the tables
+
+
+def random_points(count, theta_max, seed):
+    """theta, n, rho off the nodes: half of the rows short, a third of the correlations near 1."""
+    rng = np.random.default_rng(seed)
+    theta = rng.uniform(1e-3, theta_max, count)
+    n = np.exp(rng.uniform(0, np.where(rng.random(count) < 0.5, 3, 18)))
+    rho = rng.uniform(np.where(rng.random(count) < 0.3, 0.8, -1), 1)
+    return theta, n, rho, rng
+
+
+def pair_errors(table, exact, psi):
+    """Errors as the tables state them: radial_overlap's is relative to jacobian_overlap."""
+    table, exact = np.array(table[:-1]), np.array(exact[:-1])
+    scale = np.stack([exact[0], exact[1], exact[1], np.abs(psi) * exact[1] + 1e-300])
+    return np.abs(table - exact) / scale
+
+
+@pytest.mark.parametrize(("theta_max", "bound"), [(2.0, 6e-5), (8.0, 1e-4)])
+def test_square_rows_against_evaluator(theta_max, bound):
+    theta, n, _, _ = random_points(60, theta_max, seed=3)
+    table = SquareTable.load().single(theta, n)
+    exact = np.array([row_statistics(*point)[:-1] for point in zip(theta, n, strict=True)]).T
+    assert np.all(np.abs(np.array(table[:-1]) - exact) <= bound * np.abs(exact))
+    assert np.all(table.valid)
+
+
+@pytest.mark.parametrize(("theta_max", "rho_min", "bound"), [(6.0, -0.3, 1e-4), (8.0, -1.0, 1e-3)])
+def test_square_pairs_against_evaluator(theta_max, rho_min, bound):
+    theta, n, rho, _ = random_points(90, theta_max, seed=4)
+    rho = np.maximum(rho, rho_min)
+    for point in zip(theta, n, rho, strict=True):
+        table = SquareTable.load().at_length(point[1]).pair(point[0], point[2])
+        assert pair_errors(table, pair_statistics(*point), point[0] * point[2]).max() < bound
+
+
+@pytest.mark.parametrize(("theta_max", "bound"), [(2.0, 5e-4), (6.0, 1e-3)])
+def test_rectangular_pairs_against_evaluator(theta_max, bound):
+    theta, n, rho, rng = random_points(90, theta_max, seed=5)
+    k = n * np.exp(rng.uniform(0, 8, n.size))
+    table = RectangularTable.load().pairs(theta, n, rho, k)
+    exact = np.array(
+        [pair_statistics(a, b, c, a, d) for a, b, c, d in zip(theta, n, rho, k, strict=True)]
+    ).T
+    errors = pair_errors(table, exact, theta * rho)
+    assert errors.max() < bound
+    assert np.median(errors) < 1e-5
+
+
+def test_square_and_rectangular_tables_agree():
+    theta, n, rho, _ = random_points(200, 4.0, seed=6)
+    square = SquareTable.load()
+    pairs = [square.at_length(m).pair(t, r) for t, m, r in zip(theta, n, rho, strict=True)]
+    a = PairStatistics(*np.array(pairs).T)
+    b = RectangularTable.load().pairs(theta, n, rho, n)
+    assert pair_errors(b, a, theta * rho).max() < 5e-4
+
+
+def test_shapes_and_paths_agree():
+    """Scalars, broadcasting, one theta with many n, many theta with one n: the same numbers."""
+    table = SquareTable.load()
+    theta, n = np.linspace(0.0, 7.0, 70)[:, None], np.array([1.0, 2.0, 17.5, 1e5])
+    full = table.single(theta, n)
+    assert full.entropy.shape == (70, 4)
+    for j, length in enumerate(n):
+        rows = table.at_length(length)
+        assert rows.single(theta[:, 0]).entropy == pytest.approx(
+            full.entropy[:, j], rel=1e-9, abs=1e-9
+        )
+        assert rows.single(3.0).sum_square.shape == ()
+    assert table.single(theta[9, 0], n).sum_cube == pytest.approx(full.sum_cube[9], rel=1e-9)
+    pair = table.at_length(17.5).pair(theta, np.array([-0.2, 1.0]))
+    assert pair.overlap.shape == (70, 2)
+    # at rho = 1 the pair is the row
+    assert pair.overlap[:, 1] == pytest.approx(full.sum_square[:, 2], rel=1e-5)
+
+
+def test_staged_is_pairs():
+    n, k = (1.0 + i for i in np.triu_indices(60))
+    table = RectangularTable.load()
+    a, b = table.staged(1.3, 0.6, n, k), table.pairs(1.3, n, 0.6, k)
+    for left, right in zip(a, b, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-11, atol=1e-15)
+    assert np.all(a.overlap[n == 1] == 1 / k[n == 1])
+    assert np.all(a.jacobian_overlap[n == 1] == 0.0)
+
+
+def test_unequal_variances():
+    """Equal variances: nothing changes. Unequal: exact for small psi, else the stated errors."""
+    table, square = RectangularTable.load(), SquareTable.load()
+    rng = np.random.default_rng(8)
+    theta, n = rng.uniform(0.1, 2.0, 60), np.exp(rng.uniform(0.5, 6, 60))
+    k, rho = n * np.exp(rng.uniform(0, 3, 60)), rng.uniform(-0.2, 1, 60)
+    same = table.general(theta, n, theta, k, rho * theta)
+    for left, right in zip(same, table.pairs(theta, n, rho, k), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-9)
+    theta2 = theta * np.exp(rng.uniform(-0.35, 0.35, 60))
+    mean = np.sqrt(theta * theta2)
+    small = table.general(theta, n, theta2, k, 1e-6 * mean).jacobian_overlap
+    product = (1 - square.single(theta, n).sum_square) * (1 - square.single(theta2, k).sum_square)
+    np.testing.assert_allclose(small, product / (k - 1), rtol=1e-4)
+    psi = rho * mean
+    approximate = table.general(theta, n, theta2, k, psi)
+    exact = np.array(
+        [pair_statistics(*point) for point in zip(theta, n, rho, theta2, k, strict=True)]
+    ).T
+    errors = pair_errors(approximate, exact, psi)
+    assert np.median(errors[0]) < 1e-5
+    assert errors[0].max() < 3e-3
+    assert np.median(errors) < 2e-4
+    assert errors.max() < 3e-2
+
+
+@given(
+    theta=st.floats(0, 8),
+    log_n=st.floats(0, 18.4),
+    rho=st.floats(-1, 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_bounds(theta, log_n, rho):
+    """1/n <= P2 <= 1, 0 <= H <= log n, Cauchy-Schwarz between rows and within J (rank n - 1)."""
+    n = round(math.exp(log_n))
+    rows = SquareTable.load().at_length(n)
+    row, pair = rows.single(theta), rows.pair(theta, rho)
+    near = 1e-4
+    assert 1 / n * (1 - 1e-9) <= row.sum_square <= 1
+    assert row.sum_square**2 * (1 - near) <= row.sum_cube <= row.sum_square
+    assert row.sum_cube**2 * (1 - near) <= row.sum_square * row.sum_fourth
+    assert -1e-12 <= row.entropy <= math.log(n) + 1e-12
+    assert (1 - row.sum_square) ** 2 <= row.trace_square * (1 + near) + 1e-12
+    assert 0 <= pair.overlap <= row.sum_square * (1 + near)
+    assert 0 <= pair.jacobian_overlap <= row.jacobian_square * (1 + near)
+    assert row.jacobian_square <= row.trace_square * (1 + near)
+    assert row.trace_square <= (n - 1) * row.jacobian_square * (1 + near)
+
+
+@pytest.mark.parametrize("n", [1.3, 2.0, 64.0, 1e6])
+def test_monotone_in_theta(n):
+    """More variance, fewer effective keys, on a grid that crosses the edge of the table."""
+    theta = np.concatenate([np.linspace(0, 8, 300), np.linspace(8.01, 10, 5)])
+    row = SquareTable.load().at_length(n).single(theta)
+    assert np.all(np.diff(row.sum_square) > 0)
+    assert np.all(np.diff(row.entropy) < 0)
+    assert np.all(row.sum_square_slope[1:] > 0)
+
+
+def test_beyond_the_tables():
+    """The evaluator to theta = 32 and past n = 1e8; beyond, its edge, flagged; never a NaN."""
+    rows = SquareTable.load().at_length(64)
+    row = rows.single([4.0, 12.0, 32.0, 33.0, 1e6])
+    assert row.sum_square[1] == row_statistics(12.0, 64).sum_square
+    assert row.valid.tolist() == [True, True, True, False, False]
+    assert row.sum_square[4] == row.sum_square[2]
+    pair = rows.pair([12.0, 20.0, 1e5], [0.4, -0.9, 0.4])
+    assert pair.overlap[0] == pair_statistics(12.0, 64, 0.4).overlap
+    assert pair.valid.tolist() == [True, False, False]
+    long = SquareTable.load().at_length(1e9)
+    assert long.single(1.0).sum_square == pytest.approx(1e-9 * math.e, rel=1e-6)
+    mixed = SquareTable.load().single([1.0, 9.0], [1e10, 5.0])
+    clipped = RectangularTable.load().pairs([9.0, 1e9, 1.0], [4.0, 4.0, 1e9], 0.5, 1e10)
+    assert not clipped.valid.any()
+    for result in (row, pair, mixed, clipped):
+        assert all(np.all(np.isfinite(field)) for field in result)
+
+
+def test_table_edges_are_continuous():
+    """At theta = 8 the table hands over to the evaluator without a step."""
+    rows = SquareTable.load().at_length(500)
+    before, after = rows.single([8.0, 8.0 + 1e-7]), rows.pair([8.0, 8.0 + 1e-7], 0.6)
+    for field in (*before[:-1], *after[:-1]):
+        assert field[0] == pytest.approx(field[1], rel=1e-4)
+
+
+def build_script():
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "build_softmax_tables.py"
+    spec = importlib.util.spec_from_file_location("build_softmax_tables", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_shipped_tables_are_what_the_script_builds():
+    """At the script's own nodes the shipped interpolants return the encoded evaluator's values."""
+    script, square = build_script(), SquareTable.load()
+    rectangular = RectangularTable.load().pair
+    assert square.row.shape[:2] == script.ROW_NODES
+    assert (*square.pair.shape[:2], square.pair.shape[3]) == script.SQUARE_NODES
+    assert (*rectangular.shape[:2], *rectangular.shape[3:]) == script.RECTANGULAR_NODES
+
+    def at_nodes(coefficients, axes, indices):
+        for axis, i in reversed(list(zip(axes, indices, strict=True))):
+            count = coefficients.shape[axis]
+            basis = np.cos(np.arange(count) * np.arccos(gauss_nodes(count)[i]))
+            coefficients = np.tensordot(coefficients, basis, (axis, 0))
+        return coefficients
+
+    for a, b, c, d in [(0, 0, 0, 0), (3, 11, 5, 7), (15, 23, 13, 11), (8, 17, 9, 2)]:
+        t, n = theta_at(gauss_nodes(28)[a]), length_at(gauss_nodes(44)[b])
+        np.testing.assert_allclose(
+            at_nodes(square.row, (0, 1), (a, b)), encode_row(t, n), rtol=1e-7
+        )
+        t, n, rho = theta_at(gauss_nodes(20)[a]), length_at(gauss_nodes(32)[b]), gauss_nodes(18)[c]
+        expected = encode_square_pair(t, n, float(rho))
+        found = at_nodes(square.pair, (0, 1, 3), (a, b, c))
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+        t, n, rho = theta_at(gauss_nodes(16)[a]), length_at(gauss_nodes(24)[b]), gauss_nodes(14)[c]
+        expected = encode_pair(t, n, float(rho), n / ratio_at(gauss_nodes(12)[d]))
+        found = at_nodes(rectangular, (0, 1, 3, 4), (a, b, c, d))
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_shipped_tables_are_small():
+    folder = resources.files("moments").joinpath("data")
+    files = [folder.joinpath(f"softmax_{name}.npz") for name in ("square", "rectangular")]
+    assert sum(len(file.read_bytes()) for file in files) < 2_000_000
+
+
+# ------------------------------------------------------------------ the chi-square average
+
+
+@pytest.mark.parametrize("nu", [3.0, 9.5, 30.0, 400.0])
+@pytest.mark.parametrize("points", [1, 2, 3, 6])
+def test_rule_has_the_moments_of_a_gamma_variable(nu, points):
+    rule = chi_square_rule(nu, points)
+    law = stats.gamma(nu / 2, scale=2 / nu)
+    for power in range(2 * points):
+        assert rule.weights @ rule.nodes**power == pytest.approx(law.moment(power) if power else 1)
+
+
+def test_two_point_rule_in_closed_form():
+    """xi = 1 + (1 +- sqrt(a+1))/a with weights (1 -+ 1/sqrt(a+1))/2, a = nu/2."""
+    a = 25.0
+    root = math.sqrt(a + 1)
+    rule = chi_square_rule(2 * a)
+    assert rule.nodes == pytest.approx([1 + (1 - root) / a, 1 + (1 + root) / a])
+    assert rule.weights == pytest.approx([(1 + 1 / root) / 2, (1 - 1 / root) / 2])
+
+
+@pytest.mark.parametrize(("nu", "bound"), [(25.0, 3e-3), (8.0, 5e-3), (4.0, 5e-3)])
+def test_default_rule_averages_row_statistics(nu, bound):
+    """P2, T2 and theta T2 averaged over the fluctuation, against a 30-point rule."""
+    rule, many = chi_square_rule(nu), chi_square_rule(nu, 30)
+    for theta, n in [(0.5, 2), (1.0, 16), (1.5, 128)]:
+        rows = SquareTable.load().at_length(n)
+
+        def average(rule, rows=rows, theta=theta):
+            row = rows.single(theta * rule.nodes)
+            values = [row.sum_square, row.jacobian_square, rule.nodes * row.jacobian_square]
+            return np.array(values) @ rule.weights
+
+        np.testing.assert_allclose(average(rule), average(many), rtol=bound)
+
+
+def test_pair_rule_is_two_independent_gammas():
+    """Moments of psi and theta, against sampling of the vectors w, w' themselves."""
+    theta, r, nu = 1.7, 0.4, 40
+    rule = chi_square_pair_rule(theta, r, nu)
+    psi = rule.theta * rule.rho
+    assert rule.weights.sum() == pytest.approx(1)
+    assert rule.weights @ psi == pytest.approx(r * theta)
+    assert rule.weights @ rule.theta == pytest.approx(theta)
+    rng = np.random.default_rng(0)
+    p, q = rng.standard_normal((2, 40_000, nu))
+    w, w2 = (math.sqrt((1 + r) / 2) * p + sign * math.sqrt((1 - r) / 2) * q for sign in (1, -1))
+    sampled = theta * (w * w2).mean(axis=1)
+    variance = rule.weights @ psi**2 - (r * theta) ** 2
+    assert sampled.mean() == pytest.approx(r * theta, abs=4 * sampled.std() / 200)
+    assert sampled.var() == pytest.approx(variance, rel=0.03)
+    assert np.all(np.abs(chi_square_pair_rule(theta, 1.0, nu).rho) == 1.0)
+    assert chi_square_rule(math.inf).nodes.tolist() == [1.0]
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: row_statistics(-1.0, 4),
+        lambda: row_statistics(math.nan, 4),
+        lambda: row_statistics(THETA_EXACT + 1, 4),
+        lambda: row_statistics(1.0, 0.5),
+        lambda: row_statistics(1.0, math.inf),
+        lambda: pair_statistics(1.0, 4, 1.1),
+        lambda: pair_statistics(1.0, 4, 0.5, 1.0, 3),
+        lambda: pair_statistics(30.0, 4, -0.9),
+        lambda: SquareTable.load().at_length(0.0),
+        lambda: SquareTable.load().at_length(8).single([1.0, -1e-9]),
+        lambda: SquareTable.load().at_length(8).single([1.0, math.nan]),
+        lambda: SquareTable.load().at_length(8).pair(1.0, [0.2, math.nan]),
+        lambda: SquareTable.load().at_length(8).pair(math.inf, 0.2),
+        lambda: SquareTable.load().single(1.0, [2.0, 0.5]),
+        lambda: RectangularTable.load().pairs(1.0, 8.0, 0.5, 7.0),
+        lambda: RectangularTable.load().staged(1.0, 1.5, 8.0, 9.0),
+        lambda: RectangularTable.load().general(1.0, 8.0, 1.0, 9.0, 1.1),
+        lambda: chi_square_rule(0.0),
+        lambda: chi_square_rule(10.0, 0),
+        lambda: chi_square_pair_rule(1.0, 1.5, 10.0),
+    ],
+)
+def test_domain_errors(call):
+    with pytest.raises(DomainError, match=" = .*must be"):
+        call()
