@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .attention import SelfAttention
@@ -32,6 +33,7 @@ class Normalization(Lawful):
     normalises = True
 
 
+@functools.lru_cache(maxsize=32)
 def declare(model: Transformer, theory: Theory) -> Chain:
     """The stack of layers as components that hold the laws of `theory`.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -44,17 +44,38 @@ def _rows(seq_len: int) -> SquareRows:
     return SquareTable.load().at_length(seq_len)
 
 
-def _norm_nodes(freedom: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Gauss nodes and weights of chi-square(freedom)/freedom, along a new last axis."""
+class _Rule(NamedTuple):
+    """Gauss nodes of |w|^2/E|w|^2 for one row, and of two independent ones for a pair of rows."""
+
+    nodes: np.ndarray
+    weights: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    pair_weights: np.ndarray
+
+
+@functools.lru_cache(maxsize=1024)
+def _rule(freedom: float, points: int | None = None) -> _Rule:
     from .softmax import chi_square_rule
 
+    nodes, weights = chi_square_rule(freedom, points)
+    count = nodes.size
+    return _Rule(
+        nodes,
+        weights,
+        np.repeat(nodes, count),
+        np.tile(nodes, count),
+        np.outer(weights, weights).ravel(),
+    )
+
+
+def _rules(freedom: Any) -> _Rule:
+    """The rule, along a new last axis where every configuration has one of its own."""
     if np.ndim(freedom) == 0:
-        return chi_square_rule(float(freedom))
-    flat = [chi_square_rule(float(nu), 5) for nu in np.ravel(freedom)]
-    shape = (*np.shape(freedom), -1)
-    return (
-        np.array([rule.nodes for rule in flat]).reshape(shape),
-        np.array([rule.weights for rule in flat]).reshape(shape),
+        return _rule(float(freedom))
+    flat = [_rule(float(nu), 5) for nu in np.ravel(freedom)]
+    return _Rule(
+        *[np.stack(part).reshape(*np.shape(freedom), -1) for part in zip(*flat, strict=True)]
     )
 
 
@@ -77,26 +98,19 @@ def attention_statistics(
     """
     scalar = type(logit_scale) is float
     freedom = 1 / (1 / d_head + 1 / d_model + norm_spread / 2)
-    nodes, weights = _norm_nodes(freedom)
+    rule = _rules(freedom)
     r = np.asarray(correlation, dtype=float)[..., None]
     theta = (1 - r) * np.asarray(logit_scale, dtype=float)[..., None]
     rows = _rows(seq_len)
-    single = rows.single(theta * nodes)
-
-    count = nodes.shape[-1]
-    first = np.repeat(np.arange(count), count)
-    second = np.tile(np.arange(count), count)
-    a, b = nodes[..., first], nodes[..., second]
-    # w_i = common + own part: rows i and k share the common part of the norms' fluctuation
-    pair_theta = theta * ((1 + r) * a + (1 - r) * b) / 2
-    psi = theta * ((1 + r) * a - (1 - r) * b) / 2
-    row_correlation = ((1 + r) * a - (1 - r) * b) / ((1 + r) * a + (1 - r) * b)
-    pair = rows.pair(pair_theta, row_correlation)
-    pair_weights = weights[..., first] * weights[..., second]
-
+    single = rows.single(theta * rule.nodes)
+    # Rows i and k with w, w' = sqrt((1+r)/2) p +- sqrt((1-r)/2) q, |p|^2 and |q|^2 independent.
+    plus, minus = (1 + r) / 2 * rule.first, (1 - r) / 2 * rule.second
+    total = plus + minus
+    psi = theta * (plus - minus)
+    pair = rows.pair(theta * total, (plus - minus) / total)
     # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
-    row = _averages(single, weights, nodes)
-    both = _averages(pair, pair_weights, psi)
+    row = _averages(single, rule.weights, rule.nodes)
+    both = _averages(pair, rule.pair_weights, psi)
     values = {
         "logit_scale": logit_scale,
         "row_square": row["sum_square"],

@@ -79,7 +79,9 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
         assert top is not None
         injected = modes.of(top.kernel) / np.asarray(top.kernel.diagonal)[..., None]
         gradient_noise, received = draws.gradient(steps.gradient, injected)
-        covariances = _down(steps, _up(steps, entering, signal_noise), signal_noise, gradient_noise, received)
+        covariances = _down(
+            steps, _up(steps, entering, signal_noise), signal_noise, gradient_noise, received
+        )
         variance = np.einsum("k...ij,i,j->...k", covariances[ends], modes.average, modes.average)
     return np.where(np.isfinite(variance), variance, 0.0)
 
@@ -160,7 +162,10 @@ class _Draws:
             both = _outer(carried, added)
             branch = kappa * _outer(added, added)
             own = 2 * (both + np.swapaxes(both, -1, -2)) + branch
-            found.append((own * self.alone + (4 * kept + kappa * gain) * gain * overlap * others) / self.width)
+            found.append(
+                (own * self.alone + (4 * kept + kappa * gain) * gain * overlap * others)
+                / self.width
+            )
             overlap = (kept + gain) ** 2 * overlap
             overlap = overlap + (both + np.swapaxes(both, -1, -2) + branch / 2) / self.width
         return np.stack(found)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,6 +104,14 @@ class Law:
         return tuple(inspect.signature(self.formula).parameters)[1:]
 
     @functools.cached_property
+    def pick(self) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+        """Takes the formula's arguments, in order, out of a mapping by name."""
+        names = self.arguments
+        if len(names) > 1:
+            return operator.itemgetter(*names)
+        return lambda values: [values[name] for name in names]
+
+    @functools.cached_property
     def domain(self) -> dict[str, Interval]:
         """Interval in which each symbol may lie."""
         return {name: self.limits.get(name, SYMBOLS[name].domain) for name in self.arguments}
@@ -111,7 +120,7 @@ class Law:
 
     def of(self, values: Mapping[str, Any]) -> Any:
         """Evaluate on arrays taken by name from `values`, unchecked: the engine's fast path."""
-        return self.formula(NUMPY, *[values[name] for name in self.arguments])
+        return self.formula(NUMPY, *self.pick(values))
 
     def __call__(self, **values: Any) -> Any:
         """Evaluate with numpy, broadcasting over all arguments.

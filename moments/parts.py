@@ -42,7 +42,7 @@ def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Value
 
 def evaluate(law: Law, algebra: Any, values: Values) -> Array:
     """One law on bound values, in the number system of the signal."""
-    return law.formula(algebra, *[values[name] for name in law.arguments])
+    return law.formula(algebra, *law.pick(values))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .composition import Chain, Component, Layer, Leaf, Residual
-from .errors import MomentsError
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 
 BackwardPass = Callable[[Gradient], Gradient]
@@ -47,17 +46,14 @@ def forward(component: Component, signal: Signal, trace: Trace) -> tuple[Signal,
     Returns the output and the backward pass, which carries a gradient at the output back to the
     input and fills in the trace's gradients.
     """
-    if isinstance(component, Leaf):
-        return _leaf(component, signal, trace)
-    if isinstance(component, Chain):
-        return _chain(component, signal, trace)
-    if isinstance(component, Residual):
-        return _residual(component, signal, trace)
-    if isinstance(component, Layer):
-        trace.layer = component.number
-        output, back = forward(component.body, signal, trace)
-        return output, _recorded(trace, component.label, output, back)
-    raise MomentsError(f"cannot propagate through a {type(component).__name__}")
+    kind = type(component)
+    if kind is Chain:
+        return _chain(component, signal, trace)  # type: ignore[arg-type]
+    if kind is Residual:
+        return _residual(component, signal, trace)  # type: ignore[arg-type]
+    if kind is Layer:
+        return _layer(component, signal, trace)  # type: ignore[arg-type]
+    return _leaf(component, signal, trace)  # type: ignore[arg-type]
 
 
 def start(signal: Signal, trace: Trace) -> None:
@@ -87,6 +83,12 @@ def _leaf(leaf: Leaf, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPas
         return pulled.gradient
 
     return output, _recorded(trace, leaf.label, output, back)
+
+
+def _layer(layer: Layer, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    trace.layer = layer.number
+    output, back = forward(layer.body, signal, trace)
+    return output, _recorded(trace, layer.label, output, back)
 
 
 def _chain(chain: Chain, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .prediction import Prediction
 
 STREAM_QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
+_HEADS = {"variance": "variance", "correlation": "corr."}
 TITLES = {
     "variance": "variance",
     "correlation": "token correlation",
@@ -93,7 +94,7 @@ def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table
     )
     table.add_column("layer", justify="right")
     for name in quantities:
-        table.add_column(name.removeprefix("grad_"), justify="right", no_wrap=True)
+        table.add_column(_HEADS[name.removeprefix("grad_")], justify="right", no_wrap=True)
         table.add_column("measured", justify="right", no_wrap=True)
         table.add_column("error", justify="right", no_wrap=True)
     for layer, rows in stream.groupby("layer"):
@@ -104,6 +105,13 @@ def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table
             cells += [_short(row["predicted"]), measured, _error(name, row["error"])]
         table.add_row(str(layer), *cells)
     return table
+
+
+def _fit(r_squared: float) -> str:
+    """R², which says nothing where the measured values do not vary beyond their noise."""
+    if not math.isfinite(r_squared):
+        return "-"
+    return f"{r_squared:.2f}" if r_squared >= 0 else "< 0"
 
 
 def _short(value: float, digits: int = 3) -> str:
@@ -133,11 +141,10 @@ def summary_table(comparison: Comparison) -> Table:
     for row in comparison.summary().to_dict("records"):
         absolute = row["quantity"].endswith("correlation")
         show: Any = (lambda v: f"{v:.3f}") if absolute else (lambda v: f"{100 * v:.2f}%")
-        fit = row["r_squared"]
         table.add_row(
             row["points"],
             TITLES[row["quantity"]],
             *(show(row[name]) for name in ("mean", "median", "max", "excess")),
-            f"{fit:.3f}" if math.isfinite(fit) else "-",
+            _fit(row["r_squared"]),
         )
     return table

@@ -1,4 +1,4 @@
-"""Softmax statistics: the evaluator against other quadratures and Monte Carlo, tables against it."""
+"""Softmax statistics: evaluator against other quadratures and Monte Carlo, tables against it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ from moments.softmax import (
     pair_statistics,
     row_statistics,
 )
-from moments.softmax.chebyshev import gauss_nodes, length_at, ratio_at, theta_at
+from moments.softmax.chebyshev import (
+    chebyshev_basis,
+    chebyshev_coefficients,
+    gauss_nodes,
+    length_at,
+    ratio_at,
+    theta_at,
+)
 from moments.softmax.encoding import encode_pair, encode_row, encode_square_pair
 from moments.softmax.exact import THETA_EXACT
 
@@ -119,7 +126,7 @@ def test_two_keys_against_mpmath():
     ("theta", "theta2", "rho"), [(1, 1, 0.4), (3, 3, -0.8), (2, 0.5, 0.9), (5, 5, 0.97)]
 )
 def test_two_rows_of_two_keys_against_quadrature(theta, theta2, rho):
-    """The pair depends on two correlated logistic normals: C2 = (1 + E tanh(u/2) tanh(u'/2)) / 2."""
+    """Two correlated logistic normals: C2 = (1 + E tanh(u/2) tanh(u'/2)) / 2."""
     grid, weights = hermite_grid(200, 2)
     u = math.sqrt(2 * theta) * grid[:, 0]
     u2 = math.sqrt(2 * theta2) * (rho * grid[:, 0] + math.sqrt(1 - rho**2) * grid[:, 1])
@@ -239,7 +246,7 @@ def test_one_key():
 
 @pytest.mark.parametrize(("theta", "psi"), [(1.0, 0.7), (5.0, 4.0), (3.0, -2.0)])
 def test_many_keys_in_the_longer_row(theta, psi):
-    """k -> infinity, n = 2: k C2 = 2 E sigmoid(u + psi), u ~ N(0, 2 theta), and T its derivative."""
+    """k -> infinity, n = 2: k C2 = 2 E sigmoid(u + psi), u ~ N(0, 2 theta); T its derivative."""
     theta2, k = 2.0 * theta, 1e12
 
     def expect(f):
@@ -463,6 +470,17 @@ def test_shipped_tables_are_what_the_script_builds():
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
+def test_chebyshev_interpolation():
+    """A polynomial within the degree is returned exactly, by cosines and by the recurrence."""
+    x, y = gauss_nodes(5)[:, None], gauss_nodes(4)[None]
+    coefficients = chebyshev_coefficients(1 + x**4 * y - x * y**3, (0, 1))
+    for count in (7, 200):
+        u, v = np.random.default_rng(1).uniform(-1, 1, (2, count))
+        bases = chebyshev_basis(u, 5), chebyshev_basis(v, 4)
+        values = np.einsum("ab,ap,bp->p", coefficients, *bases)
+        np.testing.assert_allclose(values, 1 + u**4 * v - u * v**3, atol=1e-13)
+
+
 def test_shipped_tables_are_small():
     folder = resources.files("moments").joinpath("data")
     files = [folder.joinpath(f"softmax_{name}.npz") for name in ("square", "rectangular")]
@@ -553,5 +571,5 @@ def test_pair_rule_is_two_independent_gammas():
     ],
 )
 def test_domain_errors(call):
-    with pytest.raises(DomainError, match=" = .*must be"):
+    with pytest.raises(DomainError, match=r" = .*must be"):
         call()

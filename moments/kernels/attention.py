@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from moments.errors import domain_error
 from moments.kernels.calibration import Widths
 from moments.kernels.closure import OverlapClosure
+from moments.kernels.independent_noise import DroppedAttention
 from moments.softmax.chebyshev import THETA_MAX
 
 Array = NDArray[np.float64]
@@ -129,6 +130,10 @@ class KernelAttention:
         return np.asarray(self._closure.squares.sum(1))
 
     @functools.cached_property
+    def _noise(self) -> DroppedAttention:
+        return DroppedAttention(self._closure, self.kernel)
+
+    @functools.cached_property
     def _forward(self) -> tuple[Array, Array]:
         """O and Q/G, with the dropout of the attention weights on their diagonals."""
         mean = self.mean_attention @ self.kernel @ self.mean_attention.T
@@ -139,18 +144,18 @@ class KernelAttention:
             tilt, spent = self._width_terms(mean, self.mean_attention @ own - np.diag(output))
             output, query = output + tilt * self.kernel - spent, query + tilt
         if self._dropped > 0.0:
-            _, _, noise = self._closure.noise_gather(self.kernel)
+            _, _, noise = self._noise.gather(self.kernel)
             output = output + self._dropped * np.diag(self._closure.squares @ own)
             query = query + self._dropped * self.logit_scale * np.diag(noise)
         return output, query
 
     def _width_terms(self, mean: Array, shift: Array) -> tuple[Array, Array]:
-        """What O gains per unit of kernel (and Q per unit of G), and what O loses, at order 1/d_model.
+        """At order 1/d_model: what O gains per unit of kernel (and Q per unit of G), what O loses.
 
         Given the direction w_i that row i looks in, token j has a component t_ij along it, and the
-        values of the attended tokens share that component: E tr(J C) (`shift`) for either row. Tokens
-        of fixed norm pay for it: their overlap across is smaller by (t_ij^2 + t_i'l^2)/2 - 1 of it,
-        and a token's overlap with itself is C_jj whatever t is.
+        values of the attended tokens share that component: E tr(J C) (`shift`) for either row.
+        Tokens of fixed norm pay for it: their overlap across is smaller by the fraction
+        (t_ij^2 + t_i'l^2)/2 - 1, and a token's overlap with itself is C_jj whatever t is.
         """
         tilt = self.logit_scale / self._widths.d_model * np.outer(shift, shift)
         once, twice = self._closure.logit_square / self._widths.d_model
@@ -165,8 +170,8 @@ class KernelAttention:
     def backward(self, gradient: ArrayLike) -> AttentionGradient:
         """Second moments per feature of the gradient at the attention's input.
 
-        The query path gives the query weights' gradient, E|dW_q|^2 = d_model sum(C o query)/(variance
-        of W_q) with the value gain in `gradient`; the key weights' alike with `key`.
+        The query weights' gradient follows from the query path: with the value gain in `gradient`,
+        E|dW_q|^2 = d_model sum(C o query) / Var(W_q); the key weights' alike from `key`.
 
         Args:
             gradient: (L, L) second moments per feature of the gradient at sum_j a_ij x_j, that is
@@ -183,7 +188,7 @@ class KernelAttention:
             own = np.diag(gradient)
             value = value + self._dropped * np.diag(self._closure.squares.T @ own)
             scale = self._dropped * self.logit_scale
-            noise, noise_cross = self._closure.noise_spread(scale * own * np.diag(self.kernel))
+            noise, noise_cross = self._noise.spread(scale * own * np.diag(self.kernel))
             key, cross = key + noise, cross + noise_cross
         query = gradient * self._forward[1]
         # an antisymmetric rounding error would be amplified through a deep network
@@ -208,7 +213,7 @@ class KernelAttention:
         total = mean + value + (1.0 + self._closure.cross) * key
         total += sensitivity * self._forward[1]
         if self._dropped > 0.0:
-            noise, noise_cross, _ = self._closure.noise_gather(sensitivity)
+            noise, noise_cross, _ = self._noise.gather(sensitivity)
             through_keys = self.logit_scale * np.diag(self.kernel) * (noise + noise_cross)
             through_values = self._closure.squares @ np.diag(sensitivity)
             total += self._dropped * np.diag(through_values + through_keys)

@@ -1,9 +1,9 @@
 """Scalar functions of the correlation between two queries that tie the closure to exact rows.
 
 For an exchangeable row everything the closure leaves open is one number per correlation rho of two
-queries: the overlap C2(rho) = E sum_j a_j a'_j of their rows. A key holds the fraction C2 of its own
-column of the joint law and (1 - C2)/(n-1) of each other, so a law proportional to exp(beta gap) on
-its diagonal needs
+queries: the overlap C2(rho) = E sum_j a_j a'_j of their rows. A key holds the fraction C2 of its
+own column of the joint law and (1 - C2)/(n-1) of each other, so a law proportional to exp(beta gap)
+on its diagonal needs
 
     beta gap = log[(n-1) C2/(1-C2)],     gap = (theta/tau) strength^2.
 
@@ -99,7 +99,8 @@ def nodes_for(correlation: Array, theta: float, least: float) -> Nodes:
     rho = 0.5 * (1.0 + low) + 0.5 * (1.0 - low) * unit
     rho = np.where(np.abs(rho) < least, least, rho)
     unit = (2.0 * rho - 1.0 - low) / (1.0 - low)
-    return Nodes(low, rho, np.linalg.inv(chebyshev.chebvander(unit, order)))
+    inverse = np.linalg.inv(chebyshev.chebvander(unit, order))
+    return Nodes(low, rho, np.asarray(inverse, dtype=np.float64))
 
 
 class Calibration(NamedTuple):
@@ -109,10 +110,10 @@ class Calibration(NamedTuple):
         log_odds: log[(n-1) C2/(1-C2)], averaged over the widths' fluctuations inside C2.
         key: multiplies dF/drho in the key path; rho at infinite width.
         query: multiplies dF/drho in the query path; 1 at infinite width.
-        cross: (classes,) the correlation of the key and value paths over the key path, at rho = 1.
-        noise_key, noise_query, noise_cross: (classes,) what the widths do to the response to dropped
-            attention in the paths and in the correlation of the key and value paths; 1, 1 and 0 at
-            infinite width.
+        cross: (classes,) correlation of the key and value paths over the key path, at rho = 1.
+        noise_key, noise_query, noise_cross: (classes,) what the widths do to the response to
+            dropped attention in the paths and in the correlation of the key and value paths; 1, 1
+            and 0 at infinite width.
     """
 
     log_odds: Array
@@ -152,7 +153,7 @@ def calibrate(
             angle = np.broadcast_to(cosine, scaled.shape).reshape(-1, 1)
             exact = exact_rows.pairs(scaled.ravel(), lengths, angle)
             share = weight * weight2
-            statistics = [field.reshape(scaled.shape) for field in exact[:4]]
+            statistics = [np.reshape(field, scaled.shape) for field in exact[:4]]
             overlap += share * statistics[0]
             jacobian += share * statistics[1]
             radial += share * statistics[2]
@@ -165,7 +166,8 @@ def calibrate(
     closure = np.where(still, 1.0, closure)
     overlap = np.clip(overlap, 1e-12, 1.0 - 1e-12)
     key = drive * (1.0 - 1.0 / d_model) + drive_radial / d_model
-    fixed = widths.fixed_norm * unshared[:, None] ** 2  # self-overlaps of keys that cannot fluctuate
+    # overlaps of keys with themselves, which fixed norms keep from fluctuating
+    fixed = widths.fixed_norm * unshared[:, None] ** 2
     query = jacobian * (1.0 - 2.0 * (1.0 + fixed) / d_model - 1.0 / d_head)
     noise_query = query + radial * (2.0 / d_model + 1.0 / d_head)
     query = theta * (query + radial * (3.0 / d_model + 1.0 / d_head)) / closure

@@ -2,18 +2,18 @@
 
 With logits of covariance tau C_ii' C_jl, the matrix F(rho)_jl = E a_ij a_i'l depends on two rows
 only through the correlation rho of their queries and through their supports, and Price's theorem
-gives dF/drho = tau E[J C J'] with J = diag(a) - a a^T. Everything attention does to a kernel follows
-from F. To first order in rho, exactly,
+gives dF/drho = tau E[J C J'] with J = diag(a) - a a^T. Everything attention does to a kernel
+follows from F. To first order in rho, exactly,
 
     F = w w'^T + rho tau Wd (1 - A) C (1 - A')^T Wd',      A_jl = E[a_j a_l]/E a_j,  Wd = diag(w),
 
 since E J = Wd (1 - A). The closure exponentiates this and keeps the marginals:
 
-    F proportional to w_j w'_l exp(beta(rho) [(1 - A) C (1 - A')^T]_jl),  Sinkhorn scaled to w and w',
+    F proportional to w_j w'_l exp(beta(rho) [(1 - A) C (1 - A')^T]_jl), Sinkhorn scaled to w, w',
 
-with A = F(1)/w self-consistent and beta(rho) fixed by exact exchangeable rows (`calibration`). It is
-exact to first order given w and A, exact in everything for exchangeable kernels, and otherwise an
-approximation whose errors are measured in `attention.KernelAttention`.
+with A = F(1)/w self-consistent and beta(rho) fixed by exact exchangeable rows (`calibration`). It
+is exact to first order given w and A, exact in everything for exchangeable kernels, and otherwise
+an approximation whose errors are measured in `attention.KernelAttention`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moments.kernels import exact_rows
+from moments.kernels.balance import EXPONENT_MAX, balanced, self_overlap
 from moments.kernels.calibration import Widths, calibrate, nodes_for
 from moments.kernels.contractions import PairSum
-from moments.kernels.independent_noise import NoiseResponse, jacobian_square, marginal_free
 from moments.kernels.row_classes import (
     RowClass,
     as_slice,
-    balanced,
     find_patterns,
     group_patterns,
-    self_overlap,
     window,
 )
 from moments.kernels.row_statistics import mean_attention, row_statistics
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
-
-EXPONENT_MAX = 40.0
-"""Cap on the closure's exponents: reached only beyond the tables, where nothing is claimed."""
 
 RHO_MIN = 1e-3
 """Nodes nearer to 0 are moved here: the excess is divided by rho."""
@@ -68,6 +63,10 @@ class OverlapClosure:
     Attributes:
         rows: reference statistics of the patterns, then of the classes' own rows.
         pattern: (L,) the pattern of every row.
+        group: (P,) the class of every pattern.
+        count: number of allowed keys of the patterns, then of the classes' own rows.
+        classes: all classes.
+        calibration: what exact rows say about every class.
         weights: (L, L) mean attention.
     """
 
@@ -81,44 +80,45 @@ class OverlapClosure:
         self._kernel, self._tau = kernel, logit_scale
         temperature = np.diag(kernel)
         first, pattern = find_patterns(allowed, temperature)
-        groups = group_patterns(
-            allowed[first].astype(np.float64), _means(temperature, pattern)
-        )
+        groups = group_patterns(allowed[first].astype(np.float64), _means(temperature, pattern))
         order = np.concatenate(groups)  # patterns numbered class by class
         self.pattern = np.argsort(order)[pattern]
         patterns = allowed[first[order]].astype(np.float64)
         pattern_temperature = _means(temperature, self.pattern)
         ends = np.cumsum([len(group) for group in groups])
-        spans = [slice(int(end) - len(group), int(end)) for end, group in zip(ends, groups)]
+        spans = [
+            slice(int(end) - len(group), int(end)) for end, group in zip(ends, groups, strict=True)
+        ]
         extended = np.vstack([patterns, *[patterns[span].max(0) for span in spans]])
         means = [pattern_temperature[span].mean() for span in spans]
         self.rows = row_statistics(
             kernel, extended, np.concatenate([pattern_temperature, means]), logit_scale
         )
-        self._classes = [
+        self.classes = [
             self._make_class(span, len(patterns) + index, extended)
             for index, span in enumerate(spans)
         ]
         compact = np.zeros(patterns.shape)
-        self._class = np.empty(len(patterns), dtype=np.intp)
-        for index, group in enumerate(self._classes):
+        self.group = np.empty(len(patterns), dtype=np.intp)
+        for index, group in enumerate(self.classes):
             compact[window(group.patterns, group.keys)] = group.weights
-            self._class[group.patterns] = index
+            self.group[group.patterns] = index
         self.weights = compact[self.pattern]
 
         correlation = np.clip(kernel / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
         self._nodes = nodes_for(correlation, float(self.rows.theta.max()), RHO_MIN)
         stats, own = self.rows, slice(len(patterns), None)
-        self._calibration = calibrate(
+        self.calibration = calibrate(
             stats.theta[own],
             stats.keys[own],
             stats.unshared[own],
             self._nodes,
             widths,
         )
-        gap = np.maximum(stats.logit_variance[own], exact_rows.THETA_LEAST) * stats.strength[own] ** 2
-        self._exponent_per_logit = self._calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        self._count = extended.sum(1)
+        variance = np.maximum(stats.logit_variance[own], exact_rows.THETA_LEAST)
+        gap = variance * stats.strength[own] ** 2
+        self._exponent_per_logit = self.calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
+        self.count = extended.sum(1)
         self._row_scale = self._make_row_scale()
         self._blocks = self._make_blocks()
         norm = np.sqrt(temperature / pattern_temperature[self.pattern])
@@ -146,13 +146,23 @@ class OverlapClosure:
         """(r, P): square root of a pattern's exact excess over its class's at the nodes, before P_i
         (see `contractions`) removes the mean.
 
-        Inverse numbers of keys add: a row that lacks some keys of its class has
-        1/n_e = 1/n_e(class) + 1/n - 1/n(class).
+        Inverse numbers of keys add up over pairs of keys that move together: a row of weights w
+        in a class of weights w' has
+
+            1/n_e = 1/n_e(class) + sum_jl w_j (w_l - w'_l) (C_jl - b)^2 / (C_jj - b)^2,
+
+        which is 1/n - 1/n' for an exchangeable kernel.
         """
-        stats, patterns, count = self.rows, len(self._class), self._count
-        leader = patterns + self._class
+        stats, patterns, count = self.rows, len(self.group), self.count
+        leader = patterns + self.group
         relative = stats.temperature[:patterns] / stats.temperature[leader]
-        inverse = 1.0 / stats.keys[leader] + 1.0 / count[:patterns] - 1.0 / count[leader]
+        inverse = 1.0 / stats.keys[leader]
+        for group in self.classes:
+            kernel = self._kernel[window(group.keys, group.keys)]
+            unshared = max(stats.unshared[group.row], 1e-12)
+            together = 1.0 + (kernel - np.diagonal(kernel).mean()) / unshared
+            lacking = group.weights - group.own_weights
+            inverse[group.patterns] += ((group.weights @ together**2) * lacking).sum(1)
 
         def excess(theta: Array, inverse_keys: Array) -> Array:
             keys = 1.0 / np.clip(inverse_keys, 1e-8, 1.0 - 1e-9)
@@ -160,43 +170,46 @@ class OverlapClosure:
             return np.asarray((np.transpose(exact.overlap) * keys - 1.0) / (1.0 - 1.0 / keys))
 
         row = excess(stats.theta[leader] * relative, inverse)
-        group = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, self._class]
+        group = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, self.group]
         trivial = (count[:patterns] < 1.5) | (np.abs(group) < 1e-14)
         ratio = np.where(trivial, 1.0, row / np.where(trivial, 1.0, group))
         return np.sqrt(np.maximum(ratio, 0.0))
 
     def _make_blocks(self) -> list[Block]:
         exponents = self._exponent_per_logit * self._tau
-        exponents = exponents * self.rows.temperature[len(self._class) :, None]
-        groups = [index for index, group in enumerate(self._classes) if len(group.own_weights) > 1]
+        exponents = exponents * self.rows.temperature[len(self.group) :, None]
+        groups = [index for index, group in enumerate(self.classes) if len(group.own_weights) > 1]
         rho = self._nodes.rho[:, None, None]
         blocks = []
         for position, one in enumerate(groups):
-            first = self._classes[one]
+            first = self.classes[one]
             onward = first.response @ self._kernel[first.keys]
             for two in groups[position:]:
-                second = self._classes[two]
+                second = self.classes[two]
                 projected = onward[:, second.keys] @ second.response.T
                 size = np.sqrt(np.maximum(exponents[one] * exponents[two], 0.0))
                 exponent = (np.sign(self._nodes.rho) * size)[:, None, None]
-                joint = np.exp(np.minimum(exponent * projected, EXPONENT_MAX))
+                joint = exponent * projected
+                np.exp(np.minimum(joint, EXPONENT_MAX, out=joint), out=joint)
                 joint = balanced(joint, first.own_weights, second.own_weights, 3)
-                sums = PairSum.of((joint - 1.0) / rho, first.weights, second.weights)
+                joint -= 1.0
+                joint /= rho
+                sums = PairSum.of(joint, first.weights, second.weights)
                 blocks.append(Block(first, second, sums))
         return blocks
 
     def _set_pair_weights(self, correlation: Array) -> None:
-        """Interpolation weights (r, L, L) of the excess and of its derivative for every pair of rows,
-        and the key and query factors (L, L)."""
+        """For every pair of rows, interpolation weights (r, L, L) of the excess and of its
+        derivative, and the key and query factors (L, L)."""
         value, slope = self._nodes.basis(correlation)
         scale = self._row_scale[:, self.pattern] * self._norm
         scale = scale[:, :, None] * scale[:, None, :]
         self._value_weight = scale * value * correlation
         self._slope_weight = scale * (slope * correlation + value)
-        group = self._class[self.pattern]
+        group = self.group[self.pattern]
         sharpened = self._sharpening(correlation)
         factors = []
-        for values in (self._calibration.key, self._calibration.query):
+        for values in (self.calibration.key, self.calibration.query):
             factor = np.einsum("rij,ir->ij", value, values[group])
             factors.append(0.5 * (factor + factor.T) * sharpened)
         self._key_factor, self._query_factor = factors
@@ -219,19 +232,19 @@ class OverlapClosure:
     # --- sums over pairs of rows ---------------------------------------------------------------
 
     def _is_identity(self) -> bool:
-        return len(self._class) == len(self.pattern) and bool(np.all(np.diff(self.pattern) == 1))
+        return len(self.group) == len(self.pattern) and bool(np.all(np.diff(self.pattern) == 1))
 
     def _compress(self, pairs: Array) -> Array:
         """(..., P, P) sums over the rows of every two patterns."""
         if self._is_identity():
             return pairs
-        member = np.equal.outer(np.arange(len(self._class)), self.pattern).astype(np.float64)
+        member = np.equal.outer(np.arange(len(self.group)), self.pattern).astype(np.float64)
         return np.asarray(member @ pairs @ member.T)
 
     def gather(self, kernel: Array) -> Array:
         """(3, L, L): tr((F_ii' - w_i w_i'^T) kernel^T), the key path's and the query path's
         multiple of its derivative in the correlation of i and i'."""
-        patterns = len(self._class)
+        patterns = len(self.group)
         values = np.zeros((len(self._nodes.rho), patterns, patterns))
         for first, second, sums in self._blocks:
             part = sums.gather(kernel[window(first.keys, second.keys)])
@@ -267,7 +280,7 @@ class OverlapClosure:
     @property
     def cross(self) -> float:
         """Correlation of the key and value paths per unit of the key path, averaged over rows."""
-        return float(self._calibration.cross[self._class[self.pattern]].mean())
+        return float(self.calibration.cross[self.group[self.pattern]].mean())
 
     # --- single rows ---------------------------------------------------------------------------
 
@@ -278,8 +291,11 @@ class OverlapClosure:
 
     @property
     def logit_square(self) -> Array:
-        """(2, L): E sum_j a_ij (t_ij^2 - 1) and E sum_j a_ij^2 (t_ij^2 - 1) per row, t_ij the component of
-        token j along the direction row i looks in: attended tokens point that way."""
+        """(2, L): E sum_j a_ij (t_ij^2 - 1) and E sum_j a_ij^2 (t_ij^2 - 1).
+
+        t_ij is the component of token j along the direction that row i looks in: attended tokens
+        point that way.
+        """
         stats = self.rows
         once = stats.unshared * stats.logit_square
         twice = stats.unshared * (stats.weighted_logit_square - stats.sum_square)
@@ -288,7 +304,7 @@ class OverlapClosure:
     @functools.cached_property
     def squares(self) -> Array:
         """(L, L) E a_ij^2."""
-        compact = np.zeros((len(self._class), len(self._kernel)))
+        compact = np.zeros((len(self.group), len(self._kernel)))
         for first, second, sums in self._blocks:
             if first is second:
                 diagonal = np.diagonal(sums.excess[0]) - 2.0 * sums.left[0]
@@ -296,56 +312,23 @@ class OverlapClosure:
                 scale = self._row_scale[0, first.patterns, None] ** 2
                 square = first.weights**2 * np.maximum(1.0 + scale * diagonal, 0.0)
                 compact[window(first.patterns, first.keys)] = square
-        single = [group for group in self._classes if len(group.own_weights) == 1]
+        single = [group for group in self.classes if len(group.own_weights) == 1]
         for group in single:
             compact[window(group.patterns, group.keys)] = 1.0
         return compact[self.pattern]
 
-    @functools.cached_property
-    def _noise(self) -> list[tuple[RowClass, NoiseResponse]]:
-        slope = self._exponent_per_logit @ self._nodes.basis(np.ones(1))[1][:, 0]
-        members = np.unique(self.pattern, return_index=True)[1]
-        trace = jacobian_square(self.squares[members].sum(1), self._count[: len(members)])
-        responses = []
+    def joint(self, group: RowClass) -> Array:
+        """(n, n) F/(w w^T) of a class's own row with itself, symmetric."""
         for first, second, sums in self._blocks:
-            if first is second:
-                index = first.row - len(self._class)
-                variance = np.diagonal(self._kernel)[first.keys]
-                direction = slope[index] * (first.response * variance) @ first.response.T
-                joint = 1.0 + 0.5 * (sums.excess[0] + sums.excess[0].T)
-                response = marginal_free(joint, direction, first.own_weights)
-                noise = NoiseResponse.of(first.weights, response, trace[first.patterns])
-                responses.append((first, noise))
-        return responses
+            if first is group and second is group:
+                return np.asarray(1.0 + 0.5 * (sums.excess[0] + sums.excess[0].T))
+        return np.ones((1, 1))
 
-    def noise_spread(self, row_weights: Array) -> Array:
-        """(2, L, L): sum_i h_i E[J_i D J_i] in the key path and its correlation with the value path.
-
-        `row_weights` h is (L,); see `independent_noise`.
-        """
-        total = np.zeros((2, *self._kernel.shape))
-        for group, noise in self._noise:
-            index = group.row - len(self._class)
-            weights = np.bincount(self.pattern, row_weights, len(self._class))[group.patterns]
-            part = noise.spread(weights)
-            factors = self._calibration.noise_key[index], self._calibration.noise_cross[index]
-            total[window(group.keys, group.keys)] += np.stack([f * part for f in factors])
-        return total
-
-    def noise_gather(self, kernel: Array) -> Array:
-        """(3, L): tr(E[J_i D J_i] kernel) in the key path, its correlation with the value path and
-        the query path."""
-        total = np.zeros((3, len(self._class)))
-        for group, noise in self._noise:
-            index = group.row - len(self._class)
-            factors = np.array([
-                self._calibration.noise_key[index],
-                self._calibration.noise_cross[index],
-                self._calibration.noise_query[index],
-            ])
-            part = noise.gather(kernel[window(group.keys, group.keys)])
-            total[:, group.patterns] = factors[:, None] * part
-        return total[:, self.pattern]
+    @functools.cached_property
+    def exponent_slopes(self) -> Array:
+        """(classes,) dbeta/drho at rho = 1, per unit of logit scale and query norm."""
+        slope = self._nodes.basis(np.ones(1))[1][:, 0]
+        return np.asarray(self._exponent_per_logit @ slope)
 
 
 def _means(values: Array, group: Indices) -> Array:

@@ -57,4 +57,4 @@ def pairs(theta: Array, keys: Array, rho: Array) -> PairStatistics:
     else:
         values = np.einsum("mfo,omr->mfr", in_rho, basis.reshape(orders, *rho.shape))
     psi = theta[:, None] * rho
-    return decode_square_pair(psi, keys[:, None], values.swapaxes(0, 1), np.True_)
+    return decode_square_pair(psi, keys[:, None], values.swapaxes(0, 1), True)

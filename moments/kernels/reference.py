@@ -5,7 +5,7 @@ is compared with that of n_e keys whose covariance is tau (b + (spread) delta_jk
 the common part b, so two numbers describe that row, its logit variance theta and its number of keys
 n_e. They are chosen to reproduce the overlap distribution of the kernel's keys through
 
-    mean C,    log mean e^{tau C},    log mean e^{2 tau C}        (means over pairs of allowed keys),
+    mean C,    log mean e^{tau C},    log mean e^{2 tau C}    (means over pairs of allowed keys),
 
 the last two being the second and fourth annealed moments of the partition sum. An exchangeable
 kernel is returned exactly, and so are clusters of equal size whose members coincide.
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 FEWEST_KEYS = 3.0
-"""Floor of n_e (where the row allows that many): below it the response of `mean_attention` is 0/0."""
+"""Floor of n_e where the row allows that many: the response in `mean_attention` is 0/0 at 2."""
 
 
 class ReferenceRow(NamedTuple):
@@ -37,7 +37,7 @@ class ReferenceRow(NamedTuple):
 
 
 def _moments(kernel: Array, allowed: Array, tau: float) -> tuple[Array, Array]:
-    """log mean e^{tau (C - mean C)} and log mean e^{2 tau (C - mean C)} of every row's key pairs."""
+    """log mean e^{tau (C - mean C)} and log mean e^{2 tau (C - mean C)} over a row's key pairs."""
     count = allowed.sum(1)
     top = kernel.max()
 

@@ -1,14 +1,15 @@
 """Which rows of a mask are alike, and what alike rows share.
 
-Two levels. Rows with the same keys and nearly the same query norm are one *pattern*: full attention
-has one pattern, a causal mask one per row. Patterns with nearly the same keys form a *class*, which
-stands for the row that attends to every key its members attend to. A class shares that row's
-self-consistent overlaps; the mean attention of its patterns stays their own.
+Two levels. Rows with the same keys and nearly the same query norm are one *pattern*: full
+attention has one pattern, a causal mask one per row. Patterns with nearly the same keys form a
+*class*, which stands for the row that attends to every key its members attend to. A class shares
+that row's self-consistent overlaps; the mean attention of its patterns stays their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +97,7 @@ def as_slice(indices: Indices) -> slice | Indices:
     return slice(low, high) if high - low == len(indices) else indices
 
 
-def window(rows: slice | Indices, columns: slice | Indices) -> tuple[object, ...]:
+def window(rows: slice | Indices, columns: slice | Indices) -> Any:
     """Index of a submatrix in the last two axes."""
     if isinstance(rows, slice) or isinstance(columns, slice):
         if isinstance(rows, slice) and isinstance(columns, slice):
@@ -107,42 +108,3 @@ def window(rows: slice | Indices, columns: slice | Indices) -> tuple[object, ...
 
 def _indices(index: slice | Indices) -> Indices:
     return np.arange(index.start, index.stop) if isinstance(index, slice) else index
-
-
-def balanced(joint: Array, weights: Array, weights2: Array, sweeps: int) -> Array:
-    """Sinkhorn: scale `joint` (..., n, k) so that its means over either index are 1.
-
-    The means are weighted by `weights` (n,) and `weights2` (k,), which sum to 1.
-    """
-    left = np.ones(joint.shape[:-1])
-    right = np.ones((*joint.shape[:-2], joint.shape[-1]))
-    for _ in range(sweeps):
-        right = 1.0 / ((left * weights)[..., None, :] @ joint)[..., 0, :]
-        left = 1.0 / (joint @ (right * weights2)[..., None])[..., 0]
-    return np.asarray(joint * left[..., :, None] * right[..., None, :])
-
-
-def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: float) -> Array:
-    """Solve A = F/w, F = w w^T o exp(exponent (1 - A) C (1 - A)^T) scaled to the marginals w.
-
-    Args:
-        kernel: (n, n) second moments of the keys.
-        weights: (n,) mean attention.
-        first_guess: (n, n) unnormalised A.
-        exponent: beta(1), per unit of the projected kernel.
-
-    Returns:
-        1 - A.
-    """
-    identity = np.eye(len(weights))
-    overlap = first_guess / first_guess.sum(1, keepdims=True)
-    for _ in range(30):
-        response = identity - overlap
-        projected = response @ kernel @ response.T
-        joint = np.exp(np.minimum(exponent * projected, 40.0))
-        update = balanced(joint, weights, weights, 4) * weights
-        change = np.abs(update - overlap).max()
-        overlap = 0.5 * (overlap + update)
-        if change < 2e-4:
-            break
-    return np.asarray(identity - overlap)

@@ -31,7 +31,8 @@ class RowStatistics:
         logit_square: E sum a (s^2/theta - 1) of the reference row, s relative to its common part.
         entropy: E[-sum a log a] in nats, over all allowed keys.
         strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
-        own_response: d log a_j / d s_j-like slope x: the pull of a key's own Boltzmann factor.
+        own_response: x, the response of a mean weight to its key's own logit, in odds per logit
+            variance.
         kernel_response: y, the response of a mean weight to a correlation of its key.
         variance_response: the response of a mean weight to its key's own variance.
     """
@@ -67,17 +68,19 @@ def row_statistics(
         temperature: (rows,) second moment C_ii of each row's query.
         logit_scale: tau, so that row i has logit covariance tau C_ii C_jk.
     """
-    mean_temperature = float(temperature.mean())
-    reference = reference_rows(kernel, allowed, logit_scale * mean_temperature)
-    variance = reference.theta * temperature / mean_temperature
+    # vanishing logits: the reference has a limit, which a small scale finds without cancellation
+    scale = max(logit_scale * float(temperature.mean()), 1e-3 / max(float(np.ptp(kernel)), 1e-12))
+    reference = reference_rows(kernel, allowed, scale)
+    unshared = reference.theta / scale
+    variance = unshared * logit_scale * temperature
     theta = exact_rows.tabulated(variance)
     exact = exact_rows.rows(theta, reference.keys)
     several = reference.keys > 1.0
     keys = np.maximum(reference.keys, ONE_KEY)
-    square, cube = exact.sum_square, exact.sum_cube
+    square, cube = np.asarray(exact.sum_square), np.asarray(exact.sum_cube)
     rest = np.maximum(1.0 - square, 1e-300)
     strength = np.where(several, (1.0 - square) * keys / (keys - 1.0), 1.0)
-    # E sum a (1-a)(1-2a): second derivative of the softmax in its own logits (Gaussian interpolation)
+    # E sum a (1-a)(1-2a), by Gaussian interpolation: second derivative of a in its own logit
     curvature = 1.0 - 3.0 * square + 2.0 * cube
     own = np.where(several, np.log(square * (keys - 1.0) / rest) / theta, 1.0)
     wide = reference.keys > 2.0 + 1e-6
@@ -87,13 +90,13 @@ def row_statistics(
     return RowStatistics(
         temperature,
         variance,
-        reference.theta / max(logit_scale * mean_temperature, 1e-300),
+        unshared,
         theta,
         reference.keys,
         square,
-        exact.weighted_logit_square,
+        np.asarray(exact.weighted_logit_square),
         np.where(several, theta * curvature, 0.0),
-        exact.entropy + np.log(allowed.sum(1) / reference.keys),
+        np.asarray(exact.entropy) + np.log(allowed.sum(1) / reference.keys),
         strength,
         np.maximum(own, 1e-3),
         response,
@@ -125,7 +128,8 @@ def mean_attention(
     relative = variance - (allowed @ variance / allowed.sum(1))[:, None]
     lift = scale * statistics.temperature[rows] * statistics.softening[rows]
     lift = lift * statistics.variance_response[rows]
-    log_weight = lift[:, None] * relative - (statistics.kernel_response[rows] / own)[:, None] * crowd
+    shared = statistics.kernel_response[rows] / own
+    log_weight = lift[:, None] * relative - shared[:, None] * crowd
     log_weight = np.where(allowed > 0.0, log_weight, -np.inf)
     weight = np.exp(log_weight - log_weight.max(1, keepdims=True))
     return np.asarray(weight / weight.sum(1, keepdims=True))

@@ -37,6 +37,12 @@ class PairRule(NamedTuple):
     weights: Array
 
 
+def _frozen(array: Array) -> Array:
+    """`array`, read-only: what a cache hands out must not be changed."""
+    array.flags.writeable = False
+    return array
+
+
 @functools.lru_cache(256)
 def chi_square_rule(nu: float, points: int | None = None) -> ChiSquareRule:
     """Gaussian quadrature for xi = chi-square(nu) / nu, exact up to xi^(2 points - 1).
@@ -62,13 +68,13 @@ def chi_square_rule(nu: float, points: int | None = None) -> ChiSquareRule:
     if points < 1:
         raise domain_error("points", points, "at least 1")
     if not nu < 1e12:
-        return ChiSquareRule(np.ones(1), np.ones(1))
+        return ChiSquareRule(_frozen(np.ones(1)), _frozen(np.ones(1)))
     i = np.arange(points)
     half = 0.5 * nu
     beside = np.sqrt(i[1:] * (i[1:] + half - 1.0))
     jacobi = np.diag(2.0 * i + half) + np.diag(beside, 1) + np.diag(beside, -1)
     nodes, vectors = np.linalg.eigh(jacobi)
-    return ChiSquareRule(nodes / half, vectors[0] ** 2)
+    return ChiSquareRule(_frozen(nodes / half), _frozen(vectors[0] ** 2))
 
 
 @functools.lru_cache(4096)
@@ -77,7 +83,7 @@ def _pair_shape(nu: float, points: int | None) -> tuple[Array, Array, Array]:
     return (
         np.repeat(nodes, nodes.size),
         np.tile(nodes, nodes.size),
-        np.outer(weights, weights).ravel(),
+        _frozen(np.outer(weights, weights).ravel()),
     )
 
 

@@ -17,7 +17,7 @@ from moments.softmax.exact import (
     pair_statistics,
     row_statistics,
 )
-from moments.softmax.laplace import Array
+from moments.softmax.laplace import Array, BoolArray
 
 ROW_FUNCTIONS = 10
 PAIR_FUNCTIONS = 4
@@ -55,7 +55,7 @@ def decode_participation(theta: Array, n: Array | float, functions: Array) -> tu
 
 
 def decode_row(
-    theta: Array, n: Array | float, functions: Array, valid: Array | bool
+    theta: Array, n: Array | float, functions: Array, valid: BoolArray | bool
 ) -> RowStatistics:
     """Inverse of `encode_row`; theta and the trailing axes of `functions` broadcast."""
     p2, rest = decode_participation(theta, n, functions)
@@ -106,7 +106,7 @@ def encode_square_pair(theta: float, n: float, rho: float) -> Array:
 
 
 def decode_square_pair(
-    psi: Array, n: Array | float, functions: Array, valid: Array | bool
+    psi: Array, n: Array | float, functions: Array, valid: BoolArray | bool
 ) -> PairStatistics:
     """Inverse of `encode_square_pair`."""
     c2, rest = decode_participation(psi, n, functions)
@@ -132,7 +132,7 @@ def encode_pair(theta: float, n: float, rho: float, k: float) -> Array:
 
 
 def decode_pair(
-    psi: Array, n: Array, k: Array, functions: Array, valid: Array | bool
+    psi: Array, n: Array, k: Array, functions: Array, valid: BoolArray | bool
 ) -> PairStatistics:
     """Inverse of `encode_pair`; exactly 1/k, 0, 0 and 0 at n = 1."""
     many = n > 1.0

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 PAIR_STEP = 0.35
 """Spacing in log t for two rows, where p <= 2: |Gamma(2 + 2 pi i / step)| = 1e-10."""
@@ -56,7 +57,7 @@ def normal_grid(fine: bool) -> NormalGrid:
     """
     spacing = 0.05 if fine else 0.1
     half = round(12.0 / spacing)
-    nodes = spacing * np.arange(-half, half + 1)
+    nodes = spacing * np.arange(-half, half + 1, dtype=np.float64)
     weights = np.exp(-0.5 * nodes**2)
     return NormalGrid(nodes, weights / weights.sum())
 
@@ -103,7 +104,8 @@ def laplace_row(theta: float, length: float, reach: float, step: float, fine: bo
     sigma = math.sqrt(theta)
     low = -math.log(length) - min(0.5 * theta, 6.0 * sigma) - LEFT_TAIL - reach
     high = 3.6 - math.log(length) + (6.5 if length < 50 else 5.5) * sigma
-    x = step * np.arange(math.floor(low / step), math.ceil(high / step) + 1)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    x = step * np.arange(first, last + 1, dtype=np.float64)
     nodes, weights = normal_grid(fine)
     e = np.exp(x[:, None] + sigma * nodes)
     excess = np.expm1(-e)

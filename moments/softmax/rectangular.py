@@ -43,10 +43,10 @@ def _shaped(result: PairStatistics, shape: tuple[int, ...]) -> PairStatistics:
 class RectangularTable(NamedTuple):
     """Chebyshev coefficients for rows of n and k >= n keys that share the first n: a causal mask.
 
-    Relative errors: overlap below 1e-5 up to theta = 2 and 1e-4 up to 8; jacobian_overlap 2e-5, 2e-4
-    up to 6, 3e-3 up to 8; overlap_slope 3e-5, 5e-4 up to 6, 1e-3 up to 8 (over psi times
-    jacobian_overlap); radial_overlap 5e-4 (over jacobian_overlap). Medians are a hundredth of these.
-    Beyond theta = 8 or n = 1e8 arguments are moved to that edge and `valid` is False;
+    Relative errors: overlap below 1e-5 up to theta = 2 and 1e-4 up to 8; jacobian_overlap 2e-5,
+    2e-4 up to 6, 3e-3 up to 8; overlap_slope 3e-5, 5e-4 up to 6, 1e-3 up to 8 (over psi times
+    jacobian_overlap); radial_overlap 5e-4 (over jacobian_overlap). Medians are a tenth of these or
+    less. Beyond theta = 8 or n = 1e8 arguments are moved to that edge and `valid` is False;
     `pair_statistics` goes on to 32.
 
     Attributes:

@@ -82,11 +82,11 @@ def exact_pair(theta: float, n: float, rho: float) -> PairStatistics:
 class SquareRows:
     """Statistics of rows of one length n; made by `SquareTable.at_length`.
 
-    Up to theta = 8 and n = 1e8 they are interpolated. Relative errors: of one row 1e-4 at most, of a
-    pair with rho >= -0.3 likewise (radial_overlap's over jacobian_overlap, overlap_slope's over psi
-    times jacobian_overlap); 1e-3 as rho nears -1 at theta > 4. Beyond, and up to theta = 32, the
-    exact evaluator is called: 2 ms per row, 3 to 100 ms per pair. Beyond that the numbers are those
-    of theta = 32 (for a pair, at the least rho allowed there), and `valid` is False.
+    Up to theta = 8 and n = 1e8 they are interpolated. Relative errors: of one row 1e-4 at most, of
+    a pair with rho >= -0.3 likewise (radial_overlap's over jacobian_overlap, overlap_slope's over
+    psi times jacobian_overlap); 1e-3 as rho nears -1 at theta > 4. Beyond, and up to theta = 32,
+    the exact evaluator is called: 2 ms per row, 3 to 100 ms per pair. Beyond that the numbers are
+    those of theta = 32 (for a pair, at the least rho allowed there), and `valid` is False.
     """
 
     def __init__(self, n: float, row: Array, pair: Array) -> None:

@@ -1,0 +1,280 @@
+"""One attention layer with tokens alike: Monte Carlo, and the refined laws compared with it.
+
+    python benchmarks/attention_layer.py simulate [--seconds S]   resumes where it stopped
+    python benchmarks/attention_layer.py compare                  percentiles of the laws' errors
+
+Three designs, all seeded:
+
+layer   fresh tokens and weights per sample, every path apart, tokens Gaussian or normalised to
+        |x|^2 = d. Gradients, value weights and dropout masks enter second moments linearly and are
+        integrated out by hand, so what is sampled is tokens, query and key weights only.
+beyond  the same at logit variances 5, 8 and 12, where the laws begin to fail.
+grid    the published protocol (Kedia et al. 2024, Tables 21 and 22): one draw of everything.
+
+Results are stored with standard errors in `moments/data/attention_layer.json`. Nothing here shares
+code with the laws except `predicted`, which evaluates them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import gammaln, hyp2f1
+
+Array = np.ndarray
+STORE = Path(__file__).resolve().parents[1] / "moments" / "data" / "attention_layer.json"
+
+# --- fresh weights, everything linear integrated out ------------------------------------------
+
+
+def normalised_correlation(r: float, d_model: int) -> float:
+    """E cos of the angle between two Gaussian vectors whose entries have correlation r."""
+    ratio = np.exp(2 * (gammaln((d_model + 1) / 2) - gammaln(d_model / 2)))
+    return float(r * 2 / d_model * ratio * hyp2f1(0.5, 0.5, d_model / 2 + 1, r * r))
+
+
+def tokens(
+    rng: np.random.Generator, samples: int, seq_len: int, d_model: int, r: float, normalised: bool
+) -> Array:
+    """(samples, seq_len, m): tokens in coordinates of a subspace that holds them all.
+
+    Weights are isotropic, so only inner products of tokens matter. Where L + 1 < d the common
+    vector and the L own ones are replaced by their Bartlett factor, m = L + 1.
+    """
+    count = seq_len + 1
+    if count < d_model:
+        factor = np.tril(rng.standard_normal((samples, count, count)), -1)
+        index = np.arange(count)
+        factor[:, index, index] = np.sqrt(rng.chisquare(d_model - index, (samples, count)))
+    else:
+        factor = rng.standard_normal((samples, count, d_model), dtype=np.float32)
+    x = np.sqrt(r) * factor[:, :1] + np.sqrt(1 - r) * factor[:, 1:]
+    if normalised:
+        x *= np.sqrt(d_model / (x * x).sum(-1, keepdims=True))
+    return x.astype(np.float32)
+
+
+def _transposed(a: Array) -> Array:
+    return a.swapaxes(-1, -2)
+
+
+def _mean_pairs(a: Array) -> Array:
+    """Mean over ordered pairs of different tokens of (samples, L, L)."""
+    length = a.shape[-1]
+    diagonal = np.trace(a, axis1=-2, axis2=-1, dtype=np.float64)
+    return (a.sum((-2, -1), dtype=np.float64) - diagonal) / (length * (length - 1))
+
+
+def _mean_diagonal(a: Array) -> Array:
+    return np.trace(a, axis1=-2, axis2=-1, dtype=np.float64) / a.shape[-1]
+
+
+def sample_layer(
+    rng: np.random.Generator,
+    samples: int,
+    *,
+    seq_len: int,
+    d_model: int,
+    d_head: int,
+    correlation: float,
+    logit_scale: float,
+    normalised: bool,
+) -> tuple[dict[str, Array], Array]:
+    """Second moments of each sample given its tokens and its query and key weights.
+
+    Gradients arrive as b_i = W_v g_i with E b b^T = 1 (so beta = 1); with D_i = diag(a_i) - a_i
+    a_i^T and O = X X^T / d, row i sends dM_i = D_i X b_i to its logits. Names without suffix are
+    for gradients independent between tokens; "_mask" is multiplied by p/(1-p); "_pairs" by
+    r_g (L - 1), gradients shared by two tokens.
+
+    Returns:
+        name -> (samples,), and controls (samples, k) whose expectation is 0.
+    """
+    x = tokens(rng, samples, seq_len, d_model, correlation, normalised)
+    m = x.shape[-1]
+    scale = np.float32(np.sqrt(np.sqrt(logit_scale) / d_model))
+    wq = scale * rng.standard_normal((samples, m, d_head), dtype=np.float32)
+    wk = scale * rng.standard_normal((samples, m, d_head), dtype=np.float32)
+    q, k = x @ wq, x @ wk
+    outside = np.float32((d_model - m) * scale**2) * np.eye(d_head, dtype=np.float32)
+    s = q @ _transposed(k) / np.float32(np.sqrt(d_head))
+    w_gram = q @ (_transposed(wk) @ wk + outside) @ _transposed(q) / d_head  # w_i . w_k
+    b_gram = k @ (_transposed(wq) @ wq + outside) @ _transposed(k) / d_head  # B x_l . B x_m
+    twice = q @ (_transposed(wk) @ wq) @ _transposed(k) / d_head  # w_i . B x_l
+    a = np.exp(s - s.max(-1, keepdims=True))
+    a /= a.sum(-1, keepdims=True)
+    o = x @ _transposed(x) / d_model
+    norm = np.diagonal(o, axis1=-2, axis2=-1)[:, None, :]
+
+    at, a2 = _transposed(a), a * a
+    ao, ab = a @ o, a @ b_gram
+    aoa = ao @ at
+    aba = ab @ at
+    aoa_own = np.diagonal(aoa, axis1=-2, axis2=-1)[..., None]
+    aba_own = np.diagonal(aba, axis1=-2, axis2=-1)[..., None]
+    overlap = a @ at
+    square = a2.sum(-1, keepdims=True)
+    logit_mean = (a * s).sum(-1, keepdims=True)
+    ds = a * (s - logit_mean)  # D s
+
+    # tr(D_i O D_k) and tr(D_i M D_k O), M = b_gram, by expanding D
+    p = a @ _transposed(a * ao)
+    dod = (a * norm) @ at - p - _transposed(p) + overlap * aoa
+    c = a @ _transposed(ab * ao)
+    dmdo = (a @ (b_gram * o)) @ at - c - _transposed(c) + aba * aoa
+    column_square = a2 * (1 - 2 * a + square)  # sum_j D_jl^2
+    w_norm = np.diagonal(w_gram, axis1=-2, axis2=-1)
+    b_norm = np.diagonal(b_gram, axis1=-2, axis2=-1)[:, None, :]
+
+    trace_ds = (a * np.diagonal(s, axis1=-2, axis2=-1)[:, None, :]).sum(-1) - (
+        (a @ s) * a
+    ).sum(-1)
+    # (D_k O D_i N_k)_i of K_i from row k against Q_i: `qk[k, i]`
+    u_a = (o * a).sum(-1)[:, None, :] - aoa
+    inner = twice @ _transposed(o * a) - (ao * twice) @ at - u_a * (twice @ at)
+    qk = a * inner
+    vq = a * trace_ds[:, None, :]  # [i, j]: V_j from row i against Q_j
+
+    def rows(values: Array) -> Array:
+        return values.sum((-2, -1), dtype=np.float64) / seq_len
+
+    values = {
+        "row_square": rows(a2),
+        "overlap": _mean_pairs(overlap),
+        "average": _mean_diagonal(aoa),
+        "average_mask": rows(a2 * norm),
+        "average_pairs": _mean_pairs(aoa),
+        "query": _mean_diagonal(dmdo),
+        "query_mask": rows(norm * a2 * (b_norm - 2 * ab + aba_own)),
+        "query_pairs": _mean_pairs(dmdo),
+        "key": _mean_diagonal(dod * w_gram),
+        "key_mask": rows(column_square * norm * w_norm[..., None]),
+        "key_pairs": _mean_pairs(dod * w_gram),
+        "cross": 2 / d_model * rows(a * ds),
+        "cross_mask": 2 / d_model * rows(a2 * (1 - a) * (s - s.mean(-1, keepdims=True))),
+        "cross_pairs": 2 / d_model * _mean_pairs(a @ _transposed(ds)),
+        "value_query": 2 / d_model * _mean_diagonal(vq),
+        "value_query_pairs": 2 / d_model * _mean_pairs(vq),
+        "query_key": 2 * _mean_diagonal(qk),
+        "query_key_pairs": 2 * _mean_pairs(qk),
+    }
+    del aoa_own
+    truth = normalised_correlation(correlation, d_model) if normalised else correlation
+    controls = [
+        _mean_diagonal(w_gram) / logit_scale - 1,
+        _mean_pairs(w_gram) / logit_scale - truth,
+        _mean_pairs(o) - truth,
+        _mean_diagonal(b_gram) / logit_scale - 1,
+        *_logit_controls(s, x, logit_scale / d_model**2),
+    ]
+    if not normalised:
+        controls.append(_mean_diagonal(o) - 1)
+    return values, np.stack(controls, -1)
+
+
+def _logit_controls(s: Array, x: Array, scale: float) -> list[Array]:
+    """Empirical variance and skewness of the logits over keys, less their expectation given X.
+
+    s_ij = x_i.B x_j with isotropic B: E_B (u.B v)^2 = scale |u|^2 |v|^2, and odd moments vanish.
+    """
+    centred = s - s.mean(-1, keepdims=True)
+    common = centred.mean(-2)
+    own = x - x.mean(-2, keepdims=True)
+    spread = (own * own).sum(-1).mean(-1, dtype=np.float64)
+    norm = (x * x).sum(-1).mean(-1, dtype=np.float64)
+    common_norm = (x.mean(-2) ** 2).sum(-1)
+    return [
+        (common**2).mean(-1) - scale * common_norm * spread,
+        (centred**2).mean((-2, -1)) - scale * norm * spread,
+        (common**3).mean(-1),
+        (centred**3).mean((-2, -1)),
+    ]
+
+
+PATHS = ("value", "query", "key", "cross")
+
+
+def combined(v: dict[str, Array], seq_len: int, drop_prob: float, r_g: float) -> dict[str, Array]:
+    """Moments at one dropout probability and gradient correlation, from `sample_layer`'s parts."""
+    masks, others = drop_prob / (1 - drop_prob), r_g * (seq_len - 1)
+
+    def path(name: str) -> Array:
+        return v[name] + masks * v.get(f"{name}_mask", 0.0) + others * v[f"{name}_pairs"]
+
+    parts = {
+        "variance": v["average"] + masks * v["average_mask"],
+        "covariance": v["average_pairs"],
+        "value": v["row_square"] / (1 - drop_prob) + others * v["overlap"],
+        "query": v["query"] + masks * v["query_mask"],
+        "key": path("key"),
+        "cross": path("cross"),
+        "rest": path("value_query") + path("query_key"),
+    }
+    parts["grad_variance"] = sum(parts[name] for name in (*PATHS, "rest"))
+    value_covariance = (1 - v["row_square"]) / (seq_len - 1) + r_g * (1 - v["overlap"])
+    fed_back = parts["key"] + parts["cross"] + parts["rest"]
+    parts["grad_covariance"] = (
+        value_covariance + r_g * v["query_pairs"] - fed_back / (seq_len - 1)
+    )
+    return parts
+
+
+def estimate(values: Array, controls: Array) -> list[float]:
+    """Mean and standard error of `values` (samples,) after regression on the controls."""
+    centred = values - values.mean()
+    coefficients, *_ = np.linalg.lstsq(controls - controls.mean(0), centred, rcond=None)
+    residual = values - controls @ coefficients
+    count = len(values)
+    error = residual.std(ddof=1 + controls.shape[1]) / np.sqrt(count)
+    return [float(f"{residual.mean():.7g}"), float(f"{error:.2g}")]
+
+
+def simulate_layer(config: dict[str, Any], seconds: float, most: int, target: float) -> dict[str, Any]:
+    """Sample until the gradient variance's standard error is below `target`, or time is up."""
+    rng = np.random.default_rng(config["seed"])
+    length = config["seq_len"]
+    design = {
+        name: config[name] for name in ("seq_len", "d_model", "d_head", "normalised")
+    }
+    correlation = config["correlation"]
+    truth = (
+        normalised_correlation(correlation, config["d_model"])
+        if config["normalised"]
+        else correlation
+    )
+    batch = int(np.clip(4e5 / (length * length + length * config["d_head"]), 1, 2000))
+    parts: list[dict[str, Array]] = []
+    controls: list[Array] = []
+    start, count = time.monotonic(), 0
+    while True:
+        values, control = sample_layer(
+            rng,
+            batch,
+            **design,
+            correlation=correlation,
+            logit_scale=config["theta"] / (1 - truth),
+        )
+        parts.append(values)
+        controls.append(control)
+        count += batch
+        if count % (10 * batch) and count < most:
+            continue
+        if count < 60:
+            continue
+        joined = {name: np.concatenate([p[name] for p in parts]) for name in values}
+        moments = combined(joined, length, config["drop_prob"], config["grad_correlation"])
+        stacked = np.concatenate(controls)
+        mean, error = estimate(moments["grad_variance"], stacked)
+        if error < target * mean or count >= most or time.monotonic() - start > seconds:
+            break
+    result = {name: estimate(series, stacked) for name, series in moments.items()}
+    for name in ("row_square", "overlap", "query", "query_mask", "query_pairs"):
+        result[f"part_{name}"] = estimate(joined[name], stacked)
+    for name in ("key", "key_mask", "key_pairs"):
+        result[f"part_{name}"] = estimate(joined[name], stacked)
+    return {"config": {**config, "correlation": truth}, "samples": count, "result": result}

@@ -1,0 +1,55 @@
+"""Joint laws with given marginals, and the self-consistent overlap of one row."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+EXPONENT_MAX = 40.0
+"""Cap on exponents: reached only beyond the tables of exact rows, where nothing is claimed."""
+
+TOLERANCE = 2e-4
+"""Largest change of an overlap at which its iteration ends."""
+
+
+def balanced(joint: Array, weights: Array, weights2: Array, sweeps: int) -> Array:
+    """Sinkhorn: scale `joint` (..., n, k) so that its means over either index are 1.
+
+    The means are weighted by `weights` (n,) and `weights2` (k,), which sum to 1.
+    """
+    left = np.ones(joint.shape[:-1])
+    right = np.ones((*joint.shape[:-2], joint.shape[-1]))
+    for _ in range(sweeps):
+        right = 1.0 / ((left * weights)[..., None, :] @ joint)[..., 0, :]
+        left = 1.0 / (joint @ (right * weights2)[..., None])[..., 0]
+    scaled = joint * left[..., :, None]
+    scaled *= right[..., None, :]
+    return np.asarray(scaled)
+
+
+def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: float) -> Array:
+    """Solve A = F/w, F = w w^T o exp(exponent (1 - A) C (1 - A)^T) scaled to the marginals w.
+
+    Args:
+        kernel: (n, n) second moments of the keys.
+        weights: (n,) mean attention.
+        first_guess: (n, n) unnormalised A.
+        exponent: beta(1), per unit of the projected kernel.
+
+    Returns:
+        1 - A.
+    """
+    identity = np.eye(len(weights))
+    overlap = first_guess / first_guess.sum(1, keepdims=True)
+    for _ in range(30):
+        response = identity - overlap
+        projected = response @ kernel @ response.T
+        joint = np.exp(np.minimum(exponent * projected, EXPONENT_MAX))
+        update = balanced(joint, weights, weights, 4) * weights
+        change = np.abs(update - overlap).max()
+        overlap = 0.5 * (overlap + update)
+        if change < TOLERANCE:
+            break
+    return np.asarray(identity - overlap)
