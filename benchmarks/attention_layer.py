@@ -115,7 +115,6 @@ def sample_layer(
     ao, ab = a @ o, a @ b_gram
     aoa = ao @ at
     aba = ab @ at
-    aoa_own = np.diagonal(aoa, axis1=-2, axis2=-1)[..., None]
     aba_own = np.diagonal(aba, axis1=-2, axis2=-1)[..., None]
     overlap = a @ at
     square = a2.sum(-1, keepdims=True)
@@ -163,7 +162,6 @@ def sample_layer(
         "query_key": 2 * _mean_diagonal(qk),
         "query_key_pairs": 2 * _mean_pairs(qk),
     }
-    del aoa_own
     truth = normalised_correlation(correlation, d_model) if normalised else correlation
     controls = [
         _mean_diagonal(w_gram) / logit_scale - 1,
@@ -278,3 +276,154 @@ def simulate_layer(config: dict[str, Any], seconds: float, most: int, target: fl
     for name in ("key", "key_mask", "key_pairs"):
         result[f"part_{name}"] = estimate(joined[name], stacked)
     return {"config": {**config, "correlation": truth}, "samples": count, "result": result}
+
+
+# --- the published protocol: one draw ---------------------------------------------------------
+
+
+def simulate_draw(config: dict[str, Any]) -> dict[str, Any]:
+    """Variances and token covariances under one draw of all weights, averaged over inputs."""
+    rng = np.random.default_rng(config["seed"])
+    length, d_model, d_head = config["seq_len"], config["d_model"], config["d_head"]
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    def alike(width: int, correlation: float) -> Array:
+        common = np.float32(np.sqrt(correlation)) * normal(1, width)
+        return common + np.float32(np.sqrt(1 - correlation)) * normal(length, width)
+
+    scale = np.float32(np.sqrt(config["weight_variance"]))
+    wq, wk = scale * normal(d_model, d_head), scale * normal(d_model, d_head)
+    wv = normal(d_model, d_head) / np.float32(np.sqrt(d_model))
+    root = np.float32(np.sqrt(d_head))
+    kept = np.float32(1 - config["drop_prob"])
+    inputs = int(np.clip(1.2e11 / (length * length * (8 * d_model + 400)), 12, 100))
+    draws = []
+    for _ in range(inputs):
+        x, g = alike(d_model, config["correlation"]), alike(d_head, config["grad_correlation"])
+        q, k, v = x @ wq, x @ wk, x @ wv
+        a = q @ k.T / root
+        a = np.exp(a - a.max(-1, keepdims=True))
+        a /= a.sum(-1, keepdims=True)
+        dropped = a * (rng.random((length, length), dtype=np.float32) < kept) / kept
+        weighted = dropped * (g @ v.T)
+        logits = weighted - a * weighted.sum(-1, keepdims=True)
+        sent = dropped.T @ (g @ wv.T) + logits @ k @ wq.T / root + logits.T @ q @ wk.T / root
+        draws.append((*_moments(dropped @ v), *_moments(sent)))
+    names = ("variance", "covariance", "grad_variance", "grad_covariance")
+    series = np.array(draws)
+    errors = series.std(0, ddof=1) / np.sqrt(inputs)
+    result = {
+        name: [float(f"{mean:.7g}"), float(f"{error:.2g}")]
+        for name, mean, error in zip(names, series.mean(0), errors, strict=True)
+    }
+    return {"config": config, "samples": inputs, "result": result}
+
+
+def _moments(z: Array) -> tuple[float, float]:
+    """Mean square of the entries of (L, width), and mean product between two tokens."""
+    own = float((z * z).sum(dtype=np.float64))
+    total = float((z.sum(0, dtype=np.float64) ** 2).sum())
+    length, width = z.shape
+    return own / (length * width), (total - own) / (length * (length - 1) * width)
+
+
+# --- designs ----------------------------------------------------------------------------------
+
+SEED = 20240607
+
+
+def _choose(rng: np.random.Generator, options: dict[str, tuple]) -> dict[str, Any]:
+    return {name: values[rng.integers(len(values))] for name, values in options.items()}
+
+
+def _even(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**config, "seed": SEED + i} for i, config in enumerate(configs)]
+
+
+def layer_design(count: int = 110) -> list[dict[str, Any]]:
+    """`count` settings of each kind of token, drawn independently for the two kinds."""
+    rng = np.random.default_rng(SEED)
+    options = {
+        "seq_len": (4, 8, 16, 64, 300),
+        "d_model": (128, 256, 512),
+        "d_head": (16, 32, 64, 128),
+        "correlation": (0.0, 0.1, 0.3, 0.6, 0.9),
+        "drop_prob": (0.0, 0.1, 0.3),
+        "theta": (0.25, 0.5, 1.0, 2.0, 3.5),
+        "grad_correlation": (0.0, 0.4),
+    }
+    return _even(
+        [
+            {"normalised": normalised, **_choose(rng, options)}
+            for _ in range(count)
+            for normalised in (True, False)
+        ]
+    )
+
+
+def beyond_design() -> list[dict[str, Any]]:
+    return _even(
+        [
+            {
+                "normalised": True,
+                "seq_len": seq_len,
+                "d_model": d_model,
+                "d_head": 64,
+                "correlation": r,
+                "drop_prob": 0.1,
+                "theta": theta,
+                "grad_correlation": 0.2,
+            }
+            for theta in (5.0, 8.0, 12.0)
+            for seq_len in (16, 300)
+            for d_model in (256, 768)
+            for r in (0.0, 0.3, 0.6)
+        ]
+    )
+
+
+def grid_design(count: int = 360) -> list[dict[str, Any]]:
+    """A seeded subset of the published grid; query and key weights' standard deviations are
+    .1, .245 and .6 over sqrt(d), so that d^2 query key is 1e-4 to .13."""
+    rng = np.random.default_rng(SEED + 1)
+    options = {
+        "seq_len": (300, 547, 1000),
+        "d_model": (100, 316, 1000),
+        "d_head": (32, 64, 128, 256),
+        "correlation": (0.0, 1 / 3, 2 / 3),
+        "drop_prob": (0.0, 1 / 3, 2 / 3),
+        "grad_correlation": (0.0, 1 / 3, 2 / 3),
+        "logit_scale": (0.1**4, 0.06**2, 0.6**4),
+    }
+    configs = []
+    for _ in range(count):
+        config = _choose(rng, options)
+        config["weight_variance"] = config.pop("logit_scale") ** 0.5 / config["d_model"]
+        configs.append(config)
+    return _even(configs)
+
+
+def simulate(seconds: float) -> None:
+    """Fill the store up, one setting after the other, for at most `seconds`."""
+    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    start = time.monotonic()
+    jobs = [
+        ("layer", layer_design(), lambda c: simulate_layer(c, 25.0, 60_000, 1.5e-3)),
+        ("grid", grid_design(), simulate_draw),
+        ("beyond", beyond_design(), lambda c: simulate_layer(c, 15.0, 30_000, 3e-3)),
+    ]
+    for name, design, run in jobs:
+        done = store.setdefault(name, [])
+        for config in design[len(done) :]:
+            if time.monotonic() - start > seconds:
+                return
+            done.append(run(config))
+            partial = STORE.with_suffix(".tmp")
+            partial.write_text(json.dumps(store, separators=(",", ":")))
+            partial.replace(STORE)
+
+
+if __name__ == "__main__":
+    simulate(1e9)

@@ -42,6 +42,7 @@ from .composition import Chain, Layer
 from .linearisation import (
     Addition,
     Linearised,
+    Logits,
     Modes,
     linearise,
     part_starts,
@@ -79,9 +80,9 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
         assert top is not None
         injected = modes.of(top.kernel) / np.asarray(top.kernel.diagonal)[..., None]
         gradient_noise, received = draws.gradient(steps.gradient, injected)
-        covariances = _down(
-            steps, _up(steps, entering, signal_noise), signal_noise, gradient_noise, received
-        )
+        logits = draws.logits(steps.logits, modes.of(stream[0].signal.kernel), overlaps)
+        signal = _up(steps, entering, signal_noise, logits)
+        covariances = _down(steps, signal, signal_noise, gradient_noise, received, logits)
         variance = np.einsum("k...ij,i,j->...k", covariances[ends], modes.average, modes.average)
     return np.where(np.isfinite(variance), variance, 0.0)
 
@@ -101,16 +102,22 @@ def band(mean: Array, log_variance: Array) -> tuple[Array, Array]:
     return typical, np.stack([typical / half, typical * half])
 
 
-def _up(steps: Linearised, entering: Array, noise: Array) -> Array:
+def _up(steps: Linearised, entering: Array, noise: Array, logits: Array) -> Array:
     """Covariance of the signal's relative modes before every part, (parts + 1, ..., 2, 2)."""
     found = [entering]
-    for response, own in zip(steps.response, noise, strict=True):
+    moved = _outer(steps.logits.signal, steps.logits.signal) * logits[..., None, None]
+    for response, own in zip(steps.response, noise + moved, strict=True):
         found.append(_congruence(response, found[-1]) + own)
     return np.stack(found)
 
 
 def _down(
-    steps: Linearised, signal: Array, signal_noise: Array, gradient_noise: Array, received: Array
+    steps: Linearised,
+    signal: Array,
+    signal_noise: Array,
+    gradient_noise: Array,
+    received: Array,
+    logits: Array,
 ) -> Array:
     """Covariance of the gradient's modes before every part, (parts + 1, ..., 2, 2)."""
     own = received
@@ -119,6 +126,8 @@ def _down(
     for k in range(len(steps.pull) - 1, -1, -1):
         pull = steps.pull[k]
         own = _congruence(pull, own + _congruence(gain, signal_noise[k])) + gradient_noise[k]
+        both = (pull @ gain @ steps.logits.signal[k][..., None])[..., 0] + steps.logits.gradient[k]
+        own = own + _outer(both, both) * logits[k][..., None, None]
         gain = pull @ gain @ steps.response[k] + steps.exposure[k]
         found.append(own + _congruence(gain, signal[k]))
     return np.stack(found[::-1])
@@ -152,20 +161,21 @@ class _Draws:
         own = 2 * _outer(injected, injected) / self.width * self.alone
         return self._noise(reverse, injected)[::-1], own
 
+    def logits(self, logits: Logits, first: Array, overlaps: Sequence[Array]) -> Array:
+        """Variance of every part's logit scale, averaged over the sequences."""
+        return logits.variance / self.batch
+
     def _noise(self, additions: Addition, first: Array) -> Array:
         """Noise of every part, in the order in which the pass meets them."""
         others = 1 - self.alone
         found = []
         overlap = _outer(first, first) / self.width
-        for carried, added, kept, gain, kappa in zip(*additions, strict=True):
+        for carried, added, alone, coherent, kept, gain, kappa in zip(*additions, strict=True):
             kept, kappa = kept[..., None, None], kappa[..., None, None]
             both = _outer(carried, added)
             branch = kappa * _outer(added, added)
-            own = 2 * (both + np.swapaxes(both, -1, -2)) + branch
-            found.append(
-                (own * self.alone + (4 * kept + kappa * gain) * gain * overlap * others)
-                / self.width
-            )
+            own = alone[..., None] * self.alone + coherent / self.batch
+            found.append(own + (4 * kept + kappa * gain) * gain * overlap * others / self.width)
             overlap = (kept + gain) ** 2 * overlap
             overlap = overlap + (both + np.swapaxes(both, -1, -2) + branch / 2) / self.width
         return np.stack(found)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attention import SelfAttention
+from .attention_statistics import attention_statistics
 from .composition import Chain, Component, Layer, Leaf, Residual
 from .errors import MomentsError
 from .parts import Dropout
@@ -58,6 +59,8 @@ class Addition(NamedTuple):
 
     Attributes:
         carried, added: (..., 2) modes of the skip connection and of the branch.
+        alone: (..., 2) own variance of each mode.
+        coherent: (..., 2, 2) covariance that modes of a kind share, and so does their average.
         kept: (...,) factor of the skip connection on a kernel.
         gain: (..., 2, 2) factor of the branch on the overlap of two different modes: of the means of
             two sequences, of a mean and a difference, of two differences.
@@ -66,9 +69,25 @@ class Addition(NamedTuple):
 
     carried: Array
     added: Array
+    alone: Array
+    coherent: Array
     kept: Array
     gain: Array
     kappa: Array
+
+
+class Logits(NamedTuple):
+    """The realised scale of the attention logits, averaged over heads and tokens.
+
+    Attributes:
+        variance: (...,) of its logarithm over draws, one sequence.
+        signal: (..., 2) response of the relative modes that leave.
+        gradient: (..., 2) response of the gradient's modes that are sent back.
+    """
+
+    variance: Array
+    signal: Array
+    gradient: Array
 
 
 class Linearised(NamedTuple):
@@ -83,6 +102,7 @@ class Linearised(NamedTuple):
     exposure: Array
     signal: Addition
     gradient: Addition
+    logits: Logits
 
 
 def linearise(
@@ -230,12 +250,17 @@ def _linearise(
     base = modes.of(kernel)
     received = modes.of(gradient) / gradient.diagonal[..., None]
     axes = (1,) * (base.ndim - 1)
-    nudged = base * (1 + STEP * np.array([[0, 0], [1, 0], [0, 1]]).reshape(3, *axes, 2))
     residual = isinstance(part, Residual)
     node = part.branch if isinstance(part, Residual) else part
     skip = np.asarray(part.skip_scale**2 if isinstance(part, Residual) else 0.0)
     scale = np.asarray(part.branch_scale**2 if isinstance(part, Residual) else 1.0)
+    attention = _attention_of(node)
 
+    # unchanged; either mode of the signal a little larger; the logits a little larger
+    steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0]])[: 3 if attention is None else 4]
+    nudged = base * (1 + steps.reshape(-1, *axes, 2))
+    if attention is not None:
+        node = _with_logits(node, 1 + STEP * np.array([0, 0, 0, 1]).reshape(-1, *axes))
     entering = modes.kernel(nudged)
     inner = Trace()
     signal = Signal(entering, modes.seq_len, width=width, spread=entering.scaled(0.0))
@@ -252,22 +277,91 @@ def _linearise(
     sent = np.einsum("...ij,...j->...i", returned, received) + skip[..., None] * received
     # The pass itself took 1/d off for directions a gradient had lost before: only shapes count here.
     size = sent[0] @ modes.average
-    pull = (returned[0] + skip[..., None, None] * np.eye(2)) / size[..., None, None]
-    exposure = (sent[1:] - sent[0]) / (STEP * size[..., None])
+    one, two = size[..., None], size[..., None, None]
+    pull = (returned[0] + skip[..., None, None] * np.eye(2)) / two
+    exposure = (sent[1:] - sent[0]) / (STEP * one)
 
     like = np.ones_like(size)
     gain = scale[..., None, None] * _coherent_gain(node, kernel, overlap, width)
-    kappa = _own_fluctuation(node, inner) * width if residual else 0.0
-    up = Addition(carried[0], residual * added[0], skip * like, gain, kappa * like)
-    down = Addition(
-        skip[..., None] * received / size[..., None],
-        residual * (returned[0] @ received[..., None])[..., 0] / size[..., None],
+    kappa = (_own_fluctuation(node, inner) * width if residual else 0.0) * like
+    up = _addition(carried[0], residual * added[0], skip * like, gain, kappa, width)
+    down = _addition(
+        skip[..., None] * received / one,
+        residual * (returned[0] @ received[..., None])[..., 0] / one,
         skip / size,
-        gain / size[..., None, None],
-        up.kappa,
+        gain / two,
+        kappa,
+        width,
     )
-    response, exposure = (np.moveaxis(entry, 0, -1) for entry in (response, exposure))
-    return Linearised(*_layers_first((response, pull, exposure, up, down), base.ndim - 2))
+    variance, moved = 0.0 * like, (np.zeros_like(base), np.zeros_like(base))
+    if attention is not None:
+        down = _attention_addition(attention, down, returned[0] / two, received, kernel, modes)
+        variance = _logit_variance(attention, base, kernel, modes)
+        moved = (response[2], exposure[2])
+    response, exposure = (np.moveaxis(entry[:2], 0, -1) for entry in (response, exposure))
+    logits = Logits(variance, *moved)
+    return _layers_first(Linearised(response, pull, exposure, up, down, logits), base.ndim - 2)
+
+
+def _addition(
+    carried: Array, added: Array, kept: Array, gain: Array, kappa: Array, width: Array
+) -> Addition:
+    alone = (4 * carried + kappa[..., None] * added) * added / width
+    return Addition(carried, added, alone, 0.0 * gain, kept, gain, kappa)
+
+
+def _attention_addition(
+    attention: SelfAttention,
+    addition: Addition,
+    returned: Array,
+    received: Array,
+    kernel: Kernel,
+    modes: Modes,
+) -> Addition:
+    """Noise of the gradient that attention sends back, where modes do not fluctuate one by one.
+
+    The output projection's noise, 2 over its fan-in for each mode received, is passed on by every
+    path. The token mean that comes back is Gaussian through the value projection, 2/d. What the mean
+    sends into the differences (keys, and how often a token is attended to) is in each head one
+    vector over tokens, J X W_v u: its squared norm has as many degrees of freedom as the keys and
+    features that a^2 sees, and heads average.
+    """
+    inner, width = attention.heads * attention.d_head, attention.d_model
+    stage = returned * (2 / inner * received**2 / modes.count)[..., None, :]
+    direct = np.stack([addition.added[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1)
+    alone = (4 * addition.carried * addition.added + 2 * direct**2) / width
+    # a_j^2 over its sum is the softmax of the doubled logits
+    statistics = attention_statistics(
+        4 * kernel.diagonal**2 * width**2 * attention.query * attention.key,
+        kernel.pairs / kernel.diagonal,
+        modes.seq_len,
+        width,
+        attention.d_head,
+    )
+    share = 2 / attention.heads * (statistics.values["row_square"] + 1 / width)
+    coherent = stage @ np.swapaxes(returned, -1, -2)
+    coherent[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
+    return addition._replace(alone=alone, coherent=coherent)
+
+
+def _logit_variance(attention: SelfAttention, base: Array, kernel: Kernel, modes: Modes) -> Array:
+    """Relative variance of |W_k^T W_q x_i|^2, averaged over heads and over correlated tokens."""
+    tokens = (base**2 * modes.average).sum(-1) / (modes.seq_len * kernel.diagonal**2)
+    return tokens * 2 * (1 / attention.d_head + 1 / attention.d_model) / attention.heads
+
+
+def _attention_of(component: Component) -> SelfAttention | None:
+    parts = component.parts if isinstance(component, Chain) else (component,)
+    return next((part for part in parts if isinstance(part, SelfAttention)), None)
+
+
+def _with_logits(component: Component, factor: Array) -> Component:
+    """The component with its attention logits' variance changed."""
+    if isinstance(component, Chain):
+        return Chain(tuple(_with_logits(part, factor) for part in component.parts))
+    if isinstance(component, SelfAttention):
+        return dataclasses.replace(component, query=component.query * factor)
+    return component
 
 
 def _layers_first(entries: Any, axis: int) -> Any:
@@ -304,7 +398,7 @@ def _own_fluctuation(branch: Component, inner: Trace) -> Array:
 def _coherent_gain(component: Component, kernel: Kernel, overlap: Array, width: Array) -> Array:
     """Factor (..., 2, 2) on a small overlap between two modes, the same in both directions."""
     _, across = _pair(component, Signal(Kernel(kernel.diagonal, overlap), 2, width=width))
-    if _attends(component):
+    if _attention_of(component) is not None:
         within = 0.0 * across  # differences between tokens do not survive averaging over them
     else:
         _, within = _pair(component, Signal(kernel, 2, width=width))
@@ -328,8 +422,3 @@ def _pair(component: Component, pair: Signal) -> tuple[Array, Array]:
         else:
             raise MomentsError(f"no overlap of sequences through a {type(part).__name__}")
     return pair.kernel.pairs, factor
-
-
-def _attends(component: Component) -> bool:
-    parts = component.parts if isinstance(component, Chain) else (component,)
-    return any(isinstance(part, SelfAttention) for part in parts)

@@ -51,11 +51,14 @@ class FiniteNormalization(Leaf):
         )
 
         def pullback(gradient: Gradient) -> Pulled:
-            removed = self._removed_share(gradient, width)
             received = gradient.kernel
-            share, share_pairs = received.lift(removed)
+            radial, mean = self._lost_directions(gradient)
+            share, _ = received.lift((radial + mean) / width)
+            overlap = two["x_correlation"] ** 2
+            _, pair_share = received.lift(1 / width)
+            pair_share = pair_share * (radial * (2 - overlap) + received.lift(mean)[1])
             single = one | {"grad_variance": received.diagonal, "removed_share": share}
-            pair = two | {"grad_covariance": received.pairs, "removed_share": share_pairs}
+            pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}
             variance = evaluate(laws["grad_variance"], algebra, single)
             pairs = evaluate(laws["grad_covariance"], algebra, pair)
             sent = Kernel.joined(variance, pairs, received.resolved)
@@ -84,11 +87,10 @@ class FiniteNormalization(Leaf):
         two["pair_norm_spread"] = spread.pairs / ((first + eps_pairs) * (second + eps_pairs))
         return one, two
 
-    def _removed_share(self, gradient: Gradient, width: Any) -> Any:
-        """Directions a generic gradient loses: the signal's own, and the mean over features.
+    def _lost_directions(self, gradient: Gradient) -> tuple[float, Any]:
+        """How many directions a token's gradient loses: the signal's own, the mean over features.
 
         A gradient that is orthogonal or centred already loses nothing there.
         """
         radial = 0.0 if gradient.orthogonal else 1.0
-        mean = 1.0 - gradient.centred_share if self.centres else 0.0
-        return (radial + mean) / width
+        return radial, 1.0 - gradient.centred_share if self.centres else 0.0

@@ -134,7 +134,13 @@ _TABLE = [
     (
         "removed_share",
         r"\delta",
-        "share of the gradient that a normalisation projects out",
+        "share of the gradient's variance that a normalisation projects out",
+        Interval(0.0, 1.0),
+    ),
+    (
+        "removed_pair_share",
+        r"\delta_{ij}",
+        "share of the gradient's token covariance that a normalisation projects out",
         Interval(0.0, 1.0),
     ),
     ("drop_prob", r"p", "probability that dropout drops an entry", PROBABILITY),

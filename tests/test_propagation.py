@@ -111,7 +111,9 @@ def test_no_norm_and_scales() -> None:
         dropout=p_drop,
         attention_dropout=0.0,
     )
-    p = moments.predict(model, variance=2.0, correlation=0.5, theory="published")
+    p = moments.predict(
+        model, variance=2.0, correlation=0.5, grad_correlation=0.2, theory="published"
+    )
     own, pair = uniform_attention(2.0, 0.5)
     v = lam**2 * 2.0 + beta**2 * ATTENTION_GAIN * own / (1 - p_drop)
     c = lam**2 * 1.0 + beta**2 * ATTENTION_GAIN * pair
@@ -120,6 +122,12 @@ def test_no_norm_and_scales() -> None:
         lam**2 * c + beta**2 * FFN_GAIN * c,
     )
     assert (p.variance[1], p.correlation[1]) == pytest.approx((v, c / v), rel=1e-13)
+    kept, added = lam**2, beta**2 * FFN_GAIN
+    g, gc = kept + added / (1 - p_drop), 0.2 * (kept + added)
+    shared = beta**2 * ATTENTION_GAIN * (g + (LENGTH - 1) * gc) / LENGTH
+    g, gc = kept * g + shared / (1 - p_drop), kept * gc + shared
+    assert p.grad_variance[0] == pytest.approx(g, rel=1e-13)
+    assert p.grad_correlation[0] == pytest.approx(gc / g, rel=1e-13)
 
 
 # --- conventions of the stream --------------------------------------------------------------------

@@ -189,9 +189,10 @@ class OverlapClosure:
                 projected = onward[:, second.keys] @ second.response.T
                 size = np.sqrt(np.maximum(exponents[one] * exponents[two], 0.0))
                 exponent = (np.sign(self._nodes.rho) * size)[:, None, None]
-                joint = exponent * projected
+                joint = (exponent * projected).astype(np.float32)
                 np.exp(np.minimum(joint, EXPONENT_MAX, out=joint), out=joint)
-                joint = balanced(joint, first.own_weights, second.own_weights, 3)
+                marginals = [one.own_weights.astype(np.float32) for one in (first, second)]
+                joint = balanced(joint, *marginals, 3)
                 joint -= 1.0
                 joint /= rho
                 sums = PairSum.of(joint, first.weights, second.weights)

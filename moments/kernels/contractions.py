@@ -4,6 +4,10 @@ P_i removes a row's mean, so that every joint law w_i w_i'^T + P_i g P_i' has th
 w_i' whatever g is. The two maps below are each other's transpose:
 
     spread: H -> sum_{r i i'} H_r,ii' P_i g_r P_i'        gather: X -> tr(P_i g_r P_i' X^T)
+
+g is stored, and its sums are formed, in single precision, which halves their time and memory: its
+rounding is four orders of magnitude below the error of any g that is not exact. Sums are formed on
+the scale of the largest entry, so that they neither overflow nor underflow.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Single = NDArray[np.float32]
 
 
 class PairSum(NamedTuple):
@@ -27,34 +32,43 @@ class PairSum(NamedTuple):
         both: (r, a, b) w_i^T g w_i'.
     """
 
-    excess: Array
-    rows: Array
-    rows2: Array
-    left: Array
-    right: Array
-    both: Array
+    excess: Single
+    rows: Single
+    rows2: Single
+    left: Single
+    right: Single
+    both: Single
 
     @classmethod
-    def of(cls, excess: Array, rows: Array, rows2: Array) -> PairSum:
+    def of(cls, excess: Single, rows: Array, rows2: Array) -> PairSum:
         """Form the products."""
+        rows, rows2 = rows.astype(np.float32), rows2.astype(np.float32)
         left = rows @ excess
         return cls(excess, rows, rows2, left, excess @ rows2.T, left @ rows2.T)
 
     def spread(self, pair_weights: Array) -> Array:
         """(m, n, k) key kernels from (m, r, a, b) weights H on pairs of rows."""
+        pair_weights, scale = _single(pair_weights)
         onward = pair_weights @ self.rows2  # (m, r, a, k)
         total = np.einsum("mrnk,rnk->mnk", self.rows.T @ onward, self.excess)
         total -= self.rows.T @ np.einsum("mrak,rak->mak", onward, self.left)
         total -= np.einsum("mrnb,rnb->mnb", self.rows.T @ pair_weights, self.right) @ self.rows2
         both = np.einsum("mrab,rab->mab", pair_weights, self.both)
         total += self.rows.T @ both @ self.rows2
-        return np.asarray(total)
+        return scale * total.astype(np.float64)
 
     def gather(self, kernel: Array) -> Array:
         """(r, a, b): tr(P_i g_r P_i' kernel^T) for every pair of rows; kernel (n, k)."""
+        kernel, scale = _single(kernel)
         kernel_left = self.rows @ kernel  # (a, k)
         kernel_right = kernel @ self.rows2.T  # (n, b)
         total = (self.rows @ (self.excess * kernel) - self.left * kernel_left) @ self.rows2.T
         total -= self.rows @ (self.right * kernel_right)
         total += self.both * (kernel_left @ self.rows2.T)
-        return np.asarray(total)
+        return scale * total.astype(np.float64)
+
+
+def _single(array: Array) -> tuple[Single, float]:
+    """The array over its largest entry, and that entry."""
+    scale = float(max(array.max(initial=0.0), -array.min(initial=0.0))) or 1.0
+    return (array / scale).astype(np.float32), scale

@@ -1,7 +1,8 @@
 """Noci et al.'s query and value gradients under uniform attention, and the temperature between them.
 
-Single head, d_k = d_v = d, an incoming gradient of unit variance and uncorrelated between tokens;
-the norms are sums over all entries of a weight matrix, per unit of the other weights' variances.
+Single head with d_k = d_v = d and query, key and value weights of variance 1/d. The norms are the
+squared Frobenius norms of the output's Jacobian in a weight matrix: the squared gradient norm for an
+incoming gradient of unit variance, uncorrelated between tokens.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ UNIFORM_ATTENTION_GRADIENTS = ComponentLaws(
             _query_norm, Source(NOCI, "Theorem 3.2, queries"), "asymptotic", note=_UNIFORM
         ),
         "inverse_temperature_square": Law(
-            lambda m, d_model, seq_len, x_variance, x_correlation: _value_norm(
-                m, d_model, seq_len, x_variance, x_correlation
-            )
-            / _query_norm(m, d_model, seq_len, x_variance, x_correlation),
+            lambda m, d_model, seq_len, x_variance, x_correlation: (
+                _value_norm(m, d_model, seq_len, x_variance, x_correlation)
+                / _query_norm(m, d_model, seq_len, x_variance, x_correlation)
+            ),
             Source(NOCI, "Appendix C.3: the factor on the logits that makes both norms equal"),
             "asymptotic",
             note=_UNIFORM,

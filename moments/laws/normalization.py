@@ -34,7 +34,8 @@ LAYERNORM = ComponentLaws(
             "of Gaussian tokens by r (1 - r^2)/(2 d)",
         ),
         # Jensen: E 1/(s_i s_j) to second order in the squared norms' fluctuation; the pullback
-        # projects out the signal's direction and, for LayerNorm, the mean over features.
+        # projects out the signal's direction n and, for LayerNorm, the mean over features:
+        # tr P_i P_j = d - [mean] - 2 + (n_i.n_j)^2, and tr P_i = d - [mean] - 1.
         "grad_variance": Law(
             lambda m, x_variance, epsilon, norm_spread, removed_share, grad_variance: (
                 grad_variance * (1 - removed_share) * (1 + norm_spread) / (x_variance + epsilon)
@@ -44,9 +45,9 @@ LAYERNORM = ComponentLaws(
             note="large d_model; fourth order in the norm's fluctuation left out",
         ),
         "grad_covariance": Law(
-            lambda m, x_variance, x_other_variance, epsilon, norm_spread, other_norm_spread, pair_norm_spread, removed_share, grad_covariance: (
+            lambda m, x_variance, x_other_variance, epsilon, norm_spread, other_norm_spread, pair_norm_spread, removed_pair_share, grad_covariance: (
                 grad_covariance
-                * (1 - removed_share)
+                * (1 - removed_pair_share)
                 * (1 + m.ratio(3, 8) * (norm_spread + other_norm_spread) + pair_norm_spread / 4)
                 / m.sqrt((x_variance + epsilon) * (x_other_variance + epsilon))
             ),

@@ -1,4 +1,4 @@
-"""Errors of the theories over the stored grid, per configuration and per class of configurations."""
+"""Errors of the theories over the stored grid, per configuration and per class of them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ MEASURES: dict[str, str] = {
     "correlation_beyond": "the part of `correlation` beyond two standard errors",
     "typical": "as `grad`, of the geometric mean over draws; Post-LN deeper than 36 layers only",
     "typical_beyond": "the part of `typical` beyond two standard errors",
-    "profile": "as `grad`, over token positions from the fifth on, at layers 0 and N // 2; causal only",
+    "profile": "as `grad`, over tokens from the fifth on, at layers 0 and N // 2; causal only",
     "profile_beyond": "the part of `profile` beyond two standard errors",
 }
-"""What the columns of `errors` hold. An imposed end (forward index 0, gradient index N) counts in no
-mean; a measure that a theory does not offer is NaN."""
+"""What the columns of `errors` hold. An imposed end (forward index 0, gradient index N) counts in
+no mean; a measure that a theory does not offer is NaN."""
 
 CLASS = ("norm", "mask", "layers")
 
@@ -162,7 +162,7 @@ def errors(
     Returns:
         Columns: name, mask, the factors of the grid, theory, failure (the error where the theory
         gave no numbers, else empty), warned (whether it said that it left its validity), seconds of
-        the prediction, seeds, noise and MEASURES.
+        the prediction, seeds and simulated_seconds of the simulation, noise and MEASURES.
 
     Raises:
         DomainError: a configuration was not simulated as the grid now has it.
@@ -178,16 +178,17 @@ def errors(
         described = {"name": c.name, "mask": "causal" if c.causal else "full"}
         described |= {factor: getattr(c, factor) for factor in FACTORS}
         for theory in theories:
-            row = described | {"theory": theory, "failure": "", "warned": False}
+            row: dict[str, Any] = {**described, "theory": theory, "failure": "", "warned": False}
+            row |= {"seeds": entry.seeds, "simulated_seconds": entry.seconds}
             began = time.perf_counter()
             try:
                 prediction = predicted(c, theory)
             except DomainError as error:
                 row |= {"failure": str(error), "seconds": time.perf_counter() - began}
-                row |= {"seeds": entry.seeds} | dict.fromkeys(["noise", *MEASURES], float("nan"))
+                row |= dict.fromkeys(["noise", *MEASURES], float("nan"))
             else:
-                row |= {"seconds": time.perf_counter() - began, "seeds": entry.seeds}
-                row |= {"warned": bool(prediction.warnings)} | measure(c, prediction, entry)
+                row |= {"seconds": time.perf_counter() - began, "warned": bool(prediction.warnings)}
+                row |= measure(c, prediction, entry)
             rows.append(row)
         if progress is not None:
             progress(c)

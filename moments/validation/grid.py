@@ -1,33 +1,21 @@
-"""The grid of whole models that predictions are held against: an orthogonal array and baselines.
-
-The array has 64 runs, numbered by six bits. Norm placement, mask, depth and weights are the bits
-themselves, so each of their 2 * 2 * 4 * 4 combinations occurs exactly once. Every other factor is a
-parity of the run's bits (two levels) or a pair of parities (four). Two factors whose parities span
-subspaces of GF(2)^6 that meet in 0 take every pair of levels equally often: this holds for all pairs,
-an orthogonal array of strength 2. Parities of fewer than three of the four crossed factors are not
-used, so each level of every other factor also meets all pairs of levels of those four equally often.
-A seeded search, which sees nothing but these subspaces, chose the parities.
-"""
+"""The grid of whole models that predictions are held against: an orthogonal array and baselines."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from functools import cache
-from itertools import combinations
 from typing import Any
 
 from moments.errors import domain_error
 from moments.transformer import Transformer
+from moments.validation.design import orthogonal_array
 from moments.weights import Weights
 
 DESIGN_SEED = 20240
-BITS = 6
 
 FACTORIAL: dict[str, tuple[Any, ...]] = {
     "norm": ("pre", "post"),
@@ -35,7 +23,7 @@ FACTORIAL: dict[str, tuple[Any, ...]] = {
     "layers": (12, 24, 36, 96),
     "weights": ("xavier", "doubled-qk", "dslm", "lns"),
 }
-"""Crossed in full; their parities are the run's bits in this order."""
+"""Crossed in full: each combination once."""
 
 FRACTIONAL: dict[str, tuple[Any, ...]] = {
     "activation": ("relu", "gelu"),
@@ -46,7 +34,8 @@ FRACTIONAL: dict[str, tuple[Any, ...]] = {
     "seq_len": (32, 64, 128, 256),
     "correlation": (0.25, 0.1, 0.25, 0.5),
 }
-"""Assigned by parities. A level listed twice occurs twice as often."""
+"""Every level meets all pairs of levels of two factors above, and every level of one other factor
+here, equally often; see `orthogonal_array`. A level listed twice occurs twice as often."""
 
 FACTORS = FACTORIAL | FRACTIONAL
 
@@ -78,7 +67,7 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """All factors in one word, such as `post-causal-N24-xavier-relu-p0.1-g0-d256-h4-L128-r0.25`."""
+        """All factors in one word, `post-full-N24-xavier-relu-p0.1-g0-d256-h4-L128-r0.25`."""
         mask = "causal" if self.causal else "full"
         return (
             f"{self.norm}-{mask}-N{self.layers}-{self.weights}-{self.activation}-p{self.dropout:g}"
@@ -102,7 +91,7 @@ class Configuration:
         )
 
     @property
-    def ends(self) -> dict[str, float]:
+    def ends(self) -> dict[str, Any]:
         """The moments at both ends, as `predict` and `simulate` take them."""
         return {
             "variance": 1.0,
@@ -170,9 +159,9 @@ def _dslm(c: Configuration) -> dict[str, Any]:
     """Kedia et al.'s DeepScaleLM, with the correlation that enters each layer.
 
     Each block is given unit output variance: (1 - p)/r for attention, whose value path has variance
-    d^2 s_v s_o r/(1 - p), and (1 - p)/2 for the feed-forward one. The papers' recursion starts after
-    embedding dropout, which this grid has not: here it starts from the declared correlation. It is
-    their ReLU recursion without a mask, used as it stands for GeLU and causal models too.
+    d^2 s_v s_o r/(1 - p), and (1 - p)/2 for the feed-forward one. The papers' recursion starts
+    after embedding dropout, which this grid has not: here it starts from the declared correlation.
+    It is their ReLU recursion without a mask, used as it stands for GeLU and causal models too.
     """
     d, p = c.d_model, c.dropout
     branch = 2 / c.layers
@@ -200,51 +189,6 @@ _WEIGHTS: dict[str, Callable[[Configuration], dict[str, Any]]] = {
 }
 
 
-def _span(masks: tuple[int, ...]) -> frozenset[int]:
-    """Nonzero vectors of the subspace of GF(2)^6 that the masks generate."""
-    vectors = {0}
-    for mask in masks:
-        vectors |= {vector ^ mask for vector in vectors}
-    return frozenset(vectors - {0})
-
-
-def _masks(levels: tuple[Any, ...]) -> int:
-    return 1 if len(levels) == 2 else 2
-
-
-@cache
-def parities() -> dict[str, tuple[int, ...]]:
-    """The bit masks whose parities give each factor's level, in the order of FACTORS."""
-    chosen: dict[str, tuple[int, ...]] = {}
-    bit = 0
-    for name, levels in FACTORIAL.items():
-        chosen[name] = tuple(1 << b for b in range(bit, bit + _masks(levels)))
-        bit += _masks(levels)
-    search = random.Random(DESIGN_SEED)
-    while len(chosen) < len(FACTORS):
-        chosen = {name: chosen[name] for name in FACTORIAL}
-        taken = frozenset[int]().union(*(_span(a + b) for a, b in combinations(chosen.values(), 2)))
-        for name, levels in FRACTIONAL.items():
-            free = [m for m in range(1, 1 << BITS) if m not in taken]
-            options = [pair for pair in combinations(free, _masks(levels)) if not _span(pair) & taken]
-            if not options:
-                break
-            chosen[name] = search.choice(options)
-            taken |= _span(chosen[name])
-    return chosen
-
-
-def _level(run: int, masks: tuple[int, ...]) -> int:
-    return sum(((run & mask).bit_count() & 1) << place for place, mask in enumerate(masks))
-
-
-def _array() -> tuple[Configuration, ...]:
-    return tuple(
-        Configuration(**{f: FACTORS[f][_level(run, m)] for f, m in parities().items()})
-        for run in range(1 << BITS)
-    )
-
-
 def _baseline(norm: str, layers: int = 24, **changes: Any) -> Configuration:
     common: dict[str, Any] = {
         "causal": False,
@@ -260,7 +204,7 @@ def _baseline(norm: str, layers: int = 24, **changes: Any) -> Configuration:
     return Configuration(norm=norm, layers=layers, **(common | changes))
 
 
-ARRAY = _array()
+ARRAY = tuple(Configuration(**row) for row in orthogonal_array(FACTORIAL, FRACTIONAL, DESIGN_SEED))
 """The 64 runs of the orthogonal array."""
 
 BASELINES = (

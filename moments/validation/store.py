@@ -141,7 +141,9 @@ def save(path: Path, stored: Mapping[str, Stored]) -> None:
     os.replace(partial, path)
 
 
-def simulate_one(configuration: Configuration, *, seeds: int | None = None, seed: int = 0) -> Stored:
+def simulate_one(
+    configuration: Configuration, *, seeds: int | None = None, seed: int = 0
+) -> Stored:
     """Simulate one configuration, batch 1; None: its own number of seeds.
 
     `seed` and the digest give the random numbers, so that configurations share none.
