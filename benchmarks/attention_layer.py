@@ -298,7 +298,7 @@ def simulate_draw(config: dict[str, Any]) -> dict[str, Any]:
     wv = normal(d_model, d_head) / np.float32(np.sqrt(d_model))
     root = np.float32(np.sqrt(d_head))
     kept = np.float32(1 - config["drop_prob"])
-    inputs = int(np.clip(1.2e11 / (length * length * (8 * d_model + 400)), 12, 100))
+    inputs = int(np.clip(6e10 / (length * length * (8 * d_model + 400)), 8, 60))
     draws = []
     for _ in range(inputs):
         x, g = alike(d_model, config["correlation"]), alike(d_head, config["grad_correlation"])
@@ -342,7 +342,7 @@ def _even(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**config, "seed": SEED + i} for i, config in enumerate(configs)]
 
 
-def layer_design(count: int = 110) -> list[dict[str, Any]]:
+def layer_design(count: int = 90) -> list[dict[str, Any]]:
     """`count` settings of each kind of token, drawn independently for the two kinds."""
     rng = np.random.default_rng(SEED)
     options = {
@@ -384,7 +384,7 @@ def beyond_design() -> list[dict[str, Any]]:
     )
 
 
-def grid_design(count: int = 360) -> list[dict[str, Any]]:
+def grid_design(count: int = 320) -> list[dict[str, Any]]:
     """A seeded subset of the published grid; query and key weights' standard deviations are
     .1, .245 and .6 over sqrt(d), so that d^2 query key is 1e-4 to .13."""
     rng = np.random.default_rng(SEED + 1)
@@ -410,9 +410,9 @@ def simulate(seconds: float) -> None:
     store = json.loads(STORE.read_text()) if STORE.exists() else {}
     start = time.monotonic()
     jobs = [
-        ("layer", layer_design(), lambda c: simulate_layer(c, 25.0, 60_000, 1.5e-3)),
+        ("layer", layer_design(), lambda c: simulate_layer(c, 15.0, 60_000, 2e-3)),
         ("grid", grid_design(), simulate_draw),
-        ("beyond", beyond_design(), lambda c: simulate_layer(c, 15.0, 30_000, 3e-3)),
+        ("beyond", beyond_design(), lambda c: simulate_layer(c, 8.0, 30_000, 3e-3)),
     ]
     for name, design, run in jobs:
         done = store.setdefault(name, [])

@@ -25,7 +25,7 @@ PATHS = ("output", "value", "key", "query", "cross", "total")
 
 
 class Sample(NamedTuple):
-    """Mean kernels over draws, (L, L) each, and standard errors of (trace, sum off the diagonal)."""
+    """Mean kernels over draws, (L, L) each; standard errors of (trace, sum off the diagonal)."""
 
     mean: dict[str, Array]
     error: dict[str, Array]
@@ -213,7 +213,7 @@ def test_kernels(length: int) -> dict[str, Array]:
 
 
 def _report(layer: KernelAttention, sample: Sample, gradient: Array, paths: tuple[str, ...]) -> str:
-    """Per path: error in % of the trace and of the sum off it, with the standard error in brackets."""
+    """Per path, error in % of the trace and of the sum off it (standard error in brackets)."""
     kernels = predicted(layer, gradient)
     cells = []
     for name in paths:
@@ -226,7 +226,7 @@ def _report(layer: KernelAttention, sample: Sample, gradient: Array, paths: tupl
 
 
 def _whole(layer: KernelAttention, sample: Sample, gradient: Array) -> float:
-    """Relative Frobenius distance of the total gradient kernel in % (Monte Carlo noise included)."""
+    """Relative Frobenius distance of the total gradient kernel in %, Monte Carlo noise included."""
     truth = sample.mean["total"]
     difference = layer.backward(gradient).total - 0.5 * (truth + truth.T)
     return float(100.0 * np.linalg.norm(difference) / np.linalg.norm(truth))
@@ -285,7 +285,7 @@ def dropout(draws: int) -> Iterator[str]:
 
 
 def finite_width(draws: int) -> Iterator[str]:
-    """A real layer, tokens of fixed norm, L = 16, against the theory with and without width terms."""
+    """A real layer, tokens of fixed norm, L = 16; the theory with and without width terms."""
     length = 16
     gradient = 0.4 + 0.6 * np.eye(length)
     causal = np.tri(length, dtype=bool)

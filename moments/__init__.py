@@ -29,6 +29,7 @@ _PUBLIC = {
     "from_huggingface": "huggingface",
     "predict": "prediction",
     "preset": "presets",
+    "schemes": "scheme.registry",
     "simulate": "simulation.run",
 }
 
@@ -51,6 +52,7 @@ __all__ = [
     "from_huggingface",
     "predict",
     "preset",
+    "schemes",
     "simulate",
 ]
 
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from .prediction import Prediction, predict
     from .presets import preset
     from .registry import component, components
+    from .scheme import schemes
     from .simulation.run import simulate
     from .transformer import Transformer
     from .weights import Weights

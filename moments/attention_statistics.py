@@ -1,9 +1,28 @@
-"""Softmax statistics of one attention layer with tokens alike, averaged over the queries' norms.
+"""Softmax statistics of one attention layer with tokens alike, averaged over the tokens' norms.
 
-A row's logits are w.x_j with w = W_k^T W_q x_i, and |w|^2 fluctuates: as a chi-square over d_head
-(the query's entries) and over d_model (the key weights), and with |x_i|^2 itself. It is replaced by
-a gamma variable with the same relative variance 2/nu,
-1/nu = 1/d_head + 1/d_model + Var|x|^2 / (2 E^2|x|^2), and the average by a Gauss rule.
+A row's logits are w.x_j with w = W_k^T W_q x_i. Two things at finite width:
+
+Queries. |w|^2 fluctuates: as a chi-square over d_head (the query's entries) and over d_model (the
+key weights), and with |x_i|^2. It is replaced by a gamma variable of the same relative variance
+2/nu, and the average by a Gauss rule. Two rows fluctuate together: with w, w' = sqrt((1+r)/2) p +-
+sqrt((1-r)/2) q, what enters are |p|^2 and |q|^2.
+
+Keys. Given w, logits of Gaussian tokens are Gaussian. Tokens whose norm is fixed, by a
+normalisation, lack the fluctuation 2/d of |x_j|^2, or the part of it that 2 delta counts:
+delta = 1/d - Var|x|^2 / (2 E^2|x|^2). To first order in delta, from the covariance of sample
+correlations (Isserlis, and the delta method for the norm),
+
+    own logit variance 1 - r    fluctuates with all overlaps together: relative variance 2 r^2 delta
+    own logits given that       have fourth cumulant -6 (1-r)^2 delta times their variance squared,
+
+and the overlaps of two queries fluctuate less. A fourth cumulant 3 z theta^2 acts as a fluctuation
+z of each key's own variance; on P_2 = 1 - 2 d/dtheta E log sum e^s that gives exactly
+
+    dP_2 = -(z theta^2 / 4) d/dtheta (1 - 7 P_2 + 12 P_3 - 6 P_4),
+
+and for many keys the logit covariance psi is replaced by log E e^{s+s'} - log E e^s - log E e^s'
+with s uniform on a sphere. The statistics of finite rows are taken at that psi, its shift scaled by
+what dP_2 is of its own limit (exact to first order for P_2, in the limit for all others).
 """
 
 from __future__ import annotations
@@ -45,7 +64,7 @@ def _rows(seq_len: int) -> SquareRows:
 
 
 class _Rule(NamedTuple):
-    """Gauss nodes of |w|^2/E|w|^2 for one row, and of two independent ones for a pair of rows."""
+    """Gauss nodes of |w|^2/E|w|^2 for one row, and of |p|^2, |q|^2 for a pair of rows."""
 
     nodes: np.ndarray
     weights: np.ndarray
@@ -55,28 +74,111 @@ class _Rule(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _rule(freedom: float, points: int | None = None) -> _Rule:
+def _rule(row: float, total: float, difference: float, shared: float, points: int | None) -> _Rule:
+    """Nodes for relative variances `row`, `total` and `difference`, the latter two correlated."""
     from .softmax import chi_square_rule
 
-    nodes, weights = chi_square_rule(freedom, points)
-    count = nodes.size
+    nodes, weights = chi_square_rule(2 / row, points)
+    first, first_weights = chi_square_rule(2 / total, points)
+    slope = shared / total
+    second, second_weights = chi_square_rule(2 / (difference - slope * shared), points)
+    along = np.repeat(first, second.size)
     return _Rule(
         nodes,
         weights,
-        np.repeat(nodes, count),
-        np.tile(nodes, count),
-        np.outer(weights, weights).ravel(),
+        along,
+        np.maximum(np.tile(second, first.size) + slope * (along - 1), 0.0),
+        np.outer(first_weights, second_weights).ravel(),
     )
 
 
-def _rules(freedom: Any) -> _Rule:
+def _rules(row: Any, fluctuations: _Fluctuations) -> _Rule:
     """The rule, along a new last axis where every configuration has one of its own."""
-    if np.ndim(freedom) == 0:
-        return _rule(float(freedom))
-    flat = [_rule(float(nu), 5) for nu in np.ravel(freedom)]
+    variances = np.broadcast_arrays(row, *fluctuations)
+    if variances[0].ndim == 0:
+        return _rule(*(float(v) for v in variances), None)
+    flat = [_rule(*map(float, v), 5) for v in zip(*(v.ravel() for v in variances), strict=True)]
     return _Rule(
-        *[np.stack(part).reshape(*np.shape(freedom), -1) for part in zip(*flat, strict=True)]
+        *[np.stack(part).reshape(*variances[0].shape, -1) for part in zip(*flat, strict=True)]
     )
+
+
+class _Fluctuations(NamedTuple):
+    """Relative (co)variances of |p|^2 and |q|^2, the sum's and the difference's of two queries."""
+
+    total: Any
+    difference: Any
+    shared: Any
+
+
+def _fluctuations(r: Any, d_model: Any, d_head: Any, deficit: Any) -> _Fluctuations:
+    """Wishart weights 2/d_head + 2/d, Gaussian overlaps 2/d, less what fixed norms take away.
+
+    With o = x_i.x_k/d and phi the relative fluctuation of the keys' own variance, over delta:
+    Var phi = 2 r^2, Var o = (1 - r^2)^2, Cov = -2 r^2 (1-r); |p|^2 = (1+o)(1+phi)/(1+r) and
+    |q|^2 = (1-o)(1+phi)/(1-r).
+    """
+    r = np.maximum(r, 0.0) if np.ndim(r) else max(r, 0.0)  # below, |r| <= 1/(L-1) is no large part
+    gaussian = 2 / d_head + 4 / d_model - 2 * deficit
+    return _Fluctuations(
+        gaussian + deficit * (1 - r - 3 * r**2 + 7 * r**3) / (1 + r),
+        gaussian + deficit * (1 + 2 * r + 7 * r**2),
+        deficit * (-1 - r + 3 * r**2 + 7 * r**3) / (1 + r),
+    )
+
+
+def _sphere(variance: Any, dimension: Any) -> Any:
+    """log E e^s for s of this variance, a coordinate of a point on a sphere: leading order in 1/D.
+
+    v/2 - v^2/(4 D) + ...: the saddle point of the Bessel integral.
+    """
+    root = np.sqrt(1 + 4 * variance / dimension)
+    return dimension / 2 * (root - 1 - np.log((1 + root) / 2))
+
+
+class _Keys(NamedTuple):
+    """Corrections for keys of fixed norm, at each node of theta."""
+
+    dimension: Any
+    share: Any
+    curvature: Any
+
+    def covariance(self, theta: Any, psi: Any) -> Any:
+        """The logit covariance at which Gaussian keys have these keys' statistics."""
+        joint = _sphere(2 * (theta + psi), self.dimension) - 2 * _sphere(theta, self.dimension)
+        return psi + self.share * (joint - psi)
+
+
+_RELATIVE_STEP = 0.02
+
+
+def _keys(rows: SquareRows, theta: Any, dimension: Any) -> _Keys:
+    """Shares and curvatures from derivatives of row moments in theta.
+
+    The curvature is theta sum_l E d^2 (D^2)_ll / ds_l^2. Expanded in powers of a, its sixth-degree
+    terms are those of dP_4/dtheta and its fifth-degree ones those of dP_3/dtheta, up to P_5, for
+    which the least value stands that P_2, P_3 and P_4 leave it.
+    """
+    theta = np.maximum(theta, 1e-9)
+    h = _RELATIVE_STEP
+    around = rows.single(np.stack([theta * (1 - h), theta, theta * (1 + h)]))
+
+    def slope(moment: Any) -> Any:
+        return (moment[2] - moment[0]) / (2 * h * theta)
+
+    p2, p3, p4 = around.sum_square[1], around.sum_cube[1], around.sum_fourth[1]
+    slope2, slope3, slope4 = (
+        slope(m) for m in (around.sum_square, around.sum_cube, around.sum_fourth)
+    )
+    share = 1 - (12 * slope3 - 6 * slope4) / (7 * slope2)
+    # a_j-weighted moments of a_j are 1, P2, P3, ...: their Hankel determinant is not negative.
+    variance = np.maximum(p3 - p2**2, 1e-300)
+    p5 = p3**2 + (p4 - p2 * p3) ** 2 / variance
+    square_square = around.trace_square[1] - 1 + 2 * p2
+    curvature = (
+        4 * p2 - 18 * p3 + 18 * p4 - 10 / 3 * slope3 + 2 * slope4 + 4 * square_square - 8 * p5
+    )
+    return _Keys(dimension, share, theta * curvature)
 
 
 def attention_statistics(
@@ -97,23 +199,33 @@ def attention_statistics(
         norm_spread: Var|x|^2 / E^2|x|^2 of a token; 0 after a normalisation.
     """
     scalar = type(logit_scale) is float
-    freedom = 1 / (1 / d_head + 1 / d_model + norm_spread / 2)
-    rule = _rules(freedom)
+    deficit = _positive_part(1 / d_model - norm_spread / 2)
+    row_variance = 2 / d_head + 4 / d_model - 2 * deficit * (1 - correlation**2)
+    rule = _rules(row_variance, _fluctuations(correlation, d_model, d_head, deficit))
     r = np.asarray(correlation, dtype=float)[..., None]
     theta = (1 - r) * np.asarray(logit_scale, dtype=float)[..., None]
-    rows = _rows(seq_len)
-    single = rows.single(theta * rule.nodes)
-    # Rows i and k with w, w' = sqrt((1+r)/2) p +- sqrt((1-r)/2) q, |p|^2 and |q|^2 independent.
     plus, minus = (1 + r) / 2 * rule.first, (1 - r) / 2 * rule.second
-    total = plus + minus
-    psi = theta * (plus - minus)
-    pair = rows.pair(theta * total, (plus - minus) / total)
+    row_theta, pair_theta, psi = theta * rule.nodes, theta * (plus + minus), theta * (plus - minus)
+    rows = _rows(seq_len)
+    # kurtosis -6/(D+2) on a sphere of D dimensions
+    stiffness = np.asarray(deficit)[..., None] * (1 - r) ** 2
+    dimension = 1 / np.maximum(stiffness, 1e-12) + 2
+    keys = _keys(rows, row_theta, dimension)
+    single = rows.single(keys.covariance(row_theta, row_theta))
+    pair_keys = _keys(rows, pair_theta, dimension)
+    seen_theta = pair_keys.covariance(pair_theta, pair_theta)
+    seen_psi = pair_keys.covariance(pair_theta, psi)
+    seen = np.divide(seen_psi, seen_theta, out=np.ones_like(psi), where=seen_theta > 0)
+    pair = rows.pair(seen_theta, np.clip(seen, -1.0, 1.0))
     # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
     row = _averages(single, rule.weights, rule.nodes)
     both = _averages(pair, rule.pair_weights, psi)
     values = {
         "logit_scale": logit_scale,
+        "norm_deficit": deficit,
         "row_square": row["sum_square"],
+        "row_cube": row["sum_cube"],
+        "row_fourth": row["sum_fourth"],
         "row_vacancy": row["trace_square"],
         "row_square_slope": row["sum_square_slope"],
         "row_tilt": row["mean_logit_square"],
@@ -122,6 +234,7 @@ def attention_statistics(
         * (2 * row["sum_square_"] - 5 * row["sum_cube_"] + 3 * row["sum_fourth_"]),
         "jacobian_square": row["jacobian_square"],
         "jacobian_square_logit": row["jacobian_square_"],
+        "jacobian_curvature": (keys.curvature * rule.weights).sum(-1),
         "jacobian_radial": row["radial_square"],
         "jacobian_radial_logit": row["radial_square_"],
         "overlap": both["overlap"],
@@ -139,6 +252,10 @@ def attention_statistics(
         row["entropy"],
         bool(np.all(single.valid) and np.all(pair.valid)),
     )
+
+
+def _positive_part(x: Any) -> Any:
+    return np.maximum(x, 0.0) if np.ndim(x) else max(x, 0.0)
 
 
 def _averages(statistics: Any, weights: np.ndarray, factor: np.ndarray) -> dict[str, Any]:

@@ -128,6 +128,9 @@ def predict(
     correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
     grad_variance: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
     grad_correlation: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="A published scheme; `moments schemes` lists them.")
+    ] = None,
     theory: TheoryOption = TheoryName.refined,
     as_json: JsonOption = False,
     csv: CsvOption = None,
@@ -150,6 +153,12 @@ def predict(
             "causal": causal,
         },
     )
+    if scheme is not None:
+        options = {}
+        if scheme == "dslm" and declared.embedding is None and correlation is not None:
+            # The scheme counts from before the embedding's dropout, which lowers the correlation.
+            options["input_correlation"] = min(1.0, correlation / (1 - declared.dropout))
+        declared = declared.with_scheme(scheme, **options)
     prediction = run(
         declared,
         variance=variance,
@@ -321,6 +330,32 @@ def validate(
         refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
         if not (refined <= max_error).all():
             raise typer.Exit(1)
+
+
+@app.command()
+def schemes(as_json: JsonOption = False) -> None:
+    """List the published schemes that --scheme and `with_scheme` know."""
+    from .scheme import schemes as every
+
+    if as_json:
+        rows = [
+            {
+                "name": scheme.name,
+                "title": scheme.title,
+                "sets": list(scheme.sets),
+                "options": scheme.options,
+                "source": str(scheme.source),
+            }
+            for scheme in every()
+        ]
+        print(json.dumps(rows, indent=2))
+        return
+    for scheme in every():
+        options = ", ".join(f"{name}={value!r}" for name, value in scheme.options.items())
+        out.print(f"[bold]{scheme.name}[/]  {_plain(scheme.title)}")
+        out.print(f"  sets {', '.join(scheme.sets)}; {_plain(str(scheme.source))}")
+        if options:
+            out.print(f"  options: {_plain(options)}")
 
 
 @app.command()

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attention import SelfAttention
-from .attention_statistics import attention_statistics
 from .composition import Chain, Component, Layer, Leaf, Residual
 from .errors import MomentsError
 from .parts import Dropout
 from .propagate import Trace, forward
+from .softmax import SquareTable
+from .softmax.chebyshev import THETA_MAX
 from .state import Array, Gradient, Kernel, Signal
 
 STEP = 1e-5
@@ -256,7 +257,7 @@ def _linearise(
     scale = np.asarray(part.branch_scale**2 if isinstance(part, Residual) else 1.0)
     attention = _attention_of(node)
 
-    # unchanged; either mode of the signal a little larger; the logits a little larger
+    # Rows: unchanged; either mode of the signal a little larger; the logits a little larger.
     steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0]])[: 3 if attention is None else 4]
     nudged = base * (1 + steps.reshape(-1, *axes, 2))
     if attention is not None:
@@ -330,15 +331,11 @@ def _attention_addition(
     stage = returned * (2 / inner * received**2 / modes.count)[..., None, :]
     direct = np.stack([addition.added[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1)
     alone = (4 * addition.carried * addition.added + 2 * direct**2) / width
-    # a_j^2 over its sum is the softmax of the doubled logits
-    statistics = attention_statistics(
-        4 * kernel.diagonal**2 * width**2 * attention.query * attention.key,
-        kernel.pairs / kernel.diagonal,
-        modes.seq_len,
-        width,
-        attention.d_head,
-    )
-    share = 2 / attention.heads * (statistics.values["row_square"] + 1 / width)
+    # a_j^2 over its sum is the softmax of the doubled logits (no further than the table goes)
+    theta = (kernel.diagonal - kernel.pairs) * kernel.diagonal * width**2
+    theta = np.minimum(4 * theta * attention.query * attention.key, THETA_MAX)
+    squares = SquareTable.load().at_length(modes.seq_len).single(np.maximum(theta, 0.0)).sum_square
+    share = 2 / attention.heads * (squares + 1 / width)
     coherent = stage @ np.swapaxes(returned, -1, -2)
     coherent[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
     return addition._replace(alone=alone, coherent=coherent)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .composition import Leaf, Pullback, Pulled
+from .errors import DomainError
 from .law import ComponentLaws, Law, Theory
 from .state import Array, Gradient, Kernel, Signal
 
@@ -80,6 +81,14 @@ class Lawful(Leaf):
         elif not signal.resolved and "hidden_covariance" in laws:
             output.hidden_covariance = evaluate(laws["hidden_covariance"], algebra, one)
 
+        back, back_pairs = laws.get("grad_variance"), laws.get("grad_covariance")
+        if back is None or back_pairs is None:
+            raise DomainError(f"theory {self.theory!r} states no gradient of {self.laws.name}")
+        if signal.resolved:
+            # Matrices that the way back does not need are not kept.
+            one = {name: one[name] for name in back.arguments if name in one}
+            two = {name: two[name] for name in back_pairs.arguments if name in two}
+
         def pullback(gradient: Gradient) -> Pulled:
             received = gradient.kernel
             if gradient.resolved:
@@ -89,8 +98,8 @@ class Lawful(Leaf):
                 single = pair = one.copy()
                 single["grad_variance"] = received.diagonal
                 single["grad_covariance"] = received.pairs
-            variance = evaluate(laws["grad_variance"], algebra, single)
-            pairs = evaluate(laws["grad_covariance"], algebra, pair)
+            variance = evaluate(back, algebra, single)
+            pairs = evaluate(back_pairs, algebra, pair)
             sent = Kernel.joined(variance, pairs, gradient.resolved)
             return Pulled(self._sent(gradient, sent), self._weights(signal, gradient))
 

@@ -188,6 +188,20 @@ class Transformer:
         current = {name: None if name in self._defaulted else getattr(self, name) for name in names}
         return Transformer(**{**current, **changes})
 
+    def with_scheme(self, name: str, **options: Any) -> Transformer:
+        """The model with weights, scales and placement as a published scheme sets them.
+
+        Args:
+            name: one of the names in `moments.schemes()`.
+            options: the scheme's own, with its authors' defaults.
+
+        Raises:
+            DomainError: no such scheme or option, or an option outside what is allowed.
+        """
+        from .scheme import apply
+
+        return apply(self, name, **options)
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary with a format version; `from_dict` reads it back."""
         data: dict[str, Any] = {"format": FORMAT_VERSION}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,19 +16,24 @@ TOLERANCE = 2e-4
 """Largest change of an overlap at which its iteration ends."""
 
 
-def balanced(joint: Array, weights: Array, weights2: Array, sweeps: int) -> Array:
+Real = TypeVar("Real", np.float32, np.float64)
+
+
+def balanced(
+    joint: NDArray[Real], weights: NDArray[Real], weights2: NDArray[Real], sweeps: int
+) -> NDArray[Real]:
     """Sinkhorn: scale `joint` (..., n, k) so that its means over either index are 1.
 
     The means are weighted by `weights` (n,) and `weights2` (k,), which sum to 1.
     """
-    left = np.ones(joint.shape[:-1])
-    right = np.ones((*joint.shape[:-2], joint.shape[-1]))
+    left = np.ones_like(joint[..., 0])
+    right = np.ones_like(joint[..., 0, :])
     for _ in range(sweeps):
         right = 1.0 / ((left * weights)[..., None, :] @ joint)[..., 0, :]
         left = 1.0 / (joint @ (right * weights2)[..., None])[..., 0]
     scaled = joint * left[..., :, None]
     scaled *= right[..., None, :]
-    return np.asarray(scaled)
+    return scaled
 
 
 def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: float) -> Array:

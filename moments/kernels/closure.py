@@ -169,17 +169,17 @@ class OverlapClosure:
             exact = exact_rows.pairs(exact_rows.tabulated(theta), keys, self._nodes.rho)
             return np.asarray((np.transpose(exact.overlap) * keys - 1.0) / (1.0 - 1.0 / keys))
 
-        row = excess(stats.theta[leader] * relative, inverse)
-        group = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, self.group]
-        trivial = (count[:patterns] < 1.5) | (np.abs(group) < 1e-14)
-        ratio = np.where(trivial, 1.0, row / np.where(trivial, 1.0, group))
+        own = excess(stats.theta[leader] * relative, inverse)
+        shared = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, self.group]
+        trivial = (count[:patterns] < 1.5) | (np.abs(shared) < 1e-14)
+        ratio = np.where(trivial, 1.0, own / np.where(trivial, 1.0, shared))
         return np.sqrt(np.maximum(ratio, 0.0))
 
     def _make_blocks(self) -> list[Block]:
         exponents = self._exponent_per_logit * self._tau
         exponents = exponents * self.rows.temperature[len(self.group) :, None]
         groups = [index for index, group in enumerate(self.classes) if len(group.own_weights) > 1]
-        rho = self._nodes.rho[:, None, None]
+        rho = self._nodes.rho[:, None, None].astype(np.float32)
         blocks = []
         for position, one in enumerate(groups):
             first = self.classes[one]
@@ -189,10 +189,14 @@ class OverlapClosure:
                 projected = onward[:, second.keys] @ second.response.T
                 size = np.sqrt(np.maximum(exponents[one] * exponents[two], 0.0))
                 exponent = (np.sign(self._nodes.rho) * size)[:, None, None]
-                joint = (exponent * projected).astype(np.float32)
+                joint = exponent.astype(np.float32) * projected.astype(np.float32)
                 np.exp(np.minimum(joint, EXPONENT_MAX, out=joint), out=joint)
-                marginals = [one.own_weights.astype(np.float32) for one in (first, second)]
-                joint = balanced(joint, *marginals, 3)
+                joint = balanced(
+                    joint,
+                    first.own_weights.astype(np.float32),
+                    second.own_weights.astype(np.float32),
+                    3,
+                )
                 joint -= 1.0
                 joint /= rho
                 sums = PairSum.of(joint, first.weights, second.weights)
@@ -255,13 +259,14 @@ class OverlapClosure:
         if not self._is_identity():
             values = values[:, self.pattern[:, None], self.pattern]
         slope = np.einsum("rij,rij->ij", self._slope_weight, values)
-        return np.stack(
+        total = np.stack(
             [
                 np.einsum("rij,rij->ij", self._value_weight, values),
                 self._key_factor * slope,
                 self._query_factor * slope,
             ]
         )
+        return np.asarray(0.5 * (total + total.swapaxes(1, 2)))
 
     def spread(self, gradient: Array) -> Array:
         """(2, L, L): sum_ii' G_ii' times F_ii' - w_i w_i'^T, and times the key path's multiple of

@@ -42,33 +42,34 @@ class PairSum(NamedTuple):
     @classmethod
     def of(cls, excess: Single, rows: Array, rows2: Array) -> PairSum:
         """Form the products."""
-        rows, rows2 = rows.astype(np.float32), rows2.astype(np.float32)
-        left = rows @ excess
-        return cls(excess, rows, rows2, left, excess @ rows2.T, left @ rows2.T)
+        one: Single = rows.astype(np.float32)
+        two: Single = rows2.astype(np.float32)
+        left: Single = one @ excess
+        return cls(excess, one, two, left, excess @ two.T, left @ two.T)
 
     def spread(self, pair_weights: Array) -> Array:
         """(m, n, k) key kernels from (m, r, a, b) weights H on pairs of rows."""
-        pair_weights, scale = _single(pair_weights)
-        onward = pair_weights @ self.rows2  # (m, r, a, k)
+        scale, weights = _single(pair_weights)
+        onward = weights @ self.rows2  # (m, r, a, k)
         total = np.einsum("mrnk,rnk->mnk", self.rows.T @ onward, self.excess)
         total -= self.rows.T @ np.einsum("mrak,rak->mak", onward, self.left)
-        total -= np.einsum("mrnb,rnb->mnb", self.rows.T @ pair_weights, self.right) @ self.rows2
-        both = np.einsum("mrab,rab->mab", pair_weights, self.both)
+        total -= np.einsum("mrnb,rnb->mnb", self.rows.T @ weights, self.right) @ self.rows2
+        both = np.einsum("mrab,rab->mab", weights, self.both)
         total += self.rows.T @ both @ self.rows2
-        return scale * total.astype(np.float64)
+        return np.asarray(total, dtype=np.float64) * scale
 
     def gather(self, kernel: Array) -> Array:
         """(r, a, b): tr(P_i g_r P_i' kernel^T) for every pair of rows; kernel (n, k)."""
-        kernel, scale = _single(kernel)
-        kernel_left = self.rows @ kernel  # (a, k)
-        kernel_right = kernel @ self.rows2.T  # (n, b)
-        total = (self.rows @ (self.excess * kernel) - self.left * kernel_left) @ self.rows2.T
+        scale, inner = _single(kernel)
+        kernel_left = self.rows @ inner  # (a, k)
+        kernel_right = inner @ self.rows2.T  # (n, b)
+        total = (self.rows @ (self.excess * inner) - self.left * kernel_left) @ self.rows2.T
         total -= self.rows @ (self.right * kernel_right)
         total += self.both * (kernel_left @ self.rows2.T)
-        return scale * total.astype(np.float64)
+        return np.asarray(total, dtype=np.float64) * scale
 
 
-def _single(array: Array) -> tuple[Single, float]:
-    """The array over its largest entry, and that entry."""
+def _single(array: Array) -> tuple[float, Single]:
+    """The largest entry, and the array over it."""
     scale = float(max(array.max(initial=0.0), -array.min(initial=0.0))) or 1.0
-    return (array / scale).astype(np.float32), scale
+    return scale, (array / scale).astype(np.float32)

@@ -116,8 +116,11 @@ class Configuration:
 
     @property
     def cost(self) -> float:
-        """Time of one draw, in units of one narrow layer: drawing matrices grows as d_model^2."""
-        return self.layers * (1 + (self.d_model / 256) ** 2)
+        """Time of one draw, roughly, in units of one narrow layer.
+
+        Drawing matrices grows as d_model^2; beyond 128 tokens the products do as seq_len.
+        """
+        return self.layers * (1 + (self.d_model / 256) ** 2) * max(1.0, self.seq_len / 128)
 
     @property
     def seeds(self) -> int:

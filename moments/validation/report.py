@@ -136,7 +136,8 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    titles = [name.replace("|", "\\|") for name in header]
+    lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(header)}"]
     return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 

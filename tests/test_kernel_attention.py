@@ -1,0 +1,371 @@
+"""Attention on a token kernel against Monte Carlo of one layer, exact rows, its own symmetries."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from moments.errors import DomainError
+from moments.kernels import KernelAttention
+from moments.softmax import SquareTable, pair_statistics
+
+Array = NDArray[np.float64]
+
+
+def _benchmark() -> ModuleType:
+    """The Monte Carlo of the validation script, which shares no code with the package."""
+    path = Path(__file__).parents[1] / "benchmarks" / "kernel_attention_validation.py"
+    spec = importlib.util.spec_from_file_location("kernel_attention_validation", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+montecarlo = _benchmark()
+
+
+def exchangeable(length: int, correlation: float) -> Array:
+    return correlation + (1.0 - correlation) * np.eye(length)
+
+
+def masks(length: int) -> dict[str, NDArray[np.bool_] | None]:
+    causal = np.tri(length, dtype=bool)
+    padded = causal.copy()
+    padded[:, 2] = False
+    padded[2, 2] = True
+    return {
+        "full": None,
+        "causal": causal,
+        "window": causal & ~np.tri(length, k=-6, dtype=bool),
+        "padded": padded,
+        "two sequences": np.kron(np.eye(2, dtype=bool), np.ones((length // 2,) * 2, dtype=bool)),
+    }
+
+
+def structured(length: int, seed: int = 0) -> Array:
+    """Repeated and related tokens, with negative correlations and a diagonal near 1."""
+    generator = np.random.default_rng(seed)
+    features = generator.standard_normal((length, 8))
+    features[::3] = features[0]
+    features /= np.linalg.norm(features, axis=1)[:, None]
+    norms = np.sqrt(1.0 + 0.02 * generator.standard_normal(length))
+    return np.asarray(norms[:, None] * norms * (0.6 * features @ features.T + 0.4 * np.eye(length)))
+
+
+def random_gradient(length: int, seed: int = 1) -> Array:
+    features = np.random.default_rng(seed).standard_normal((length, 2 * length))
+    return np.asarray(features @ features.T / (2 * length))
+
+
+# --- exchangeable kernels: exact ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 3, 8, 40])
+@pytest.mark.parametrize("theta", [0.2, 1.0, 2.0])
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
+def test_full_attention_of_exchangeable_tokens_is_exact(
+    length: int, theta: float, correlation: float
+) -> None:
+    """Infinite width: every path in closed form from the exact evaluator's C2 and T."""
+    own = pair_statistics(theta, length, 1.0)
+    both = pair_statistics(theta, length, correlation)
+    kernel, tau = exchangeable(length, correlation), theta / (1.0 - correlation)
+    gradient = 0.3 + 0.7 * np.eye(length)
+    layer = KernelAttention(kernel, logit_scale=tau)
+    output, parts = layer.forward(), layer.backward(gradient)
+    rest = 1.0 - correlation
+    others = length - 1
+    assert output[0, 0] == pytest.approx(correlation + rest * own.overlap, rel=2e-3)
+    assert output[0, 1] == pytest.approx(correlation + rest * both.overlap, rel=2e-3)
+    value = own.overlap + 0.3 * others * both.overlap
+    assert parts.value[0, 0] == pytest.approx(value, rel=2e-3)
+    assert parts.query[0, 0] == pytest.approx(theta * rest * own.jacobian_overlap, rel=5e-3)
+    expected = 0.3 * theta * rest * both.jacobian_overlap
+    assert parts.query[0, 1] == pytest.approx(expected, rel=1e-2)
+    key = theta * (own.jacobian_overlap + 0.3 * others * correlation * both.jacobian_overlap)
+    key /= 1.0 - correlation
+    key *= rest
+    assert parts.key[0, 0] == pytest.approx(key, rel=1e-2)
+    assert parts.key[0, 1] == pytest.approx(-key / others, rel=1e-2)
+    np.testing.assert_allclose(layer.logit_variance, theta, rtol=1e-6)
+    np.testing.assert_allclose(layer.effective_keys, length, rtol=1e-6)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_causal_rows_of_exchangeable_tokens_are_exact_row_by_row(correlation: float) -> None:
+    """The classes of rows may not blur anything: each row has its own number of keys."""
+    length, theta = 40, 2.0
+    layer = KernelAttention(
+        exchangeable(length, correlation),
+        logit_scale=theta / (1.0 - correlation),
+        allowed=np.tri(length, dtype=bool),
+    )
+    row = SquareTable.load().single(theta, np.arange(1.0, length + 1.0))
+    rest = 1.0 - correlation
+    output = np.diag(layer.forward())
+    np.testing.assert_allclose(output, correlation + rest * row.sum_square, rtol=2e-3)
+    np.testing.assert_allclose(layer.sum_square, row.sum_square, rtol=5e-3)
+    np.testing.assert_allclose(layer.entropy, row.entropy, rtol=1e-6, atol=1e-9)
+    query = np.diag(layer.backward(np.eye(length)).query)
+    np.testing.assert_allclose(query, theta * rest * row.jacobian_square, rtol=1e-2, atol=1e-12)
+
+
+# --- Monte Carlo, infinite width ------------------------------------------------------------------
+
+# Kernel, mask, tau, and the error allowed in %: of output, value, key, query, total (all traces).
+CASES = [
+    ("correlation 0.3", "causal", 2.0, (0.3, 0.3, 1.0, 1.0, 0.5)),
+    ("correlation 0.9", "causal", 3.0, (0.3, 0.3, 1.0, 1.0, 0.5)),
+    ("8 clusters at 0.5", "full", 1.0, (1.0, 0.5, 2.0, 2.0, 1.0)),
+    ("8 clusters at 0.9", "causal", 1.0, (1.0, 0.5, 3.0, 3.0, 1.5)),
+    ("positions", "full", 1.0, (1.0, 0.5, 3.0, 3.0, 1.5)),
+    ("repeated tokens", "causal", 1.0, (2.0, 1.0, 6.0, 6.0, 3.0)),
+    ("random, rank L/4", "full", 1.0, (2.0, 1.0, 6.0, 6.0, 3.0)),
+    ("positions", "causal", 3.0, (3.0, 2.0, 12.0, 12.0, 6.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "mask", "tau", "allowed_error"), CASES)
+def test_paths_against_monte_carlo(
+    name: str, mask: str, tau: float, allowed_error: tuple[float, ...]
+) -> None:
+    """Within the declared error of the closure, and four standard errors of the sampling."""
+    length = 24
+    kernel = montecarlo.test_kernels(length)[name]
+    gradient = 0.2 + 0.8 * np.eye(length)
+    sample = montecarlo.sample_field(kernel, gradient, tau, masks(length)[mask], draws=500)
+    layer = KernelAttention(kernel, logit_scale=tau, allowed=masks(length)[mask])
+    ours = montecarlo.predicted(layer, gradient)
+    for path, percent in zip(
+        ("output", "value", "key", "query", "total"), allowed_error, strict=True
+    ):
+        truth = np.trace(sample.mean[path])
+        slack = percent / 100.0 * truth + 4.0 * sample.error[path][0]
+        assert abs(np.trace(ours[path]) - truth) < slack, path
+
+
+@pytest.mark.parametrize("mask", ["window", "padded", "two sequences"])
+def test_other_masks_against_monte_carlo(mask: str) -> None:
+    length, tau = 24, 1.5
+    kernel, gradient = exchangeable(length, 0.4), random_gradient(length)
+    allowed = masks(length)[mask]
+    sample = montecarlo.sample_field(kernel, gradient, tau, allowed, draws=500)
+    layer = KernelAttention(kernel, logit_scale=tau, allowed=allowed)
+    ours = montecarlo.predicted(layer, gradient)
+    for path in ("output", "value", "key", "query"):
+        truth = np.trace(sample.mean[path])
+        assert abs(np.trace(ours[path]) - truth) < 0.01 * truth + 4 * sample.error[path][0], path
+    whole = sample.mean["total"]
+    assert np.linalg.norm(ours["total"] - whole) < 0.05 * np.linalg.norm(whole)
+
+
+def test_dropout_against_monte_carlo() -> None:
+    """The dropped part of every path, at p = 1/2, where it is as large as the rest."""
+    length, tau = 24, 1.0
+    for name, percent in (("correlation 0.3", 2.0), ("8 clusters at 0.5", 6.0)):
+        kernel, gradient = montecarlo.test_kernels(length)[name], 0.2 + 0.8 * np.eye(length)
+        causal = np.tri(length, dtype=bool)
+        wet = montecarlo.sample_field(kernel, gradient, tau, causal, 0.5, draws=500)
+        dry = montecarlo.sample_field(kernel, gradient, tau, causal, 0.0, draws=500)
+        settings = {"logit_scale": tau, "allowed": causal}
+        ours = montecarlo.predicted(KernelAttention(kernel, drop_prob=0.5, **settings), gradient)
+        base = montecarlo.predicted(KernelAttention(kernel, **settings), gradient)
+        for path in ("output", "value", "key", "query"):
+            truth = np.trace(wet.mean[path] - dry.mean[path])
+            slack = percent / 100 * truth + 4 * wet.error[path][0]
+            assert abs(np.trace(ours[path] - base[path]) - truth) < slack, (name, path)
+
+
+# --- Monte Carlo, a real layer of finite width ----------------------------------------------------
+
+
+@pytest.mark.parametrize("drop_prob", [0.0, 0.3])
+def test_finite_width_against_a_real_layer(drop_prob: float) -> None:
+    """d_model 64, d_head 16: the width terms move the query path by 10 %, the key path by 8 %."""
+    length, tau = 12, 1.5
+    kernel, gradient = exchangeable(length, 0.3), 0.4 + 0.6 * np.eye(length)
+    sample, tokens = montecarlo.sample_layer(
+        kernel, gradient, tau, 64, 16, drop_prob=drop_prob, draws=12000
+    )
+    correlation = (tokens.sum() - length) / (length * (length - 1))
+    layer = KernelAttention(
+        exchangeable(length, correlation),
+        logit_scale=tau,
+        drop_prob=drop_prob,
+        d_model=64,
+        d_head=16,
+    )
+    ours = montecarlo.predicted(layer, gradient)
+    percents = {"output": 1, "value": 1, "key": 2, "query": 4, "cross": 8, "total": 1.5}
+    for path, percent in percents.items():
+        truth = np.trace(sample.mean[path])
+        slack = percent / 100 * truth + 4 * sample.error[path][0]
+        assert abs(np.trace(ours[path]) - truth) < slack, path
+
+
+# --- identities -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", list(masks(20)))
+@pytest.mark.parametrize("drop_prob", [0.0, 0.2])
+def test_adjoint_is_the_transpose_of_backward(mask: str, drop_prob: float) -> None:
+    length = 20
+    layer = KernelAttention(
+        structured(length),
+        logit_scale=2.0,
+        allowed=masks(length)[mask],
+        drop_prob=drop_prob,
+        d_model=64,
+        d_head=16,
+    )
+    gradient, sensitivity = random_gradient(length, 3), random_gradient(length, 4) - 0.2
+    left = (sensitivity * layer.backward(gradient).total).sum()
+    right = (layer.adjoint(sensitivity) * gradient).sum()
+    assert left == pytest.approx(right, rel=1e-5)
+
+
+def test_permuting_tokens_permutes_everything() -> None:
+    length = 20
+    order = np.random.default_rng(2).permutation(length)
+    kernel, gradient = structured(length), random_gradient(length)
+    swapped = np.ix_(order, order)
+    for allowed in (None, np.tri(length, dtype=bool)):
+        settings = {"logit_scale": 2.0, "drop_prob": 0.1, "d_model": 64.0, "d_head": 16.0}
+        one = KernelAttention(kernel, allowed=allowed, **settings)
+        mask = None if allowed is None else allowed[swapped]
+        two = KernelAttention(kernel[swapped], allowed=mask, **settings)
+        np.testing.assert_allclose(one.forward()[swapped], two.forward(), rtol=1e-5)
+        ours, theirs = one.backward(gradient).total, two.backward(gradient[swapped]).total
+        np.testing.assert_allclose(ours[swapped], theirs, atol=1e-5 * np.abs(ours).max())
+        np.testing.assert_allclose(one.mean_attention[swapped], two.mean_attention, rtol=1e-9)
+
+
+def test_separate_sequences_are_separate_layers() -> None:
+    """A block mask over two sequences: inside a block nothing changes."""
+    length = 12
+    kernel = structured(2 * length)
+    gradient = random_gradient(2 * length)
+    block = np.kron(np.eye(2, dtype=bool), np.tri(length, dtype=bool))
+    joint = KernelAttention(kernel, logit_scale=1.0, allowed=block)
+    first = slice(0, length)
+    alone = KernelAttention(
+        kernel[first, first], logit_scale=1.0, allowed=np.tri(length, dtype=bool)
+    )
+    np.testing.assert_allclose(joint.forward()[first, first], alone.forward(), rtol=2e-2)
+    ours = joint.backward(gradient).total[first, first]
+    theirs = alone.backward(gradient[first, first]).total
+    np.testing.assert_allclose(ours, theirs, atol=2e-2 * np.abs(theirs).max())
+
+
+def test_softmax_conserves() -> None:
+    """Rows of a sum to 1, so V keeps the gradient's sum and the key path's rows sum to 0."""
+    length = 20
+    gradient = random_gradient(length)
+    layer = KernelAttention(structured(length), logit_scale=2.0, allowed=np.tri(length, dtype=bool))
+    parts = layer.backward(gradient)
+    assert parts.value.sum() == pytest.approx(gradient.sum(), rel=1e-5)
+    assert np.abs(parts.key.sum(1)).max() < 1e-5 * np.abs(parts.key).max()
+    np.testing.assert_allclose(layer.mean_attention.sum(1), 1.0, rtol=1e-12)
+    for part in parts:
+        np.testing.assert_array_equal(part, part.T)
+
+
+def test_query_and_key_weights_receive_the_same_gradient() -> None:
+    """E|dW_q|^2 s_q = E|dW_k|^2 s_k at infinite width: sum(C o query) = sum(C o key)."""
+    length = 20
+    kernel = structured(length)
+    layer = KernelAttention(kernel, logit_scale=2.0, allowed=np.tri(length, dtype=bool))
+    parts = layer.backward(random_gradient(length))
+    assert (kernel * parts.query).sum() == pytest.approx((kernel * parts.key).sum(), rel=1e-2)
+
+
+def test_gradient_scale_is_irrelevant() -> None:
+    """Gradients of deep networks leave the range of single precision."""
+    layer = KernelAttention(structured(10), logit_scale=1.0)
+    gradient = random_gradient(10)
+    for scale in (1e-80, 1e80):
+        scaled = layer.backward(scale * gradient).total / scale
+        np.testing.assert_allclose(scaled, layer.backward(gradient).total, rtol=1e-6)
+
+
+# --- extremes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", list(masks(12)))
+@pytest.mark.parametrize("tau", [0.0, 1e-8, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("kind", ["structured", "equal", "negative", "duplicates", "uneven"])
+def test_extreme_inputs_stay_finite(mask: str, tau: float, kind: str) -> None:
+    length = 12
+    kernel = {
+        "structured": structured(length),
+        "equal": np.ones((length, length)),
+        "negative": exchangeable(length, -1.0 / (length - 1)),
+        "duplicates": np.kron(np.eye(length // 2), np.ones((2, 2))),
+        "uneven": structured(length) * np.outer(*[np.linspace(0.5, 2.0, length)] * 2),
+    }[kind]
+    layer = KernelAttention(
+        kernel,
+        logit_scale=tau,
+        allowed=masks(length)[mask],
+        drop_prob=0.2,
+        d_model=32,
+        d_head=8,
+    )
+    parts = layer.backward(random_gradient(length))
+    for array in (layer.forward(), *parts, layer.adjoint(np.eye(length)), layer.entropy):
+        assert np.all(np.isfinite(array))
+    np.testing.assert_array_equal(parts.total, parts.total.T)
+    assert np.all(np.diag(parts.total) >= 0.0)
+    if tau == 0.0:
+        assert np.abs(parts.query).max() < 1e-9
+
+
+def test_hard_attention_keeps_its_growth() -> None:
+    """Two keys: T = 4 E a(1-a) a'(1-a') is (4/6) / sqrt(4 pi theta) for hard rows, so Q grows."""
+    theta = 400.0
+    layer = KernelAttention(np.eye(2), logit_scale=theta)
+    expected = theta * (4.0 / 6.0) / np.sqrt(4.0 * np.pi * theta)
+    assert np.all(layer.beyond_tables)
+    assert layer.backward(np.eye(2)).query[0, 0] == pytest.approx(expected, rel=0.1)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"kernel": np.ones((2, 3))}, "kernel"),
+        ({"kernel": np.diag([1.0, 0.0])}, "kernel"),
+        ({"kernel": np.full((2, 2), np.nan)}, "kernel"),
+        ({"logit_scale": -1.0}, "logit_scale"),
+        ({"logit_scale": np.inf}, "logit_scale"),
+        ({"drop_prob": 1.0}, "drop_prob"),
+        ({"d_model": 0.0}, "d_model"),
+        ({"d_head": -3.0}, "d_head"),
+        ({"norm_spread": -0.1}, "norm_spread"),
+        ({"allowed": np.zeros((2, 2), bool)}, "allowed"),
+        ({"allowed": np.ones((3, 3), bool)}, "allowed"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, object], named: str) -> None:
+    arguments: dict[str, object] = {"kernel": np.eye(2), "logit_scale": 1.0} | change
+    with pytest.raises(DomainError, match=named):
+        KernelAttention(arguments.pop("kernel"), **arguments)
+
+
+def test_bad_gradient_is_named() -> None:
+    layer = KernelAttention(np.eye(3), logit_scale=1.0)
+    with pytest.raises(DomainError, match="gradient"):
+        layer.backward(np.eye(4))
+    with pytest.raises(DomainError, match="sensitivity"):
+        layer.adjoint(np.full((3, 3), np.inf))
