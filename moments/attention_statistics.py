@@ -64,7 +64,7 @@ def _rows(seq_len: int) -> SquareRows:
 
 
 class _Rule(NamedTuple):
-    """Gauss nodes of |w|^2/E|w|^2 for one row, and of |p|^2, |q|^2 for a pair of rows."""
+    """Gauss nodes of one chi-square over its mean, and of two independent ones."""
 
     nodes: np.ndarray
     weights: np.ndarray
@@ -74,56 +74,63 @@ class _Rule(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _rule(row: float, total: float, difference: float, shared: float, points: int | None) -> _Rule:
-    """Nodes for relative variances `row`, `total` and `difference`, the latter two correlated."""
+def _rule(variance: float, points: int | None = None) -> _Rule:
     from .softmax import chi_square_rule
 
-    nodes, weights = chi_square_rule(2 / row, points)
-    first, first_weights = chi_square_rule(2 / total, points)
-    slope = shared / total
-    second, second_weights = chi_square_rule(2 / (difference - slope * shared), points)
-    along = np.repeat(first, second.size)
+    nodes, weights = chi_square_rule(2 / variance, points)
+    count = nodes.size
     return _Rule(
         nodes,
         weights,
-        along,
-        np.maximum(np.tile(second, first.size) + slope * (along - 1), 0.0),
-        np.outer(first_weights, second_weights).ravel(),
+        np.repeat(nodes, count),
+        np.tile(nodes, count),
+        np.outer(weights, weights).ravel(),
     )
 
 
-def _rules(row: Any, fluctuations: _Fluctuations) -> _Rule:
+def _rules(variance: Any) -> _Rule:
     """The rule, along a new last axis where every configuration has one of its own."""
-    variances = np.broadcast_arrays(row, *fluctuations)
-    if variances[0].ndim == 0:
-        return _rule(*(float(v) for v in variances), None)
-    flat = [_rule(*map(float, v), 5) for v in zip(*(v.ravel() for v in variances), strict=True)]
+    if np.ndim(variance) == 0:
+        return _rule(float(variance))
+    flat = [_rule(float(v), 5) for v in np.ravel(variance)]
     return _Rule(
-        *[np.stack(part).reshape(*variances[0].shape, -1) for part in zip(*flat, strict=True)]
+        *[np.stack(part).reshape(*np.shape(variance), -1) for part in zip(*flat, strict=True)]
     )
 
 
-class _Fluctuations(NamedTuple):
-    """Relative (co)variances of |p|^2 and |q|^2, the sum's and the difference's of two queries."""
+class _Norms(NamedTuple):
+    """Nodes of |w|^2 of one row, and of |p|^2 and |q|^2 of a pair; each over its mean."""
 
-    total: Any
-    difference: Any
-    shared: Any
+    row: np.ndarray
+    total: np.ndarray
+    difference: np.ndarray
+    row_weights: np.ndarray
+    pair_weights: np.ndarray
 
 
-def _fluctuations(r: Any, d_model: Any, d_head: Any, deficit: Any) -> _Fluctuations:
+def _norms(r: np.ndarray, d_model: Any, d_head: Any, deficit: Any) -> _Norms:
     """Wishart weights 2/d_head + 2/d, Gaussian overlaps 2/d, less what fixed norms take away.
 
     With o = x_i.x_k/d and phi the relative fluctuation of the keys' own variance, over delta:
     Var phi = 2 r^2, Var o = (1 - r^2)^2, Cov = -2 r^2 (1-r); |p|^2 = (1+o)(1+phi)/(1+r) and
-    |q|^2 = (1-o)(1+phi)/(1-r).
+    |q|^2 = (1-o)(1+phi)/(1-r). The part that depends on r rescales the nodes about their mean.
     """
-    r = np.maximum(r, 0.0) if np.ndim(r) else max(r, 0.0)  # below, |r| <= 1/(L-1) is no large part
-    gaussian = 2 / d_head + 4 / d_model - 2 * deficit
-    return _Fluctuations(
-        gaussian + deficit * (1 - r - 3 * r**2 + 7 * r**3) / (1 + r),
-        gaussian + deficit * (1 + 2 * r + 7 * r**2),
-        deficit * (-1 - r + 3 * r**2 + 7 * r**3) / (1 + r),
+    common = 2 / d_head + 4 / d_model - 2 * deficit
+    rule = _rules(common)
+    r = np.maximum(r, 0.0)  # negative correlations are at most 1/(L-1)
+    share = np.asarray(deficit / common)[..., None]
+    total = 1 + share * (1 - r - 3 * r**2 + 7 * r**3) / (1 + r)
+    difference = 1 + share * (1 + 2 * r + 7 * r**2)
+    along = share * (-1 - r + 3 * r**2 + 7 * r**3) / ((1 + r) * total)
+    first = np.sqrt(total) * (rule.first - 1)
+    second = np.sqrt(difference - along**2 * total) * (rule.second - 1) + along * first
+    row = np.sqrt(1 + 2 * share * r**2) * (rule.nodes - 1)
+    return _Norms(
+        np.maximum(1 + row, 0.0),
+        np.maximum(1 + first, 0.0),
+        np.maximum(1 + second, 0.0),
+        rule.weights,
+        rule.pair_weights,
     )
 
 
@@ -137,7 +144,7 @@ def _sphere(variance: Any, dimension: Any) -> Any:
 
 
 class _Keys(NamedTuple):
-    """Corrections for keys of fixed norm, at each node of theta."""
+    """Corrections for keys of fixed norm."""
 
     dimension: Any
     share: Any
@@ -150,16 +157,17 @@ class _Keys(NamedTuple):
 
 
 _RELATIVE_STEP = 0.02
+_THETA_LARGEST = 30.0  # beyond, statistics are those of theta = 32
 
 
 def _keys(rows: SquareRows, theta: Any, dimension: Any) -> _Keys:
     """Shares and curvatures from derivatives of row moments in theta.
 
     The curvature is theta sum_l E d^2 (D^2)_ll / ds_l^2. Expanded in powers of a, its sixth-degree
-    terms are those of dP_4/dtheta and its fifth-degree ones those of dP_3/dtheta, up to P_5, for
+    terms are those of dP_4/dtheta and its fourth-degree ones those of dP_3/dtheta, up to P_5, for
     which the least value stands that P_2, P_3 and P_4 leave it.
     """
-    theta = np.maximum(theta, 1e-9)
+    theta = np.minimum(np.maximum(theta, 1e-9), _THETA_LARGEST)
     h = _RELATIVE_STEP
     around = rows.single(np.stack([theta * (1 - h), theta, theta * (1 + h)]))
 
@@ -200,26 +208,23 @@ def attention_statistics(
     """
     scalar = type(logit_scale) is float
     deficit = _positive_part(1 / d_model - norm_spread / 2)
-    row_variance = 2 / d_head + 4 / d_model - 2 * deficit * (1 - correlation**2)
-    rule = _rules(row_variance, _fluctuations(correlation, d_model, d_head, deficit))
     r = np.asarray(correlation, dtype=float)[..., None]
     theta = (1 - r) * np.asarray(logit_scale, dtype=float)[..., None]
-    plus, minus = (1 + r) / 2 * rule.first, (1 - r) / 2 * rule.second
-    row_theta, pair_theta, psi = theta * rule.nodes, theta * (plus + minus), theta * (plus - minus)
+    norms = _norms(r, d_model, d_head, deficit)
+    plus, minus = (1 + r) / 2 * norms.total, (1 - r) / 2 * norms.difference
+    row_theta, pair_theta, psi = theta * norms.row, theta * (plus + minus), theta * (plus - minus)
     rows = _rows(seq_len)
-    # kurtosis -6/(D+2) on a sphere of D dimensions
     stiffness = np.asarray(deficit)[..., None] * (1 - r) ** 2
-    dimension = 1 / np.maximum(stiffness, 1e-12) + 2
-    keys = _keys(rows, row_theta, dimension)
+    keys = _keys(rows, theta, 1 / np.maximum(stiffness, 1e-12) + 2)
     single = rows.single(keys.covariance(row_theta, row_theta))
-    pair_keys = _keys(rows, pair_theta, dimension)
-    seen_theta = pair_keys.covariance(pair_theta, pair_theta)
-    seen_psi = pair_keys.covariance(pair_theta, psi)
-    seen = np.divide(seen_psi, seen_theta, out=np.ones_like(psi), where=seen_theta > 0)
+    seen_theta = keys.covariance(pair_theta, pair_theta)
+    seen = np.divide(
+        keys.covariance(pair_theta, psi), seen_theta, out=np.ones_like(psi), where=seen_theta > 0
+    )
     pair = rows.pair(seen_theta, np.clip(seen, -1.0, 1.0))
     # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
-    row = _averages(single, rule.weights, rule.nodes)
-    both = _averages(pair, rule.pair_weights, psi)
+    row = _averages(single, norms.row_weights, norms.row)
+    both = _averages(pair, norms.pair_weights, psi)
     values = {
         "logit_scale": logit_scale,
         "norm_deficit": deficit,
@@ -234,7 +239,7 @@ def attention_statistics(
         * (2 * row["sum_square_"] - 5 * row["sum_cube_"] + 3 * row["sum_fourth_"]),
         "jacobian_square": row["jacobian_square"],
         "jacobian_square_logit": row["jacobian_square_"],
-        "jacobian_curvature": (keys.curvature * rule.weights).sum(-1),
+        "jacobian_curvature": keys.curvature[..., 0],
         "jacobian_radial": row["radial_square"],
         "jacobian_radial_logit": row["radial_square_"],
         "overlap": both["overlap"],

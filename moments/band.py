@@ -42,15 +42,15 @@ from .composition import Chain, Layer
 from .linearisation import (
     Addition,
     Linearised,
-    Logits,
     Modes,
+    averaged,
     linearise,
     part_starts,
     ratio,
     sequence_overlaps,
 )
 from .propagate import Trace
-from .state import Array, Signal
+from .state import Array, Kernel, Signal
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -61,27 +61,30 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
 
     Args:
         declaration: the stack of layers, as it was propagated through.
-        trace: what both passes saw, tokens alike.
+        trace: what both passes saw. Tokens that are not alike enter by their average moments, and
+            attention as if every token saw all others.
         batch: sequences of independent input and gradient that share the weights.
     """
     stream = trace.stream()
-    modes = Modes(stream[0].signal.seq_len)
+    entering, top = stream[0].signal, stream[-1].gradient
+    assert top is not None
+    modes = Modes(entering.seq_len)
     layers = [part for part in declaration.parts if isinstance(part, Layer)]
     ends = part_starts(layers)
     if batch > 1:
         overlaps = sequence_overlaps(layers, trace)
     else:
-        overlaps = [np.zeros(np.shape(stream[0].signal.kernel.pairs))] * (ends[-1] + 1)
+        overlaps = [0.0 * averaged(entering.kernel).pairs] * (ends[-1] + 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = linearise(layers, trace, modes, overlaps)
-        draws = _Draws(modes, stream[0].signal.width, batch)
-        signal_noise, entering = draws.signal(steps.signal, stream[0].signal, overlaps)
-        top = stream[-1].gradient
-        assert top is not None
-        injected = modes.of(top.kernel) / np.asarray(top.kernel.diagonal)[..., None]
-        gradient_noise, received = draws.gradient(steps.gradient, injected)
-        logits = draws.logits(steps.logits, modes.of(stream[0].signal.kernel), overlaps)
-        signal = _up(steps, entering, signal_noise, logits)
+        draws = _Draws(modes, entering.width, batch)
+        signal_noise, first = draws.signal(steps.signal, entering, overlaps)
+        injected = averaged(top.kernel)
+        gradient_noise, received = draws.gradient(
+            steps.gradient, modes.of(injected) / injected.diagonal[..., None]
+        )
+        logits = steps.logits.variance / batch
+        signal = _up(steps, first, signal_noise, logits)
         covariances = _down(steps, signal, signal_noise, gradient_noise, received, logits)
         variance = np.einsum("k...ij,i,j->...k", covariances[ends], modes.average, modes.average)
     return np.where(np.isfinite(variance), variance, 0.0)
@@ -144,7 +147,8 @@ class _Draws:
         self, additions: Addition, entering: Signal, overlaps: Sequence[Array]
     ) -> tuple[Array, Array]:
         """Relative noise of every part, and covariance of what enters."""
-        base = self.modes.of(entering.kernel)
+        kernel = averaged(entering.kernel)
+        base = self.modes.of(kernel)
         shared = np.stack(overlaps) * self.modes.seq_len
         kept = additions.kept * shared[:-1]
         noise = self._noise(additions, base)
@@ -153,17 +157,13 @@ class _Draws:
         mean = (4 * kept + additions.kappa * branch) * branch / self.width
         noise[..., 0, 0] += (1 - 1 / self.batch) * mean
         after = additions.carried + additions.added
-        return ratio(noise, _outer(after, after)), self._entering(entering, base, shared[0])
+        return ratio(noise, _outer(after, after)), self._entering(entering, kernel, shared[0])
 
     def gradient(self, additions: Addition, injected: Array) -> tuple[Array, Array]:
         """Noise of every part, and covariance of the Gaussian gradient at the top."""
         reverse = Addition(*(entry[::-1] for entry in additions))
         own = 2 * _outer(injected, injected) / self.width * self.alone
         return self._noise(reverse, injected)[::-1], own
-
-    def logits(self, logits: Logits, first: Array, overlaps: Sequence[Array]) -> Array:
-        """Variance of every part's logit scale, averaged over the sequences."""
-        return logits.variance / self.batch
 
     def _noise(self, additions: Addition, first: Array) -> Array:
         """Noise of every part, in the order in which the pass meets them."""
@@ -180,15 +180,16 @@ class _Draws:
             overlap = overlap + (both + np.swapaxes(both, -1, -2) + branch / 2) / self.width
         return np.stack(found)
 
-    def _entering(self, signal: Signal, base: Array, shared: Array) -> Array:
+    def _entering(self, signal: Signal, kernel: Kernel, shared: Array) -> Array:
         """Covariance of the relative modes of a Gaussian tensor that enters layer 1."""
+        base = self.modes.of(kernel)
         noise = 2 / self.width * (self.alone + 0 * _outer(base, base))
         across = ratio(shared, base[..., 0]) ** 2
         noise[..., 0, 0] += 2 / self.width * (1 - 1 / self.batch) * across
         if signal.spread is None or np.any(signal.spread.diagonal):
             return noise
         # a norm has fixed every token's size: only the split between the modes is left
-        part = base * self.modes.average / np.asarray(signal.kernel.diagonal)[..., None]
+        part = base * self.modes.average / kernel.diagonal[..., None]
         return _congruence(np.eye(2) - part[..., None, :], noise)
 
 

@@ -18,7 +18,7 @@ from .attention import SelfAttention
 from .composition import Chain, Component, Layer, Leaf, Residual
 from .errors import MomentsError
 from .parts import Dropout
-from .propagate import Trace, forward
+from .propagate import Point, Trace, forward
 from .softmax import SquareTable
 from .softmax.chebyshev import THETA_MAX
 from .state import Array, Gradient, Kernel, Signal
@@ -118,6 +118,7 @@ def linearise(
         overlaps: covariance of tokens of different sequences before every part, `sequence_overlaps`.
     """
     points = sites(layers, trace)
+    width = trace.stream()[0].signal.width
     starts = part_starts(layers)
     groups: dict[Any, list[tuple[int, int]]] = {}
     for index, layer in enumerate(layers):
@@ -131,9 +132,9 @@ def linearise(
             _linearise(
                 stacked([parts_of(layers[index])[position] for index, position in places]),
                 modes,
-                points[0][0].signal.width,
-                _stack([points[index][position].signal.kernel for index, position in places]),
-                _stack([points[index][position + 1].gradient.kernel for index, position in places]),
+                width,
+                _stack([points[index][position].signal for index, position in places]),
+                _stack([points[index][position + 1].gradient for index, position in places]),
                 np.stack([overlaps[k] for k in here], axis=-1),
             )
         )
@@ -151,12 +152,34 @@ def part_starts(layers: Sequence[Layer]) -> list[int]:
     return [0, *np.cumsum([len(parts_of(layer)) for layer in layers]).tolist()]
 
 
-def sites(layers: Sequence[Layer], trace: Trace) -> list[list[Any]]:
-    """Points before the first part, between the parts and after the last, of every layer."""
+class Site(NamedTuple):
+    """Moments of signal and gradient at one place, tokens alike or taken so."""
+
+    signal: Kernel
+    gradient: Kernel
+
+    @classmethod
+    def at(cls, point: Point) -> Site:
+        """Averages over tokens where a point is resolved by token."""
+        assert point.gradient is not None
+        return cls(averaged(point.signal.kernel), averaged(point.gradient.kernel))
+
+
+def averaged(kernel: Kernel) -> Kernel:
+    """The kernel of tokens alike with the same average moments, entries float arrays."""
+    pairs = kernel.mean_pairs() if kernel.resolved else kernel.pairs
+    return Kernel(np.asarray(kernel.mean_diagonal(), float), np.asarray(pairs, float))
+
+
+def sites(layers: Sequence[Layer], trace: Trace) -> list[list[Site]]:
+    """What is before the first part, between the parts and after the last, of every layer."""
     by_place = {(point.layer, point.site): point for point in trace.points}
     stream = trace.stream()
     return [
-        [stream[index], *(by_place[layer.number, part.label] for part in parts_of(layer))]
+        [
+            Site.at(stream[index]),
+            *(Site.at(by_place[layer.number, part.label]) for part in parts_of(layer)),
+        ]
         for index, layer in enumerate(layers)
     ]
 
@@ -167,14 +190,14 @@ def sequence_overlaps(layers: Sequence[Layer], trace: Trace) -> list[Array]:
     Independent inputs start at 0, texts read by one embedding as two tokens of one sequence. What
     grows from there is the mean of the activations, which all tokens share.
     """
-    start = trace.stream()[0].signal.kernel
+    entering = trace.stream()[0].signal
+    start = averaged(entering.kernel).pairs
     read = any(point.layer == 0 and point.site != "stream" for point in trace.points)
-    overlap = np.asarray(start.pairs if read else 0.0 * start.pairs, dtype=float)
+    overlap = start if read else 0.0 * start
     found = [overlap]
     for layer, points in zip(layers, sites(layers, trace), strict=True):
-        for part, point in zip(parts_of(layer), points, strict=False):
-            variance = np.asarray(point.signal.kernel.diagonal, dtype=float)
-            pair = Signal(Kernel(variance, overlap), 2, width=point.signal.width)
+        for part, site in zip(parts_of(layer), points, strict=False):
+            pair = Signal(Kernel(site.signal.diagonal, overlap), 2, width=entering.width)
             if isinstance(part, Residual):
                 added, _ = _pair(part.branch, pair)
                 overlap = part.skip_scale**2 * overlap + part.branch_scale**2 * added
@@ -219,13 +242,9 @@ def _structure(component: Component) -> Any:
 
 def _stack(kernels: Sequence[Kernel]) -> Kernel:
     """Kernels along a new last axis, where the numbers of a stacked component meet them."""
-    shape = np.broadcast_shapes(*(np.shape(kernel.pairs) for kernel in kernels))
-
-    def along(name: str) -> Array:
-        entries = [np.broadcast_to(getattr(kernel, name), shape) for kernel in kernels]
-        return np.stack(entries, axis=-1).astype(float)
-
-    return Kernel(along("diagonal"), along("pairs"))
+    diagonal = np.array([kernel.diagonal for kernel in kernels], dtype=float)
+    pairs = np.array([kernel.pairs for kernel in kernels], dtype=float)
+    return Kernel(np.moveaxis(diagonal, 0, -1), np.moveaxis(pairs, 0, -1))
 
 
 def _interleaved(groups: Sequence[Linearised], order: Array) -> Linearised:
@@ -297,7 +316,7 @@ def _linearise(
     variance, moved = 0.0 * like, (np.zeros_like(base), np.zeros_like(base))
     if attention is not None:
         down = _attention_addition(attention, down, returned[0] / two, received, kernel, modes)
-        variance = _logit_variance(attention, base, kernel, modes)
+        variance = _logit_variance(attention, base, received, modes)
         moved = (response[2], exposure[2])
     response, exposure = (np.moveaxis(entry[:2], 0, -1) for entry in (response, exposure))
     logits = Logits(variance, *moved)
@@ -341,10 +360,17 @@ def _attention_addition(
     return addition._replace(alone=alone, coherent=coherent)
 
 
-def _logit_variance(attention: SelfAttention, base: Array, kernel: Kernel, modes: Modes) -> Array:
-    """Relative variance of |W_k^T W_q x_i|^2, averaged over heads and over correlated tokens."""
-    tokens = (base**2 * modes.average).sum(-1) / (modes.seq_len * kernel.diagonal**2)
-    return tokens * 2 * (1 / attention.d_head + 1 / attention.d_model) / attention.heads
+def _logit_variance(
+    attention: SelfAttention, base: Array, received: Array, modes: Modes
+) -> Array:
+    """Relative variance of |W_k^T W_q x|^2, averaged over heads, and over tokens as gradients do.
+
+    The paths through the logits hold G_ik x_i^T W_q W_k W_k^T W_q^T x_k summed over i, k, a quadratic
+    form with one eigenvalue per mode, the product of the signal's and the gradient's.
+    """
+    weight = base * received
+    alike = (weight**2 * modes.count).sum(-1) / (weight * modes.count).sum(-1) ** 2
+    return alike * 2 * (1 / attention.d_head + 1 / attention.d_model) / attention.heads
 
 
 def _attention_of(component: Component) -> SelfAttention | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings as _warnings
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .architecture import declare, declare_embedding
-from .checks import check_choice
+from .checks import check_choice, check_count
 from .errors import DomainError, ValidityWarning
 from .inputs import alike, check_kernel, check_moments, embedded_alike, embedded_by_token, gaussian
 from .law import THEORIES, Theory
@@ -53,6 +54,41 @@ class Prediction:
     warnings: tuple[str, ...]
     trace: Trace = field(repr=False)
     sequences: bool = field(default=False, repr=False)
+    batch: int = field(default=1, repr=False)
+
+    @property
+    def grad_variance_typical(self) -> np.ndarray:
+        """What one draw of the weights looks like, (..., N + 1): the geometric mean over draws.
+
+        Raises:
+            DomainError: the theory is not "refined".
+        """
+        return self._spread_of_draws[0]
+
+    @property
+    def grad_variance_band(self) -> np.ndarray:
+        """Where one draw of the weights falls 95 % of the time, (2, ..., N + 1).
+
+        It is that of `batch` sequences which share the weights.
+
+        Raises:
+            DomainError: the theory is not "refined".
+        """
+        return self._spread_of_draws[1]
+
+    @functools.cached_property
+    def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        from .band import band, log_variance
+
+        if self.theory != "refined":
+            raise DomainError(
+                f"theory {self.theory!r} gives means over draws only; "
+                'use theory="refined" for what one draw does'
+            )
+        spread = log_variance(declare(self.model, self.theory), self.trace, self.batch)
+        if self.sequences:
+            spread = spread.mean(0)
+        return band(self.grad_variance, spread)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per point inside the network: layer, site and its moments.
@@ -188,6 +224,7 @@ def predict(
     segment_ids: Any = None,
     kernel: Any = None,
     grad_kernel: Any = None,
+    batch: int = 1,
 ) -> Prediction:
     """Predict every layer's moments at initialisation.
 
@@ -207,6 +244,7 @@ def predict(
         kernel: second moments E[x_i x_j] per feature of the tensor that enters layer 1, shape
             (..., L, L), instead of variance and correlation.
         grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
+        batch: sequences that share the weights; the more, the narrower `grad_variance_band`.
 
     Raises:
         DomainError: a bad argument, a feature the theory does not cover, or numbers that overflow.
@@ -217,6 +255,7 @@ def predict(
     if not isinstance(model, Transformer):
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
+    check_count("batch", batch)
     texts = token_ids is not None or kernel is not None or grad_kernel is not None
     resolved = (theory == "refined" and (model.causal or texts)) if tokens is None else tokens
     _check_resolution(model, theory, resolved, kernel is not None or grad_kernel is not None)
@@ -250,7 +289,7 @@ def predict(
         _warnings.warn(note, ValidityWarning, stacklevel=2)
     by_token = _by_token(stream, sequences) if resolved else (None, None)
     v, r, g, rg = moments
-    return Prediction(model, theory, v, r, g, rg, *by_token, notes, trace, sequences)
+    return Prediction(model, theory, v, r, g, rg, *by_token, notes, trace, sequences, batch)
 
 
 def _check_resolution(model: Transformer, theory: Theory, resolved: bool, kernels: bool) -> None:

@@ -457,7 +457,7 @@ def test_layernorm_as_published(key: tuple[str, str]) -> None:
     _within(value, layernorm_draws(256, 1.7, 0.4, 6000, 3)[key[0]], _LAYERNORM_CHECKS[key])
 
 
-@pytest.mark.parametrize(("seq_len", "correlation"), [(16, 0.0), (32, 0.5)])
+@pytest.mark.parametrize(("seq_len", "correlation"), [(16, 0.0), (6, 0.5)])
 def test_query_and_value_gradients_under_uniform_attention(
     seq_len: int, correlation: float
 ) -> None:
@@ -468,13 +468,13 @@ def test_query_and_value_gradients_under_uniform_attention(
         "x_variance": 1.4,
         "x_correlation": correlation,
     }
-    measured = uniform_attention_draws(96, seq_len, 1.4, correlation, 200, 4)
+    measured = uniform_attention_draws(96, seq_len, 1.4, correlation, 800, 4)
     for quantity in ("value_gradient", "query_gradient"):
         # Norms of Gaussian tokens fluctuate: O(1/d) left out.
         _within(laws[quantity](**point), measured[quantity], 2 / 96)
     scale = laws["inverse_temperature_square"](**point)
     ratio = measured["value_gradient"].mean / measured["query_gradient"].mean
-    assert scale == pytest.approx(ratio, rel=0.15)
+    assert scale == pytest.approx(ratio, rel=0.1)
 
 
 def test_embedding_patterns_approach_the_counted_ones() -> None:

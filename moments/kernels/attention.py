@@ -157,6 +157,7 @@ class KernelAttention:
         Tokens of fixed norm pay for it: their overlap across is smaller by the fraction
         (t_ij^2 + t_i'l^2)/2 - 1, and a token's overlap with itself is C_jj whatever t is.
         """
+        shift = shift * np.sqrt(self._closure.softening)  # E tr J falls like theta^(-1/2)
         tilt = self.logit_scale / self._widths.d_model * np.outer(shift, shift)
         once, twice = self._closure.logit_square / self._widths.d_model
         spent = 0.5 * mean * (once[:, None] + once)

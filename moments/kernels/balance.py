@@ -26,11 +26,11 @@ def balanced(
 
     The means are weighted by `weights` (n,) and `weights2` (k,), which sum to 1.
     """
-    left = np.ones_like(joint[..., 0])
-    right = np.ones_like(joint[..., 0, :])
+    left: NDArray[Real] = np.ones_like(joint[..., 0])
+    right: NDArray[Real] = np.ones_like(joint[..., 0, :])
     for _ in range(sweeps):
-        right = 1.0 / ((left * weights)[..., None, :] @ joint)[..., 0, :]
-        left = 1.0 / (joint @ (right * weights2)[..., None])[..., 0]
+        np.divide(1.0, ((left * weights)[..., None, :] @ joint)[..., 0, :], out=right)
+        np.divide(1.0, (joint @ (right * weights2)[..., None])[..., 0], out=left)
     scaled = joint * left[..., :, None]
     scaled *= right[..., None, :]
     return scaled

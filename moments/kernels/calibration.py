@@ -82,24 +82,21 @@ class Nodes(NamedTuple):
         return value, np.tensordot(derivative.T, terms[:-1], 1)
 
 
-def nodes_for(correlation: Array, theta: float, least: float) -> Nodes:
-    """As many nodes as (e^{theta rho} - 1)/rho needs on the interval of correlations that occur.
+def nodes_for(correlation: Array, theta: float) -> Nodes:
+    """As many nodes as e^{theta rho} needs on the interval of correlations that occur.
 
-    Its Chebyshev coefficients on a half width h decay like (theta h/2)^m/(m+1)!; the derivative,
-    which the gradient needs, multiplies that by m. The interval ends at 1, where every row meets
-    itself; a node within `least` of 0 is moved to `least`.
+    Its Chebyshev coefficients on a half width h decay like (theta h/2)^m/m!; the derivative, which
+    the gradient needs, multiplies that by m. The interval ends at 1, where every row meets itself.
     """
     low = float(min(correlation.min(), 0.9))
     half = 0.25 * theta * (1.0 - low)
     order, term = 1, half
-    while order < 9 and term > 1e-3:
+    while order < 10 and term * (order + 1) > 4e-3:
         order += 1
         term *= half / order
     unit = np.cos(np.pi * np.arange(order + 1) / order)
-    rho = 0.5 * (1.0 + low) + 0.5 * (1.0 - low) * unit
-    rho = np.where(np.abs(rho) < least, least, rho)
-    unit = (2.0 * rho - 1.0 - low) / (1.0 - low)
     inverse = np.linalg.inv(chebyshev.chebvander(unit, order))
+    rho = 0.5 * (1.0 + low) + 0.5 * (1.0 - low) * unit
     return Nodes(low, rho, np.asarray(inverse, dtype=np.float64))
 
 
@@ -136,7 +133,7 @@ def calibrate(
 
     Args:
         theta, keys: (classes,) reference rows.
-        unshared: (classes,) C_jj - b, what a key does not share with the others.
+        unshared: (classes,) 1 - b/C_jj, the fraction a key does not share with the others.
         nodes: correlations.
         widths: of the layer.
     """
@@ -168,7 +165,7 @@ def calibrate(
     key = drive * (1.0 - 1.0 / d_model) + drive_radial / d_model
     # overlaps of keys with themselves, which fixed norms keep from fluctuating
     fixed = widths.fixed_norm * unshared[:, None] ** 2
-    query = jacobian * (1.0 - 2.0 * (1.0 + fixed) / d_model - 1.0 / d_head)
+    query = jacobian * np.maximum(1.0 - 2.0 * (1.0 + fixed) / d_model - 1.0 / d_head, 0.0)
     noise_query = query + radial * (2.0 / d_model + 1.0 / d_head)
     query = theta * (query + radial * (3.0 / d_model + 1.0 / d_head)) / closure
     alone = exact_rows.rows(theta[:, 0], keys[:, 0])

@@ -41,7 +41,7 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 RHO_MIN = 1e-3
-"""Nodes nearer to 0 are moved here: the excess is divided by rho."""
+"""Where the ratio of two excesses is taken at a node nearer to 0, their common zero."""
 
 
 class Block(NamedTuple):
@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
     Attributes:
         first, second: the classes.
-        sums: over their pairs of rows, of [F/(w w') - 1]/rho at every node.
+        sums: over their pairs of rows, of F/(w w') - 1 at every node.
     """
 
     first: RowClass
@@ -106,12 +106,12 @@ class OverlapClosure:
         self.weights = compact[self.pattern]
 
         correlation = np.clip(kernel / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
-        self._nodes = nodes_for(correlation, float(self.rows.theta.max()), RHO_MIN)
+        self._nodes = nodes_for(correlation, float(self.rows.theta.max()))
         stats, own = self.rows, slice(len(patterns), None)
         self.calibration = calibrate(
             stats.theta[own],
             stats.keys[own],
-            stats.unshared[own],
+            stats.unshared_fraction[own],
             self._nodes,
             widths,
         )
@@ -154,6 +154,7 @@ class OverlapClosure:
         which is 1/n - 1/n' for an exchangeable kernel.
         """
         stats, patterns, count = self.rows, len(self.group), self.count
+        rho = np.where(np.abs(self._nodes.rho) < RHO_MIN, RHO_MIN, self._nodes.rho)
         leader = patterns + self.group
         relative = stats.temperature[:patterns] / stats.temperature[leader]
         inverse = 1.0 / stats.keys[leader]
@@ -166,7 +167,7 @@ class OverlapClosure:
 
         def excess(theta: Array, inverse_keys: Array) -> Array:
             keys = 1.0 / np.clip(inverse_keys, 1e-8, 1.0 - 1e-9)
-            exact = exact_rows.pairs(exact_rows.tabulated(theta), keys, self._nodes.rho)
+            exact = exact_rows.pairs(exact_rows.tabulated(theta), keys, rho)
             return np.asarray((np.transpose(exact.overlap) * keys - 1.0) / (1.0 - 1.0 / keys))
 
         own = excess(stats.theta[leader] * relative, inverse)
@@ -179,7 +180,6 @@ class OverlapClosure:
         exponents = self._exponent_per_logit * self._tau
         exponents = exponents * self.rows.temperature[len(self.group) :, None]
         groups = [index for index, group in enumerate(self.classes) if len(group.own_weights) > 1]
-        rho = self._nodes.rho[:, None, None].astype(np.float32)
         blocks = []
         for position, one in enumerate(groups):
             first = self.classes[one]
@@ -187,8 +187,7 @@ class OverlapClosure:
             for two in groups[position:]:
                 second = self.classes[two]
                 projected = onward[:, second.keys] @ second.response.T
-                size = np.sqrt(np.maximum(exponents[one] * exponents[two], 0.0))
-                exponent = (np.sign(self._nodes.rho) * size)[:, None, None]
+                exponent = geometric_mean(exponents[one], exponents[two])[:, None, None]
                 joint = exponent.astype(np.float32) * projected.astype(np.float32)
                 np.exp(np.minimum(joint, EXPONENT_MAX, out=joint), out=joint)
                 joint = balanced(
@@ -198,7 +197,6 @@ class OverlapClosure:
                     3,
                 )
                 joint -= 1.0
-                joint /= rho
                 sums = PairSum.of(joint, first.weights, second.weights)
                 blocks.append(Block(first, second, sums))
         return blocks
@@ -209,8 +207,8 @@ class OverlapClosure:
         value, slope = self._nodes.basis(correlation)
         scale = self._row_scale[:, self.pattern] * self._norm
         scale = scale[:, :, None] * scale[:, None, :]
-        self._value_weight = scale * value * correlation
-        self._slope_weight = scale * (slope * correlation + value)
+        self._value_weight = scale * value
+        self._slope_weight = scale * slope
         group = self.group[self.pattern]
         sharpened = self._sharpening(correlation)
         factors = []
@@ -296,15 +294,20 @@ class OverlapClosure:
         return np.asarray(self.rows.unshared[self.pattern])
 
     @property
+    def softening(self) -> Array:
+        """(L,) 1, and below 1 for rows beyond the tables: the factor on their logit variance."""
+        return np.asarray(self.rows.softening[self.pattern])
+
+    @property
     def logit_square(self) -> Array:
         """(2, L): E sum_j a_ij (t_ij^2 - 1) and E sum_j a_ij^2 (t_ij^2 - 1).
 
-        t_ij is the component of token j along the direction that row i looks in: attended tokens
-        point that way.
+        t_ij is the component of token j along the direction that row i looks in, in units of its
+        root mean square: attended tokens point that way.
         """
         stats = self.rows
-        once = stats.unshared * stats.logit_square
-        twice = stats.unshared * (stats.weighted_logit_square - stats.sum_square)
+        once = stats.unshared_fraction * stats.logit_square
+        twice = stats.unshared_fraction * (stats.weighted_logit_square - stats.sum_square)
         return np.stack([once[self.pattern], twice[self.pattern]])
 
     @functools.cached_property
@@ -339,3 +342,10 @@ class OverlapClosure:
 
 def _means(values: Array, group: Indices) -> Array:
     return np.asarray(np.bincount(group, values) / np.bincount(group))
+
+
+def geometric_mean(first: Array, second: Array) -> Array:
+    """Of two numbers of one sign, with that sign; the arithmetic mean of others."""
+    product = first * second
+    size = np.sign(first) * np.sqrt(np.maximum(product, 0.0))
+    return np.where(product > 0.0, size, 0.5 * (first + second))

@@ -110,6 +110,7 @@ class DroppedAttention:
         patterns = len(closure.group)
         members = np.unique(closure.pattern, return_index=True)[1]
         trace = jacobian_square(closure.squares[members].sum(1), closure.count[:patterns])
+        trace = trace * np.sqrt(closure.softening[members])  # beyond the tables: near ties only
         variance = np.diagonal(kernel)
         self._responses = []
         for index, group in enumerate(closure.classes):

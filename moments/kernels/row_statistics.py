@@ -24,6 +24,7 @@ class RowStatistics:
         temperature: C_ii of the query (the class mean for a class's own row).
         logit_variance: theta of the reference row.
         unshared: the same per unit of logit scale and query norm: C_jj - b.
+        unshared_fraction: the same over the mean C_jj of the row's keys.
         theta: the same within the tables, where the exact statistics were taken.
         keys: effective number of keys n_e.
         sum_square: P2 = E sum a^2 of the reference row.
@@ -40,6 +41,7 @@ class RowStatistics:
     temperature: Array
     logit_variance: Array
     unshared: Array
+    unshared_fraction: Array
     theta: Array
     keys: Array
     sum_square: Array
@@ -91,6 +93,7 @@ def row_statistics(
         temperature,
         variance,
         unshared,
+        unshared * allowed.sum(1) / (allowed @ np.diag(kernel)),
         theta,
         reference.keys,
         square,

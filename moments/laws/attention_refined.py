@@ -29,31 +29,55 @@ def _dropped(drop_prob: Any) -> Any:
 def average_variance(
     m: Any,
     d_model: Any,
+    norm_deficit: Any,
     drop_prob: Any,
     x_correlation: Any,
     row_square: Any,
+    row_cube: Any,
+    row_square_slope: Any,
     row_tilt: Any,
     row_logit_square: Any,
+    row_dropout_cross: Any,
+    logit_scale: Any,
 ) -> Any:
     """Variance of sum_j a_ij x_j over that of x."""
     own = 1 - x_correlation
     mixed = own * (row_square * (1 - 1 / d_model) + row_tilt / d_model)
-    masks = row_square * (1 - own / d_model) + own * row_logit_square / d_model
-    return x_correlation + mixed + _dropped(drop_prob) * masks
+    fluctuating = own * (1 / d_model - norm_deficit)
+    masks = row_square + fluctuating * (row_logit_square - row_square)
+    # Overlaps with tokens of fixed norm fluctuate less, and against the logit variance.
+    skewness = own * logit_scale * (1 - 3 * row_square + 2 * row_cube)
+    stiff = 2 * x_correlation**2 * row_square_slope - 2 * own**2 * row_dropout_cross
+    stiff = own * (stiff - x_correlation * (1 + own) * skewness)
+    return x_correlation + mixed + norm_deficit * stiff + _dropped(drop_prob) * masks
 
 
 def average_covariance(
     m: Any,
     d_model: Any,
+    norm_deficit: Any,
     logit_scale: Any,
     x_correlation: Any,
     row_square: Any,
+    row_cube: Any,
+    row_fourth: Any,
+    row_vacancy: Any,
+    row_dropout_cross: Any,
     overlap: Any,
+    overlap_slope: Any,
+    jacobian_overlap: Any,
 ) -> Any:
     """Covariance of sum_j a_ij x_j and sum_j a_kj x_j over the variance of x."""
-    own = 1 - x_correlation
-    tilt = x_correlation * own * logit_scale * (1 - 2 * row_square + overlap) / d_model
-    return x_correlation + own * (overlap + tilt)
+    r, own = x_correlation, 1 - x_correlation
+    # E tr D tr D' and E (a.a'^2 - ..) interpolate between independent and equal rows.
+    vacancies = (1 - row_square) ** 2 * (1 - r**2) + r**2 * row_vacancy
+    square_square = row_vacancy - 1 + 2 * row_square
+    tilt = vacancies + jacobian_overlap - 4 * (row_cube - square_square)
+    tilt = r * own * logit_scale / d_model * tilt
+    skewness = own * logit_scale * (1 - 3 * row_square + 2 * row_cube)
+    shared = (1 + r) * row_dropout_cross * overlap / row_square
+    stiff = 2 * r**2 * overlap_slope - own**2 * shared - r * (1 + own) * skewness
+    return r + own * (overlap + tilt + norm_deficit * stiff)
 
 
 def value_variance(
@@ -85,31 +109,43 @@ def query_variance(
     m: Any,
     d_model: Any,
     d_head: Any,
+    norm_deficit: Any,
     drop_prob: Any,
     logit_scale: Any,
     x_correlation: Any,
+    row_square: Any,
+    row_cube: Any,
+    row_fourth: Any,
     row_vacancy: Any,
     jacobian_square: Any,
-    jacobian_square_logit: Any,
+    jacobian_curvature: Any,
     jacobian_radial: Any,
     grad_variance: Any,
 ) -> Any:
     """Through the logits' left factor."""
     own = 1 - x_correlation
-    theta = own * logit_scale
+    scaled = own**2 * jacobian_curvature
+    diagonal = row_square - 2 * row_cube + row_fourth
     straight = jacobian_square * (1 - 2 / d_model - 1 / d_head)
-    radial = own * (row_vacancy / d_model + straight + jacobian_radial * (1 / d_head + 3 / d_model))
+    radial = row_vacancy / d_model + straight + jacobian_radial * (1 / d_head + 3 / d_model)
+    # The keys' own variance, fluctuating by 2 r^2 delta, enters squared and through the weights.
+    common = x_correlation**2 * (4 * jacobian_radial - 2 * jacobian_square)
+    stiff = common - 2 * own**2 * diagonal - 2 * scaled
     masks = straight + jacobian_radial * (1 / d_head + 2 / d_model)
-    # E theta T_2 / T_2, weighting the logit variance by what carries gradient
-    tilt = 2 * jacobian_square + 4 * theta * jacobian_square_logit
-    masks = masks * (1 + own / d_model * tilt / jacobian_square)
-    return theta * (radial + _dropped(drop_prob) * masks) * grad_variance
+    fluctuating = own * (1 / d_model - norm_deficit)
+    masks = masks + fluctuating * (2 * diagonal + jacobian_curvature)
+    masks = masks + norm_deficit * (
+        2 * x_correlation**2 * (jacobian_radial - jacobian_square) - scaled
+    )
+    paths = own * (radial + norm_deficit * stiff) + _dropped(drop_prob) * masks
+    return own * logit_scale * paths * grad_variance
 
 
 def query_covariance(
     m: Any,
     d_model: Any,
     d_head: Any,
+    norm_deficit: Any,
     logit_scale: Any,
     x_correlation: Any,
     row_square: Any,
@@ -120,19 +156,23 @@ def query_covariance(
     own = 1 - x_correlation
     straight = jacobian_overlap * (1 - 2 / d_model - 1 / d_head)
     radial = radial_overlap * (1 / d_head + 3 / d_model)
-    shape = (1 - row_square) ** 2 / d_model + straight + radial
+    theta = own * logit_scale
+    stiff = -2 * own**2 * (1 + 2 * (1 + x_correlation) * theta) * jacobian_overlap
+    shape = (1 - row_square) ** 2 / d_model + straight + radial + norm_deficit * stiff
     return own * logit_scale * own * shape * grad_covariance
 
 
 def key_variance(
     m: Any,
     d_model: Any,
+    norm_deficit: Any,
     seq_len: Any,
     drop_prob: Any,
     logit_scale: Any,
     x_correlation: Any,
     jacobian_square: Any,
     jacobian_square_logit: Any,
+    jacobian_curvature: Any,
     jacobian_radial_logit: Any,
     jacobian_overlap_logit: Any,
     radial_overlap_logit: Any,
@@ -142,10 +182,14 @@ def key_variance(
     """Through the logits' right factor."""
     own = 1 - x_correlation
     theta = own * logit_scale
-    straight = theta * (jacobian_square_logit * (1 - 1 / d_model) + jacobian_radial_logit / d_model)
-    tilt = 1 + 4 * theta * own / d_model * jacobian_square_logit / jacobian_square
-    masks = _dropped(drop_prob) * logit_scale * jacobian_square_logit * tilt
+    tilt = jacobian_square_logit / jacobian_square * jacobian_curvature
+    straight = jacobian_square_logit * (1 - 1 / d_model) + jacobian_radial_logit / d_model
+    straight = theta * (straight - norm_deficit * own**2 * tilt)
+    masks = jacobian_square_logit + own * (1 / d_model - norm_deficit) * tilt
+    masks = _dropped(drop_prob) * logit_scale * masks
     others = jacobian_overlap_logit * (1 - 1 / d_model) + radial_overlap_logit / d_model
+    stiff = 2 * own**2 * (1 + x_correlation) * theta * jacobian_overlap_logit
+    others = others - norm_deficit * stiff
     return (straight + masks) * grad_variance + (seq_len - 1) * others * grad_covariance
 
 

@@ -69,7 +69,7 @@ def _beyond(error: Array, stderr: Array) -> Array:
 def by_layer(configuration: Configuration, prediction: Prediction, stored: Stored) -> pd.DataFrame:
     """Every index of the stream: predicted, simulated, stderr and error of each quantity.
 
-    Columns: layer, then for `grad`, `variance`, `correlation` and, where predicted, `typical`: the
+    Columns: layer, then for `grad`, `variance`, `correlation` and, where judged, `typical`: the
     four numbers, such as `grad_predicted`, `grad_simulated`, `grad_stderr` and `grad`. Standard
     errors are those of the error: relative for variances, of the mean logarithm for `typical`.
     """
@@ -104,12 +104,22 @@ def by_layer(configuration: Configuration, prediction: Prediction, stored: Store
         stderr["correlation"],
         np.abs(prediction.correlation - values["correlation"]),
     )
-    typical = getattr(prediction, "grad_variance_typical", None)
+    typical = _typical(configuration, prediction)
     if typical is not None:
         simulated = np.exp(values["log_grad_variance"])
         error = _log_error(typical, simulated)
         add("typical", typical, simulated, stderr["log_grad_variance"], error)
     return pd.DataFrame(columns)
+
+
+def _typical(configuration: Configuration, prediction: Prediction) -> Array | None:
+    """The predicted geometric mean, None where it is not judged or the theory has none."""
+    if configuration.norm != "post" or configuration.layers <= DEEP_POST:
+        return None
+    try:
+        return prediction.grad_variance_typical
+    except DomainError:
+        return None
 
 
 def _profile(prediction: Prediction, stored: Stored) -> tuple[float, float]:
@@ -133,9 +143,8 @@ def measure(
     frame = by_layer(configuration, prediction, stored)
     inside = {"grad": slice(None, -1), "typical": slice(None, -1)}
     result = dict.fromkeys(MEASURES, float("nan"))
-    deep = configuration.norm == "post" and configuration.layers > DEEP_POST
     for name in ("grad", "variance", "correlation", "typical"):
-        if name not in frame or (name == "typical" and not deep):
+        if name not in frame:
             continue
         part = frame.iloc[inside.get(name, slice(1, None))]
         error, stderr = part[name].to_numpy(), part[f"{name}_stderr"].to_numpy()
