@@ -20,13 +20,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.special import gammaln, hyp2f1
 
+import moments
+from moments.attention_statistics import attention_statistics
+
 Array = np.ndarray
+Config = dict[str, Any]
 STORE = Path(__file__).resolve().parents[1] / "moments" / "data" / "attention_layer.json"
 
 # --- fresh weights, everything linear integrated out ------------------------------------------
@@ -130,9 +135,7 @@ def sample_layer(
     w_norm = np.diagonal(w_gram, axis1=-2, axis2=-1)
     b_norm = np.diagonal(b_gram, axis1=-2, axis2=-1)[:, None, :]
 
-    trace_ds = (a * np.diagonal(s, axis1=-2, axis2=-1)[:, None, :]).sum(-1) - (
-        (a @ s) * a
-    ).sum(-1)
+    trace_ds = (a * np.diagonal(s, axis1=-2, axis2=-1)[:, None, :]).sum(-1) - ((a @ s) * a).sum(-1)
     # (D_k O D_i N_k)_i of K_i from row k against Q_i: `qk[k, i]`
     u_a = (o * a).sum(-1)[:, None, :] - aoa
     inner = twice @ _transposed(o * a) - (ao * twice) @ at - u_a * (twice @ at)
@@ -216,9 +219,7 @@ def combined(v: dict[str, Array], seq_len: int, drop_prob: float, r_g: float) ->
     parts["grad_variance"] = sum(parts[name] for name in (*PATHS, "rest"))
     value_covariance = (1 - v["row_square"]) / (seq_len - 1) + r_g * (1 - v["overlap"])
     fed_back = parts["key"] + parts["cross"] + parts["rest"]
-    parts["grad_covariance"] = (
-        value_covariance + r_g * v["query_pairs"] - fed_back / (seq_len - 1)
-    )
+    parts["grad_covariance"] = value_covariance + r_g * v["query_pairs"] - fed_back / (seq_len - 1)
     return parts
 
 
@@ -232,13 +233,11 @@ def estimate(values: Array, controls: Array) -> list[float]:
     return [float(f"{residual.mean():.7g}"), float(f"{error:.2g}")]
 
 
-def simulate_layer(config: dict[str, Any], seconds: float, most: int, target: float) -> dict[str, Any]:
+def simulate_layer(config: Config, seconds: float, most: int, target: float) -> dict[str, Any]:
     """Sample until the gradient variance's standard error is below `target`, or time is up."""
     rng = np.random.default_rng(config["seed"])
     length = config["seq_len"]
-    design = {
-        name: config[name] for name in ("seq_len", "d_model", "d_head", "normalised")
-    }
+    design = {name: config[name] for name in ("seq_len", "d_model", "d_head", "normalised")}
     correlation = config["correlation"]
     truth = (
         normalised_correlation(correlation, config["d_model"])
@@ -281,7 +280,7 @@ def simulate_layer(config: dict[str, Any], seconds: float, most: int, target: fl
 # --- the published protocol: one draw ---------------------------------------------------------
 
 
-def simulate_draw(config: dict[str, Any]) -> dict[str, Any]:
+def simulate_draw(config: Config) -> dict[str, Any]:
     """Variances and token covariances under one draw of all weights, averaged over inputs."""
     rng = np.random.default_rng(config["seed"])
     length, d_model, d_head = config["seq_len"], config["d_model"], config["d_head"]
@@ -289,19 +288,22 @@ def simulate_draw(config: dict[str, Any]) -> dict[str, Any]:
     def normal(*shape: int) -> Array:
         return rng.standard_normal(shape, dtype=np.float32)
 
-    def alike(width: int, correlation: float) -> Array:
+    def alike(width: int, correlation: float) -> tuple[Array, Array]:
         common = np.float32(np.sqrt(correlation)) * normal(1, width)
-        return common + np.float32(np.sqrt(1 - correlation)) * normal(length, width)
+        z = common + np.float32(np.sqrt(1 - correlation)) * normal(length, width)
+        return z, z.mean(0) / np.float32(np.sqrt(correlation + (1 - correlation) / length))
 
     scale = np.float32(np.sqrt(config["weight_variance"]))
     wq, wk = scale * normal(d_model, d_head), scale * normal(d_model, d_head)
     wv = normal(d_model, d_head) / np.float32(np.sqrt(d_model))
     root = np.float32(np.sqrt(d_head))
     kept = np.float32(1 - config["drop_prob"])
-    inputs = int(np.clip(6e10 / (length * length * (8 * d_model + 400)), 8, 60))
-    draws = []
+    inputs = int(np.clip(1e11 / (length * length * (8 * d_model + 400)), 12, 80))
+    draws, controls = [], []
+    norm = (wv * wv).sum()
     for _ in range(inputs):
-        x, g = alike(d_model, config["correlation"]), alike(d_head, config["grad_correlation"])
+        x, common = alike(d_model, config["correlation"])
+        g, common_gradient = alike(d_head, config["grad_correlation"])
         q, k, v = x @ wq, x @ wk, x @ wv
         a = q @ k.T / root
         a = np.exp(a - a.max(-1, keepdims=True))
@@ -311,12 +313,14 @@ def simulate_draw(config: dict[str, Any]) -> dict[str, Any]:
         logits = weighted - a * weighted.sum(-1, keepdims=True)
         sent = dropped.T @ (g @ wv.T) + logits @ k @ wq.T / root + logits.T @ q @ wk.T / root
         draws.append((*_moments(dropped @ v), *_moments(sent)))
+        # The mean token through the value weights, forward and back: of known mean given those.
+        ends = common @ wv, wv @ common_gradient
+        controls.append([float((end * end).sum() / norm) - 1 for end in ends])
     names = ("variance", "covariance", "grad_variance", "grad_covariance")
-    series = np.array(draws)
-    errors = series.std(0, ddof=1) / np.sqrt(inputs)
+    stacked = np.array(controls)
     result = {
-        name: [float(f"{mean:.7g}"), float(f"{error:.2g}")]
-        for name, mean, error in zip(names, series.mean(0), errors, strict=True)
+        name: estimate(series, stacked)
+        for name, series in zip(names, np.array(draws).T, strict=True)
     }
     return {"config": config, "samples": inputs, "result": result}
 
@@ -334,15 +338,15 @@ def _moments(z: Array) -> tuple[float, float]:
 SEED = 20240607
 
 
-def _choose(rng: np.random.Generator, options: dict[str, tuple]) -> dict[str, Any]:
+def _choose(rng: np.random.Generator, options: dict[str, tuple]) -> Config:
     return {name: values[rng.integers(len(values))] for name, values in options.items()}
 
 
-def _even(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _even(configs: list[Config]) -> list[Config]:
     return [{**config, "seed": SEED + i} for i, config in enumerate(configs)]
 
 
-def layer_design(count: int = 90) -> list[dict[str, Any]]:
+def layer_design(count: int = 90) -> list[Config]:
     """`count` settings of each kind of token, drawn independently for the two kinds."""
     rng = np.random.default_rng(SEED)
     options = {
@@ -363,7 +367,7 @@ def layer_design(count: int = 90) -> list[dict[str, Any]]:
     )
 
 
-def beyond_design() -> list[dict[str, Any]]:
+def beyond_design() -> list[Config]:
     return _even(
         [
             {
@@ -384,7 +388,7 @@ def beyond_design() -> list[dict[str, Any]]:
     )
 
 
-def grid_design(count: int = 320) -> list[dict[str, Any]]:
+def grid_design(count: int = 320) -> list[Config]:
     """A seeded subset of the published grid; query and key weights' standard deviations are
     .1, .245 and .6 over sqrt(d), so that d^2 query key is 1e-4 to .13."""
     rng = np.random.default_rng(SEED + 1)
@@ -425,5 +429,142 @@ def simulate(seconds: float) -> None:
             partial.replace(STORE)
 
 
+# --- comparison -------------------------------------------------------------------------------
+
+
+def predicted(config: Config) -> dict[str, float]:
+    """What the refined laws say of one setting of the designs "layer" and "beyond"."""
+    correlation, d_model = config["correlation"], float(config["d_model"])
+    spread = 0.0 if config["normalised"] else 2 / d_model
+    statistics = attention_statistics(
+        config["theta"] / (1 - correlation),
+        correlation,
+        config["seq_len"],
+        d_model,
+        float(config["d_head"]),
+        spread,
+    )
+    values = {
+        **statistics.values,
+        "d_model": d_model,
+        "d_head": config["d_head"],
+        "seq_len": config["seq_len"],
+        "drop_prob": config["drop_prob"],
+        "x_correlation": correlation,
+        "grad_variance": 1.0,
+        "grad_covariance": config["grad_correlation"],
+    }
+    laws = moments.component("attention_without_value").under("refined")
+    paths = {name: float(laws[f"grad_{name}"].of(values)) for name in PATHS}
+    covariance = sum(
+        float(laws[f"grad_{name}_covariance"].of(values)) for name in ("value", "query")
+    )
+    fed_back = (paths["key"] + paths["cross"]) / (config["seq_len"] - 1)
+    return {
+        "variance": float(laws["variance"].of(values)),
+        "covariance": float(laws["covariance"].of(values)),
+        **paths,
+        "grad_variance": sum(paths.values()),
+        "grad_covariance": covariance - fed_back,
+    }
+
+
+def predicted_draw(config: Config) -> dict[str, float]:
+    """The refined laws on one setting of the design "grid"."""
+    r, d_model = config["correlation"], config["d_model"]
+    theta = (1 - r) * (d_model * config["weight_variance"]) ** 2
+    layer = predicted({**config, "theta": theta, "normalised": False})
+    gain = config["d_head"] / d_model
+    return {
+        name: layer[name] * (gain if name.startswith("grad") else 1.0)
+        for name in ("variance", "covariance", "grad_variance", "grad_covariance")
+    }
+
+
+def published_draw(config: Config) -> dict[str, float]:
+    """The published laws on one setting of the design "grid"."""
+    laws = moments.component("attention").under("published")
+    values = {
+        "d_model": config["d_model"],
+        "fan_out": config["d_head"],
+        "seq_len": config["seq_len"],
+        "query": config["weight_variance"],
+        "key": config["weight_variance"],
+        "value": 1 / config["d_model"],
+        "drop_prob": config["drop_prob"],
+        "x_variance": 1.0,
+        "x_correlation": config["correlation"],
+        "grad_variance": 1.0,
+        "grad_covariance": config["grad_correlation"],
+    }
+    names = ("variance", "covariance", "grad_variance", "grad_covariance")
+    return {name: float(laws[name].of(values)) for name in names}
+
+
+def errors(
+    entries: list[dict[str, Any]], theory: Callable[[Config], dict[str, float]], errors_off: float
+) -> dict[str, Array]:
+    """Relative error in per cent of every moment, beyond `errors_off` standard errors."""
+    collected: dict[str, list[float]] = {}
+    for entry in entries:
+        for name, value in theory(entry["config"]).items():
+            mean, error = entry["result"][name]
+            beyond = max(abs(value - mean) - errors_off * error, 0.0)
+            collected.setdefault(name, []).append(100 * beyond / abs(mean))
+    return {name: np.array(series) for name, series in collected.items()}
+
+
+def load() -> dict[str, list[dict[str, Any]]]:
+    """The stored results, by design."""
+    return json.loads(STORE.read_text())
+
+
+def of_kind(entries: list[dict[str, Any]], normalised: bool, low: float, high: float) -> list:
+    """Entries with this kind of token and low <= theta <= high."""
+    return [
+        entry
+        for entry in entries
+        if entry["config"]["normalised"] == normalised and low <= entry["config"]["theta"] <= high
+    ]
+
+
+def _print(title: str, table: dict[str, Array]) -> None:
+    print(f"{title} ({len(next(iter(table.values())))} settings): % at 50/90/99 percentile")
+    for name, series in table.items():
+        print(f"  {name:16s} " + "  ".join(f"{p:.2f}" for p in np.percentile(series, (50, 90, 99))))
+
+
+def compare() -> None:
+    store = load()
+    for normalised in (True, False):
+        kind = "normalised tokens" if normalised else "Gaussian tokens"
+        for low, high in ((0.0, 2.0), (2.5, 4.0)):
+            entries = of_kind(store["layer"], normalised, low, high)
+            noise = [
+                100 * e["result"]["grad_variance"][1] / e["result"]["grad_variance"][0]
+                for e in entries
+            ]
+            title = f"{kind}, theta in [{low}, {high}], noise {np.median(noise):.2f} %"
+            _print(f"{title}, beyond 2 s.e.", errors(entries, predicted, 2.0))
+            _print(f"{title}, whole", errors(entries, predicted, 0.0))
+    _print("one weight draw, refined", errors(store["grid"], predicted_draw, 0.0))
+    _print("one weight draw, published", errors(store["grid"], published_draw, 0.0))
+    for theta in (5.0, 8.0, 12.0):
+        _print(
+            f"theta {theta}", errors(of_kind(store["beyond"], True, theta, theta), predicted, 0.0)
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("simulate", "compare"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after")
+    arguments = parser.parse_args()
+    if arguments.command == "simulate":
+        simulate(arguments.seconds)
+    else:
+        compare()
+
+
 if __name__ == "__main__":
-    simulate(1e9)
+    main()

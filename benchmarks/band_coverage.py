@@ -50,9 +50,7 @@ CASES = {
     "pre-36-128-scaled": Case(_model(36, 128, 8, 32, **_scaled(36))),
     "pre-24-128-lns": Case(_model(24, 128, 4, 32, layernorm_scaling=True)),
     "post-12-96": Case(_model(12, 96, 4, 32, norm="post")),
-    "post-16-128-gelu-batch": Case(
-        _model(16, 128, 8, 32, norm="post", activation="gelu"), batch=4
-    ),
+    "post-16-128-gelu-batch": Case(_model(16, 128, 8, 32, norm="post", activation="gelu"), batch=4),
     "post-24-256": Case(
         _model(24, 256, 8, 32, norm="post"),
         moments={"correlation": 0.25, "grad_correlation": 0.3},
@@ -78,9 +76,9 @@ def coverage(case: Case, seeds: int, seed: int = 1) -> dict[str, Any]:
         "inside": inside[at].tolist(),
         "inside_all": float(inside.mean()),
         "spread_ratio": (logarithm.std(0, ddof=1) / sigma)[at].tolist(),
-        "centre_error": (
-            (logarithm.mean(0) - np.log(prediction.grad_variance_typical)) / sigma
-        )[at].tolist(),
+        "centre_error": ((logarithm.mean(0) - np.log(prediction.grad_variance_typical)) / sigma)[
+            at
+        ].tolist(),
         "sigma": sigma[at].tolist(),
     }
 
@@ -99,7 +97,9 @@ def main() -> None:
         shares = "".join(f"{100 * share:11.1f}%" for share in result["inside"])
         ratios = " ".join(f"{value:.2f}" for value in result["spread_ratio"])
         errors = " ".join(f"{value:+.2f}" for value in result["centre_error"])
-        print(f"{name:26}{shares}{100 * result['inside_all']:11.1f}%   {ratios}; {errors}", flush=True)
+        print(
+            f"{name:26}{shares}{100 * result['inside_all']:11.1f}%   {ratios}; {errors}", flush=True
+        )
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=2)

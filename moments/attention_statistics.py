@@ -108,30 +108,38 @@ class _Norms(NamedTuple):
     pair_weights: np.ndarray
 
 
-def _norms(r: np.ndarray, d_model: Any, d_head: Any, deficit: Any) -> _Norms:
+def _norms(r: Any, d_model: Any, d_head: Any, norm_spread: Any, deficit: Any) -> _Norms:
     """Wishart weights 2/d_head + 2/d, Gaussian overlaps 2/d, less what fixed norms take away.
 
     With o = x_i.x_k/d and phi the relative fluctuation of the keys' own variance, over delta:
     Var phi = 2 r^2, Var o = (1 - r^2)^2, Cov = -2 r^2 (1-r); |p|^2 = (1+o)(1+phi)/(1+r) and
     |q|^2 = (1-o)(1+phi)/(1-r). The part that depends on r rescales the nodes about their mean.
     """
-    common = 2 / d_head + 4 / d_model - 2 * deficit
+    common = 2 / d_head + 2 / d_model + norm_spread
     rule = _rules(common)
-    r = np.maximum(r, 0.0)  # negative correlations are at most 1/(L-1)
-    share = np.asarray(deficit / common)[..., None]
+    r = _positive_part(r)  # negative correlations are at most 1/(L-1)
+    share = deficit / common
     total = 1 + share * (1 - r - 3 * r**2 + 7 * r**3) / (1 + r)
     difference = 1 + share * (1 + 2 * r + 7 * r**2)
     along = share * (-1 - r + 3 * r**2 + 7 * r**3) / ((1 + r) * total)
-    first = np.sqrt(total) * (rule.first - 1)
-    second = np.sqrt(difference - along**2 * total) * (rule.second - 1) + along * first
-    row = np.sqrt(1 + 2 * share * r**2) * (rule.nodes - 1)
+    apart = (difference - along**2 * total) ** 0.5
+    first = _lift(total**0.5) * (rule.first - 1)
     return _Norms(
-        np.maximum(1 + row, 0.0),
+        np.maximum(1 + _lift((1 + 2 * share * r**2) ** 0.5) * (rule.nodes - 1), 0.0),
         np.maximum(1 + first, 0.0),
-        np.maximum(1 + second, 0.0),
+        np.maximum(1 + _lift(apart) * (rule.second - 1) + _lift(along) * first, 0.0),
         rule.weights,
         rule.pair_weights,
     )
+
+
+def _positive_part(x: Any) -> Any:
+    return np.maximum(x, 0.0) if np.ndim(x) else max(x, 0.0)
+
+
+def _lift(x: Any) -> Any:
+    """A number per configuration, against the nodes' axis."""
+    return x[..., None] if np.ndim(x) else x
 
 
 def _sphere(variance: Any, dimension: Any) -> Any:
@@ -139,8 +147,9 @@ def _sphere(variance: Any, dimension: Any) -> Any:
 
     v/2 - v^2/(4 D) + ...: the saddle point of the Bessel integral.
     """
-    root = np.sqrt(1 + 4 * variance / dimension)
-    return dimension / 2 * (root - 1 - np.log((1 + root) / 2))
+    stretch = 4 * variance / dimension
+    excess = stretch / (np.sqrt(1 + stretch) + 1)
+    return dimension / 2 * (excess - np.log1p(excess / 2))
 
 
 class _Keys(NamedTuple):
@@ -156,37 +165,32 @@ class _Keys(NamedTuple):
         return psi + self.share * (joint - psi)
 
 
+_STIFFNESS_LEAST = 1e-12  # stands for 0: Gaussian keys
 _RELATIVE_STEP = 0.02
-_THETA_LARGEST = 30.0  # beyond, statistics are those of theta = 32
+_THETA_LEAST, _THETA_LARGEST = 1e-4, 30.0  # the corrections vanish below, the table ends above
 
 
 def _keys(rows: SquareRows, theta: Any, dimension: Any) -> _Keys:
-    """Shares and curvatures from derivatives of row moments in theta.
+    """The share and the curvature of rows, from derivatives of row moments in theta (shape (...,)).
 
-    The curvature is theta sum_l E d^2 (D^2)_ll / ds_l^2. Expanded in powers of a, its sixth-degree
-    terms are those of dP_4/dtheta and its fourth-degree ones those of dP_3/dtheta, up to P_5, for
-    which the least value stands that P_2, P_3 and P_4 leave it.
+    The curvature is theta sum_l E d^2 (D^2)_ll / ds_l^2. Written in power sums S_m = sum a^m, its
+    S_2 S_3 and S_2 S_4 are those of dP_3/dtheta and dP_4/dtheta, which leaves P_5: for it stands the
+    least value that P_2, P_3 and P_4 allow.
     """
-    theta = np.minimum(np.maximum(theta, 1e-9), _THETA_LARGEST)
+    inside = np.minimum(np.maximum(theta, _THETA_LEAST), _THETA_LARGEST)
     h = _RELATIVE_STEP
-    around = rows.single(np.stack([theta * (1 - h), theta, theta * (1 + h)]))
-
-    def slope(moment: Any) -> Any:
-        return (moment[2] - moment[0]) / (2 * h * theta)
-
-    p2, p3, p4 = around.sum_square[1], around.sum_cube[1], around.sum_fourth[1]
-    slope2, slope3, slope4 = (
-        slope(m) for m in (around.sum_square, around.sum_cube, around.sum_fourth)
-    )
-    share = 1 - (12 * slope3 - 6 * slope4) / (7 * slope2)
+    around = rows.single(np.stack([inside * (1 - h), inside, inside * (1 + h)]))
+    moments = np.stack([around.sum_square, around.sum_cube, around.sum_fourth])
+    p2, p3, p4 = moments[:, 1]
+    slope2, slope3, slope4 = (moments[:, 2] - moments[:, 0]) / (2 * h * inside)
+    share = 1 - (12 * slope3 - 6 * slope4) / (7 * np.maximum(slope2, 1e-300))
     # a_j-weighted moments of a_j are 1, P2, P3, ...: their Hankel determinant is not negative.
-    variance = np.maximum(p3 - p2**2, 1e-300)
-    p5 = p3**2 + (p4 - p2 * p3) ** 2 / variance
+    p5 = p3**2 + (p4 - p2 * p3) ** 2 / np.maximum(p3 - p2**2, 1e-300)
     square_square = around.trace_square[1] - 1 + 2 * p2
     curvature = (
         4 * p2 - 18 * p3 + 18 * p4 - 10 / 3 * slope3 + 2 * slope4 + 4 * square_square - 8 * p5
     )
-    return _Keys(dimension, share, theta * curvature)
+    return _Keys(_lift(dimension), _lift(share), theta * curvature)
 
 
 def attention_statistics(
@@ -210,18 +214,22 @@ def attention_statistics(
     deficit = _positive_part(1 / d_model - norm_spread / 2)
     r = np.asarray(correlation, dtype=float)[..., None]
     theta = (1 - r) * np.asarray(logit_scale, dtype=float)[..., None]
-    norms = _norms(r, d_model, d_head, deficit)
+    norms = _norms(correlation, d_model, d_head, norm_spread, deficit)
     plus, minus = (1 + r) / 2 * norms.total, (1 - r) / 2 * norms.difference
     row_theta, pair_theta, psi = theta * norms.row, theta * (plus + minus), theta * (plus - minus)
     rows = _rows(seq_len)
-    stiffness = np.asarray(deficit)[..., None] * (1 - r) ** 2
-    keys = _keys(rows, theta, 1 / np.maximum(stiffness, 1e-12) + 2)
-    single = rows.single(keys.covariance(row_theta, row_theta))
-    seen_theta = keys.covariance(pair_theta, pair_theta)
-    seen = np.divide(
-        keys.covariance(pair_theta, psi), seen_theta, out=np.ones_like(psi), where=seen_theta > 0
+    # Fourth cumulant -6/(D+2) of a coordinate on a sphere in D dimensions.
+    dimension = 1 / (deficit * (1 - correlation) ** 2 + _STIFFNESS_LEAST) + 2
+    keys = _keys(rows, theta[..., 0], dimension)
+    seen = keys.covariance(
+        np.concatenate([row_theta, pair_theta, pair_theta], -1),
+        np.concatenate([row_theta, pair_theta, psi], -1),
     )
-    pair = rows.pair(seen_theta, np.clip(seen, -1.0, 1.0))
+    single_count, pair_count = row_theta.shape[-1], psi.shape[-1]
+    single = rows.single(seen[..., :single_count])
+    seen_theta, seen_psi = seen[..., single_count:-pair_count], seen[..., -pair_count:]
+    cosine = np.divide(seen_psi, seen_theta, out=np.ones_like(psi), where=seen_theta > 0)
+    pair = rows.pair(seen_theta, np.minimum(np.maximum(cosine, -1.0), 1.0))
     # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
     row = _averages(single, norms.row_weights, norms.row)
     both = _averages(pair, norms.pair_weights, psi)
@@ -239,7 +247,7 @@ def attention_statistics(
         * (2 * row["sum_square_"] - 5 * row["sum_cube_"] + 3 * row["sum_fourth_"]),
         "jacobian_square": row["jacobian_square"],
         "jacobian_square_logit": row["jacobian_square_"],
-        "jacobian_curvature": keys.curvature[..., 0],
+        "jacobian_curvature": keys.curvature,
         "jacobian_radial": row["radial_square"],
         "jacobian_radial_logit": row["radial_square_"],
         "overlap": both["overlap"],
@@ -257,10 +265,6 @@ def attention_statistics(
         row["entropy"],
         bool(np.all(single.valid) and np.all(pair.valid)),
     )
-
-
-def _positive_part(x: Any) -> Any:
-    return np.maximum(x, 0.0) if np.ndim(x) else max(x, 0.0)
 
 
 def _averages(statistics: Any, weights: np.ndarray, factor: np.ndarray) -> dict[str, Any]:

@@ -6,8 +6,9 @@ variance 2/d each; at a residual addition of carried T and added B, independent 
 
     Var(m) = (4 T B + kappa B^2) / d,    kappa/d = relative variance of |branch|^2.
 
-Different modes fluctuate independently as far as they are orthogonal. Two modes m, m' of mean overlap
-0 have a realised one of second moment q, at first m m'/d; the branch carries it with a gain h, and
+Different modes fluctuate independently as far as they are orthogonal. Two modes m, m' of mean
+overlap 0 have a realised one of second moment q, at first m m'/d; the branch carries it with a gain
+h, and
 
     Cov(m, m') = (4 skip^2 h + kappa h^2) q / d,
     q <- (skip^2 + h)^2 q + (T B' + T' B + kappa B B'/2) / d.
@@ -20,9 +21,10 @@ those of the gradient's modes there, in relative terms,
 
     x_{k+1} = R_k x_k + noise,    y_k = P_k y_{k+1} + H_k x_k + noise,
 
-where P_k is the pullback and H_k its dependence on the signal (norms, softmax, activations). The two
-passes' noises are independent to leading order: W meets the signal along x and the gradient along a
-direction independent of x. Writing y_k = K_k x_k + e_k with e_k independent of x_k,
+where P_k is the pullback and H_k its dependence on the signal (norms, softmax, activations). The
+two passes' noises are independent to leading order, W meeting the signal along x and the gradient
+along a direction independent of x, but for the realised scale of the attention logits, which moves
+both. Writing y_k = K_k x_k + e_k with e_k independent of x_k,
 
     K_k = P_k K_{k+1} R_k + H_k,
     Cov e_k = P_k (Cov e_{k+1} + K_{k+1} Xi_k K_{k+1}^T) P_k^T + N_k,
@@ -38,19 +40,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .block_noise import Addition, Modes, ratio, sequence_overlaps
 from .composition import Chain, Layer
-from .linearisation import (
-    Addition,
-    Linearised,
-    Modes,
-    averaged,
-    linearise,
-    part_starts,
-    ratio,
-    sequence_overlaps,
-)
-from .propagate import Trace
-from .state import Array, Kernel, Signal
+from .linearisation import Linearised, linearise, part_starts
+from .propagate import Trace, forward, start
+from .state import Array, Gradient, Kernel, Signal
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -61,10 +55,13 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
 
     Args:
         declaration: the stack of layers, as it was propagated through.
-        trace: what both passes saw. Tokens that are not alike enter by their average moments, and
-            attention as if every token saw all others.
+        trace: what both passes saw. Where it is resolved by token, the spread is approximated by
+            that of tokens alike with the same average moments at both ends, all of which attend to
+            all others.
         batch: sequences of independent input and gradient that share the weights.
     """
+    if trace.stream()[0].signal.resolved:
+        trace = _alike(declaration, trace)
     stream = trace.stream()
     entering, top = stream[0].signal, stream[-1].gradient
     assert top is not None
@@ -74,20 +71,38 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
     if batch > 1:
         overlaps = sequence_overlaps(layers, trace)
     else:
-        overlaps = [0.0 * averaged(entering.kernel).pairs] * (ends[-1] + 1)
+        overlaps = [0.0 * entering.kernel.pairs] * (ends[-1] + 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = linearise(layers, trace, modes, overlaps)
         draws = _Draws(modes, entering.width, batch)
         signal_noise, first = draws.signal(steps.signal, entering, overlaps)
-        injected = averaged(top.kernel)
-        gradient_noise, received = draws.gradient(
-            steps.gradient, modes.of(injected) / injected.diagonal[..., None]
-        )
+        injected = modes.of(top.kernel) / np.asarray(top.kernel.diagonal)[..., None]
+        gradient_noise, received = draws.gradient(steps.gradient, injected)
         logits = steps.logits.variance / batch
         signal = _up(steps, first, signal_noise, logits)
         covariances = _down(steps, signal, signal_noise, gradient_noise, received, logits)
         variance = np.einsum("k...ij,i,j->...k", covariances[ends], modes.average, modes.average)
     return np.where(np.isfinite(variance), variance, 0.0)
+
+
+def _alike(declaration: Chain, trace: Trace) -> Trace:
+    """Both passes for tokens alike, with the average moments of a trace resolved by token."""
+    stream = trace.stream()
+    entering, top = stream[0].signal, stream[-1].gradient
+    assert top is not None
+    found = Trace([p for p in trace.points if p.layer == 0 and p.site != "stream"])
+    spread = None if entering.spread is None else _averaged(entering.spread)
+    signal = Signal(
+        _averaged(entering.kernel), entering.seq_len, width=entering.width, spread=spread
+    )
+    start(signal, found)
+    _, backward = forward(declaration, signal, found)
+    found.stream()[0].gradient = backward(Gradient(_averaged(top.kernel), top.seq_len))
+    return found
+
+
+def _averaged(kernel: Kernel) -> Kernel:
+    return Kernel(kernel.mean_diagonal(), kernel.mean_pairs())
 
 
 def band(mean: Array, log_variance: Array) -> tuple[Array, Array]:
@@ -108,9 +123,9 @@ def band(mean: Array, log_variance: Array) -> tuple[Array, Array]:
 def _up(steps: Linearised, entering: Array, noise: Array, logits: Array) -> Array:
     """Covariance of the signal's relative modes before every part, (parts + 1, ..., 2, 2)."""
     found = [entering]
-    moved = _outer(steps.logits.signal, steps.logits.signal) * logits[..., None, None]
-    for response, own in zip(steps.response, noise + moved, strict=True):
-        found.append(_congruence(response, found[-1]) + own)
+    noise = noise + _outer(steps.logits.signal) * logits[..., None, None]
+    for response, back, own in zip(steps.response, _transposed(steps.response), noise, strict=True):
+        found.append(response @ found[-1] @ back + own)
     return np.stack(found)
 
 
@@ -123,17 +138,21 @@ def _down(
     logits: Array,
 ) -> Array:
     """Covariance of the gradient's modes before every part, (parts + 1, ..., 2, 2)."""
-    own = received
-    gain = np.zeros_like(own)
-    found = [own]
-    for k in range(len(steps.pull) - 1, -1, -1):
-        pull = steps.pull[k]
-        own = _congruence(pull, own + _congruence(gain, signal_noise[k])) + gradient_noise[k]
-        both = (pull @ gain @ steps.logits.signal[k][..., None])[..., 0] + steps.logits.gradient[k]
-        own = own + _outer(both, both) * logits[k][..., None, None]
-        gain = pull @ gain @ steps.response[k] + steps.exposure[k]
-        found.append(own + _congruence(gain, signal[k]))
-    return np.stack(found[::-1])
+    count = len(steps.pull)
+    gains = [np.zeros_like(received)] * (count + 1)
+    for k in range(count - 1, -1, -1):
+        gains[k] = steps.pull[k] @ gains[k + 1] @ steps.response[k] + steps.exposure[k]
+    gain = np.stack(gains)
+    # Everything a part adds itself; the logits move signal and gradient together.
+    pulled = steps.pull @ gain[1:]
+    both = (pulled @ steps.logits.signal[..., None])[..., 0] + steps.logits.gradient
+    added = pulled @ signal_noise @ _transposed(pulled) + gradient_noise
+    added = added + _outer(both) * logits[..., None, None]
+    own = [received] * (count + 1)
+    back = _transposed(steps.pull)
+    for k in range(count - 1, -1, -1):
+        own[k] = steps.pull[k] @ own[k + 1] @ back[k] + added[k]
+    return np.stack(own) + gain @ signal @ _transposed(gain)
 
 
 class _Draws:
@@ -147,8 +166,7 @@ class _Draws:
         self, additions: Addition, entering: Signal, overlaps: Sequence[Array]
     ) -> tuple[Array, Array]:
         """Relative noise of every part, and covariance of what enters."""
-        kernel = averaged(entering.kernel)
-        base = self.modes.of(kernel)
+        base = self.modes.of(entering.kernel)
         shared = np.stack(overlaps) * self.modes.seq_len
         kept = additions.kept * shared[:-1]
         noise = self._noise(additions, base)
@@ -157,45 +175,42 @@ class _Draws:
         mean = (4 * kept + additions.kappa * branch) * branch / self.width
         noise[..., 0, 0] += (1 - 1 / self.batch) * mean
         after = additions.carried + additions.added
-        return ratio(noise, _outer(after, after)), self._entering(entering, kernel, shared[0])
+        return ratio(noise, _outer(after)), self._entering(entering, base, shared[0])
 
     def gradient(self, additions: Addition, injected: Array) -> tuple[Array, Array]:
         """Noise of every part, and covariance of the Gaussian gradient at the top."""
         reverse = Addition(*(entry[::-1] for entry in additions))
-        own = 2 * _outer(injected, injected) / self.width * self.alone
+        own = 2 * _outer(injected) / self.width * self.alone
         return self._noise(reverse, injected)[::-1], own
 
     def _noise(self, additions: Addition, first: Array) -> Array:
         """Noise of every part, in the order in which the pass meets them."""
-        others = 1 - self.alone
-        found = []
-        overlap = _outer(first, first) / self.width
-        for carried, added, alone, coherent, kept, gain, kappa in zip(*additions, strict=True):
-            kept, kappa = kept[..., None, None], kappa[..., None, None]
-            both = _outer(carried, added)
-            branch = kappa * _outer(added, added)
-            own = alone[..., None] * self.alone + coherent / self.batch
-            found.append(own + (4 * kept + kappa * gain) * gain * overlap * others / self.width)
-            overlap = (kept + gain) ** 2 * overlap
-            overlap = overlap + (both + np.swapaxes(both, -1, -2) + branch / 2) / self.width
-        return np.stack(found)
+        carried, added, alone, coherent, kept, gain, kappa = additions
+        kept, kappa = kept[..., None, None], kappa[..., None, None]
+        cross = carried[..., :, None] * added[..., None, :]
+        grown = (cross + _transposed(cross) + kappa / 2 * _outer(added)) / self.width
+        overlaps = [_outer(first) / self.width]
+        for factor, own in zip((kept + gain) ** 2, grown, strict=True):
+            overlaps.append(factor * overlaps[-1] + own)
+        others = (4 * kept + kappa * gain) * gain * np.stack(overlaps[:-1]) * (1 - self.alone)
+        return alone[..., None] * self.alone + coherent / self.batch + others / self.width
 
-    def _entering(self, signal: Signal, kernel: Kernel, shared: Array) -> Array:
+    def _entering(self, signal: Signal, base: Array, shared: Array) -> Array:
         """Covariance of the relative modes of a Gaussian tensor that enters layer 1."""
-        base = self.modes.of(kernel)
-        noise = 2 / self.width * (self.alone + 0 * _outer(base, base))
+        noise = 2 / self.width * (self.alone + 0 * _outer(base))
         across = ratio(shared, base[..., 0]) ** 2
         noise[..., 0, 0] += 2 / self.width * (1 - 1 / self.batch) * across
         if signal.spread is None or np.any(signal.spread.diagonal):
             return noise
         # a norm has fixed every token's size: only the split between the modes is left
-        part = base * self.modes.average / kernel.diagonal[..., None]
-        return _congruence(np.eye(2) - part[..., None, :], noise)
+        part = base * self.modes.average / np.asarray(signal.kernel.diagonal)[..., None]
+        split = np.eye(2) - part[..., None, :]
+        return split @ noise @ _transposed(split)
 
 
-def _outer(first: Array, second: Array) -> Array:
-    return first[..., :, None] * second[..., None, :]
+def _outer(vector: Array) -> Array:
+    return vector[..., :, None] * vector[..., None, :]
 
 
-def _congruence(matrix: Array, covariance: Array) -> Array:
-    return matrix @ covariance @ np.swapaxes(matrix, -1, -2)
+def _transposed(matrix: Array) -> Array:
+    return np.swapaxes(matrix, -1, -2)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field
 from typing import Any
 
 import numpy as np
 
-from .errors import domain_error
+from .errors import DomainError, domain_error
 from .symbols import Interval
 
 
@@ -40,3 +41,22 @@ def check_in(name: str, value: Any, interval: Interval, remedy: str = "") -> Non
         raise domain_error(name, value, f"a number inside {interval}", remedy) from None
     if numeric.size == 0 or not interval.contains(numeric):
         raise domain_error(name, value, f"inside {interval}", remedy)
+
+
+def check_fields(name: str, given: Iterable[str], fields: Sequence[Field[Any]]) -> None:
+    """The keys of a stored dictionary: none unknown, none without a default missing."""
+    allowed = [f.name for f in fields if f.init]
+    unknown = sorted(set(given) - set(allowed))
+    if unknown:
+        raise domain_error(f"{name} field", unknown[0], f"one of {', '.join(sorted(allowed))}")
+    required = [f.name for f in fields if f.init and f.default is MISSING]
+    missing = [field for field in required if field not in given]
+    if missing:
+        raise DomainError(f"{name} field {missing[0]!r} is missing")
+
+
+def frozen_layers(name: str, value: Any) -> float | tuple[float, ...]:
+    """One number, or one per layer, as what cannot change."""
+    if np.ndim(value) > 1:
+        raise domain_error(name, value, "one number, or a flat list of one per layer")
+    return float(value) if np.ndim(value) == 0 else tuple(float(v) for v in value)

@@ -7,7 +7,7 @@ import sys
 import warnings
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -26,6 +26,9 @@ app = typer.Typer(
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+# The parser's own base error: typer exports its subclasses, from click or from a copy of it.
+_ParserError: Any = typer.BadParameter.__mro__[2]
 
 
 class TheoryName(StrEnum):
@@ -51,10 +54,20 @@ def main() -> None:
     warnings.simplefilter("always", ValidityWarning)
     warnings.showwarning = _show_warning
     try:
-        app()
+        status = app(standalone_mode=False)
     except MomentsError as error:
-        err.print(f"[bold red]error:[/] {_plain(str(error))}", soft_wrap=True)
-        sys.exit(2)
+        _fail(str(error))
+    except _ParserError as error:
+        _fail(error.format_message())
+    except typer.Abort:
+        _fail("interrupted")
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    text = " ".join(message.split())
+    err.print(f"[bold red]error:[/] {_plain(text)}", soft_wrap=True)
+    sys.exit(2)
 
 
 def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:

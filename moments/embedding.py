@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import check_count, check_flag, check_in
-from .errors import domain_error
+from .checks import check_count, check_fields, check_flag, check_in
 from .symbols import NONNEGATIVE, POSITIVE, PROBABILITY
 
 
@@ -65,10 +64,7 @@ class Embedding:
         Raises:
             DomainError: an unknown field.
         """
-        names = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(data) - names)
-        if unknown:
-            raise domain_error("embedding field", unknown[0], f"one of {', '.join(sorted(names))}")
+        check_fields("embedding", data, dataclasses.fields(cls))
         return cls(**data)
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .checks import check_count
 from .embedding import Embedding
 from .errors import DomainError, ValidityWarning, domain_error
 from .transformer import Transformer
@@ -101,9 +102,16 @@ class _Reader:
             raise DomainError(f"config of type {self.kind!r} lacks the entry {name!r}")
         return default
 
+    def number(self, name: str, default: float) -> float:
+        """A real entry."""
+        value = self(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise domain_error(name, value, "a number")
+        return float(value)
+
     def activation(self, name: str, default: str) -> str:
         given = self(name, default)
-        if given not in _ACTIVATIONS:
+        if not isinstance(given, str) or given not in _ACTIVATIONS:
             raise domain_error(name, given, f"one of {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[given]
 
@@ -115,8 +123,10 @@ class _Reader:
 
     def length(self, name: str, default: int, seq_len: int | None) -> int:
         most = self(name, default)
+        check_count(name, most, least=2)
         if seq_len is None:
             return int(most)
+        check_count("seq_len", seq_len, least=2)
         if seq_len > most:
             raise domain_error("seq_len", seq_len, f"at most {name} = {most}")
         return seq_len
@@ -126,9 +136,9 @@ def _bert(read: _Reader, seq_len: int | None) -> Transformer:
     read.expect("position_embedding_type", "absolute", "learned absolute positions are assumed")
     read.expect("is_decoder", False, "full attention is assumed")
     read.expect("add_cross_attention", False, "no cross-attention is assumed")
-    variance = float(read("initializer_range", 0.02)) ** 2
-    epsilon = float(read("layer_norm_eps", 1e-12))
-    dropout = float(read("hidden_dropout_prob", 0.1))
+    variance = read.number("initializer_range", 0.02) ** 2
+    epsilon = read.number("layer_norm_eps", 1e-12)
+    dropout = read.number("hidden_dropout_prob", 0.1)
     return Transformer(
         layers=read("num_hidden_layers", 12),
         d_model=read("hidden_size", 768),
@@ -138,7 +148,7 @@ def _bert(read: _Reader, seq_len: int | None) -> Transformer:
         norm="post",
         activation=read.activation("hidden_act", "gelu"),
         dropout=dropout,
-        attention_dropout=float(read("attention_probs_dropout_prob", 0.1)),
+        attention_dropout=read.number("attention_probs_dropout_prob", 0.1),
         weights=Weights.normal(variance),
         norm_epsilon=epsilon,
         embedding=Embedding(
@@ -158,7 +168,7 @@ def _gpt2(read: _Reader, seq_len: int | None) -> Transformer:
     read.expect("scale_attn_by_inverse_layer_idx", False, "logits are not scaled by 1/layer")
     read.expect("add_cross_attention", False, "no cross-attention is assumed")
     layers, d_model = read("n_layer", 12), read("n_embd", 768)
-    variance = float(read("initializer_range", 0.02)) ** 2
+    variance = read.number("initializer_range", 0.02) ** 2
     return Transformer(
         layers=layers,
         d_model=d_model,
@@ -167,17 +177,17 @@ def _gpt2(read: _Reader, seq_len: int | None) -> Transformer:
         d_ff=read("n_inner", 4 * d_model),
         norm="pre",
         activation=read.activation("activation_function", "gelu_new"),
-        dropout=float(read("resid_pdrop", 0.1)),
-        attention_dropout=float(read("attn_pdrop", 0.1)),
+        dropout=read.number("resid_pdrop", 0.1),
+        attention_dropout=read.number("attn_pdrop", 0.1),
         causal=True,
         # Both output projections carry 1/sqrt(2 N), as one variance factor 1/(2 N).
         weights=Weights.normal(variance, output_divisor=2 * layers),
-        norm_epsilon=float(read("layer_norm_epsilon", 1e-5)),
+        norm_epsilon=read.number("layer_norm_epsilon", 1e-5),
         embedding=Embedding(
             vocab_size=read("vocab_size", 50257),
             token_variance=variance,
             position_variance=variance,
-            dropout=float(read("embd_pdrop", 0.1)),
+            dropout=read.number("embd_pdrop", 0.1),
         ),
     )
 

@@ -48,6 +48,7 @@ class FiniteNormalization(Leaf):
             width=width,
             spread=normal.scaled(0.0),
             centred=normal if self.centres else None,
+            kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width}),
         )
 
         def pullback(gradient: Gradient) -> Pulled:

@@ -76,6 +76,11 @@ class Lawful(Leaf):
             mean=evaluate(laws["mean"], algebra, one),
             width=signal.width if self.width is None else self.width,
         )
+        limit = laws["variance"].domain.get("x_variance")
+        if limit is not None and not limit.contains(kernel.mean_diagonal()):
+            output.notes = (
+                f"the input's variance is outside {limit}, where the laws are resolved",
+            )
         if signal.spread is not None:
             self._track(signal, output, one)
         elif not signal.resolved and "hidden_covariance" in laws:

@@ -368,7 +368,8 @@ def _by_token(stream: list[Point], sequences: bool) -> tuple[np.ndarray, np.ndar
 
 
 def _overflow(theory: Theory, trace: Trace) -> DomainError:
-    point = trace.points[-1]
+    broken = [p for p in trace.points if not np.all(np.isfinite(p.signal.kernel.pairs))]
+    point = (broken or trace.points[-1:])[0]
     return DomainError(
         f"the numbers overflow in layer {point.layer} at {point.site} under theory {theory!r}: "
         "reduce the query and key variances, the depth or the scales"

@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from .checks import check_choice, check_count, check_flag, check_in
+from .checks import (
+    check_choice,
+    check_count,
+    check_fields,
+    check_flag,
+    check_in,
+    frozen_layers,
+)
 from .embedding import Embedding
 from .errors import domain_error
 from .symbols import NONNEGATIVE, POSITIVE, PROBABILITY
@@ -135,10 +142,8 @@ class Transformer:
 
     def _per_layer(self, name: str, value: PerLayer) -> PerLayer:
         check_in(name, value, POSITIVE, "scales multiply amplitudes")
-        if np.ndim(value) == 0:
-            return float(value)  # type: ignore[arg-type]
-        entries = tuple(float(v) for v in value)  # type: ignore[union-attr]
-        if len(entries) != self.layers:
+        entries = frozen_layers(name, value)
+        if isinstance(entries, tuple) and len(entries) != self.layers:
             raise domain_error(
                 name, f"{len(entries)} numbers", f"one number, or one per layer ({self.layers})"
             )
@@ -225,10 +230,7 @@ class Transformer:
         version = fields.pop("format", None)
         if version != FORMAT_VERSION:
             raise domain_error("format", version, f"{FORMAT_VERSION}")
-        names = {f.name for f in dataclasses.fields(cls) if f.init}
-        for name in fields:
-            if name not in names:
-                raise domain_error("field", name, f"one of {', '.join(sorted(names))}")
+        check_fields("model", fields, dataclasses.fields(cls))
         if fields.get("weights") is not None:
             fields["weights"] = Weights.from_dict(fields["weights"])
         if fields.get("embedding") is not None:

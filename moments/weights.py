@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from .checks import check_count, check_in
+from .checks import check_count, check_in, frozen_layers
 from .errors import domain_error
 from .symbols import NONNEGATIVE
 
@@ -57,8 +55,7 @@ class Weights:
             check_in(
                 f"weights.{name}", value, NONNEGATIVE, "pass a variance, the square of a deviation"
             )
-            frozen = float(value) if np.ndim(value) == 0 else tuple(float(v) for v in value)
-            object.__setattr__(self, name, frozen)
+            object.__setattr__(self, name, frozen_layers(f"weights.{name}", value))
 
     @classmethod
     def xavier(cls, d_model: int, heads: int, d_ff: int | None = None) -> Weights:

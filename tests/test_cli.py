@@ -205,7 +205,7 @@ def test_bad_input_is_one_line_and_status_2(arguments: list[str], said: str) -> 
     ("arguments", "said"),
     [
         (["predict", *OWN, "--theory", "folklore"], "folklore"),
-        (["predict", *OWN, "--dropout", "some"], "some"),
+        (["predict", *OWN, "--dropout", "some"], "--dropout"),
         (["predict", *OWN, "--depth", "3"], "--depth"),
         (["foretell"], "foretell"),
     ],

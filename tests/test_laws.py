@@ -207,7 +207,7 @@ def test_shorthands_of_a_call() -> None:
 _NEAR = 1 - 1e-9
 _PAIRS = [
     *((1.0, 1.0, r) for r in (0.0, 0.3, 0.9, 1 - 1e-3, _NEAR, 1.0, -0.3, -1.0)),
-    *((30.0, 30.0, r) for r in (0.9999, _NEAR, 1.0, -1 + 1e-6)),
+    *((v, v, r) for v in (24.0, 30.0) for r in (0.9999, _NEAR, 1.0, -1 + 1e-6)),
     *((1e-3, 1e-3, r) for r in (0.5, 1.0)),
     *((0.5, 4.0, r) for r in (0.7, 1.0)),
     *((1e-3, 30.0, r) for r in (-0.9, 1.0)),
@@ -275,7 +275,13 @@ def test_exact_law_has_a_reference_and_meets_it(name: str, quantity: str, law: L
     assert (name, quantity) in REFERENCES, "an exact law needs a reference in tests/quadrature.py"
     assert name in POINTS, "and points at which to compare"
     reference = REFERENCES[name, quantity]
-    for point in POINTS[name]:
+    inside = [
+        point
+        for point in POINTS[name]
+        if all(law.domain[n].contains(v) for n, v in point.items() if n in law.domain)
+    ]
+    assert len(inside) >= len(POINTS[name]) / 2
+    for point in inside:
         value, expected = float(law(**point)), reference(**point)
         # Near its zeros a law is compared on the scale of what it subtracts.
         scale = max([abs(v) for n, v in point.items() if "variance" in n], default=1.0)
@@ -511,7 +517,7 @@ def test_every_published_approximation_is_checked() -> None:
 
 # --- properties -----------------------------------------------------------------------------------
 
-variances = st.floats(1e-3, 30.0)
+variances = st.floats(1e-3, 25.0)  # inside every activation's domain
 correlations = st.floats(-1.0, 1.0)
 relaxed = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -268,6 +268,7 @@ def test_measures_of_known_errors(stored: dict[str, Stored]) -> None:
     result = measure(c, _known(c, entry, **known), entry)  # type: ignore[arg-type]
     relative = entry.stderr["grad_variance"] / entry.values["grad_variance"]
     assert result["grad"] == pytest.approx(0.3)
+    assert result["grad_bias"] == pytest.approx(-0.3)
     assert result["noise"] == pytest.approx(relative[:-1].mean())
     assert result["grad_beyond"] == pytest.approx(np.maximum(0.3 - 2 * relative[:-1], 0).mean())
     assert result["variance"] == pytest.approx(0.1)

@@ -8,7 +8,7 @@ two and from the mean. Closed forms where they exist, Gaussian expectations else
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..law import ComponentLaws, Law, Source, derived
@@ -29,47 +29,54 @@ def activation(
     kurtosis: Single,
     source: dict[str, Source],
     simplified: dict[str, Law | None] | None = None,
+    limits: Mapping[str, Interval] | None = None,
 ) -> ComponentLaws:
-    """Assemble an activation's laws from its mean, pair moment, pair slope and kurtosis."""
+    """Assemble an activation's laws from its mean, pair moment, pair slope and kurtosis.
+
+    `limits` narrows the variances where the expectations are resolved numerically.
+    """
+    within = {} if limits is None else dict(limits)
+
+    def law(formula: Callable[..., Any], quantity: str) -> Law:
+        return Law(formula, source.get(quantity, by_default), limits=within)
 
     def covariance(m: Any, v: Any, other: Any, r: Any) -> Any:
         return moment(m, v, other, r) - mean(m, v) * mean(m, other)
 
     by_default = derived("second moment and slope of a Gaussian pair, checked by quadrature")
-    cite = lambda quantity: source.get(quantity, by_default)  # noqa: E731
     return ComponentLaws(
         name,
         title,
         {
-            "mean": Law(lambda m, x_variance: mean(m, x_variance), cite("mean")),
-            "variance": Law(
-                lambda m, x_variance: covariance(m, x_variance, x_variance, 1), cite("variance")
+            "mean": law(lambda m, x_variance: mean(m, x_variance), "mean"),
+            "variance": law(
+                lambda m, x_variance: covariance(m, x_variance, x_variance, 1), "variance"
             ),
-            "covariance": Law(
+            "covariance": law(
                 lambda m, x_variance, x_other_variance, x_correlation: covariance(
                     m, x_variance, x_other_variance, x_correlation
                 ),
-                cite("covariance"),
+                "covariance",
             ),
-            "hidden_covariance": Law(
+            "hidden_covariance": law(
                 lambda m, x_variance, x_hidden_correlation: covariance(
                     m, x_variance, x_variance, x_hidden_correlation
                 ),
-                cite("hidden_covariance"),
+                "hidden_covariance",
             ),
-            "grad_variance": Law(
+            "grad_variance": law(
                 lambda m, x_variance, grad_variance: (
                     slope(m, x_variance, x_variance, 1) * grad_variance
                 ),
-                cite("grad_variance"),
+                "grad_variance",
             ),
-            "grad_covariance": Law(
+            "grad_covariance": law(
                 lambda m, x_variance, x_other_variance, x_correlation, grad_covariance: (
                     slope(m, x_variance, x_other_variance, x_correlation) * grad_covariance
                 ),
-                cite("grad_covariance"),
+                "grad_covariance",
             ),
-            "kurtosis": Law(lambda m, x_variance: kurtosis(m, x_variance), cite("kurtosis")),
+            "kurtosis": law(lambda m, x_variance: kurtosis(m, x_variance), "kurtosis"),
         },
         simplified=simplified or {},
     )
@@ -195,11 +202,14 @@ def by_quadrature(name: str, title: str, function: Single, derivative: Single) -
     """An activation without closed forms: its laws are Gaussian expectations.
 
     `function` and `derivative` are written over a number system, f(m, x), like every formula.
-    Numerically: Gauss-Hermite nodes; pairs by the Hermite (Mehler) expansion in r.
+    Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r. Resolved to 1e-10
+    for variances up to 25, beyond which the function is nearly a kink on the scale of its input.
     """
+    resolved = Interval(0.0, 25.0, open_lower=True)
     return activation(
         name,
         title,
+        limits={"x_variance": resolved, "x_other_variance": resolved},
         mean=lambda m, v: m.expect(function, v),
         moment=lambda m, v, other, r: m.expect_pair(function, v, other, r),
         slope=lambda m, v, other, r: m.expect_pair(derivative, v, other, r),

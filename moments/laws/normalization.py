@@ -11,7 +11,10 @@ LAYERNORM = ComponentLaws(
     {
         "mean": Law(lambda m: 0, kedia("A.6 and Table 15")),
         "hidden_covariance": Law(lambda m, d_model: -1 / (d_model - 1), kedia("A.6 and Table 19")),
-        "kurtosis": Law(lambda m: 3, kedia("A.6: Gaussian input")),
+        "kurtosis": Law(
+            lambda m, d_model: 3 * (d_model - 1) / (d_model + 1),
+            derived("a coordinate of a uniform direction orthogonal to the mean"),
+        ),
     },
     refined={
         # x is what centring leaves: (1 - 1/d) of whatever is not centred already.

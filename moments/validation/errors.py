@@ -31,6 +31,7 @@ DEEP_POST = 36
 MEASURES: dict[str, str] = {
     "grad": "mean over layers of |log(predicted / simulated)| of the gradient variance",
     "grad_beyond": "the part of `grad` beyond two standard errors",
+    "grad_bias": "as `grad`, with its sign: positive where too much is predicted",
     "variance": "mean over layers of |predicted / simulated - 1| of the forward variance",
     "variance_beyond": "the part of `variance` beyond two standard errors",
     "correlation": "mean over layers of |predicted - simulated| token correlation",
@@ -57,9 +58,8 @@ def predicted(configuration: Configuration, theory: Theory) -> Prediction:
         return predict(configuration.model, **configuration.ends, theory=theory)
 
 
-def _log_error(prediction: Array, simulated: Array) -> Array:
-    tiny = np.finfo(float).tiny
-    return np.abs(np.log(np.maximum(prediction, tiny) / simulated))
+def _log_ratio(prediction: Array, simulated: Array) -> Array:
+    return np.log(np.maximum(prediction, np.finfo(float).tiny) / simulated)
 
 
 def _beyond(error: Array, stderr: Array) -> Array:
@@ -88,7 +88,7 @@ def by_layer(configuration: Configuration, prediction: Prediction, stored: Store
         prediction.grad_variance,
         grad,
         stderr["grad_variance"] / grad,
-        _log_error(prediction.grad_variance, grad),
+        np.abs(_log_ratio(prediction.grad_variance, grad)),
     )
     add(
         "variance",
@@ -107,7 +107,7 @@ def by_layer(configuration: Configuration, prediction: Prediction, stored: Store
     typical = _typical(configuration, prediction)
     if typical is not None:
         simulated = np.exp(values["log_grad_variance"])
-        error = _log_error(typical, simulated)
+        error = np.abs(_log_ratio(typical, simulated))
         add("typical", typical, simulated, stderr["log_grad_variance"], error)
     return pd.DataFrame(columns)
 
@@ -130,7 +130,7 @@ def _profile(prediction: Prediction, stored: Stored) -> tuple[float, float]:
     errors, beyond = [], []
     for layer, simulated in stored.profile.items():
         kept = slice(FIRST_POSITION, None)
-        error = _log_error(tokens[layer][kept], simulated[kept])
+        error = np.abs(_log_ratio(tokens[layer][kept], simulated[kept]))
         errors.append(error)
         beyond.append(_beyond(error, stored.profile_stderr[layer][kept] / simulated[kept]))
     return float(np.mean(errors)), float(np.mean(beyond))
@@ -141,17 +141,19 @@ def measure(
 ) -> dict[str, float]:
     """All MEASURES of one prediction, and `noise`, the mean relative stderr of `grad`."""
     frame = by_layer(configuration, prediction, stored)
-    inside = {"grad": slice(None, -1), "typical": slice(None, -1)}
+    above_input, below_output = frame.iloc[1:], frame.iloc[:-1]
+    parts = {"variance": above_input, "correlation": above_input}
+    parts |= {"grad": below_output, "typical": below_output}
     result = dict.fromkeys(MEASURES, float("nan"))
-    for name in ("grad", "variance", "correlation", "typical"):
-        if name not in frame:
-            continue
-        part = frame.iloc[inside.get(name, slice(1, None))]
-        error, stderr = part[name].to_numpy(), part[f"{name}_stderr"].to_numpy()
-        result[name] = float(error.mean())
-        result[f"{name}_beyond"] = float(_beyond(error, stderr).mean())
+    for name, part in parts.items():
+        if name in part:
+            error, stderr = part[name].to_numpy(), part[f"{name}_stderr"].to_numpy()
+            result[name] = float(error.mean())
+            result[f"{name}_beyond"] = float(_beyond(error, stderr).mean())
+    signed = _log_ratio(prediction.grad_variance, stored.values["grad_variance"])
+    result["grad_bias"] = float(signed[:-1].mean())
     result["profile"], result["profile_beyond"] = _profile(prediction, stored)
-    return result | {"noise": float(frame["grad_stderr"].iloc[:-1].mean())}
+    return result | {"noise": float(below_output["grad_stderr"].mean())}
 
 
 def errors(

@@ -126,9 +126,9 @@ class Configuration:
     def seeds(self) -> int:
         """Draws of the weights: 16, and up to 64 where they are cheap.
 
-        Post-LN gets three times the time, since its gradient spreads more from draw to draw.
+        Post-LN gets twice the time, since its gradient spreads more from draw to draw.
         """
-        budget = 3000 if self.norm == "post" else 1000
+        budget = 2000 if self.norm == "post" else 1000
         return min(64, max(16, round(budget / self.cost)))
 
 

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 CAPTION = (
     "means over layers and runs; ‘>2σ’: the part beyond two standard errors of the simulation; "
+    "‘signed’: of the logarithm; "
     "runs without numbers (not covered, or overflow) count in no mean"
 )
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("grad", "gradient |log|"),
     ("grad_beyond", ">2σ"),
+    ("grad_bias", "signed"),
     ("variance", "variance"),
     ("variance_beyond", ">2σ"),
     ("correlation", "correlation"),
@@ -41,6 +43,8 @@ def _cell(measure: str, value: float) -> str:
         return "-"
     if measure.startswith("variance"):
         return f"{100 * value:.1f} %" if value < 10 else f"x{1 + value:.1e}"
+    if measure == "grad_bias":
+        return f"{value:+.3f}" if abs(value) < 10 else f"{value:+.0f}"
     return f"{value:.3f}" if value < 10 else f"{value:.0f}"
 
 

@@ -1,0 +1,218 @@
+"""The spread of one draw: exact small cases, limits, and coverage of simulated draws."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moments import DomainError, Transformer, Weights, predict
+from moments.band import band, log_variance
+
+NORMAL_95 = 1.959963984540054
+
+
+def sigma_squared(model: Transformer, *, batch: int = 1, **moments: Any) -> np.ndarray:
+    """Var log g that the band implies."""
+    low, high = predict(model, batch=batch, **moments).grad_variance_band
+    return (np.log(high / low) / (2 * NORMAL_95)) ** 2
+
+
+def linear_chain(layers: int, d_model: int, d_ff: int, **options: Any) -> Transformer:
+    """A product of plain Gaussian matrices: no norm, no skip connection, uniform attention.
+
+    All tokens carry one gradient, so that attention hands it on unchanged.
+    """
+    weights = Weights(0.0, 0.0, 1 / d_model, 1 / d_model, 1 / d_model, 1 / d_ff)
+    return Transformer(
+        layers=layers,
+        d_model=d_model,
+        heads=1,
+        seq_len=4,
+        d_ff=d_ff,
+        norm="none",
+        activation="identity",
+        skip_scale=1e-6,
+        weights=weights,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("d_model", "d_ff"), [(64, 256), (64, 64), (96, 32)])
+@pytest.mark.parametrize("layers", [1, 5])
+def test_a_product_of_gaussian_matrices(layers: int, d_model: int, d_ff: int) -> None:
+    # |g|^2 of a Gaussian g and |W g|^2/|g|^2 each follow chi-square(w)/w, w the width reached:
+    # E|W_1 ... W_n g|^4 / E^2 = prod(1 + 2/w), so Var log g = sum 2/w + O(1/w^2).
+    widths = [d_model] + layers * [d_model, d_model, d_ff, d_model]
+    exact = math.log(math.prod(1 + 2 / w for w in widths))
+    found = sigma_squared(
+        linear_chain(layers, d_model, d_ff),
+        correlation=1.0,
+        grad_correlation=1.0,
+    )
+    assert found[0] == pytest.approx(sum(2 / w for w in widths), rel=1e-4)
+    assert found[0] == pytest.approx(exact, rel=2 / min(widths))
+    assert found[-1] == pytest.approx(2 / d_model, rel=1e-12)
+
+
+def test_relu_fluctuates_by_its_kurtosis() -> None:
+    # With rg = r = 1 a token passes d_ff independent gates: E(w g)^4 / E^2 (w g)^2 = 3 * 2.
+    model = linear_chain(1, 64, 96).replace(activation="relu")
+    found = sigma_squared(model, correlation=1.0, grad_correlation=1.0)
+    assert found[0] == pytest.approx(4 * 2 / 64 + (6 - 1) / 96, rel=1e-4)
+
+
+def test_the_injected_gradient() -> None:
+    # Var of the average square of L tokens with d features each, correlation rg between tokens:
+    # 2 tr(G G) / (d L^2) = 2 (1 + (L - 1) rg^2) / (d L).
+    model = Transformer(layers=2, d_model=64, heads=4, seq_len=10)
+    found = sigma_squared(model, correlation=0.3, grad_correlation=0.4, batch=3)
+    assert found[-1] == pytest.approx(2 * (1 + 9 * 0.4**2) / (64 * 10 * 3), rel=1e-12)
+
+
+def test_lognormal_arithmetic() -> None:
+    typical, (low, high) = band(np.array([2.0, 3.0]), np.array([0.0, 0.25]))
+    assert typical == pytest.approx([2.0, 3 * math.exp(-0.125)])
+    assert low[0] == high[0] == 2.0
+    assert high[1] / typical[1] == pytest.approx(math.exp(NORMAL_95 * 0.5))
+    assert typical[1] / low[1] == pytest.approx(math.exp(NORMAL_95 * 0.5))
+
+
+VARIANTS = {
+    "pre": {},
+    "post": {"norm": "post"},
+    "none": {"norm": "none", "skip_scale": 0.9, "branch_scale": 0.3},
+    "lns": {"layernorm_scaling": True},
+    "gelu": {"activation": "gelu", "d_ff": 300},
+    "scaled": {"skip_scale": math.sqrt(1 - 2 / 6), "branch_scale": math.sqrt(2 / 6)},
+    "narrow heads": {"heads": 3, "d_head": 8},
+    "per layer": {"branch_scale": [1.0, 0.9, 0.8, 0.7, 0.6, 0.5]},
+}
+
+
+@functools.cache
+def small(variant: str, d_model: int = 96) -> Transformer:
+    return Transformer(
+        **{
+            "layers": 6,
+            "d_model": d_model,
+            "heads": 4,
+            "seq_len": 24,
+            "dropout": 0.1,
+            **VARIANTS[variant],
+        }
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_band_surrounds_the_typical_value(variant: str) -> None:
+    prediction = predict(small(variant), correlation=0.3)
+    low, high = prediction.grad_variance_band
+    typical = prediction.grad_variance_typical
+    assert prediction.grad_variance_band.shape == (2, 7)
+    assert np.all((low < typical) & (typical < high))
+    assert np.all(typical < prediction.grad_variance)
+    # nothing above the last point but the injected gradient; ever more randomness below it
+    spread = np.log(high / low)
+    assert np.all(np.diff(spread) < 0)
+
+
+@pytest.mark.parametrize("variant", ["pre", "post", "lns"])
+def test_wider_networks_and_larger_batches_spread_less(variant: str) -> None:
+    by_width = [sigma_squared(small(variant, d), correlation=0.3) for d in (48, 96, 192)]
+    assert np.all(by_width[0] > by_width[1])
+    assert np.all(by_width[1] > by_width[2])
+    by_batch = np.array(
+        [sigma_squared(small(variant), correlation=0.3, batch=b) for b in (1, 2, 8, 64)]
+    )
+    assert np.all(np.diff(by_batch, axis=0) < 0)
+    # The weights are shared: less is gained than from as many networks, and ever less.
+    assert np.all(by_batch[1:] >= by_batch[0] / np.array([2, 8, 64])[:, None] * (1 - 1e-9))
+    assert by_batch[-1, 0] > 1.5 * by_batch[0, 0] / 64
+
+
+def test_several_configurations_at_once() -> None:
+    model = small("per layer")
+    correlation = np.array([[0.1], [0.5]])
+    grad_correlation = np.array([0.0, 0.2, 0.4])
+    together = predict(
+        model, correlation=correlation, grad_correlation=grad_correlation, batch=2
+    ).grad_variance_band
+    assert together.shape == (2, 2, 3, 7)
+    for i in range(2):
+        for j in range(3):
+            alone = predict(
+                model,
+                correlation=float(correlation[i, 0]),
+                grad_correlation=float(grad_correlation[j]),
+                batch=2,
+            )
+            assert together[:, i, j] == pytest.approx(alone.grad_variance_band, rel=1e-4)
+
+
+def test_layers_of_different_structure() -> None:
+    # The first layer's norm scale is 1 and no component: its parts are stacked by themselves.
+    model = small("lns")
+    plain = predict(model.replace(layers=1), correlation=0.3).grad_variance_band
+    same = predict(model.replace(layers=1, layernorm_scaling=False), correlation=0.3)
+    assert plain == pytest.approx(same.grad_variance_band, rel=1e-12)
+
+
+def test_no_gradient_no_spread() -> None:
+    prediction = predict(small("pre"), correlation=0.3, grad_variance=0.0)
+    assert not prediction.grad_variance_band.any()
+
+
+def test_resolved_by_token() -> None:
+    model = small("pre").replace(seq_len=12, layers=3)
+    resolved = predict(model, correlation=0.3, tokens=True)
+    alike = predict(model, correlation=0.3)
+    spread = [np.log(np.divide(*p.grad_variance_band)) for p in (resolved, alike)]
+    assert spread[0] == pytest.approx(spread[1], rel=1e-6)
+    causal = predict(model.replace(causal=True), correlation=0.3)
+    low, high = causal.grad_variance_band
+    assert np.all((low < causal.grad_variance_typical) & (causal.grad_variance_typical < high))
+
+
+def test_published_theories_have_no_band() -> None:
+    prediction = predict(small("pre"), correlation=0.3, theory="published")
+    with pytest.raises(DomainError, match="refined"):
+        _ = prediction.grad_variance_band
+    with pytest.raises(DomainError, match="batch"):
+        predict(small("pre"), batch=0)
+
+
+@pytest.mark.parametrize(
+    ("variant", "batch", "ratio"), [("pre", 1, 1.25), ("post", 1, 1.2), ("post", 4, 1.25)]
+)
+def test_coverage_of_simulated_draws(variant: str, batch: int, ratio: float) -> None:
+    pytest.importorskip("torch")
+    from moments import simulate
+
+    seeds = 100
+    model = small(variant)
+    prediction = predict(model, correlation=0.3, batch=batch)
+    draws = simulate(model, correlation=0.3, seeds=seeds, batch=batch).samples["grad_variance"]
+    low, high = prediction.grad_variance_band
+    inside = ((draws > low) & (draws < high)).mean(0)
+    # Target 90 %: three binomial standard errors, 3 %, below it.
+    assert inside[0] > 0.81
+    assert inside[3] > 0.81
+    assert inside[5] > 0.81
+    measured = np.log(draws).std(0, ddof=1) / np.sqrt(
+        sigma_squared(model, correlation=0.3, batch=batch)
+    )
+    # Standard error of a standard deviation over 100 draws: 7 %.
+    assert np.all(np.abs(np.log(measured)) < math.log(ratio) + 0.15)
+
+
+def test_log_variance_reads_the_declaration_it_is_given() -> None:
+    from moments.architecture import declare
+
+    model = small("post")
+    prediction = predict(model, correlation=0.3)
+    found = log_variance(declare(model, "refined"), prediction.trace)
+    assert found == pytest.approx(sigma_squared(model, correlation=0.3))
