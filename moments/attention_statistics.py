@@ -8,21 +8,22 @@ key weights), and with |x_i|^2. It is replaced by a gamma variable of the same r
 sqrt((1-r)/2) q, what enters are |p|^2 and |q|^2.
 
 Keys. Given w, logits of Gaussian tokens are Gaussian. Tokens whose norm is fixed, by a
-normalisation, lack the fluctuation 2/d of |x_j|^2, or the part of it that 2 delta counts:
+normalisation, lack the fluctuation 2/d of |x_j|^2, or the part 2 delta of it:
 delta = 1/d - Var|x|^2 / (2 E^2|x|^2). To first order in delta, from the covariance of sample
-correlations (Isserlis, and the delta method for the norm),
+correlations (Isserlis' theorem for the inner products, the delta method for the norms),
 
-    own logit variance 1 - r    fluctuates with all overlaps together: relative variance 2 r^2 delta
-    own logits given that       have fourth cumulant -6 (1-r)^2 delta times their variance squared,
+    the own logit variance, 1 - r, fluctuates with all overlaps: relative variance 2 r^2 delta;
+    own logits given that have fourth cumulant -6 (1-r)^2 delta times their variance squared;
 
-and the overlaps of two queries fluctuate less. A fourth cumulant 3 z theta^2 acts as a fluctuation
-z of each key's own variance; on P_2 = 1 - 2 d/dtheta E log sum e^s that gives exactly
+and the overlaps of two queries fluctuate less (`_norms`). A fourth cumulant 3 z theta^2 acts as an
+independent fluctuation z of each key's own variance. On P_2 = 1 - 2 d/dtheta E log sum e^s that is,
+exactly,
 
-    dP_2 = -(z theta^2 / 4) d/dtheta (1 - 7 P_2 + 12 P_3 - 6 P_4),
+    dP_2 = -(z theta^2 / 4) d/dtheta (1 - 7 P_2 + 12 P_3 - 6 P_4).
 
-and for many keys the logit covariance psi is replaced by log E e^{s+s'} - log E e^s - log E e^s'
-with s uniform on a sphere. The statistics of finite rows are taken at that psi, its shift scaled by
-what dP_2 is of its own limit (exact to first order for P_2, in the limit for all others).
+For many keys it replaces the logit covariance psi of two rows by log E e^{s+s'} - log E e^s -
+log E e^s', with s on a sphere. Finite rows are taken at that psi with its shift scaled by dP_2 over
+the limit of dP_2: first order is exact for P_2, and the limit of many keys for all statistics.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ def _keys(rows: SquareRows, theta: Any, dimension: Any) -> _Keys:
     """The share and the curvature of rows, from derivatives of row moments in theta (shape (...,)).
 
     The curvature is theta sum_l E d^2 (D^2)_ll / ds_l^2. Written in power sums S_m = sum a^m, its
-    S_2 S_3 and S_2 S_4 are those of dP_3/dtheta and dP_4/dtheta, which leaves P_5: for it stands the
-    least value that P_2, P_3 and P_4 allow.
+    S_2 S_3 and S_2 S_4 are those of dP_3/dtheta and dP_4/dtheta, which leaves P_5: the least value
+    that P_2, P_3 and P_4 allow stands for it.
     """
     inside = np.minimum(np.maximum(theta, _THETA_LEAST), _THETA_LARGEST)
     h = _RELATIVE_STEP
@@ -186,7 +187,7 @@ def _keys(rows: SquareRows, theta: Any, dimension: Any) -> _Keys:
     share = 1 - (12 * slope3 - 6 * slope4) / (7 * np.maximum(slope2, 1e-300))
     # a_j-weighted moments of a_j are 1, P2, P3, ...: their Hankel determinant is not negative.
     p5 = p3**2 + (p4 - p2 * p3) ** 2 / np.maximum(p3 - p2**2, 1e-300)
-    square_square = around.trace_square[1] - 1 + 2 * p2
+    square_square = np.asarray(around.trace_square)[1] - 1 + 2 * p2
     curvature = (
         4 * p2 - 18 * p3 + 18 * p4 - 10 / 3 * slope3 + 2 * slope4 + 4 * square_square - 8 * p5
     )

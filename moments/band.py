@@ -78,6 +78,8 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
         signal_noise, first = draws.signal(steps.signal, entering, overlaps)
         injected = modes.of(top.kernel) / np.asarray(top.kernel.diagonal)[..., None]
         gradient_noise, received = draws.gradient(steps.gradient, injected)
+        shape = steps.pull.shape[1:]
+        first, received = np.broadcast_to(first, shape), np.broadcast_to(received, shape)
         logits = steps.logits.variance / batch
         signal = _up(steps, first, signal_noise, logits)
         covariances = _down(steps, signal, signal_noise, gradient_noise, received, logits)
@@ -189,7 +191,7 @@ class _Draws:
         kept, kappa = kept[..., None, None], kappa[..., None, None]
         cross = carried[..., :, None] * added[..., None, :]
         grown = (cross + _transposed(cross) + kappa / 2 * _outer(added)) / self.width
-        overlaps = [_outer(first) / self.width]
+        overlaps = [np.broadcast_to(_outer(first) / self.width, grown.shape[1:])]
         for factor, own in zip((kept + gain) ** 2, grown, strict=True):
             overlaps.append(factor * overlaps[-1] + own)
         others = (4 * kept + kappa * gain) * gain * np.stack(overlaps[:-1]) * (1 - self.alone)

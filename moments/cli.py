@@ -179,6 +179,7 @@ def predict(
         grad_variance=grad_variance,
         grad_correlation=grad_correlation,
         theory=theory.value,
+        progress=declared.causal and declared.seq_len > 128,
     )
     if csv is not None:
         _write_csv(prediction.to_frame(), csv)
@@ -229,7 +230,7 @@ def compare(
             "grad_variance": float(measurement.grad_variance[-1]),
             "grad_correlation": float(measurement.grad_correlation[-1]),
         }
-    prediction = run(declared, token_ids=ids, theory=theory.value, **entering)
+    prediction = run(declared, token_ids=ids, theory=theory.value, progress=True, **entering)
     comparison = put_beside(prediction, measurement)
     summary = comparison.summary()
     if csv is not None:

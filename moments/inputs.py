@@ -13,6 +13,7 @@ from .law import ComponentLaws, Theory
 from .laws.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from .state import Array, Kernel, Signal
 from .symbols import NONNEGATIVE, POSITIVE, Interval
+from .transformer import Transformer
 
 
 def check_moments(
@@ -176,3 +177,63 @@ def _text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
 
 def _pattern(laws: ComponentLaws, theory: Theory, **values: float) -> float:
     return float(laws.law("pattern_correlation", theory).of(values))
+
+
+def first_kernel(
+    model: Transformer,
+    theory: Theory,
+    resolved: bool,
+    variance: Any,
+    correlation: Any,
+    token_ids: Any,
+    segment_ids: Any,
+    kernel: Any,
+) -> Kernel:
+    """What the user, a text or the embedding says of the tensor that enters layer 1.
+
+    Raises:
+        DomainError: more than one of them, or a bad value.
+    """
+    moments_given = variance is not None or correlation is not None
+    if kernel is not None:
+        if moments_given or token_ids is not None:
+            raise DomainError("kernel replaces variance, correlation and token_ids: give one")
+        return check_kernel("kernel", kernel, model.seq_len)
+    if token_ids is not None and (moments_given or model.embedding is None):
+        raise DomainError(
+            "token_ids describe the text an embedding reads: declare model.embedding and leave "
+            "variance and correlation out"
+        )
+    if model.embedding is None or moments_given:
+        v, r = check_moments(
+            "",
+            1.0 if variance is None else variance,
+            0.0 if correlation is None else correlation,
+            model.seq_len,
+        )
+        return alike(v, r, model.seq_len, resolved)
+    if token_ids is not None and resolved:
+        return embedded_by_token(model.embedding, model.seq_len, token_ids, segment_ids)
+    tables = embedded_alike(model.embedding, model.seq_len, theory, token_ids, segment_ids)
+    return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
+
+
+def last_kernel(
+    model: Transformer, resolved: bool, variance: Any, correlation: Any, kernel: Any
+) -> Kernel:
+    """The gradient at the last layer's output; 1 and 0 where nothing is given.
+
+    Raises:
+        DomainError: a kernel and moments together, or a bad value.
+    """
+    if kernel is not None:
+        if variance is not None or correlation is not None:
+            raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")
+        return check_kernel("grad_kernel", kernel, model.seq_len)
+    v, r = check_moments(
+        "grad_",
+        1.0 if variance is None else variance,
+        0.0 if correlation is None else correlation,
+        model.seq_len,
+    )
+    return alike(v, r, model.seq_len, resolved)

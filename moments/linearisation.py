@@ -140,9 +140,15 @@ def _structure(component: Component) -> Any:
 
 def _stack(kernels: Sequence[Kernel]) -> Kernel:
     """Kernels along a new last axis, where the numbers of a stacked component meet them."""
-    diagonal = np.array([kernel.diagonal for kernel in kernels], dtype=float)
-    pairs = np.array([kernel.pairs for kernel in kernels], dtype=float)
-    return Kernel(np.moveaxis(diagonal, 0, -1), np.moveaxis(pairs, 0, -1))
+
+    def along(entries: list[Array]) -> Array:
+        shapes = {np.shape(entry) for entry in entries}
+        if len(shapes) > 1:
+            shape = np.broadcast_shapes(*shapes)
+            entries = [np.broadcast_to(entry, shape) for entry in entries]
+        return np.moveaxis(np.array(entries, dtype=float), 0, -1)
+
+    return Kernel(along([k.diagonal for k in kernels]), along([k.pairs for k in kernels]))
 
 
 def _interleaved(groups: Sequence[Linearised], order: Array) -> Linearised:

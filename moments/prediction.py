@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import warnings as _warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ import numpy as np
 from .architecture import declare, declare_embedding
 from .checks import check_choice, check_count
 from .errors import DomainError, ValidityWarning
-from .inputs import alike, check_kernel, check_moments, embedded_alike, embedded_by_token, gaussian
+from .inputs import first_kernel, gaussian, last_kernel
 from .law import THEORIES, Theory
 from .propagate import Point, Trace, forward, start
 from .state import Gradient, Kernel, ratio_or_zero
@@ -225,6 +227,7 @@ def predict(
     kernel: Any = None,
     grad_kernel: Any = None,
     batch: int = 1,
+    progress: bool = False,
 ) -> Prediction:
     """Predict every layer's moments at initialisation.
 
@@ -245,6 +248,7 @@ def predict(
             (..., L, L), instead of variance and correlation.
         grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
         batch: sequences that share the weights; the more, the narrower `grad_variance_band`.
+        progress: whether to show a bar on standard error, layer by layer.
 
     Raises:
         DomainError: a bad argument, a feature the theory does not cover, or numbers that overflow.
@@ -260,17 +264,20 @@ def predict(
     resolved = (theory == "refined" and (model.causal or texts)) if tokens is None else tokens
     _check_resolution(model, theory, resolved, kernel is not None or grad_kernel is not None)
     trace = Trace()
-    first = _first_kernel(
+    first = first_kernel(
         model, theory, resolved, variance, correlation, token_ids, segment_ids, kernel
     )
-    last = _last_kernel(model, resolved, grad_variance, grad_correlation, grad_kernel)
+    last = last_kernel(model, resolved, grad_variance, grad_correlation, grad_kernel)
     sequences = token_ids is not None and resolved
     if sequences and np.ndim(last.diagonal) < np.ndim(first.diagonal):
         # Every sequence receives the same gradient moments.
         last = Kernel.of_matrix(np.broadcast_to(last.pairs, first.pairs.shape))
     signal = gaussian(first, model.seq_len, model.d_model, theory == "refined")
     try:
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        with (
+            np.errstate(over="ignore", invalid="ignore", divide="ignore"),
+            _layer_bar(trace, model.layers, progress),
+        ):
             if kernel is None and variance is None and correlation is None and model.embedding:
                 rest = declare_embedding(model.embedding, model.d_model, theory)
                 signal, _ = forward(rest, signal, trace)
@@ -292,6 +299,21 @@ def predict(
     return Prediction(model, theory, v, r, g, rg, *by_token, notes, trace, sequences, batch)
 
 
+@contextlib.contextmanager
+def _layer_bar(trace: Trace, layers: int, shown: bool) -> Iterator[None]:
+    """A progress bar over the layers of both passes, while `trace` is being written."""
+    if not shown:
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("layers, forward and backward", total=2 * layers)
+        trace.on_layer = lambda: bar.advance(task)
+        yield
+
+
 def _check_resolution(model: Transformer, theory: Theory, resolved: bool, kernels: bool) -> None:
     if resolved and theory != "refined":
         raise DomainError(
@@ -304,56 +326,6 @@ def _check_resolution(model: Transformer, theory: Theory, resolved: bool, kernel
             "tokens=False: under a causal mask tokens are not alike; leave tokens out, "
             'or use theory="published", which ignores the mask'
         )
-
-
-def _first_kernel(
-    model: Transformer,
-    theory: Theory,
-    resolved: bool,
-    variance: Any,
-    correlation: Any,
-    token_ids: Any,
-    segment_ids: Any,
-    kernel: Any,
-) -> Kernel:
-    moments_given = variance is not None or correlation is not None
-    if kernel is not None:
-        if moments_given or token_ids is not None:
-            raise DomainError("kernel replaces variance, correlation and token_ids: give one")
-        return check_kernel("kernel", kernel, model.seq_len)
-    if token_ids is not None and (moments_given or model.embedding is None):
-        raise DomainError(
-            "token_ids describe the text an embedding reads: declare model.embedding and leave "
-            "variance and correlation out"
-        )
-    if model.embedding is None or moments_given:
-        v, r = check_moments(
-            "",
-            1.0 if variance is None else variance,
-            0.0 if correlation is None else correlation,
-            model.seq_len,
-        )
-        return alike(v, r, model.seq_len, resolved)
-    if token_ids is not None and resolved:
-        return embedded_by_token(model.embedding, model.seq_len, token_ids, segment_ids)
-    tables = embedded_alike(model.embedding, model.seq_len, theory, token_ids, segment_ids)
-    return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
-
-
-def _last_kernel(
-    model: Transformer, resolved: bool, variance: Any, correlation: Any, kernel: Any
-) -> Kernel:
-    if kernel is not None:
-        if variance is not None or correlation is not None:
-            raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")
-        return check_kernel("grad_kernel", kernel, model.seq_len)
-    v, r = check_moments(
-        "grad_",
-        1.0 if variance is None else variance,
-        0.0 if correlation is None else correlation,
-        model.seq_len,
-    )
-    return alike(v, r, model.seq_len, resolved)
 
 
 def _by_token(stream: list[Point], sequences: bool) -> tuple[np.ndarray, np.ndarray]:

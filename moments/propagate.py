@@ -28,6 +28,7 @@ class Trace:
 
     points: list[Point] = field(default_factory=list)
     layer: int = 0
+    on_layer: Callable[[], None] | None = None  # called as each layer is passed, in either pass
     _weights: list[tuple[int, Callable[[], Mapping[str, Array]]]] = field(default_factory=list)
 
     def weights(self) -> list[tuple[int, str, Array]]:
@@ -88,7 +89,17 @@ def _leaf(leaf: Leaf, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPas
 def _layer(layer: Layer, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
     trace.layer = layer.number
     output, back = forward(layer.body, signal, trace)
-    return output, _recorded(trace, layer.label, output, back)
+    if trace.on_layer is None:
+        return output, _recorded(trace, layer.label, output, back)
+    passed = trace.on_layer
+    passed()
+
+    def counted(gradient: Gradient) -> Gradient:
+        sent = back(gradient)
+        passed()
+        return sent
+
+    return output, _recorded(trace, layer.label, output, counted)
 
 
 def _chain(chain: Chain, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:

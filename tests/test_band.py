@@ -185,28 +185,24 @@ def test_published_theories_have_no_band() -> None:
         predict(small("pre"), batch=0)
 
 
-@pytest.mark.parametrize(
-    ("variant", "batch", "ratio"), [("pre", 1, 1.25), ("post", 1, 1.2), ("post", 4, 1.25)]
-)
-def test_coverage_of_simulated_draws(variant: str, batch: int, ratio: float) -> None:
+@pytest.mark.parametrize(("variant", "batch"), [("pre", 1), ("post", 1), ("post", 3)])
+def test_coverage_of_simulated_draws(variant: str, batch: int) -> None:
     pytest.importorskip("torch")
     from moments import simulate
 
-    seeds = 100
-    model = small(variant)
+    seeds = 60
+    model = small(variant).replace(seq_len=12)
     prediction = predict(model, correlation=0.3, batch=batch)
     draws = simulate(model, correlation=0.3, seeds=seeds, batch=batch).samples["grad_variance"]
     low, high = prediction.grad_variance_band
     inside = ((draws > low) & (draws < high)).mean(0)
-    # Target 90 %: three binomial standard errors, 3 %, below it.
-    assert inside[0] > 0.81
-    assert inside[3] > 0.81
-    assert inside[5] > 0.81
+    # 90 % less three binomial standard errors of 3.9 %.
+    assert np.all(inside[[0, 3, 5]] > 0.78)
     measured = np.log(draws).std(0, ddof=1) / np.sqrt(
         sigma_squared(model, correlation=0.3, batch=batch)
     )
-    # Standard error of a standard deviation over 100 draws: 7 %.
-    assert np.all(np.abs(np.log(measured)) < math.log(ratio) + 0.15)
+    # Theory within 15 %, and two and a half standard errors of 9 %.
+    assert np.all(np.abs(np.log(measured)) < 0.15 + 2.5 * 0.09)
 
 
 def test_log_variance_reads_the_declaration_it_is_given() -> None:

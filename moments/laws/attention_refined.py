@@ -8,7 +8,19 @@ P_2 = E sum a^2, C_2 = E a.a', T_2 = E tr D^2, T = E tr D D', and those weighted
 
 Every backward law is per unit of beta = d_v sigma_v^2 sigma_g^2, the value path's gain. The terms
 in 1/d and 1/d_k come from the overlap of a logit's direction with the tokens it weighs, each
-expanded to first order. The functions' parameter names are the laws' symbols.
+expanded to first order: with o_jk = x_j.x_k/d and |w|^2 = Theta of a row,
+
+    E f(s) o_jk = E o_jk E f + (Theta/2) sum_lm Cov(o_jk, o_lm) E d_l d_m f.
+
+Gaussian tokens have d Cov(o_jk, o_lm) = r_jl r_km + r_jm r_kl. Fixing the norms adds
+
+    r_jk r_lm (r_jl^2 + r_jm^2 + r_kl^2 + r_km^2)/2 - r_jk (r_jl r_jm + r_kl r_km)
+                                                    - r_lm (r_lj r_lk + r_mj r_mk),
+
+and sum_l d_l = 0 on any function of a softmax leaves of it the terms in delta = `norm_deficit`
+below: 1/d after a normalisation, 0 for Gaussian tokens. Left out: gradients through values and
+queries, and through queries and keys, correlate to order 1/(d L).
+The functions' parameter names are the laws' symbols.
 """
 
 from __future__ import annotations
@@ -18,7 +30,10 @@ from typing import Any
 from ..law import Law, derived
 
 _PROOF = derived("second moments of Gaussian logits and tokens; tested by Monte Carlo of one layer")
-_ORDER = "first order in 1/d_model and 1/d_head; exact in the sequence length and logit variance"
+_ORDER = (
+    "first order in 1/d_model and 1/d_head; exact in the sequence length and logit variance for "
+    "Gaussian tokens, to first order for tokens of fixed norm"
+)
 
 
 def _dropped(drop_prob: Any) -> Any:
@@ -60,7 +75,6 @@ def average_covariance(
     x_correlation: Any,
     row_square: Any,
     row_cube: Any,
-    row_fourth: Any,
     row_vacancy: Any,
     row_dropout_cross: Any,
     overlap: Any,
@@ -69,7 +83,8 @@ def average_covariance(
 ) -> Any:
     """Covariance of sum_j a_ij x_j and sum_j a_kj x_j over the variance of x."""
     r, own = x_correlation, 1 - x_correlation
-    # E tr D tr D' and E (a.a'^2 - ..) interpolate between independent and equal rows.
+    # E tr D tr D' and E (a'.a^2 - a.a' sum a^2) interpolate between independent and equal rows;
+    # `shared` stands for Theta E sum_l (d_l + d'_l)^2 a_l a'_l / 2: right for equal rows or many keys.
     vacancies = (1 - row_square) ** 2 * (1 - r**2) + r**2 * row_vacancy
     square_square = row_vacancy - 1 + 2 * row_square
     tilt = vacancies + jacobian_overlap - 4 * (row_cube - square_square)
@@ -209,6 +224,20 @@ def cross_variance(
     return 2 / d_model * (own * grad_variance + (seq_len - 1) * overlap_slope * grad_covariance)
 
 
+def _returned_covariance(
+    m: Any,
+    fan_out: Any,
+    value: Any,
+    seq_len: Any,
+    value_path_covariance: Any,
+    query_path_covariance: Any,
+    key_path: Any,
+    cross_path: Any,
+) -> Any:
+    fed_back = (key_path + cross_path) / (seq_len - 1)
+    return fan_out * value * (value_path_covariance + query_path_covariance - fed_back)
+
+
 def _law(formula: Any, note: str = _ORDER) -> Law:
     return Law(formula, _PROOF, "asymptotic", note=note)
 
@@ -226,7 +255,7 @@ AVERAGE: dict[str, Law] = {
 }
 
 # With value weights: the gain in front, and the paths added up. Rows of the logit gradient sum to
-# zero, so what reaches the keys sums to zero over tokens: its covariance is -1/(L-1) of its variance.
+# zero, so what reaches the keys sums to zero over tokens: covariance is -1/(L-1) of the variance.
 WITH_VALUE: dict[str, Law] = {
     "variance": _law(
         lambda m, d_model, value, x_variance, average_variance: (
@@ -243,15 +272,5 @@ WITH_VALUE: dict[str, Law] = {
             fan_out * value * (value_path + query_path + key_path + cross_path)
         )
     ),
-    "grad_covariance": _law(
-        lambda m, fan_out, value, seq_len, value_path_covariance, query_path_covariance, key_path, cross_path: (
-            fan_out
-            * value
-            * (
-                value_path_covariance
-                + query_path_covariance
-                - (key_path + cross_path) / (seq_len - 1)
-            )
-        )
-    ),
+    "grad_covariance": _law(_returned_covariance),
 }
