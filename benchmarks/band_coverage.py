@@ -57,6 +57,9 @@ CASES = {
     ),
     "post-48-256": Case(_model(48, 256, 4, 24, norm="post")),
     "post-24-96-scaled-batch": Case(_model(24, 96, 4, 32, norm="post", **_scaled(24)), batch=4),
+    # Resolved by token, where the spread is that of tokens alike with the same average moments.
+    "causal-pre-16-128": Case(_model(16, 128, 4, 32, causal=True)),
+    "causal-post-16-128": Case(_model(16, 128, 4, 32, norm="post", causal=True)),
 }
 
 

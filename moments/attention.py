@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from .algebra import FLOAT
 from .attention_statistics import AttentionStatistics, attention_statistics
 from .composition import Leaf, Pullback, Pulled
+from .kernels import KernelAttention
 from .laws.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from .parts import evaluate
 from .state import Array, Gradient, Kernel, Signal
@@ -47,20 +49,23 @@ class SelfAttention(Leaf):
         return self.d_model**2 * weights / self.temperature**2
 
     def _by_token(self, signal: Signal) -> tuple[Signal, Pullback]:
-        from .kernels.attention import KernelAttention
-
         tokens = signal.second_moment()
         matrices = tokens.pairs.reshape(-1, *tokens.pairs.shape[-2:])
         length = signal.seq_len
         allowed = np.tri(length, dtype=bool) if self.causal else None
+        # What the tokens have of their own, which is what a row's logits vary with.
+        own = tokens.mean_diagonal() * (tokens.mean_diagonal() - tokens.mean_pairs())
+        wanted = self._logit_scale() * float(np.max(own))
+        shrunk = min(1.0, LOGIT_VARIANCE_MAX / max(wanted, 1e-300))
         rows = [
             KernelAttention(
                 matrix,
-                logit_scale=self._logit_scale(),
+                logit_scale=self._logit_scale() * shrunk,
                 allowed=allowed,
                 drop_prob=self.drop_prob,
                 d_model=self.d_model,
                 d_head=self.d_head,
+                norm_spread=_mean_spread(signal),
             )
             for matrix in matrices
         ]
@@ -70,6 +75,16 @@ class SelfAttention(Leaf):
         width = self.heads * self.d_head
         heads = mixed.scaled(self.d_model * self.value)
         output = Signal(heads, length, mean=0.0 * heads.diagonal, width=width)
+        theta = np.stack([one.logit_variance for one in rows])
+        output.facts = _facts(
+            theta,
+            np.stack([one.sum_square for one in rows]),
+            np.stack([one.entropy for one in rows]),
+            np.arange(1.0, length + 1) if self.causal else np.full(length, float(length)),
+        )
+        output.notes = _notes(wanted)
+        if not output.notes and any(np.any(one.beyond_tables) for one in rows):
+            output.notes = (_BEYOND_TABLES,)
         if signal.spread is not None:
             output.spread = (heads * heads).scaled(2 / width)
 
@@ -94,8 +109,14 @@ class SelfAttention(Leaf):
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         kernel, algebra = signal.kernel, signal.algebra
         correlation = signal.correlation()
+        wanted = kernel.diagonal**2 * self._logit_scale()
+        # Rows of tokens that are all but equal have logits without variance at any scale.
+        most = LOGIT_VARIANCE_MAX / np.maximum(1 - correlation, 1e-12)
+        scale = np.minimum(wanted, most)
+        if algebra is FLOAT:
+            scale = float(scale)
         statistics = attention_statistics(
-            kernel.diagonal**2 * self._logit_scale(),
+            scale,
             correlation,
             signal.seq_len,
             self.d_model,
@@ -133,8 +154,7 @@ class SelfAttention(Leaf):
             statistics.entropy,
             float(signal.seq_len),
         )
-        if not statistics.valid:
-            output.notes = (_BEYOND_TABLES,)
+        output.notes = _notes((1 - correlation) * wanted)
         if signal.spread is not None:
             # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
             output.spread = (heads * heads).scaled(2 / width)
@@ -201,10 +221,31 @@ class SelfAttention(Leaf):
         }
 
 
+LOGIT_VARIANCE_MAX = 12.0
+"""Logit variance beyond which that of 12 stands in, with a warning."""
+
+
 _BEYOND_TABLES = (
-    "the logit variance is beyond 32, where the softmax statistics are no longer computed; "
-    "those of 32 stand in for them"
+    "some rows have a logit variance beyond 8, where attention by token is extrapolated"
 )
+
+
+def _mean_spread(signal: Signal) -> float:
+    """Var |x|^2 / E^2 |x|^2, averaged over tokens; 0 where it is not followed."""
+    if signal.spread is None:
+        return 0.0
+    return float(np.mean(signal.spread.diagonal / signal.kernel.diagonal**2))
+
+
+def _notes(logit_variance: Array) -> tuple[str, ...]:
+    """Where the logits' variance leaves what the laws were measured at."""
+    largest = float(np.max(logit_variance))
+    if largest <= LOGIT_VARIANCE_MAX:
+        return ()
+    return (
+        f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_MAX:g}: attention all but "
+        f"picks one token, and the moments of {LOGIT_VARIANCE_MAX:g} stand in",
+    )
 
 
 def _facts(logit_variance: Array, square: Array, entropy: Array, keys: Array) -> dict[str, Array]:

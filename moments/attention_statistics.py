@@ -168,7 +168,7 @@ class _Keys(NamedTuple):
 
 _STIFFNESS_LEAST = 1e-12  # stands for 0: Gaussian keys
 _RELATIVE_STEP = 0.02
-_THETA_LEAST, _THETA_LARGEST = 1e-4, 30.0  # the corrections vanish below, the table ends above
+_THETA_LEAST, _THETA_LARGEST = 1e-4, 30.0  # corrections vanish below; statistics end soon above
 
 
 def _keys(rows: SquareRows, theta: Any, dimension: Any) -> _Keys:
@@ -178,7 +178,8 @@ def _keys(rows: SquareRows, theta: Any, dimension: Any) -> _Keys:
     S_2 S_3 and S_2 S_4 are those of dP_3/dtheta and dP_4/dtheta, which leaves P_5: the least value
     that P_2, P_3 and P_4 allow stands for it.
     """
-    inside = np.minimum(np.maximum(theta, _THETA_LEAST), _THETA_LARGEST)
+    theta = np.minimum(theta, _THETA_LARGEST)
+    inside = np.maximum(theta, _THETA_LEAST)
     h = _RELATIVE_STEP
     around = rows.single(np.stack([inside * (1 - h), inside, inside * (1 + h)]))
     moments = np.stack([around.sum_square, around.sum_cube, around.sum_fourth])
@@ -234,6 +235,7 @@ def attention_statistics(
     # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
     row = _averages(single, norms.row_weights, norms.row)
     both = _averages(pair, norms.pair_weights, psi)
+    inside = np.minimum(theta[..., 0], _THETA_LARGEST)
     values = {
         "logit_scale": logit_scale,
         "norm_deficit": deficit,
@@ -244,7 +246,8 @@ def attention_statistics(
         "row_square_slope": row["sum_square_slope"],
         "row_tilt": row["mean_logit_square"],
         "row_logit_square": row["weighted_logit_square"],
-        "row_dropout_cross": theta[..., 0]
+        "row_skewness": inside * (1 - 3 * row["sum_square"] + 2 * row["sum_cube"]),
+        "row_dropout_cross": inside
         * (2 * row["sum_square_"] - 5 * row["sum_cube_"] + 3 * row["sum_fourth_"]),
         "jacobian_square": row["jacobian_square"],
         "jacobian_square_logit": row["jacobian_square_"],

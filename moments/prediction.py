@@ -294,9 +294,11 @@ def predict(
     notes = validity_warnings(model, theory, trace)
     for note in notes:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
-    by_token = _by_token(stream, sequences) if resolved else (None, None)
+    tokens_v, tokens_g = _by_token(stream, sequences) if resolved else (None, None)
     v, r, g, rg = moments
-    return Prediction(model, theory, v, r, g, rg, *by_token, notes, trace, sequences, batch)
+    return Prediction(
+        model, theory, v, r, g, rg, tokens_v, tokens_g, notes, trace, sequences, batch
+    )
 
 
 @contextlib.contextmanager

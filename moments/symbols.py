@@ -169,6 +169,7 @@ _TABLE = [
     ("row_square_slope", r"P_2'", "derivative of P_2 in log logit variance", REAL),
     ("row_tilt", r"A", "E (sum_j a_ij s_j)^2 over the logit variance", NONNEGATIVE),
     ("row_logit_square", r"S_2", "E sum_j a_ij^2 s_j^2 over the logit variance", NONNEGATIVE),
+    ("row_skewness", r"Y", "theta E sum_j (a - 3 a^2 + 2 a^3)", NONNEGATIVE),
     ("row_dropout_cross", r"X", "theta E sum_j (2 a^2 - 5 a^3 + 3 a^4)", REAL),
     ("jacobian_square", r"T_2", "E tr D^2, D = diag(a) - a a^T of a row", NONNEGATIVE),
     (

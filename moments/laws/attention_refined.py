@@ -18,7 +18,8 @@ Gaussian tokens have d Cov(o_jk, o_lm) = r_jl r_km + r_jm r_kl. Fixing the norms
                                                     - r_lm (r_lj r_lk + r_mj r_mk),
 
 and sum_l d_l = 0 on any function of a softmax leaves of it the terms in delta = `norm_deficit`
-below: 1/d after a normalisation, 0 for Gaussian tokens. Left out: gradients through values and
+below: 1/d after a normalisation, 0 for Gaussian tokens. Those that multiply a statistic are written
+as exponentials, which first order does not tell apart and which keep variances positive. Left out: gradients through values and
 queries, and through queries and keys, correlate to order 1/(d L).
 The functions' parameter names are the laws' symbols.
 """
@@ -48,23 +49,22 @@ def average_variance(
     drop_prob: Any,
     x_correlation: Any,
     row_square: Any,
-    row_cube: Any,
     row_square_slope: Any,
     row_tilt: Any,
     row_logit_square: Any,
     row_dropout_cross: Any,
-    logit_scale: Any,
+    row_skewness: Any,
 ) -> Any:
     """Variance of sum_j a_ij x_j over that of x."""
     own = 1 - x_correlation
-    mixed = own * (row_square * (1 - 1 / d_model) + row_tilt / d_model)
+    stiff = m.exp(-2 * own**2 * norm_deficit * row_dropout_cross / row_square)
+    mixed = own * (row_square * stiff * (1 - 1 / d_model) + row_tilt / d_model)
     fluctuating = own * (1 / d_model - norm_deficit)
     masks = row_square + fluctuating * (row_logit_square - row_square)
     # Overlaps with tokens of fixed norm fluctuate less, and against the logit variance.
-    skewness = own * logit_scale * (1 - 3 * row_square + 2 * row_cube)
-    stiff = 2 * x_correlation**2 * row_square_slope - 2 * own**2 * row_dropout_cross
-    stiff = own * (stiff - x_correlation * (1 + own) * skewness)
-    return x_correlation + mixed + norm_deficit * stiff + _dropped(drop_prob) * masks
+    against = 2 * x_correlation**2 * row_square_slope - x_correlation * (1 + own) * row_skewness
+    mixed = mixed + norm_deficit * own * against
+    return x_correlation + mixed + _dropped(drop_prob) * masks
 
 
 def average_covariance(
@@ -77,6 +77,7 @@ def average_covariance(
     row_cube: Any,
     row_vacancy: Any,
     row_dropout_cross: Any,
+    row_skewness: Any,
     overlap: Any,
     overlap_slope: Any,
     jacobian_overlap: Any,
@@ -84,15 +85,15 @@ def average_covariance(
     """Covariance of sum_j a_ij x_j and sum_j a_kj x_j over the variance of x."""
     r, own = x_correlation, 1 - x_correlation
     # E tr D tr D' and E (a'.a^2 - a.a' sum a^2) interpolate between independent and equal rows;
-    # `shared` stands for Theta E sum_l (d_l + d'_l)^2 a_l a'_l / 2: right for equal rows or many keys.
+    # `shared` stands for theta E sum_l (d_l + d'_l)^2 a_l a'_l / 2: right for equal rows, many keys.
     vacancies = (1 - row_square) ** 2 * (1 - r**2) + r**2 * row_vacancy
     square_square = row_vacancy - 1 + 2 * row_square
     tilt = vacancies + jacobian_overlap - 4 * (row_cube - square_square)
     tilt = r * own * logit_scale / d_model * tilt
-    skewness = own * logit_scale * (1 - 3 * row_square + 2 * row_cube)
-    shared = (1 + r) * row_dropout_cross * overlap / row_square
-    stiff = 2 * r**2 * overlap_slope - own**2 * shared - r * (1 + own) * skewness
-    return r + own * (overlap + tilt + norm_deficit * stiff)
+    shared = (1 + r) * row_dropout_cross / row_square
+    stiff = m.exp(-(own**2) * norm_deficit * shared)
+    against = 2 * r**2 * overlap_slope - r * (1 + own) * row_skewness
+    return r + own * (overlap * stiff + tilt + norm_deficit * against)
 
 
 def value_variance(
@@ -139,21 +140,19 @@ def query_variance(
 ) -> Any:
     """Through the logits' left factor."""
     own = 1 - x_correlation
-    scaled = own**2 * jacobian_curvature
     diagonal = row_square - 2 * row_cube + row_fourth
     straight = jacobian_square * (1 - 2 / d_model - 1 / d_head)
-    radial = row_vacancy / d_model + straight + jacobian_radial * (1 / d_head + 3 / d_model)
+    stiff = own**2 * norm_deficit / jacobian_square
     # The keys' own variance, fluctuating by 2 r^2 delta, enters squared and through the weights.
-    common = x_correlation**2 * (4 * jacobian_radial - 2 * jacobian_square)
-    stiff = common - 2 * own**2 * diagonal - 2 * scaled
+    common = x_correlation**2 * norm_deficit
+    radial = straight + jacobian_radial * (1 / d_head + 3 / d_model)
+    radial = radial * m.exp(-2 * stiff * (diagonal + jacobian_curvature))
+    radial = radial + row_vacancy / d_model + common * (4 * jacobian_radial - 2 * jacobian_square)
     masks = straight + jacobian_radial * (1 / d_head + 2 / d_model)
-    fluctuating = own * (1 / d_model - norm_deficit)
-    masks = masks + fluctuating * (2 * diagonal + jacobian_curvature)
-    masks = masks + norm_deficit * (
-        2 * x_correlation**2 * (jacobian_radial - jacobian_square) - scaled
-    )
-    paths = own * (radial + norm_deficit * stiff) + _dropped(drop_prob) * masks
-    return own * logit_scale * paths * grad_variance
+    masks = masks * m.exp(-stiff * jacobian_curvature)
+    masks = masks + own * (1 / d_model - norm_deficit) * (2 * diagonal + jacobian_curvature)
+    masks = masks + 2 * common * (jacobian_radial - jacobian_square)
+    return own * logit_scale * (own * radial + _dropped(drop_prob) * masks) * grad_variance
 
 
 def query_covariance(
@@ -164,16 +163,22 @@ def query_covariance(
     logit_scale: Any,
     x_correlation: Any,
     row_square: Any,
+    row_cube: Any,
+    row_fourth: Any,
+    jacobian_square: Any,
+    jacobian_curvature: Any,
     jacobian_overlap: Any,
     radial_overlap: Any,
     grad_covariance: Any,
 ) -> Any:
     own = 1 - x_correlation
     straight = jacobian_overlap * (1 - 2 / d_model - 1 / d_head)
-    radial = radial_overlap * (1 / d_head + 3 / d_model)
-    theta = own * logit_scale
-    stiff = -2 * own**2 * (1 + 2 * (1 + x_correlation) * theta) * jacobian_overlap
-    shape = (1 - row_square) ** 2 / d_model + straight + radial + norm_deficit * stiff
+    radial = straight + radial_overlap * (1 / d_head + 3 / d_model)
+    # The curvature of two rows over that of one: (1 + r)/2 for many keys and for equal rows.
+    diagonal = row_square - 2 * row_cube + row_fourth
+    shared = diagonal + (1 + x_correlation) / 2 * jacobian_curvature
+    stiff = m.exp(-2 * own**2 * norm_deficit * shared / jacobian_square)
+    shape = (1 - row_square) ** 2 / d_model + radial * stiff
     return own * logit_scale * own * shape * grad_covariance
 
 
@@ -196,16 +201,15 @@ def key_variance(
 ) -> Any:
     """Through the logits' right factor."""
     own = 1 - x_correlation
-    theta = own * logit_scale
-    tilt = jacobian_square_logit / jacobian_square * jacobian_curvature
+    tilt = jacobian_curvature / jacobian_square
+    stiff = own**2 * norm_deficit * tilt
     straight = jacobian_square_logit * (1 - 1 / d_model) + jacobian_radial_logit / d_model
-    straight = theta * (straight - norm_deficit * own**2 * tilt)
-    masks = jacobian_square_logit + own * (1 / d_model - norm_deficit) * tilt
-    masks = _dropped(drop_prob) * logit_scale * masks
+    straight = own * straight * m.exp(-stiff)
+    masks = jacobian_square_logit * (1 + own * (1 / d_model - norm_deficit) * tilt)
+    alone = logit_scale * (straight + _dropped(drop_prob) * masks)
     others = jacobian_overlap_logit * (1 - 1 / d_model) + radial_overlap_logit / d_model
-    stiff = 2 * own**2 * (1 + x_correlation) * theta * jacobian_overlap_logit
-    others = others - norm_deficit * stiff
-    return (straight + masks) * grad_variance + (seq_len - 1) * others * grad_covariance
+    others = others * m.exp(-(1 + x_correlation) / 2 * stiff)
+    return alone * grad_variance + (seq_len - 1) * others * grad_covariance
 
 
 def cross_variance(
