@@ -4,7 +4,7 @@ Held-out configurations: none of them was looked at while the theory was derived
 
     python benchmarks/band_coverage.py [--seeds 120] [--only NAME ...] [--json FILE]
 
-Twelve minutes on one core at 120 draws each. Binomial standard error of a share of 95 % at 120
+Half an hour on one core at 120 draws each. Binomial standard error of a share of 95 % at 120
 draws: 2 %.
 """
 

@@ -57,10 +57,24 @@ def _describe(prediction: Prediction) -> str:
     )
 
 
+def _shade_band(ax: Axes, prediction: Prediction) -> None:
+    """Where one draw of the weights falls 95 % of the time (refined theory)."""
+    if prediction.theory != "refined":
+        return
+    low, high = prediction.grad_variance_band
+    layers = np.arange(low.size)
+    ax.fill_between(
+        layers, low, high, color=BACKWARD, alpha=0.15, linewidth=0, label="95 % of draws"
+    )
+    ax.legend(frameon=False, fontsize=9)
+
+
 def plot_prediction(prediction: Prediction) -> Figure:
     """Four panels along the depth; one line per configuration."""
     figure, axes = _panels(_describe(prediction))
     layers = np.arange(prediction.model.layers + 1)
+    if prediction.variance.ndim == 1:
+        _shade_band(axes["grad_variance"], prediction)
     for quantity, ax in axes.items():
         curves = getattr(prediction, quantity).reshape(-1, layers.size)
         for curve in curves:
@@ -74,6 +88,7 @@ def plot_comparison(comparison: Comparison) -> Figure:
     prediction, measurement = comparison.prediction, comparison.measurement
     figure, axes = _panels(_describe(prediction))
     layers = np.arange(prediction.model.layers + 1)
+    _shade_band(axes["grad_variance"], prediction)
     for quantity, ax in axes.items():
         curve = getattr(prediction, quantity)
         points = getattr(measurement, quantity)

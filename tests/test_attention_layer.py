@@ -264,6 +264,15 @@ def test_extremes_stay_finite(logit_scale: float, correlation: float) -> None:
         assert all(np.isfinite(value) for value in values.values())
 
 
+@pytest.mark.parametrize("theta", [0.5, 3.0, 8.0, 30.0])
+def test_narrow_layers_keep_their_signs(theta: float) -> None:
+    config = {"seq_len": 30, "d_model": 12, "d_head": 4, "correlation": 0.0, "theta": theta}
+    config |= {"normalised": True, "drop_prob": 0.1, "grad_correlation": 0.2}
+    predicted = benchmark.predicted(config)
+    for name in ("variance", "covariance", "value", "query", "key", "grad_variance"):
+        assert predicted[name] > 0
+
+
 def test_arrays_take_the_values_of_scalars() -> None:
     scales, correlations = np.array([0.3, 2.0, 3.0]), np.array([0.0, 0.4, 0.95])
     together = attention_statistics(scales, correlations, 30, 256.0, 64.0, 0.0).values

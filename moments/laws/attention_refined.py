@@ -19,8 +19,8 @@ Gaussian tokens have d Cov(o_jk, o_lm) = r_jl r_km + r_jm r_kl. Fixing the norms
 
 and sum_l d_l = 0 on any function of a softmax leaves of it the terms in delta = `norm_deficit`
 below: 1/d after a normalisation, 0 for Gaussian tokens. Those that multiply a statistic are written
-as exponentials, which first order does not tell apart and which keep variances positive. Left out: gradients through values and
-queries, and through queries and keys, correlate to order 1/(d L).
+as exponentials, equal to first order, which keep variances positive. Left out: gradients through
+values and queries, and through queries and keys, correlate to order 1/(d L).
 The functions' parameter names are the laws' symbols.
 """
 
@@ -85,7 +85,8 @@ def average_covariance(
     """Covariance of sum_j a_ij x_j and sum_j a_kj x_j over the variance of x."""
     r, own = x_correlation, 1 - x_correlation
     # E tr D tr D' and E (a'.a^2 - a.a' sum a^2) interpolate between independent and equal rows;
-    # `shared` stands for theta E sum_l (d_l + d'_l)^2 a_l a'_l / 2: right for equal rows, many keys.
+    # `shared` stands for theta E sum_l (d_l + d'_l)^2 a_l a'_l / 2 over C_2, and is that for equal
+    # rows or many keys.
     vacancies = (1 - row_square) ** 2 * (1 - r**2) + r**2 * row_vacancy
     square_square = row_vacancy - 1 + 2 * row_square
     tilt = vacancies + jacobian_overlap - 4 * (row_cube - square_square)
