@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .attention import SelfAttention
+from .attention import Padding, SelfAttention
 from .composition import Chain, Component, Layer, Leaf, Residual
 from .embedding import Embedding
 from .errors import DomainError
@@ -34,14 +34,20 @@ class Normalization(Lawful):
 
 
 @functools.lru_cache(maxsize=32)
-def declare(model: Transformer, theory: Theory) -> Chain:
+def declare(model: Transformer, theory: Theory, padding: Padding | None = None) -> Chain:
     """The stack of layers as components that hold the laws of `theory`.
+
+    Args:
+        model: the declaration.
+        theory: which laws.
+        padding: for every sequence, which tokens are real; None: all.
 
     Raises:
         DomainError: the theory does not cover a feature of the model.
     """
     _check_coverage(model, theory)
-    return Chain(tuple(_layer(model, theory, n) for n in range(1, model.layers + 1)))
+    layers = range(1, model.layers + 1)
+    return Chain(tuple(_layer(model, theory, n, padding) for n in layers))
 
 
 def declare_embedding(embedding: Embedding, d_model: int, theory: Theory) -> Chain:
@@ -69,10 +75,10 @@ def _check_coverage(model: Transformer, theory: Theory) -> None:
         )
 
 
-def _layer(model: Transformer, theory: Theory, number: int) -> Layer:
+def _layer(model: Transformer, theory: Theory, number: int, padding: Padding | None) -> Layer:
     weights = model.layer_weights(number)
     temperature = float(model.temperatures[number - 1])
-    attention = _attention_block(model, theory, weights, temperature)
+    attention = _attention_block(model, theory, weights, temperature, padding)
     ffn = _ffn_block(model, theory, weights)
     skip = float(model.skip_scales[number - 1])
     branch = float(model.branch_scales[number - 1])
@@ -115,7 +121,11 @@ def _linear(
 
 
 def _attention_block(
-    model: Transformer, theory: Theory, weights: LayerWeights, temperature: float
+    model: Transformer,
+    theory: Theory,
+    weights: LayerWeights,
+    temperature: float,
+    padding: Padding | None,
 ) -> Chain:
     d_model, inner = model.d_model, model.heads * (model.d_head or 0)
     if theory != "refined":
@@ -143,6 +153,7 @@ def _attention_block(
         model.attention_dropout,
         temperature,
         model.causal,
+        padding,
     )
     return Chain(
         (

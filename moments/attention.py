@@ -15,6 +15,9 @@ from .laws.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from .parts import evaluate
 from .state import Array, Gradient, Kernel, Signal
 
+# For every sequence of a batch, whether each of its tokens is real.
+Padding = tuple[tuple[bool, ...], ...]
+
 
 @dataclass(frozen=True)
 class SelfAttention(Leaf):
@@ -27,6 +30,7 @@ class SelfAttention(Leaf):
         drop_prob: dropout on the attention weights.
         temperature: divides the logits.
         causal: whether a token sees only itself and earlier ones.
+        padding: for every sequence, which tokens are real; None: all. Nobody attends to the others.
     """
 
     label: str
@@ -39,6 +43,7 @@ class SelfAttention(Leaf):
     drop_prob: Any
     temperature: Any = 1.0
     causal: bool = False
+    padding: Padding | None = None
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         return self._by_token(signal) if signal.resolved else self._alike(signal)
@@ -52,7 +57,7 @@ class SelfAttention(Leaf):
         tokens = signal.second_moment()
         matrices = tokens.pairs.reshape(-1, *tokens.pairs.shape[-2:])
         length = signal.seq_len
-        allowed = np.tri(length, dtype=bool) if self.causal else None
+        masks = self._allowed(length, len(matrices))
         # What the tokens have of their own, which is what a row's logits vary with.
         own = tokens.mean_diagonal() * (tokens.mean_diagonal() - tokens.mean_pairs())
         wanted = self._logit_scale() * float(np.max(own))
@@ -67,7 +72,7 @@ class SelfAttention(Leaf):
                 d_head=self.d_head,
                 norm_spread=_mean_spread(signal),
             )
-            for matrix in matrices
+            for matrix, allowed in zip(matrices, masks, strict=True)
         ]
         mixed = Kernel.of_matrix(
             np.stack([one.forward() for one in rows]).reshape(tokens.pairs.shape)
@@ -80,7 +85,7 @@ class SelfAttention(Leaf):
             theta,
             np.stack([one.sum_square for one in rows]),
             np.stack([one.entropy for one in rows]),
-            np.arange(1.0, length + 1) if self.causal else np.full(length, float(length)),
+            np.stack([mask.sum(-1) for mask in masks]).astype(float),
         )
         output.notes = _notes(wanted)
         if not output.notes and any(np.any(one.beyond_tables) for one in rows):
@@ -105,6 +110,17 @@ class SelfAttention(Leaf):
             return Pulled(Gradient(path("total"), gradient.seq_len), weights)
 
         return output, pullback
+
+    def _allowed(self, length: int, sequences: int) -> list[np.ndarray]:
+        """Which keys each query of each sequence sees, (L, L)."""
+        mask = np.tri(length, dtype=bool) if self.causal else np.ones((length, length), bool)
+        if self.padding is None:
+            return [mask] * sequences
+        # A query that sees no real key keeps itself: padding before a causal text.
+        itself = np.eye(length, dtype=bool)
+        padded = [mask & np.asarray(real, dtype=bool) for real in self.padding]
+        seen = [np.where(one.any(-1, keepdims=True), one, itself) for one in padded]
+        return seen if len(seen) == sequences else seen * sequences
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         kernel, algebra = signal.kernel, signal.algebra

@@ -81,6 +81,23 @@ def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
     return Kernel.of_matrix((matrix + np.swapaxes(matrix, -1, -2)) / 2)
 
 
+def check_mask(mask: Any, seq_len: int, token_ids: Any) -> np.ndarray:
+    """Which tokens are real, as 0.0 and 1.0: (B, L) beside token_ids of that shape, else (L,).
+
+    Raises:
+        DomainError: another shape, other values, or a sequence with fewer than two real tokens.
+    """
+    real = np.asarray(mask, dtype=float)
+    shape = (seq_len,) if token_ids is None else check_ids(token_ids, seq_len, "token_ids").shape
+    if real.shape == (seq_len,):
+        real = np.broadcast_to(real, shape)
+    if real.shape != shape:
+        raise domain_error("attention_mask", f"shape {real.shape}", f"of shape {shape}")
+    if not np.all((real == 0) | (real == 1)) or np.any(real.sum(-1) < 2):
+        raise domain_error("attention_mask", mask, "0 or 1, with two real tokens at least")
+    return real
+
+
 def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
     """Share of ordered token pairs with the same id, averaged over sequences.
 

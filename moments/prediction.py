@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .architecture import declare, declare_embedding
+from .attention import Padding
 from .checks import check_choice, check_count
 from .errors import DomainError, ValidityWarning
-from .inputs import first_kernel, gaussian, last_kernel
+from .inputs import check_mask, first_kernel, gaussian, last_kernel
 from .law import THEORIES, Theory
 from .propagate import Point, Trace, forward, start
 from .state import Gradient, Kernel, ratio_or_zero
@@ -57,6 +58,7 @@ class Prediction:
     trace: Trace = field(repr=False)
     sequences: bool = field(default=False, repr=False)
     batch: int = field(default=1, repr=False)
+    real: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def grad_variance_typical(self) -> np.ndarray:
@@ -115,7 +117,7 @@ class Prediction:
         return pd.concat(frames, ignore_index=True)
 
     def _moments(self, point: Point) -> tuple[Any, ...]:
-        return point_moments(point, self.sequences)
+        return point_moments(point, self.sequences, self.real)
 
     def weight_gradients(self) -> pd.DataFrame:
         """Expected squared gradient norm of every weight matrix: layer, weight, squared_norm.
@@ -189,25 +191,26 @@ class Prediction:
         return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
 
 
-def point_moments(point: Point, sequences: bool = False) -> tuple[Any, ...]:
+def point_moments(point: Point, sequences: bool = False, real: Any = None) -> tuple[Any, ...]:
     """Token-averaged moments of one point, in the order of POINT_COLUMNS.
 
-    With `sequences`, the first axis counts sequences of one batch and is averaged over.
+    With `sequences`, the first axis counts sequences of one batch and is averaged over. `real`
+    tells the tokens that count, (..., L).
     """
 
     def average(value: Any) -> Any:
         return np.mean(value, axis=0) if sequences else value
 
     kernel = point.signal.kernel
-    variance, covariance = average(kernel.mean_diagonal()), average(kernel.mean_pairs())
+    variance, covariance = average(kernel.mean_diagonal(real)), average(kernel.mean_pairs(real))
     mean: Any = point.signal.mean
     if kernel.resolved:
-        mean = average(np.mean(mean + 0.0 * kernel.diagonal, axis=-1))
+        mean = average(Kernel(mean + 0.0 * kernel.diagonal, 0.0, True).mean_diagonal(real))
     if point.gradient is None:
         return mean, variance, covariance / variance, np.nan, np.nan
     received = point.gradient.kernel
-    grad_variance = average(received.mean_diagonal())
-    grad_correlation = ratio_or_zero(average(received.mean_pairs()), grad_variance)
+    grad_variance = average(received.mean_diagonal(real))
+    grad_correlation = ratio_or_zero(average(received.mean_pairs(real)), grad_variance)
     return mean, variance, covariance / variance, grad_variance, grad_correlation
 
 
@@ -228,6 +231,7 @@ def predict(
     segment_ids: Any = None,
     kernel: Any = None,
     grad_kernel: Any = None,
+    attention_mask: Any = None,
     batch: int = 1,
     progress: bool = False,
 ) -> Prediction:
@@ -249,6 +253,8 @@ def predict(
         kernel: second moments E[x_i x_j] per feature of the tensor that enters layer 1, shape
             (..., L, L), instead of variance and correlation.
         grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
+        attention_mask: shape (L,) or (B, L), 1 for a real token and 0 for padding, which no token
+            attends to and which neither averages nor the loss count; None: all are real.
         batch: sequences that share the weights; the more, the narrower `grad_variance_band`.
         progress: whether to show a bar on standard error, layer by layer.
 
@@ -262,9 +268,11 @@ def predict(
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
     check_count("batch", batch)
-    texts = token_ids is not None or kernel is not None or grad_kernel is not None
+    given = (token_ids, kernel, grad_kernel, attention_mask)
+    texts = any(value is not None for value in given)
     resolved = (theory == "refined" and (model.causal or texts)) if tokens is None else tokens
-    _check_resolution(model, theory, resolved, kernel is not None or grad_kernel is not None)
+    _check_resolution(model, theory, resolved, texts and token_ids is None)
+    real = None if attention_mask is None else check_mask(attention_mask, model.seq_len, token_ids)
     trace = Trace()
     first = first_kernel(
         model, theory, resolved, variance, correlation, token_ids, segment_ids, kernel
@@ -274,6 +282,8 @@ def predict(
     if sequences and np.ndim(last.diagonal) < np.ndim(first.diagonal):
         # Every sequence receives the same gradient moments.
         last = Kernel.of_matrix(np.broadcast_to(last.pairs, first.pairs.shape))
+    if real is not None:
+        last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
     signal = gaussian(first, model.seq_len, model.d_model, theory == "refined")
     try:
         with (
@@ -284,12 +294,12 @@ def predict(
                 rest = declare_embedding(model.embedding, model.d_model, theory)
                 signal, _ = forward(rest, signal, trace)
             start(signal, trace)
-            _, backward = forward(declare(model, theory), signal, trace)
+            _, backward = forward(declare(model, theory, _hashable(real)), signal, trace)
             trace.stream()[0].gradient = backward(Gradient(last, model.seq_len))
     except (OverflowError, ZeroDivisionError):
         raise _overflow(theory, trace) from None
     stream = trace.stream()
-    columns = [np.broadcast_arrays(*point_moments(p, sequences)[1:]) for p in stream]
+    columns = [np.broadcast_arrays(*point_moments(p, sequences, real)[1:]) for p in stream]
     moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
     if not np.all(np.isfinite(moments)):
         raise _overflow(theory, trace)
@@ -299,7 +309,19 @@ def predict(
     tokens_v, tokens_g = _by_token(stream, sequences) if resolved else (None, None)
     v, r, g, rg = moments
     return Prediction(
-        model, theory, v, r, g, rg, tokens_v, tokens_g, notes, trace, sequences, batch
+        model,
+        theory,
+        v,
+        r,
+        g,
+        rg,
+        tokens_v,
+        tokens_g,
+        notes,
+        trace,
+        sequences,
+        batch,
+        real,
     )
 
 
@@ -318,13 +340,21 @@ def _layer_bar(trace: Trace, layers: int, shown: bool) -> Iterator[None]:
         yield
 
 
+def _hashable(real: np.ndarray | None) -> Padding | None:
+    if real is None:
+        return None
+    return tuple(tuple(bool(v) for v in row) for row in np.atleast_2d(real))
+
+
 def _check_resolution(model: Transformer, theory: Theory, resolved: bool, kernels: bool) -> None:
     if resolved and theory != "refined":
         raise DomainError(
             f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
         )
     if not resolved and kernels:
-        raise DomainError("kernel and grad_kernel are resolved by token: leave tokens=False out")
+        raise DomainError(
+            "kernel, grad_kernel and attention_mask are resolved by token: leave tokens=False out"
+        )
     if not resolved and theory == "refined" and model.causal:
         raise DomainError(
             "tokens=False: under a causal mask tokens are not alike; leave tokens out, "

@@ -88,17 +88,25 @@ class Kernel:
             return value, value
         return value[..., :, None], value[..., None, :]
 
-    def mean_diagonal(self) -> Array:
-        """Average over tokens."""
-        return np.mean(self.diagonal, axis=-1) if self.resolved else self.diagonal
+    def mean_diagonal(self, real: Array = None) -> Array:
+        """Average over tokens; over those that are `real`, (..., L), where that is given."""
+        if not self.resolved:
+            return self.diagonal
+        if real is None:
+            return np.mean(self.diagonal, axis=-1)
+        return (self.diagonal * real).sum(-1) / np.sum(real, axis=-1)
 
-    def mean_pairs(self) -> Array:
-        """Average over ordered pairs of different tokens."""
+    def mean_pairs(self, real: Array = None) -> Array:
+        """Average over ordered pairs of different tokens, both of them `real`."""
         if not self.resolved:
             return self.pairs
-        length = self.pairs.shape[-1]
-        total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
-        return total / (length * (length - 1))
+        if real is None:
+            length = self.pairs.shape[-1]
+            total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
+            return total / (length * (length - 1))
+        total = np.einsum("...ij,...i,...j->...", self.pairs, real, real)
+        count = np.sum(real, axis=-1)
+        return (total - (self.diagonal * real).sum(-1)) / (count * (count - 1))
 
     def total(self, seq_len: int) -> Array:
         """Sum over all tokens and ordered pairs."""

@@ -187,3 +187,40 @@ def test_extreme_logits_warn_and_stay_finite() -> None:
         prediction = moments.predict(model, correlation=0.1)
     assert prediction.warnings
     assert np.all(np.isfinite(prediction.grad_variance))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_leaves_the_rest_as_if_alone(causal: bool) -> None:
+    """Eight padded tokens behind sixteen real ones change nothing for those."""
+    mask = np.arange(24) < 16
+    model = small(causal=causal, layers=2)
+    padded = moments.predict(model, correlation=0.3, attention_mask=mask)
+    alone = moments.predict(model.replace(seq_len=16), correlation=0.3, tokens=True)
+    for name in ("variance", "correlation", "grad_variance", "grad_correlation"):
+        np.testing.assert_allclose(
+            getattr(padded, name), getattr(alone, name), rtol=2e-3, atol=1e-4
+        )
+    assert padded.token_grad_variance is not None
+    assert np.all(padded.token_grad_variance[:, 16:] == 0)
+
+
+def test_padding_differs_by_sequence() -> None:
+    model = small(
+        layers=2,
+        embedding=moments.Embedding(vocab_size=50, token_variance=0.5, position_variance=0.5),
+    )
+    ids = np.stack([np.arange(24) % 5, np.arange(24) % 11])
+    mask = np.stack([np.arange(24) < 20, np.arange(24) < 9])
+    both = moments.predict(model, token_ids=ids, attention_mask=mask)
+    each = [
+        moments.predict(model, token_ids=ids[i], attention_mask=mask[i]).variance for i in range(2)
+    ]
+    np.testing.assert_allclose(both.variance, np.mean(each, axis=0), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "mask", [np.ones(23), np.zeros(24), np.full(24, 0.5), [[1] * 24] * 2], ids=str
+)
+def test_bad_masks(mask: object) -> None:
+    with pytest.raises(moments.DomainError, match="attention_mask"):
+        moments.predict(small(), attention_mask=mask)
