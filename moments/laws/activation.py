@@ -202,8 +202,8 @@ def by_quadrature(name: str, title: str, function: Single, derivative: Single) -
     """An activation without closed forms: its laws are Gaussian expectations.
 
     `function` and `derivative` are written over a number system, f(m, x), like every formula.
-    Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r. Resolved to 1e-10
-    for variances up to 25, beyond which the function is nearly a kink on the scale of its input.
+    Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r. Resolved to
+    1e-10 for variances up to 25, beyond which the function is nearly a kink on its input's scale.
     """
     resolved = Interval(0.0, 25.0, open_lower=True)
     return activation(

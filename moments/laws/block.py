@@ -63,6 +63,23 @@ def _block_covariance(
     return d_model * output * heads
 
 
+def _block_returned_variance(
+    m: Any,
+    output: Any,
+    value: Any,
+    d_model: Any,
+    seq_len: Any,
+    drop_prob: Any,
+    attention_drop_prob: Any,
+    grad_variance: Any,
+    grad_covariance: Any,
+) -> Any:
+    gain = d_model**2 * output * value / (1 - drop_prob)
+    return gain * _returned_variance(
+        m, seq_len, attention_drop_prob, grad_variance, grad_covariance
+    )
+
+
 ATTENTION_BLOCK = ComponentLaws(
     "attention_block",
     "Attention block: attention, output projection, dropout",
@@ -78,15 +95,7 @@ ATTENTION_BLOCK = ComponentLaws(
             _block_covariance, kedia("B.1 and Table 18"), "asymptotic", note=_FORWARD_NOTE
         ),
         "grad_variance": Law(
-            lambda m, output, value, d_model, seq_len, drop_prob, attention_drop_prob, grad_variance, grad_covariance: (
-                d_model**2
-                * output
-                * value
-                / (1 - drop_prob)
-                * _returned_variance(
-                    m, seq_len, attention_drop_prob, grad_variance, grad_covariance
-                )
-            ),
+            _block_returned_variance,
             kedia("B.1 and Table 17"),
             "asymptotic",
             note=_BACKWARD_NOTE + _KEPT_CORRELATION,
@@ -150,6 +159,21 @@ def _polynomial_correlation(m: Any, r: Any) -> Any:
     return 1 / m.pi + r / 2 + (m.ratio(1, 2) - 1 / m.pi) * r**2
 
 
+def _ffn_returned_covariance(
+    m: Any,
+    d_model: Any,
+    d_ff: Any,
+    ffn_in: Any,
+    ffn_out: Any,
+    x_variance: Any,
+    x_other_variance: Any,
+    x_correlation: Any,
+    grad_covariance: Any,
+) -> Any:
+    slope = _relu_slope(m, x_variance, x_other_variance, x_correlation)
+    return _ffn_gain(d_model, d_ff, ffn_in, ffn_out) * slope * grad_covariance
+
+
 FFN_BLOCK = ComponentLaws(
     "ffn_block",
     "Feed-forward block: linear, ReLU, linear, dropout",
@@ -177,11 +201,7 @@ FFN_BLOCK = ComponentLaws(
             kedia("B.2 and Table 17, at d_ff = 4 d"),
         ),
         "grad_covariance": Law(
-            lambda m, d_model, d_ff, ffn_in, ffn_out, x_variance, x_other_variance, x_correlation, grad_covariance: (
-                _ffn_gain(d_model, d_ff, ffn_in, ffn_out)
-                * _relu_slope(m, x_variance, x_other_variance, x_correlation)
-                * grad_covariance
-            ),
+            _ffn_returned_covariance,
             kedia("B.2 and Table 20, at d_ff = 4 d"),
         ),
     },

@@ -10,6 +10,21 @@ from typing import Any
 from ..law import ComponentLaws, Law, derived
 from .references import kedia
 
+
+def _pair_through(
+    m: Any,
+    fan_in: Any,
+    weight_variance: Any,
+    x_variance: Any,
+    x_other_variance: Any,
+    x_correlation: Any,
+    x_mean: Any,
+    x_other_mean: Any,
+) -> Any:
+    covariance = x_correlation * m.sqrt(x_variance * x_other_variance)
+    return fan_in * weight_variance * (covariance + x_mean * x_other_mean)
+
+
 # y_o = sum_i w_oi x_i: features of y are independent given x, so E y y' = d_in s E x x'.
 LINEAR = ComponentLaws(
     "linear",
@@ -22,14 +37,7 @@ LINEAR = ComponentLaws(
             ),
             kedia("A.2 and Table 16, FFN"),
         ),
-        "covariance": Law(
-            lambda m, fan_in, weight_variance, x_variance, x_other_variance, x_correlation, x_mean, x_other_mean: (
-                fan_in
-                * weight_variance
-                * (x_correlation * m.sqrt(x_variance * x_other_variance) + x_mean * x_other_mean)
-            ),
-            kedia("A.2 and Table 18, FFN"),
-        ),
+        "covariance": Law(_pair_through, kedia("A.2 and Table 18, FFN")),
         "hidden_covariance": Law(lambda m: 0, kedia("Table 19, FFN")),
         "grad_variance": Law(
             lambda m, fan_out, weight_variance, grad_variance: (

@@ -1,8 +1,8 @@
-"""Noci et al.'s query and value gradients under uniform attention, and the temperature between them.
+"""Noci et al.'s query and value gradients under uniform attention, and what balances them.
 
 Single head with d_k = d_v = d and query, key and value weights of variance 1/d. The norms are the
-squared Frobenius norms of the output's Jacobian in a weight matrix: the squared gradient norm for an
-incoming gradient of unit variance, uncorrelated between tokens.
+squared Frobenius norms of the output's Jacobian in a weight matrix: the squared gradient norm for
+an incoming gradient of unit variance, uncorrelated between tokens.
 """
 
 from __future__ import annotations

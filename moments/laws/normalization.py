@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..law import ComponentLaws, Law, derived
 from .references import kedia
+
+
+def _pair_pulled(
+    m: Any,
+    x_variance: Any,
+    x_other_variance: Any,
+    epsilon: Any,
+    norm_spread: Any,
+    other_norm_spread: Any,
+    pair_norm_spread: Any,
+    removed_pair_share: Any,
+    grad_covariance: Any,
+) -> Any:
+    scale = m.sqrt((x_variance + epsilon) * (x_other_variance + epsilon))
+    own = m.ratio(3, 8) * (norm_spread + other_norm_spread)
+    jensen = 1 + own + pair_norm_spread / 4
+    return grad_covariance * (1 - removed_pair_share) * jensen / scale
+
 
 LAYERNORM = ComponentLaws(
     "layernorm",
@@ -48,12 +68,7 @@ LAYERNORM = ComponentLaws(
             note="large d_model; fourth order in the norm's fluctuation left out",
         ),
         "grad_covariance": Law(
-            lambda m, x_variance, x_other_variance, epsilon, norm_spread, other_norm_spread, pair_norm_spread, removed_pair_share, grad_covariance: (
-                grad_covariance
-                * (1 - removed_pair_share)
-                * (1 + m.ratio(3, 8) * (norm_spread + other_norm_spread) + pair_norm_spread / 4)
-                / m.sqrt((x_variance + epsilon) * (x_other_variance + epsilon))
-            ),
+            _pair_pulled,
             derived("second-order expansion of E 1/(|x_i| |x_j|)"),
             "asymptotic",
             note="large d_model; fourth order in the norms' fluctuation left out",
