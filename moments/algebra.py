@@ -46,7 +46,7 @@ def _normal_grid(half: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _grid_for(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A step that resolves a function of x at standard deviation sqrt(v): at most 0.3 in x."""
-    step = min(0.1, 0.3 / math.sqrt(max(float(np.max(variance)), 1e-300)))
+    step = min(0.125, 0.3 / math.sqrt(max(float(np.max(variance)), 1e-300)))
     # Powers of two in the number of steps keep the cache small.
     return _normal_grid(2 ** math.ceil(math.log2(_WIDEST / step)))
 
@@ -76,9 +76,19 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     """
     v, w = np.asarray(variance, dtype=float), np.asarray(other, dtype=float)
     nodes, weights = _grid_for(np.maximum(v.max(), w.max()))
+    if variance is other and np.ndim(correlation) == 0 and correlation == 1:
+        return function(NUMPY, np.sqrt(v)[..., None] * nodes) ** 2 @ weights
     rows = _hermite_rows(nodes.size // 2)
     first = _coefficients(function, v, nodes, weights, rows)
-    second = first if variance is other else _coefficients(function, w, nodes, weights, rows)
+    if v.size == w.size and np.array_equal(v.ravel(), w.ravel()):
+        # The usual pair of tokens: one list of variances, along rows and along columns.
+        second = _Coefficients(
+            first.orders.reshape(*w.shape, -1),
+            first.even.reshape(w.shape),
+            first.odd.reshape(w.shape),
+        )
+    else:
+        second = _coefficients(function, w, nodes, weights, rows)
     r = np.asarray(correlation, dtype=float)
     size = np.abs(first.orders).reshape(-1, _ORDERS).max(0)
     # Products of coefficients enter, so those below 1e-9 leave less than rounding does.

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .composition import Leaf, Pullback, Pulled
 from .errors import DomainError
 from .law import ComponentLaws, Law, Theory
@@ -77,7 +79,11 @@ class Lawful(Leaf):
             width=signal.width if self.width is None else self.width,
         )
         limit = laws["variance"].domain.get("x_variance")
-        if limit is not None and not limit.contains(kernel.mean_diagonal()):
+        if (
+            limit is not None
+            and limit.upper < np.inf
+            and not limit.contains(kernel.mean_diagonal())
+        ):
             output.notes = (
                 f"the input's variance is outside {limit}, where the laws are resolved",
             )
