@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .algebra import FLOAT
+from .attention_profile import profiled_statistics
 from .attention_statistics import AttentionStatistics, attention_statistics
 from .composition import Leaf, Pullback, Pulled
 from .kernels import KernelAttention
@@ -122,23 +123,30 @@ class SelfAttention(Leaf):
         seen = [np.where(one.any(-1, keepdims=True), one, itself) for one in padded]
         return seen if len(seen) == sequences else seen * sequences
 
+    def _statistics(self, signal: Signal, wanted: Array, correlation: Array) -> AttentionStatistics:
+        """Softmax statistics at the wanted logit scale, or at the most that is validated."""
+        own = 1 - correlation
+        spread = 0.0
+        if signal.spread is not None:
+            spread = signal.spread.diagonal / signal.kernel.diagonal**2
+        if signal.algebra is FLOAT:
+            # Tokens that are all but equal have logits without variance at any scale.
+            scale = min(wanted, LOGIT_VARIANCE_MAX / max(own, 1e-12))
+            if spread == 0.0 and scale == wanted:
+                return profiled_statistics(
+                    scale, correlation, signal.seq_len, self.d_model, self.d_head
+                )
+        else:
+            scale = np.minimum(wanted, LOGIT_VARIANCE_MAX / np.maximum(own, 1e-12))
+        return attention_statistics(
+            scale, correlation, signal.seq_len, self.d_model, self.d_head, spread
+        )
+
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         kernel, algebra = signal.kernel, signal.algebra
         correlation = signal.correlation()
         wanted = kernel.diagonal**2 * self._logit_scale()
-        # Rows of tokens that are all but equal have logits without variance at any scale.
-        most = LOGIT_VARIANCE_MAX / np.maximum(1 - correlation, 1e-12)
-        scale = np.minimum(wanted, most)
-        if algebra is FLOAT:
-            scale = float(scale)
-        statistics = attention_statistics(
-            scale,
-            correlation,
-            signal.seq_len,
-            self.d_model,
-            self.d_head,
-            0.0 if signal.spread is None else signal.spread.diagonal / kernel.diagonal**2,
-        )
+        statistics = self._statistics(signal, wanted, correlation)
         width = self.heads * self.d_head
         values: dict[str, Array] = {
             **statistics.values,

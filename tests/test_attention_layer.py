@@ -284,3 +284,19 @@ def test_arrays_take_the_values_of_scalars() -> None:
             assert np.broadcast_to(together[name], 3)[i] == pytest.approx(
                 value, rel=1e-9, abs=1e-15
             )
+
+
+@pytest.mark.parametrize("theta", [0.1, 1.0, 3.5])
+@pytest.mark.parametrize("seq_len", [2, 16, 300])
+def test_interpolation_in_the_correlation(theta: float, seq_len: int) -> None:
+    """What deep models read between Chebyshev nodes is the statistics themselves."""
+    from moments.attention_profile import profiled_statistics
+    from moments.attention_statistics import attention_statistics
+
+    for r in (0.0, 1e-3, 0.123, 0.5, 0.87, 0.999, 1.0):
+        near = profiled_statistics(theta, r, seq_len, 256, 64)
+        exact = attention_statistics(theta, r, seq_len, 256, 64)
+        for name, value in exact.values.items():
+            assert near.values[name] == pytest.approx(value, rel=2e-5, abs=1e-6 * theta), (r, name)
+        assert near.entropy == pytest.approx(exact.entropy, rel=1e-6)
+        assert near.logit_variance == exact.logit_variance
