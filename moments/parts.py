@@ -31,7 +31,8 @@ def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Value
         values["x_mean"] = values["x_other_mean"] = signal.mean
         values["x_variance"] = values["x_other_variance"] = kernel.diagonal
         values["x_correlation"] = signal.correlation()
-        values["x_hidden_correlation"] = signal.hidden_covariance / kernel.diagonal
+        if signal.spread is None:
+            values["x_hidden_correlation"] = signal.hidden_covariance / kernel.diagonal
         return values, values
     lifted = {name: kernel.lift(value) for name, value in parameters.items()}
     single = {name: one for name, (one, _) in lifted.items()}
@@ -137,8 +138,8 @@ class Linear(Lawful):
         # own chi-square fluctuation, 2 B o B/width.
         assert signal.spread is not None
         gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
-        own = (output.kernel * output.kernel).scaled(2 / output.width)
-        output.spread = signal.spread.scaled(gain * gain) + own
+        own = output.kernel * output.kernel
+        output.spread = signal.spread.mixed(gain * gain, own, 2 / output.width)
 
     def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values]:
         # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j].
@@ -162,10 +163,10 @@ class Activation(Lawful):
         if signal.resolved:
             kurtosis = kurtosis.mean(-1)
         moment = output.second_moment()
-        own = (moment * moment).scaled((kurtosis - 1) / output.width)
-        shared = signal.spread - (signal.kernel * signal.kernel).scaled(2 / signal.width)
+        shared = signal.spread.mixed(1.0, signal.kernel * signal.kernel, -2 / signal.width)
         ratio = moment.mean_diagonal() / signal.kernel.mean_diagonal()
-        output.spread = own + shared.scaled(ratio * ratio)
+        own = (kurtosis - 1) / output.width
+        output.spread = (moment * moment).mixed(own, shared, ratio * ratio)
         output.kurtosis = kurtosis
 
 

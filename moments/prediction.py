@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import warnings as _warnings
 from collections.abc import Iterator
@@ -288,6 +289,7 @@ def predict(
     try:
         with (
             np.errstate(over="ignore", invalid="ignore", divide="ignore"),
+            _collector_paused(),
             _layer_bar(trace, model.layers, progress),
         ):
             if kernel is None and variance is None and correlation is None and model.embedding:
@@ -323,6 +325,18 @@ def predict(
         batch,
         real,
     )
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection while a trace grows: many small objects, and no cycles among them."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -76,14 +76,17 @@ def _recorded(trace: Trace, site: str, output: Signal, back: BackwardPass) -> Ba
 def _leaf(leaf: Leaf, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
     output, pullback = leaf.forward(signal)
     layer = trace.layer
+    point = Point(layer, leaf.label, output)
+    trace.points.append(point)
 
-    def back(gradient: Gradient) -> Gradient:
+    def backward(gradient: Gradient) -> Gradient:
+        point.gradient = gradient
         pulled = pullback(gradient)
         if pulled.weights is not None:
             trace._weights.append((layer, pulled.weights))
         return pulled.gradient
 
-    return output, _recorded(trace, leaf.label, output, back)
+    return output, backward
 
 
 def _layer(layer: Layer, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
@@ -119,14 +122,15 @@ def _chain(chain: Chain, signal: Signal, trace: Trace) -> tuple[Signal, Backward
 def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
     branch, back = forward(node.branch, signal, trace)
     skip, scale = _square(node.skip_scale), _square(node.branch_scale)
-    carried, added = signal.kernel.scaled(skip), branch.kernel.scaled(scale)
-    output = Signal(carried + added, signal.seq_len, width=signal.width)
+    output = Signal(
+        signal.kernel.mixed(skip, branch.kernel, scale), signal.seq_len, width=signal.width
+    )
     if signal.spread is not None and branch.spread is not None:
         # Stream and branch are independent in direction: |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with
         # E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
-        cross = (carried * added).scaled(4 / signal.width)
-        spread = signal.spread.scaled(skip * skip) + branch.spread.scaled(scale * scale) + cross
-        output.spread = spread
+        norms = signal.spread.mixed(skip * skip, branch.spread, scale * scale)
+        cross = 4 * skip * scale / signal.width
+        output.spread = norms.mixed(1.0, signal.kernel * branch.kernel, cross)
         output.centred = None if signal.centred is None else signal.centred.scaled(skip)
 
     def backward(gradient: Gradient) -> Gradient:

@@ -68,10 +68,21 @@ class Kernel:
 
     def scaled(self, factor: Array) -> Kernel:
         """Every entry times a per-configuration factor."""
+        if type(factor) is float and factor == 1.0:
+            return self
         if not self.resolved:
             return Kernel(self.diagonal * factor, self.pairs * factor)
         one, two = self.lift(factor)
         return Kernel(self.diagonal * one, self.pairs * two, self.resolved)
+
+    def mixed(self, share: Array, other: Kernel, other_share: Array) -> Kernel:
+        """share * self + other_share * other, in one step."""
+        if self.resolved:
+            return self.scaled(share) + other.scaled(other_share)
+        return Kernel(
+            self.diagonal * share + other.diagonal * other_share,
+            self.pairs * share + other.pairs * other_share,
+        )
 
     def __add__(self, other: Kernel) -> Kernel:
         return Kernel(self.diagonal + other.diagonal, self.pairs + other.pairs, self.resolved)
