@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,12 +19,21 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD, MEASURED = "#1b6ca8", "#c8553d", "#222222"
 
 
+class Picture(Figure):
+    """A figure that a notebook shows without any plotting backend being set up."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=80)
+        return buffer.getvalue()
+
+
 def _color(quantity: str) -> str:
     return BACKWARD if quantity.startswith("grad") else FORWARD
 
 
 def _panels(title: str) -> tuple[Figure, dict[str, Axes]]:
-    figure = Figure(figsize=(9.5, 6.2), layout="constrained")
+    figure = Picture(figsize=(9.5, 6.2), layout="constrained")
     grid = figure.subplots(2, 2, sharex=True)
     axes = dict(zip(STREAM_QUANTITIES, grid.ravel(), strict=True))
     for quantity, ax in axes.items():
