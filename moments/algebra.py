@@ -62,10 +62,24 @@ def _hermite_rows(half: int) -> np.ndarray:
     return np.asarray(rows * weights)
 
 
+def _distinct(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """The distinct values and where each stands; None where that would save nothing.
+
+    Normalised tokens share one variance, so one of them can stand for all.
+    """
+    if variance.size < 8:
+        return variance, None
+    values, where = np.unique(variance, return_inverse=True)
+    if 2 * values.size > variance.size:
+        return variance, None
+    return values, where.reshape(variance.shape)
+
+
 def _expect_float(function: Formula, variance: Any) -> Any:
-    v = np.asarray(variance, dtype=float)
+    v, where = _distinct(np.asarray(variance, dtype=float))
     nodes, weights = _grid_for(v)
-    return function(NUMPY, np.sqrt(v)[..., None] * nodes) @ weights
+    values = function(NUMPY, np.sqrt(v)[..., None] * nodes) @ weights
+    return values if where is None else values[where]
 
 
 def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation: Any) -> Any:
@@ -77,7 +91,7 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     v, w = np.asarray(variance, dtype=float), np.asarray(other, dtype=float)
     nodes, weights = _grid_for(np.maximum(v.max(), w.max()))
     if variance is other and np.ndim(correlation) == 0 and correlation == 1:
-        return function(NUMPY, np.sqrt(v)[..., None] * nodes) ** 2 @ weights
+        return _expect_float(lambda m, x: function(m, x) ** 2, v)
     rows = _hermite_rows(nodes.size // 2)
     first = _coefficients(function, v, nodes, weights, rows)
     if v.size == w.size and np.array_equal(v.ravel(), w.ravel()):
@@ -113,6 +127,7 @@ class _Coefficients(NamedTuple):
 def _coefficients(
     function: Formula, v: np.ndarray, nodes: np.ndarray, weights: np.ndarray, rows: np.ndarray
 ) -> _Coefficients:
+    v, where = _distinct(v)
     values = function(NUMPY, np.sqrt(v)[..., None] * nodes) + 0.0 * nodes
     orders = values @ rows.T
     mirrored = values[..., ::-1]
@@ -121,6 +136,8 @@ def _coefficients(
         np.maximum(half**2 @ weights - (orders[..., parity::2] ** 2).sum(-1), 0.0)
         for parity, half in enumerate(halves)
     ]
+    if where is not None:
+        orders, left = orders[where], [part[where] for part in left]
     return _Coefficients(orders, *left)
 
 
