@@ -57,6 +57,7 @@ def _scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
         ax.set_yscale("log")
     else:
         ax.set_ylim(0.0, 1.15 * high)
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
 
 
 def _describe(prediction: Prediction) -> str:
@@ -98,7 +99,6 @@ def plot_comparison(comparison: Comparison) -> Figure:
     prediction, measurement = comparison.prediction, comparison.measurement
     figure, axes = _panels(_describe(prediction))
     layers = np.arange(prediction.model.layers + 1)
-    _shade_band(axes["grad_variance"], prediction)
     for quantity, ax in axes.items():
         curve = getattr(prediction, quantity)
         points = getattr(measurement, quantity)

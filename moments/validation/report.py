@@ -134,7 +134,8 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
         ax.set_xlabel("layers")
     for ax in panels[:, 0]:
         ax.set_ylabel("mean |log| of gradient variance")
-    panels[0, 0].legend(frameon=False, fontsize=9, markerscale=0.8, loc="upper left", ncols=2)
+    panels[0, 0].scatter([], [], marker="x", color="#777777", label="no numbers")
+    panels[0, 0].legend(frameon=False, fontsize=9, markerscale=0.8, loc=(0.0, 0.7), ncols=2)
     figure.suptitle("Gradient variance: error of each theory", x=0.01, ha="left", fontsize=12)
     return figure
 
