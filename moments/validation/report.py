@@ -161,8 +161,8 @@ def page(frame: pd.DataFrame) -> str:
         f"{frame['name'].nunique()} whole models were simulated once, {draws.min()} to "
         f"{draws.max()} draws of all weights each, one sequence per draw. Their moments and "
         "standard errors are data of the package (`moments/data/validation.json`). No formula "
-        "reads them and nothing is fitted to them. `moments validate --run` simulates them again; "
-        f"on one core, which other work shared, that took {minutes:.0f} minutes.",
+        "reads them and nothing is fitted to them. `moments validate --run` simulates them again: "
+        f"{minutes:.0f} minutes, the sum of the stored wall times.",
         "",
         "## The grid",
         "",
