@@ -27,6 +27,10 @@ app = typer.Typer(
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
+# Tokens that a causal model is predicted at where the user names no length: the cost per layer
+# grows with the cube, and moments settle within the first hundreds.
+_TOKENS = 256
+
 # The parser's own base error: typer exports its subclasses, from click or from a copy of it.
 _ParserError: Any = typer.BadParameter.__mro__[2]
 
@@ -166,6 +170,13 @@ def predict(
             "causal": causal,
         },
     )
+    if seq_len is None and declared.causal and declared.seq_len > _TOKENS and theory == "refined":
+        err.print(
+            f"[yellow]note:[/] {_TOKENS} of up to {declared.seq_len} tokens, resolved one by one; "
+            f"for all of them add --seq-len {declared.seq_len}",
+            soft_wrap=True,
+        )
+        declared = declared.replace(seq_len=_TOKENS)
     if scheme is not None:
         options = {}
         if scheme == "dslm" and declared.embedding is None and correlation is not None:
@@ -308,7 +319,7 @@ def validate(
     from .law import THEORIES
     from .validation.errors import by_class, errors
     from .validation.grid import subset as find
-    from .validation.report import class_table, page, plot_errors
+    from .validation.report import class_tables, page, plot_errors
     from .validation.store import load, run_grid
 
     configurations = find(subset)
@@ -339,7 +350,7 @@ def validate(
         records = {name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}
         print(json.dumps(records, indent=2))
     else:
-        out.print(class_table(frame))
+        out.print(*class_tables(frame))
     if max_error is not None:
         refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
         if not (refined <= max_error).all():

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import moments
 from moments import DomainError
 from moments.cli import app
+from moments.report import render
 from moments.validation import store
 from moments.validation.errors import MEASURES, by_class, by_layer, errors, measure, worst
 from moments.validation.grid import (
@@ -34,7 +35,7 @@ from moments.validation.grid import (
     Configuration,
     subset,
 )
-from moments.validation.report import class_table, page, plot_errors
+from moments.validation.report import class_tables, page, plot_errors
 from moments.validation.store import STREAM, Stored, load, run_grid
 
 DOCS = Path(__file__).parent.parent / "docs" / "validation.md"
@@ -369,8 +370,10 @@ def test_the_page_shows_current_errors() -> None:
 
 def test_table_picture_and_page_of_a_part() -> None:
     frame = errors(("published", "simplified"), QUICK)
-    table = class_table(frame)
-    assert table.row_count == 8
+    gradient, signal = class_tables(frame)
+    assert gradient.row_count == signal.row_count == 8
+    for table in (gradient, signal):
+        assert "…" not in render(table, 100)
     text = page(frame)
     assert text.count("`post-causal-N12") == 0  # refined rows only
     assert "## Errors by depth" in text

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.box import SIMPLE
 from rich.table import Table
 
 from moments.law import THEORIES
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CAPTION = (
-    "means over layers and runs; ‘>2σ’: the part beyond two standard errors of the simulation; "
-    "‘signed’: of the logarithm; "
-    "runs without numbers (not covered, or overflow) count in no mean"
+    "means over layers and runs, of |log(predicted / simulated)|; >2σ: the part beyond two "
+    "standard errors; s.e.: of the simulated gradient; typical: of the geometric mean; "
+    "profile: by token; runs without numbers (not covered, or overflow) count in no mean"
 )
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("grad", "gradient |log|"),
@@ -63,30 +64,48 @@ def _rows(
         group = [str(row[key]) for key in keys]
         named = [""] * len(group) if group == above else group
         above = group
-        runs = f"{row['runs'] - row['failed']} of {row['runs']}" if row["failed"] else row["runs"]
+        runs = f"{row['runs'] - row['failed']}/{row['runs']}" if row["failed"] else row["runs"]
         cells = [_cell(name, row[name]) for name, _ in columns]
         rows.append([*named, str(row["theory"]), str(runs), _cell("grad", row["noise"]), *cells])
     return rows
 
 
-def class_table(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> Table:
-    """Errors by class and theory, as a rich table of `errors`' frame."""
+def class_tables(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> tuple[Table, Table]:
+    """Errors by class and theory, of the gradient and of the signal, for a terminal."""
     classes = by_class(frame, keys)
-    columns = _shown(classes)
+    shown = dict(_shown(classes))
+    gradient = [name for name in shown if not name.startswith(("variance", "correlation"))]
+    signal = [name for name in shown if name not in gradient]
+    return (
+        _class_table(classes, keys, "gradient variance", gradient, CAPTION),
+        _class_table(classes, keys, "signal", signal, ""),
+    )
+
+
+def _class_table(
+    classes: pd.DataFrame, keys: Sequence[str], title: str, names: Sequence[str], caption: str
+) -> Table:
     table = Table(
-        title=f"theories against {frame['name'].nunique()} simulated models",
-        caption=CAPTION,
+        title=f"errors of the theories against simulations: {title}",
+        caption=caption,
         title_justify="left",
         caption_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    for name in (*keys, "theory"):
+    for name in ("models", "theory"):
         table.add_column(name, no_wrap=True)
-    for title in ("runs", "gradient s.e.", *(title for _, title in columns)):
-        table.add_column(title, justify="right")
-    groups = by_class(frame, keys).groupby([*keys], sort=False).size().cumsum() - 1
-    ends = set(groups.tolist())
-    for index, cells in enumerate(_rows(classes, keys, columns)):
-        table.add_row(*cells, end_section=index in ends)
+    heads = {"grad": "|log|", "typical": "typical", "profile": "profile"}
+    titles = [heads.get(name, dict(COLUMNS)[name]) for name in names]
+    for head in ("runs", "s.e.", *titles) if "grad" in names else ("runs", *titles):
+        table.add_column(head, justify="right", no_wrap=True)
+    rows = _rows(classes, keys, [(name, "") for name in names])
+    ends = [bool(row[0]) for row in rows[1:]] + [True]
+    for row, end in zip(rows, ends, strict=True):
+        group, (theory, runs, noise, *cells) = row[: len(keys)], row[len(keys) :]
+        stderr = [noise] if "grad" in names else []
+        table.add_row(" ".join(group), theory, runs, *stderr, *cells, end_section=end)
     return table
 
 
