@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -45,6 +45,8 @@ class SelfAttention(Leaf):
     temperature: Any = 1.0
     causal: bool = False
     padding: Padding | None = None
+
+    mixes_tokens: ClassVar[bool] = True
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         return self._by_token(signal) if signal.resolved else self._alike(signal)

@@ -122,6 +122,7 @@ def _chain(chain: Chain, signal: Signal, trace: Trace) -> tuple[Signal, Backward
 def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
     branch, back = forward(node.branch, signal, trace)
     skip, scale = _square(node.skip_scale), _square(node.branch_scale)
+    scale_free = not _normalises(node.branch)
     output = Signal(
         signal.kernel.mixed(skip, branch.kernel, scale), signal.seq_len, width=signal.width
     )
@@ -135,27 +136,62 @@ def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, Bac
 
     def backward(gradient: Gradient) -> Gradient:
         kept = gradient.kernel.scaled(skip)
-        returned = back(gradient.with_kernel(gradient.kernel.scaled(scale)))
-        return _merge(gradient, kept, returned, node.branch)
+        returned = back(gradient.with_kernel(gradient.kernel.scaled(scale))).kernel
+        if scale_free and gradient.orthogonal and signal.spread is not None:
+            share = branch.kernel.mean_diagonal() * scale / output.kernel.mean_diagonal()
+            kept, returned = _orthogonal_parts(
+                signal, share, gradient.kernel, kept, returned, _mixes_tokens(node.branch)
+            )
+        return _merge(gradient, kept, returned, scale_free)
 
     return output, _recorded(trace, node.label, output, backward)
 
 
-def _merge(gradient: Gradient, kept: Kernel, returned: Gradient, branch: Component) -> Gradient:
+def _orthogonal_parts(
+    signal: Signal, share: Array, gradient: Kernel, kept: Kernel, returned: Kernel, mixing: bool
+) -> tuple[Kernel, Kernel]:
+    """What scale invariance takes from the two parts of a gradient, to order 1/d.
+
+    The gradient g at u = x + M x is orthogonal to u, so that x.M^T g = -x.g: along x the branch
+    returns what cancels the skip connection, instead of a part of its own. The branch loses one
+    direction in d. The skip connection loses E (x.g)^2 = share |g|^2/d, `share` being the branch's
+    part of |u|^2, the square of the sine between x and u. Two tokens' directions overlap by r: a
+    covariance loses 2 - r^2 of them. Exact in this order where the branch has degree 1 and acts on
+    every token alone. Attention returns to a token what others send: its branch loses the direction
+    of the tokens' average, common to all, and the skip connection only what gradients share.
+    """
+    width = signal.width
+    both = 1.0 if mixing else 2 - signal.correlation() ** 2
+    common = ratio_or_zero(gradient.mean_pairs(), gradient.mean_diagonal()) if mixing else 1.0
+    one, two = kept.lift(1 / width)
+    skip_one, skip_two = kept.lift(share * common / width)
+    return (
+        kept.weighted(1 - skip_one, 1 - skip_two * both),
+        returned.weighted(1 - one, 1 - two * both),
+    )
+
+
+def _merge(gradient: Gradient, kept: Kernel, returned: Kernel, scale_free: bool) -> Gradient:
     """Add the gradient that came through the branch to the one the skip connection kept.
 
     The sum stays orthogonal to the signal if it was so above and the branch scales with its input,
     that is, holds no normalisation (exact for ReLU networks, to leading order for attention, whose
     logits do not scale).
     """
-    total = kept + returned.kernel
+    total = kept + returned
     share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
     return Gradient(
         total,
         gradient.seq_len,
-        orthogonal=gradient.orthogonal and not _normalises(branch),
+        orthogonal=gradient.orthogonal and scale_free,
         centred_share=gradient.centred_share * share,
     )
+
+
+def _mixes_tokens(component: Component) -> bool:
+    if isinstance(component, Chain):
+        return any(_mixes_tokens(part) for part in component.parts)
+    return bool(getattr(component, "mixes_tokens", False))
 
 
 def _normalises(component: Component) -> bool:

@@ -75,6 +75,10 @@ class Kernel:
         one, two = self.lift(factor)
         return Kernel(self.diagonal * one, self.pairs * two, self.resolved)
 
+    def weighted(self, diagonal: Array, pairs: Array) -> Kernel:
+        """The diagonal and the pairs, each times a factor of its own."""
+        return Kernel.joined(self.diagonal * diagonal, self.pairs * pairs, self.resolved)
+
     def mixed(self, share: Array, other: Kernel, other_share: Array) -> Kernel:
         """share * self + other_share * other, in one step."""
         if self.resolved:
