@@ -166,11 +166,14 @@ class Prediction:
         return plot_prediction(self)
 
     def to_json(self) -> str:
-        """Model, stream moments and warnings as JSON."""
+        """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
+        quantities = list(POINT_COLUMNS[1:])
+        if self.theory == "refined":
+            quantities += ["grad_variance_typical", "grad_variance_band"]
         data = {
             "model": self.model.to_dict(),
             "theory": self.theory,
-            **{name: getattr(self, name).tolist() for name in POINT_COLUMNS[1:]},
+            **{name: getattr(self, name).tolist() for name in quantities},
             "warnings": list(self.warnings),
         }
         return json.dumps(data, indent=2, allow_nan=False)
