@@ -134,7 +134,7 @@ class SelfAttention(Leaf):
         if signal.algebra is FLOAT:
             # Tokens that are all but equal have logits without variance at any scale.
             scale = min(wanted, LOGIT_VARIANCE_MAX / max(own, 1e-12))
-            if spread == 0.0 and scale == wanted:
+            if spread == 0.0 and scale <= PROFILED_SCALE:
                 return profiled_statistics(
                     scale, correlation, signal.seq_len, self.d_model, self.d_head
                 )
@@ -246,6 +246,10 @@ class SelfAttention(Leaf):
             "value": size * self.heads * self.d_head * (mixed * received).total(length),
         }
 
+
+PROFILED_SCALE = 5.0
+"""Logit scale up to which statistics are read off a profile: its nodes, at every correlation, then
+stay inside the softmax tables."""
 
 LOGIT_VARIANCE_MAX = 12.0
 """Logit variance beyond which that of 12 stands in, with a warning."""

@@ -2,8 +2,8 @@
 
 After a normalisation, layers with equal weights differ only in their tokens' correlation. One
 vectorised evaluation at Chebyshev nodes then serves all of them: a deep model costs little more
-than a shallow one. The interpolation is good to 1e-6, a tenth of the tables' own error; a test
-compares it with the statistics it stands for.
+than a shallow one. At logit scales up to 5 the moments of 24-layer models move by 1e-10; a test
+compares the interpolation with the statistics it stands for.
 """
 
 from __future__ import annotations

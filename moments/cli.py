@@ -28,7 +28,7 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 # Tokens that a causal model is predicted at where the user names no length: the cost per layer
-# grows with the cube, and moments settle within the first hundreds.
+# grows with the cube of the length.
 _TOKENS = 256
 
 # The parser's own base error: typer exports its subclasses, from click or from a copy of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -259,3 +260,14 @@ def test_scale_invariance_takes_a_direction_from_the_gradient() -> None:
     pairs = float((pulled[:, 0] * pulled[:, 1]).mean())
     assert sent.pairs == pytest.approx(pairs, rel=0.02)
     # without the direction taken they are 2.7 and 4.9 % too large
+
+
+@pytest.mark.parametrize("correlation", [-0.1, 0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("temperature", [0.2, 0.4, 0.6])
+def test_sharp_attention_in_narrow_heads_is_finite(temperature: float, correlation: float) -> None:
+    model = small(d_model=64, seq_len=8, layers=3, temperature=temperature)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        prediction = moments.predict(model, correlation=correlation)
+    assert np.all(np.isfinite(prediction.grad_variance))
+    assert np.all(prediction.grad_variance > 0)

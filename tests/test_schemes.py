@@ -52,13 +52,29 @@ def test_dslm_keeps_the_variance(theory: str) -> None:
     assert np.abs(prediction.variance - 1).max() < 0.05
 
 
-def test_the_printed_variant_loses_variance() -> None:
-    scaled = model(12).with_scheme("dslm", input_correlation=0.227, variant="printed")
+def table_two(chosen: list[float], layers: int, r: float, p: float) -> list[float]:
+    """Table 2 written out for Pre-LN: stream variances where layer l's weights expect chosen[l]."""
+    beta, variance, covariance, stream = 2 / layers, 1.0, r, [1.0]
+    for expected in chosen:
+        attention = (covariance / variance) / expected
+        variance = (1 - beta) * variance + beta * attention
+        covariance = (1 - beta) * covariance + beta * (1 - p) * attention
+        r = covariance / variance
+        polynomial = 1 / math.pi + r / 2 + (1 / 2 - 1 / math.pi) * r**2
+        variance = (1 - beta) * variance + beta
+        covariance = (1 - beta) * covariance + beta * (1 - p) * polynomial
+        stream.append(variance)
+    return stream
+
+
+@pytest.mark.parametrize(("variant", "which"), [("released", 0), ("printed", 1)])
+def test_the_printed_variant_loses_variance(variant: str, which: int) -> None:
+    scaled = model(12).with_scheme("dslm", input_correlation=0.227, variant=variant)
     prediction = moments.predict(scaled, correlation=0.9 * 0.227, theory="simplified")
-    released = model(12).with_scheme("dslm", input_correlation=0.227)
-    kept = moments.predict(released, correlation=0.9 * 0.227, theory="simplified")
-    assert prediction.variance.min() == pytest.approx(0.908, abs=0.005)
-    assert kept.variance.min() > 0.999
+    chosen = [row[which] for row in recursion(0.227, 12, 0.1)]
+    expected = table_two(chosen, 12, 0.9 * 0.227, 0.1)
+    np.testing.assert_allclose(prediction.variance, expected, rtol=1e-9)
+    assert (min(expected) < 0.92) == (variant == "printed")
 
 
 def test_dslm_scales_the_embedding() -> None:

@@ -75,7 +75,7 @@ def exact_pair(theta: float, n: float, rho: float) -> PairStatistics:
     nearest = min(theta, THETA_EXACT)
     inside = theta <= THETA_EXACT and (rho == -1.0 or rho * nearest >= PSI_LEAST)
     if rho > -1.0 and rho * nearest < PSI_LEAST:
-        rho = PSI_LEAST / nearest
+        rho = PSI_LEAST / nearest * (1 - 1e-12)  # inside, whatever the rounding of the product
     return pair_statistics(nearest, n, rho)._replace(valid=inside)
 
 
