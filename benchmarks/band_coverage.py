@@ -25,11 +25,12 @@ POINTS = ("input", "middle", "last layer")
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration and the tensors that enter it from both ends."""
+    """One configuration, the tensors that enter it from both ends, and options of `predict`."""
 
     model: moments.Transformer
     batch: int = 1
     moments: dict[str, float] = field(default_factory=lambda: {"correlation": 0.25})
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def _scaled(layers: int) -> dict[str, float]:
@@ -57,15 +58,38 @@ CASES = {
     ),
     "post-48-256": Case(_model(48, 256, 4, 24, norm="post")),
     "post-24-96-scaled-batch": Case(_model(24, 96, 4, 32, norm="post", **_scaled(24)), batch=4),
-    # Resolved by token, where the spread is that of tokens alike with the same average moments.
+    "pre-10-64-batch16": Case(_model(10, 64, 4, 24), batch=16),
     "causal-pre-16-128": Case(_model(16, 128, 4, 32, causal=True)),
     "causal-post-16-128": Case(_model(16, 128, 4, 32, norm="post", causal=True)),
+    "causal-pre-20-96": Case(_model(20, 96, 8, 24, causal=True), moments={"correlation": 0.5}),
+    "causal-pre-14-64-gelu": Case(
+        _model(14, 64, 2, 48, activation="gelu", causal=True), moments={"correlation": 0.05}
+    ),
+    "causal-pre-8-80-dropout": Case(_model(8, 80, 5, 20, dropout=0.25, causal=True)),
+    "causal-pre-18-128-lns": Case(_model(18, 128, 4, 32, layernorm_scaling=True, causal=True)),
+    "causal-pre-12-96-batch": Case(_model(12, 96, 6, 24, causal=True), batch=4),
+    "causal-pre-10-64-batch16": Case(_model(10, 64, 4, 24, causal=True), batch=16),
+    "causal-post-20-96": Case(
+        _model(20, 96, 8, 24, norm="post", causal=True), moments={"correlation": 0.5}
+    ),
+    "causal-post-10-64-gelu": Case(
+        _model(10, 64, 2, 48, norm="post", activation="gelu", causal=True),
+        moments={"correlation": 0.05},
+    ),
+    "causal-post-12-96-batch": Case(_model(12, 96, 6, 24, norm="post", causal=True), batch=4),
+    # By token though alike: full attention.
+    "token-pre-14-96": Case(
+        _model(14, 96, 6, 28), moments={"correlation": 0.4}, options={"tokens": True}
+    ),
+    "token-post-14-96": Case(
+        _model(14, 96, 6, 28, norm="post"), moments={"correlation": 0.4}, options={"tokens": True}
+    ),
 }
 
 
 def coverage(case: Case, seeds: int, seed: int = 1) -> dict[str, Any]:
     """Shares inside the band, measured over predicted spread, and the centre's error in spreads."""
-    prediction = moments.predict(case.model, batch=case.batch, **case.moments)
+    prediction = moments.predict(case.model, batch=case.batch, **case.moments, **case.options)
     measured = moments.simulate(
         case.model, seeds=seeds, batch=case.batch, seed=seed, **case.moments
     ).samples["grad_variance"]

@@ -12,14 +12,20 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it; loaded on first use, so that `import moments` stays light.
 _PUBLIC = {
-    "ComponentLaws": "law",
+    "Biases": "weights",
     "Comparison": "comparison",
+    "ComponentLaws": "law",
     "DomainError": "errors",
     "Embedding": "embedding",
+    "Head": "head",
     "Law": "law",
     "Measurement": "measurement",
     "MomentsError": "errors",
+    "PatchEmbedding": "patches",
+    "Plan": "solver.plan",
     "Prediction": "prediction",
+    "RelativeBias": "positions",
+    "Rotary": "positions",
     "Transformer": "transformer",
     "ValidityWarning": "errors",
     "Weights": "weights",
@@ -27,21 +33,29 @@ _PUBLIC = {
     "component": "registry",
     "components": "registry",
     "from_huggingface": "huggingface",
-    "predict": "prediction",
+    "predict": "passes",
     "preset": "presets",
+    "register_activation": "activations",
     "schemes": "scheme.registry",
     "simulate": "simulation.run",
+    "solve": "solver.solve",
 }
 
 __all__ = [
+    "Biases",
     "Comparison",
     "ComponentLaws",
     "DomainError",
     "Embedding",
+    "Head",
     "Law",
     "Measurement",
     "MomentsError",
+    "PatchEmbedding",
+    "Plan",
     "Prediction",
+    "RelativeBias",
+    "Rotary",
     "Transformer",
     "ValidityWarning",
     "Weights",
@@ -52,24 +66,33 @@ __all__ = [
     "from_huggingface",
     "predict",
     "preset",
+    "register_activation",
     "schemes",
     "simulate",
+    "solve",
 ]
 
 if TYPE_CHECKING:
+    from .activations import register_activation
     from .comparison import Comparison, compare
     from .embedding import Embedding
     from .errors import DomainError, MomentsError, ValidityWarning
+    from .head import Head
     from .huggingface import from_huggingface
     from .law import ComponentLaws, Law
     from .measurement import Measurement
-    from .prediction import Prediction, predict
+    from .passes import predict
+    from .patches import PatchEmbedding
+    from .positions import RelativeBias, Rotary
+    from .prediction import Prediction
     from .presets import preset
     from .registry import component, components
-    from .scheme import schemes
+    from .scheme.registry import schemes
     from .simulation.run import simulate
+    from .solver.plan import Plan
+    from .solver.solve import solve
     from .transformer import Transformer
-    from .weights import Weights
+    from .weights import Biases, Weights
 
 
 def __getattr__(name: str) -> Any:
@@ -77,10 +100,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
         globals()[name] = value
         return value
-    if name == "torch":
-        return importlib.import_module(".torch", __name__)
+    if name in ("analysis", "torch"):
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "torch"})
+    return sorted({*globals(), *__all__, "analysis", "torch"})

@@ -3,185 +3,169 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-from .attention import Padding, SelfAttention
-from .composition import Chain, Component, Layer, Leaf, Residual
+from .attention import Padding
+from .blocks import Blocks, check_coverage, dropout, norm, scale
+from .composition import BottomToTop, Chain, Component, Layer, Parallel, Residual
 from .embedding import Embedding
-from .errors import DomainError
-from .law import ComponentLaws, Theory
-from .laws.activation import GELU, GELU_TANH, IDENTITY, RELU
-from .laws.block import ATTENTION_BLOCK, FFN_BLOCK
-from .laws.linear import DROPOUT, LINEAR, SCALE
-from .laws.normalization import LAYERNORM
-from .normalization import FiniteNormalization
-from .parts import Activation, Dropout, Lawful, Linear, Scale
+from .law import Theory
 from .transformer import Transformer
-from .weights import LayerWeights
-
-ACTIVATION_LAWS: dict[str, ComponentLaws] = {
-    "relu": RELU,
-    "gelu": GELU,
-    "gelu_tanh": GELU_TANH,
-    "identity": IDENTITY,
-}
-
-
-class Normalization(Lawful):
-    """A normalisation whose laws are the papers': width and learned parameters leave no trace."""
-
-    normalises = True
 
 
 @functools.lru_cache(maxsize=32)
-def declare(model: Transformer, theory: Theory, padding: Padding | None = None) -> Chain:
+def declare(
+    model: Transformer, theory: Theory, padding: Padding | None = None, sequences: int = 1
+) -> Chain:
     """The stack of layers as components that hold the laws of `theory`.
 
     Args:
         model: the declaration.
         theory: which laws.
         padding: for every sequence, which tokens are real; None: all.
+        sequences: how many sequences share one kernel, one after the other.
 
     Raises:
         DomainError: the theory does not cover a feature of the model.
     """
-    _check_coverage(model, theory)
+    check_coverage(model, theory)
     layers = range(1, model.layers + 1)
-    return Chain(tuple(_layer(model, theory, n, padding) for n in layers))
+    return Chain(tuple(_Stack(model, theory, padding, sequences).layer(n) for n in layers))
 
 
-def declare_embedding(embedding: Embedding, d_model: int, theory: Theory) -> Chain:
+def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) -> Chain:
     """What follows the sum of the embedding tables."""
     parts: list[Component] = []
     if embedding.norm:
-        parts.append(_norm(theory, "embedding.norm", d_model, embedding.norm_epsilon))
-    parts.append(_dropout(theory, "embedding", embedding.dropout))
+        like = model.replace(norm_epsilon=embedding.norm_epsilon)
+        parts.append(norm(like, theory, "embedding.norm"))
+    parts.append(dropout(theory, "embedding", embedding.dropout))
     return Chain(tuple(parts))
 
 
-def _check_coverage(model: Transformer, theory: Theory) -> None:
-    if theory == "refined":
-        return
-    remedy = 'use theory="refined"'
-    if model.heads * (model.d_head or 0) != model.d_model:
-        raise DomainError(
-            f"theory {theory!r} covers only heads * d_head = d_model, and here "
-            f"{model.heads} * {model.d_head} is not {model.d_model}; {remedy}"
-        )
-    if theory == "simplified" and model.activation != "relu":
-        raise DomainError(
-            f"theory 'simplified' (Table 2) covers only activation = 'relu', "
-            f'not {model.activation!r}; use theory="published" or "refined"'
-        )
+def declare_output(model: Transformer, theory: Theory) -> Chain:
+    """What turns an encoder's last layer into what a decoder reads."""
+    normed = model.placements[-1] not in ("post", "b2t", "none")
+    if model.head is not None:
+        normed = model.head.norm
+    parts: list[Component] = [norm(model, theory, "final.norm")] if normed else []
+    drop_prob = getattr(model.head, "dropout", 0.0)
+    if drop_prob:
+        parts.append(dropout(theory, "final.dropout", drop_prob))
+    return Chain(tuple(parts))
 
 
-def _layer(model: Transformer, theory: Theory, number: int, padding: Padding | None) -> Layer:
-    weights = model.layer_weights(number)
-    temperature = float(model.temperatures[number - 1])
-    attention = _attention_block(model, theory, weights, temperature, padding)
-    ffn = _ffn_block(model, theory, weights)
-    skip = float(model.skip_scales[number - 1])
-    branch = float(model.branch_scales[number - 1])
-    scale = float(model.norm_scales[number - 1])
-    parts: list[Component] = []
-    for name, block in (("attention", attention), ("ffn", ffn)):
-        norm = _scaled_norm(model, theory, f"{name}.norm", scale)
-        if model.norm == "pre":
-            block = Chain((*norm, *block.parts))
-        parts.append(Residual(block, skip, branch, f"{name}.sum"))
-        if model.norm == "post":
-            parts.extend(norm)
-    return Layer(Chain(tuple(parts)), number)
+class _Stack:
+    """Puts blocks, norms and scales together as the model's placement says."""
 
+    def __init__(
+        self, model: Transformer, theory: Theory, padding: Padding | None, sequences: int
+    ) -> None:
+        self.model, self.theory = model, theory
+        self.padding, self.sequences = padding, sequences
 
-def _scaled_norm(
-    model: Transformer, theory: Theory, label: str, scale: float
-) -> tuple[Component, ...]:
-    norm = _norm(theory, label, model.d_model, model.norm_epsilon)
-    if scale == 1.0:
-        return (norm,)
-    return norm, Scale(SCALE, theory, f"{label}_scale", {"weight_variance": scale * scale})
-
-
-def _norm(theory: Theory, label: str, d_model: int, epsilon: float) -> Leaf:
-    if theory == "refined":
-        return FiniteNormalization(LAYERNORM, label, epsilon)
-    return Normalization(LAYERNORM, theory, label, {"d_model": d_model})
-
-
-def _dropout(theory: Theory, label: str, drop_prob: float) -> Dropout:
-    return Dropout(DROPOUT, theory, label, {"drop_prob": float(drop_prob)})
-
-
-def _linear(
-    theory: Theory, label: str, weight: str, fan_in: int, fan_out: int, variance: Any
-) -> Linear:
-    parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
-    return Linear(LINEAR, theory, label, parameters, fan_out, weight)
-
-
-def _attention_block(
-    model: Transformer,
-    theory: Theory,
-    weights: LayerWeights,
-    temperature: float,
-    padding: Padding | None,
-) -> Chain:
-    d_model, inner = model.d_model, model.heads * (model.d_head or 0)
-    if theory != "refined":
-        # The papers treat the block as one unit.
-        parameters = {
-            "d_model": d_model,
-            "seq_len": model.seq_len,
-            "drop_prob": model.dropout,
-            "attention_drop_prob": model.attention_dropout,
-            # Queries enter through the logits alone, which the temperature divides.
-            "query": weights.query / temperature**2,
-            "key": weights.key,
-            "value": weights.value,
-            "output": weights.output,
+    def layer(self, number: int) -> Layer:
+        """Layer `number`, counted from 1."""
+        model = self.model
+        blocks = Blocks(model, self.theory, number, self.padding, self.sequences)
+        named = {"attention": blocks.attention(), "ffn": blocks.ffn()}
+        if model.encoder is not None:
+            named = {"attention": named["attention"], "cross": blocks.cross(), "ffn": named["ffn"]}
+        if model.parallel:
+            return Layer(self._parallel(named, number), number)
+        place = {
+            "pre": self._pre,
+            "none": self._none,
+            "post": self._post,
+            "sandwich": self._sandwich,
+            "hybrid": self._hybrid,
         }
-        return Chain((Lawful(ATTENTION_BLOCK, theory, "attention.dropout", parameters),))
-    attention = SelfAttention(
-        "attention.heads",
-        d_model,
-        model.heads,
-        model.d_head,
-        weights.query,
-        weights.key,
-        weights.value,
-        model.attention_dropout,
-        temperature,
-        model.causal,
-        padding,
-    )
-    return Chain(
-        (
-            attention,
-            _linear(theory, "attention.projection", "output", inner, d_model, weights.output),
-            _dropout(theory, "attention.dropout", model.dropout),
-        )
-    )
+        if model.placements[number - 1] == "b2t":
+            return Layer(self._b2t(named, number), number)
+        put = place[model.placements[number - 1]]
+        parts: list[Component] = []
+        for name, block in named.items():
+            parts += put(name, block, number)
+        return Layer(Chain(tuple(parts)), number)
 
+    # --- placements ----------------------------------------------------------------------------
 
-def _ffn_block(model: Transformer, theory: Theory, weights: LayerWeights) -> Chain:
-    d_model, d_ff = model.d_model, model.d_ff or 0
-    if theory == "simplified":
-        parameters = {
-            "d_model": d_model,
-            "d_ff": d_ff,
-            "ffn_in": weights.ffn_in,
-            "ffn_out": weights.ffn_out,
-            "drop_prob": model.dropout,
-        }
-        return Chain((Lawful(FFN_BLOCK, theory, "ffn.dropout", parameters),))
-    # The papers' GeLU is the erf form; they state no other.
-    name = "gelu" if (theory, model.activation) == ("published", "gelu_tanh") else model.activation
-    return Chain(
-        (
-            _linear(theory, "ffn.in", "ffn_in", d_model, d_ff, weights.ffn_in),
-            Activation(ACTIVATION_LAWS[name], theory, "ffn.activation"),
-            _linear(theory, "ffn.out", "ffn_out", d_ff, d_model, weights.ffn_out),
-            _dropout(theory, "ffn.dropout", model.dropout),
+    def _pre(self, name: str, block: Chain, number: int) -> list[Component]:
+        return self._sum(name, Chain((*self._norm(name, number), *block.parts)), number)
+
+    def _none(self, name: str, block: Chain, number: int) -> list[Component]:
+        return self._sum(name, block, number)
+
+    def _post(self, name: str, block: Chain, number: int) -> list[Component]:
+        return [*self._sum(name, block, number), *self._norm(name, number)]
+
+    def _sandwich(self, name: str, block: Chain, number: int) -> list[Component]:
+        after = norm(self.model, self.theory, f"{name}.post_norm", self._gain(name, number))
+        branch = Chain((*self._norm(name, number), *block.parts, after))
+        return self._sum(name, branch, number)
+
+    def _hybrid(self, name: str, block: Chain, number: int) -> list[Component]:
+        # Queries, keys and values are normalised inside attention; see Blocks.attention.
+        total = self._sum(name, block, number)
+        return total if name == "attention" else [*self._norm(name, number), *total]
+
+    def _b2t(self, named: dict[str, Chain], number: int) -> Component:
+        attention = self._residual("attention", named["attention"], number)
+        inner = Chain(self._norm("attention", number))
+        ffn = self._residual("ffn", named["ffn"], number)
+        total = [BottomToTop(attention, inner, ffn), *self._sum_scale("ffn", number)]
+        return Chain((*total, *self._norm("ffn", number)))
+
+    def _parallel(self, named: dict[str, Chain], number: int) -> Component:
+        scales = self.model.by_block("branch_scale")[number - 1]
+        if scales[0] != scales[1]:
+            # The sum has the feed-forward block's scale.
+            own = scale(self.theory, "attention.scale", float(scales[0] / scales[1]) ** 2)
+            named = named | {"attention": Chain((*named["attention"].parts, own))}
+        norms = {name: self._norm(name, number) for name in named}
+        if self.model.norm == "none":
+            norms = dict.fromkeys(named, ())
+        if self.model.parallel_norms == 2:
+            both = [Chain((*norms[name], *block.parts)) for name, block in named.items()]
+            branch: Component = Parallel(tuple(both))
+        else:
+            branch = Chain((*norms["attention"], Parallel(tuple(named.values()))))
+        return Chain((*self._sum("ffn", branch, number),))
+
+    # --- norms and scales ----------------------------------------------------------------------
+
+    def _sum(self, name: str, branch: Component, number: int) -> list[Component]:
+        return [self._residual(name, branch, number), *self._sum_scale(name, number)]
+
+    def _sum_scale(self, name: str, number: int) -> tuple[Component, ...]:
+        if number == 1 or self.model.layernorm_scaling != "after-residual":
+            return ()
+        return (self._lns(f"{name}.sum_scale", number),)
+
+    def _residual(self, name: str, branch: Component, number: int) -> Residual:
+        if number > 1 and self.model.layernorm_scaling == "after-block":
+            branch = Chain((branch, self._lns(f"{name}.scale", number)))
+        which = int(name == "ffn")
+        skip = float(self.model.by_block("skip_scale")[number - 1, which])
+        amplitude = float(self.model.by_block("branch_scale")[number - 1, which])
+        return Residual(branch, skip, amplitude, f"{name}.sum")
+
+    def _gain(self, name: str, number: int) -> float:
+        return float(self.model.norm_gains[number - 1, int(name == "ffn")])
+
+    def _norm(self, name: str, number: int) -> tuple[Component, ...]:
+        where = self.model.layernorm_scaling
+        label = f"{name}.norm"
+        found = norm(self.model, self.theory, label, self._gain(name, number))
+        if number == 1:
+            return (found,)
+        if where == "before-norm":
+            return self._lns(f"{label}_scale", number), found
+        spared = {"attention-only": ("ffn",), "ffn-only": ("attention", "cross")}.get(
+            str(where), ()
         )
-    )
+        if where in (True, "after-norm") or (spared and name not in spared):
+            return found, self._lns(f"{label}_scale", number)
+        return (found,)
+
+    def _lns(self, label: str, number: int) -> Component:
+        return scale(self.theory, label, float(self.model.norm_scales[number - 1]) ** 2)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from .algebra import FLOAT
-from .attention_profile import profiled_statistics
-from .attention_statistics import AttentionStatistics, attention_statistics
+from .attention_alike import AlikeAttention
+from .attention_by_token import (
+    BEYOND_TABLES,
+    LOGIT_VARIANCE_MAX,
+    attention_facts,
+    build,
+    flat,
+    mean_spread,
+    self_masks,
+    variance_notes,
+)
+from .attention_laws import attend_by_laws
+from .attention_statistics import AttentionStatistics
 from .composition import Leaf, Pullback, Pulled
-from .kernels import KernelAttention
-from .laws.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
-from .parts import evaluate
+from .errors import domain_error
+from .logits import logit_law, positive, through
+from .positions import RelativeBias, Rotary
 from .state import Array, Gradient, Kernel, Signal
 
 # For every sequence of a batch, whether each of its tokens is real.
@@ -32,6 +43,17 @@ class SelfAttention(Leaf):
         temperature: divides the logits.
         causal: whether a token sees only itself and earlier ones.
         padding: for every sequence, which tokens are real; None: all. Nobody attends to the others.
+        kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
+        rotary: how positions turn queries and keys.
+        alibi: whether logits lose slope times distance.
+        relative_bias: random biases on the logits by relative position.
+        qk_norm: normalisation of each head's queries and keys: None, "rmsnorm" or "layernorm".
+        logit_softcap: c of c tanh(logit / c); None: uncapped.
+        window: a token sees those less than this many positions away; None: all.
+        query_bias, key_bias, value_bias: variances of the projections' biases.
+        has_bias: whether the projections have biases, be their variances 0, that receive gradients.
+        sequences: number of equally long sequences that the token kernel holds one after the other.
+        norm_epsilon: added to the variance under the root of `qk_norm`.
     """
 
     label: str
@@ -45,252 +67,240 @@ class SelfAttention(Leaf):
     temperature: Any = 1.0
     causal: bool = False
     padding: Padding | None = None
+    kv_heads: Any = None
+    rotary: Rotary | None = None
+    alibi: bool = False
+    relative_bias: RelativeBias | None = None
+    qk_norm: str | None = None
+    logit_softcap: float | None = None
+    window: int | None = None
+    query_bias: float = 0.0
+    key_bias: float = 0.0
+    value_bias: float = 0.0
+    has_bias: bool = False
+    sequences: int = 1
+    norm_epsilon: float = 0.0
 
     mixes_tokens: ClassVar[bool] = True
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        return self._by_token(signal) if signal.resolved else self._alike(signal)
+        """Moments of the concatenated heads, and the map that carries a gradient back.
 
-    def _logit_scale(self) -> Any:
-        """Covariance of the logits (i, j) and (k, l) over E[x_i x_k] E[x_j x_l]."""
-        weights = _positive(self.query) * _positive(self.key)
-        return self.d_model**2 * weights / self.temperature**2
+        Raises:
+            DomainError: tokens alike under a mask or positions that tell them apart.
+        """
+        if signal.resolved:
+            return self._by_token(signal)
+        self._check_alike(signal.seq_len)
+        plain = self.qk_norm is None and self.logit_softcap is None
+        if plain and not np.any(self.query_bias):
+            return self._alike_by_laws(signal)
+        return self._alike(signal)
 
     def _by_token(self, signal: Signal) -> tuple[Signal, Pullback]:
         tokens = signal.second_moment()
-        matrices = tokens.pairs.reshape(-1, *tokens.pairs.shape[-2:])
-        length = signal.seq_len
-        masks = self._allowed(length, len(matrices))
-        # What the tokens have of their own, which is what a row's logits vary with.
-        own = tokens.mean_diagonal() * (tokens.mean_diagonal() - tokens.mean_pairs())
-        wanted = self._logit_scale() * float(np.max(own))
-        shrunk = min(1.0, LOGIT_VARIANCE_MAX / max(wanted, 1e-300))
-        rows = [
-            KernelAttention(
-                matrix,
-                logit_scale=self._logit_scale() * shrunk,
-                allowed=allowed,
-                drop_prob=self.drop_prob,
-                d_model=self.d_model,
-                d_head=self.d_head,
-                norm_spread=_mean_spread(signal),
-            )
-            for matrix, allowed in zip(matrices, masks, strict=True)
-        ]
-        mixed = Kernel.of_matrix(
-            np.stack([one.forward() for one in rows]).reshape(tokens.pairs.shape)
+        matrices = flat(tokens)
+        masks = self_masks(self, matrices.shape[-1], len(matrices))
+        law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
+        rows, wanted = build(self, law, tokens, masks, mean_spread(signal), False)
+        shape = tokens.pairs.shape
+        mixed = Kernel.of_matrix(np.stack([one.forward() for one in rows]).reshape(shape))
+        squares = np.stack([one.sum_square for one in rows])
+        output = self._output(
+            signal,
+            mixed,
+            squares.reshape(shape[:-1]),
+            lambda: Kernel.of_matrix(np.stack([one.mean_output() for one in rows]).reshape(shape)),
         )
-        width = self.heads * self.d_head
-        heads = mixed.scaled(self.d_model * self.value)
-        output = Signal(heads, length, mean=0.0 * heads.diagonal, width=width)
-        theta = np.stack([one.logit_variance for one in rows])
-        output.facts = _facts(
-            theta,
-            np.stack([one.sum_square for one in rows]),
+        output.facts = attention_facts(
+            np.stack([one.logit_variance for one in rows]),
+            squares,
             np.stack([one.entropy for one in rows]),
             np.stack([mask.sum(-1) for mask in masks]).astype(float),
         )
-        output.notes = _notes(wanted)
+        output.notes = variance_notes(wanted) + law.notes
         if not output.notes and any(np.any(one.beyond_tables) for one in rows):
-            output.notes = (_BEYOND_TABLES,)
-        if signal.spread is not None:
-            output.spread = (heads * heads).scaled(2 / width)
+            output.notes = (BEYOND_TABLES,)
 
         def pullback(gradient: Gradient) -> Pulled:
             received = gradient.kernel
-            gained = received.scaled(width * self.value).pairs.reshape(matrices.shape)
+            gained = flat(received.scaled(self._width * self.value))
             parts = [one.backward(matrix) for one, matrix in zip(rows, gained, strict=True)]
 
             def path(name: str) -> Kernel:
                 stacked = np.stack([getattr(part, name) for part in parts])
-                return Kernel.of_matrix(stacked.reshape(received.pairs.shape))
+                return Kernel.of_matrix(stacked.reshape(shape))
+
+            query = through(path("query"), law.queries, law.spoken)
+            key = through(path("key"), law.keys, law.spoken)
+            plain = law.queries.gain is None
+            sent = path("total") if plain else path("value") + path("cross") + query + key
 
             def weights() -> dict[str, Array]:
-                return self._weight_gradients(
-                    length, tokens, mixed, received, path("query"), path("key")
+                norms = self._weight_gradients(
+                    signal, mixed, received, query, key, squares.reshape(shape[:-1])
                 )
-
-            return Pulled(Gradient(path("total"), gradient.seq_len), weights)
-
-        return output, pullback
-
-    def _allowed(self, length: int, sequences: int) -> list[np.ndarray]:
-        """Which keys each query of each sequence sees, (L, L)."""
-        mask = np.tri(length, dtype=bool) if self.causal else np.ones((length, length), bool)
-        if self.padding is None:
-            return [mask] * sequences
-        # A query that sees no real key keeps itself: padding before a causal text.
-        itself = np.eye(length, dtype=bool)
-        padded = [mask & np.asarray(real, dtype=bool) for real in self.padding]
-        seen = [np.where(one.any(-1, keepdims=True), one, itself) for one in padded]
-        return seen if len(seen) == sequences else seen * sequences
-
-    def _statistics(self, signal: Signal, wanted: Array, correlation: Array) -> AttentionStatistics:
-        """Softmax statistics at the wanted logit scale, or at the most that is validated."""
-        own = 1 - correlation
-        spread = 0.0
-        if signal.spread is not None:
-            spread = signal.spread.diagonal / signal.kernel.diagonal**2
-        if signal.algebra is FLOAT:
-            # Tokens that are all but equal have logits without variance at any scale.
-            scale = min(wanted, LOGIT_VARIANCE_MAX / max(own, 1e-12))
-            if spread == 0.0 and scale <= PROFILED_SCALE:
-                return profiled_statistics(
-                    scale, correlation, signal.seq_len, self.d_model, self.d_head
-                )
-        else:
-            scale = np.minimum(wanted, LOGIT_VARIANCE_MAX / np.maximum(own, 1e-12))
-        return attention_statistics(
-            scale, correlation, signal.seq_len, self.d_model, self.d_head, spread
-        )
-
-    def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
-        kernel, algebra = signal.kernel, signal.algebra
-        correlation = signal.correlation()
-        wanted = kernel.diagonal**2 * self._logit_scale()
-        statistics = self._statistics(signal, wanted, correlation)
-        width = self.heads * self.d_head
-        values: dict[str, Array] = {
-            **statistics.values,
-            "d_model": self.d_model,
-            "d_head": self.d_head,
-            "fan_out": width,
-            "value": self.value,
-            "seq_len": signal.seq_len,
-            "drop_prob": self.drop_prob,
-            "x_variance": kernel.diagonal,
-            "x_correlation": correlation,
-        }
-        average = ATTENTION_WITHOUT_VALUE.under("refined")
-        with_value = ATTENTION.under("refined")
-        values["average_variance"] = evaluate(average["variance"], algebra, values)
-        values["average_covariance"] = evaluate(average["covariance"], algebra, values)
-        mixed = Kernel(
-            kernel.diagonal * values["average_variance"],
-            kernel.diagonal * values["average_covariance"],
-        )
-        heads = Kernel(
-            evaluate(with_value["variance"], algebra, values),
-            evaluate(with_value["covariance"], algebra, values),
-        )
-        output = Signal(heads, signal.seq_len, mean=0.0 * kernel.diagonal, width=width)
-        output.facts = _facts(
-            statistics.logit_variance,
-            statistics.values["row_square"],
-            statistics.entropy,
-            float(signal.seq_len),
-        )
-        output.notes = _notes((1 - correlation) * wanted)
-        if signal.spread is not None:
-            # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
-            output.spread = (heads * heads).scaled(2 / width)
-
-        def pullback(gradient: Gradient) -> Pulled:
-            received = gradient.kernel
-            paths = values | {
-                "grad_variance": received.diagonal,
-                "grad_covariance": received.pairs,
-            }
-
-            def path(name: str) -> Array:
-                return evaluate(average[name], algebra, paths)
-
-            paths |= {
-                "value_path": path("grad_value"),
-                "value_path_covariance": path("grad_value_covariance"),
-                "query_path": path("grad_query"),
-                "query_path_covariance": path("grad_query_covariance"),
-                "key_path": path("grad_key"),
-                "cross_path": path("grad_cross"),
-            }
-            sent = Kernel(
-                evaluate(with_value["grad_variance"], algebra, paths),
-                evaluate(with_value["grad_covariance"], algebra, paths),
-            )
-
-            def weights() -> dict[str, Array]:
-                gain = width * self.value
-                query = Kernel(paths["query_path"], paths["query_path_covariance"])
-                key = Kernel(paths["key_path"], -paths["key_path"] / (signal.seq_len - 1))
-                return self._weight_gradients(
-                    signal.seq_len,
-                    signal.second_moment(),
-                    mixed,
-                    received,
-                    query.scaled(gain),
-                    key.scaled(gain),
-                )
+                tables = [
+                    one.noise.table_gradient(one.kernel, matrix)
+                    for one, matrix in zip(rows, gained, strict=True)
+                    if one.noise is not None
+                ]
+                if tables:
+                    norms["relative_bias"] = self.d_model * np.reshape(tables, shape[:-2])
+                return norms
 
             return Pulled(Gradient(sent, gradient.seq_len), weights)
 
         return output, pullback
 
+    # --- tokens alike --------------------------------------------------------------------------
+
+    def _check_alike(self, length: int) -> None:
+        """Raise where positions tell tokens apart."""
+        if length == 1:
+            return
+        table = self.relative_bias
+        placed = {
+            "causal": self.causal,
+            "rotary": self.rotary is not None,
+            "alibi": self.alibi,
+            "relative_bias": table is not None and table.variance > 0.0,
+            "window": self.window is not None and self.window < length,
+        }
+        for name, present in placed.items():
+            if present:
+                allowed = "absent where all tokens are alike"
+                remedy = "resolve moments by token: tokens=True"
+                raise domain_error(name, getattr(self, name), allowed, remedy)
+
+    def _alike_by_laws(self, signal: Signal) -> tuple[Signal, Pullback]:
+        found, mixed, back = attend_by_laws(self, signal)
+        assert found.facts is not None
+        squares = found.facts["square_sum"]
+        # As in a narrow layer, where two heads of one key agree up to what their rows share.
+        tokens = signal.second_moment()
+        output = self._output(signal, mixed, squares, lambda: _averaged(tokens, signal.seq_len))
+        output.kernel = self._with_bias(found.kernel, squares)
+        output.facts, output.notes = found.facts, found.notes
+
+        def pullback(gradient: Gradient) -> Pulled:
+            sent, query, key = back(gradient.kernel)
+
+            def weights() -> dict[str, Array]:
+                return self._weight_gradients(signal, mixed, gradient.kernel, query, key, squares)
+
+            return Pulled(Gradient(sent, gradient.seq_len), weights)
+
+        return output, pullback
+
+    def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
+        tokens, length = signal.second_moment(), signal.seq_len
+        law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
+        own = law.keys.kernel.diagonal - law.keys.kernel.pairs
+        wanted = law.scale * law.queries.kernel.diagonal * own
+        layer = AlikeAttention(
+            law.queries.kernel,
+            law.keys.kernel,
+            tokens,
+            query_count=length,
+            key_count=length,
+            scale=law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)),
+            drop_prob=self.drop_prob,
+            d_model=self.d_model,
+            d_head=law.head_freedom,
+            norm_spread=mean_spread(signal),
+            value_bias=self.value_bias / positive(self.d_model * self.value),
+        )
+        mixed, squares = layer.forward, layer.sum_square
+        output = self._output(signal, mixed, squares, lambda: layer.mean_output)
+        output.facts = attention_facts(layer.logit_variance, squares, layer.entropy, float(length))
+        output.notes = variance_notes(wanted) + law.notes
+
+        def pullback(gradient: Gradient) -> Pulled:
+            received = gradient.kernel
+            paths = layer.backward(received.scaled(self._width * self.value))
+            query = through(paths.query, law.queries, law.spoken)
+            key = through(paths.key, law.keys, law.spoken)
+            sent = paths.value + paths.cross + query + key
+
+            def weights() -> dict[str, Array]:
+                return self._weight_gradients(signal, mixed, received, query, key, squares)
+
+            return Pulled(Gradient(sent, gradient.seq_len), weights)
+
+        return output, pullback
+
+    # --- shared --------------------------------------------------------------------------------
+
+    @property
+    def _width(self) -> Any:
+        return self.heads * self.d_head
+
+    def _with_bias(self, heads: Kernel, squares: Array) -> Kernel:
+        """The heads with the values' bias: rows of attention sum to 1, and dropped ones have
+        second moment 1 + p/(1-p) sum a^2."""
+        if not np.any(self.value_bias):
+            return heads
+        dropped = self.drop_prob / (1 - self.drop_prob)
+        one, two = heads.lift(self.value_bias)
+        diagonal = heads.diagonal + one * (1 + dropped * squares)
+        return Kernel.joined(diagonal, heads.pairs + two, heads.resolved)
+
+    def _output(
+        self, signal: Signal, mixed: Kernel, squares: Array, shared: Callable[[], Kernel]
+    ) -> Signal:
+        heads = self._with_bias(mixed.scaled(self.d_model * self.value), squares)
+        output = Signal(heads, signal.seq_len, mean=0.0 * heads.diagonal, width=self._width)
+        if signal.spread is not None:
+            # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
+            # with one key and value in common overlap besides, by what their rows share.
+            output.spread = (heads * heads).scaled(2 / self._width)
+            together = 1 if self.kv_heads is None else self.heads / self.kv_heads
+            if together > 1:
+                mean = shared().scaled(self.d_model * self.value)
+                output.spread += (mean * mean).scaled(2 * (together - 1) / self._width)
+        return output
+
     def _weight_gradients(
         self,
-        length: int,
-        tokens: Kernel,
+        signal: Signal,
         mixed: Kernel,
         received: Kernel,
         query: Kernel,
         key: Kernel,
+        squares: Array,
     ) -> dict[str, Array]:
-        """Expected squared gradient norms of the three projections.
+        """Expected squared gradient norms of the three projections and of their biases.
 
         dW = sum_i x_i (dq_i)^T and the query path's gradient is W dq_i, so that
         E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W); for the keys alike.
+        Of a bias, db = sum_i dq_i.
         """
-        size = self.d_model
-        return {
-            "query": size * (tokens * query).total(length) / _positive(self.query),
-            "key": size * (tokens * key).total(length) / _positive(self.key),
-            "value": size * self.heads * self.d_head * (mixed * received).total(length),
+        size, length, tokens = self.d_model, signal.seq_len, signal.second_moment()
+        weight = {
+            "query": positive(self.query, self.query_bias / size),
+            "key": positive(self.key, self.key_bias / size),
         }
+        norms = {
+            "query": size * (tokens * query).total(length) / weight["query"],
+            "key": size * (tokens * key).total(length) / weight["key"],
+            "value": size * self._width * (mixed * received).total(length),
+        }
+        if self.has_bias:
+            ones = received.with_diagonal(
+                received.diagonal * (1 + self.drop_prob / (1 - self.drop_prob) * squares)
+            )
+            # Without rotation keys' gradients sum to zero: what is left is rounding.
+            norms["query.bias"] = query.total(length) / weight["query"]
+            norms["key.bias"] = np.maximum(key.total(length), 0.0) / weight["key"]
+            norms["value.bias"] = self._width * ones.total(length)
+        return norms
 
 
-PROFILED_SCALE = 5.0
-"""Logit scale up to which statistics are read off a profile: its nodes, at every correlation, then
-stay inside the softmax tables."""
-
-LOGIT_VARIANCE_MAX = 12.0
-"""Logit variance beyond which that of 12 stands in, with a warning."""
+def _averaged(tokens: Kernel, length: int) -> Kernel:
+    """Overlaps of two uniform averages of tokens alike."""
+    mean = tokens.pairs + (tokens.diagonal - tokens.pairs) / length
+    return Kernel(mean, mean)
 
 
-_BEYOND_TABLES = (
-    "some rows have a logit variance beyond 8, where attention by token is extrapolated"
-)
-
-
-def _mean_spread(signal: Signal) -> float:
-    """Var |x|^2 / E^2 |x|^2, averaged over tokens; 0 where it is not followed."""
-    if signal.spread is None:
-        return 0.0
-    return float(np.mean(signal.spread.diagonal / signal.kernel.diagonal**2))
-
-
-def _notes(logit_variance: Array) -> tuple[str, ...]:
-    """Where the logits' variance leaves what the laws were measured at."""
-    largest = float(np.max(logit_variance))
-    if largest <= LOGIT_VARIANCE_MAX:
-        return ()
-    return (
-        f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_MAX:g}: attention all but "
-        f"picks one token, and the moments of {LOGIT_VARIANCE_MAX:g} stand in",
-    )
-
-
-def _facts(logit_variance: Array, square: Array, entropy: Array, keys: Array) -> dict[str, Array]:
-    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
-    return {
-        "logit_variance": logit_variance,
-        "square_sum": square,
-        "distance_to_uniform": square - 1 / keys,
-        "entropy": entropy,
-    }
-
-
-def _positive(variance: Any) -> Any:
-    """A projection of zeros still receives a gradient: the limit of small variances."""
-    return np.maximum(variance, 1e-60) if np.ndim(variance) else max(variance, 1e-60)
-
-
-__all__ = ["AttentionStatistics", "SelfAttention"]
+__all__ = ["AttentionStatistics", "Padding", "SelfAttention"]

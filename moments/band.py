@@ -45,6 +45,7 @@ from .composition import Chain, Layer
 from .linearisation import Linearised, linearise, part_starts
 from .propagate import Trace, forward, start
 from .state import Array, Gradient, Kernel, Signal
+from .token_band import log_variance_by_token
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -55,13 +56,11 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
 
     Args:
         declaration: the stack of layers, as it was propagated through.
-        trace: what both passes saw. Where it is resolved by token, the spread is approximated by
-            that of tokens alike with the same average moments at both ends, all of which attend to
-            all others.
+        trace: what both passes saw, for tokens alike or by token (`token_band`).
         batch: sequences of independent input and gradient that share the weights.
     """
     if trace.stream()[0].signal.resolved:
-        trace = _alike(declaration, trace)
+        return _by_token(declaration, trace, batch)
     stream = trace.stream()
     entering, top = stream[0].signal, stream[-1].gradient
     assert top is not None
@@ -84,6 +83,17 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
         signal = _up(steps, first, signal_noise, logits)
         covariances = _down(steps, signal, signal_noise, gradient_noise, received, logits)
         variance = np.einsum("k...ij,i,j->...k", covariances[ends], modes.average, modes.average)
+    return np.where(np.isfinite(variance), variance, 0.0)
+
+
+def _by_token(declaration: Chain, trace: Trace, batch: int) -> Array:
+    layers = [part for part in declaration.parts if isinstance(part, Layer)]
+    overlaps: list[Array] = [0.0] * (part_starts(layers)[-1] + 1)
+    if batch > 1:
+        # What sequences share is followed for tokens alike, with the same average moments.
+        overlaps = sequence_overlaps(layers, _alike(declaration, trace))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        variance = log_variance_by_token(layers, trace, batch, overlaps)
     return np.where(np.isfinite(variance), variance, 0.0)
 
 

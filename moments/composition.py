@@ -28,6 +28,7 @@ class Pulled(NamedTuple):
 
 
 Pullback = Callable[[Gradient], Pulled]
+ReaderPullback = Callable[[Gradient], tuple[Pulled, Gradient]]
 
 
 class Component(abc.ABC):
@@ -65,6 +66,32 @@ class Residual(Component):
     skip_scale: Any = 1.0
     branch_scale: Any = 1.0
     label: str = "sum"
+
+
+@dataclass(frozen=True)
+class Parallel(Component):
+    """Branches that read the same tensor; the output is their sum."""
+
+    branches: tuple[Component, ...]
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class BottomToTop(Component):
+    """ffn(norm(attention(x))) + x: a layer's input added again at its end (Takase et al. 2022)."""
+
+    attention: Residual
+    norm: Component
+    ffn: Residual
+    label: str = "ffn.bottom_to_top"
+
+
+class Reader(Component):
+    """A component that also reads another tensor, a decoder's cross-attention the encoder's."""
+
+    @abc.abstractmethod
+    def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
+        """Moments of the output, and the map from its gradient to those at both inputs."""
 
 
 @dataclass(frozen=True)

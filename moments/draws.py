@@ -19,10 +19,13 @@ Place = tuple[int, str]
 
 STREAM = "stream"
 
-CENTRED_SITES = frozenset({"ffn.activation"})
+CENTRED_SITES = frozenset({"ffn.activation", "ffn.activation_dropout", "head.transform"})
 """Sites whose ensemble mean is not zero. Everywhere else the last random matrix on the way, or its
 norm, is symmetric about zero, so the mean vanishes exactly; subtracting an estimate of it instead
 would take out 1/(draws * d_model) of the variance of a stream whose tokens agree."""
+
+OUTPUT_SITES = frozenset({"final.norm", "final.dropout", "head.transform", "head.norm", "logits"})
+"""Sites after the last layer N, which count as layer N + 1."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Draw:
         signal, gradient: raw moments of the activations and of dLoss/dx at each place.
         weight_gradients: squared Frobenius norm of the gradient of each matrix.
         loss, logit_variance: None where there is no loss, no head.
+        encoder: of the model whose output cross-attention read; None: there is none.
     """
 
     signal: Mapping[Place, RawMoments]
@@ -65,6 +69,7 @@ class Draw:
     weight_gradients: Mapping[WeightGradient, float] = field(default_factory=dict)
     loss: float | None = None
     logit_variance: float | None = None
+    encoder: Draw | None = None
 
 
 class Statistic(NamedTuple):

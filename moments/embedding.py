@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .checks import check_count, check_fields, check_flag, check_in
+from .checks import check_choice, check_count, check_fields, check_flag, check_in
+from .errors import domain_error
 from .symbols import NONNEGATIVE, POSITIVE, PROBABILITY
+
+POSITIONS = ("learned", "sinusoidal", "none")
+_SINUSOIDAL_SQUARE = 0.5  # mean square of a sine and a cosine of one angle
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,11 @@ class Embedding:
         norm: whether the sum is normalised (BERT) or not (GPT-2).
         dropout: probability of dropping an entry of the result.
         norm_epsilon: added to the variance under that normalisation's square root.
+        scale: multiplies the token rows; sqrt(d_model) in the original Transformer and in Gemma.
+        positions: "learned" (a table of `position_variance`), "sinusoidal" (the original
+            Transformer's fixed sines and cosines, entries of mean square 1/2) or "none".
+        padding_id: the token whose row is zero and receives no gradient from the input; None: all
+            rows are drawn.
 
     Raises:
         DomainError: a value outside what is allowed.
@@ -35,6 +44,9 @@ class Embedding:
     norm: bool = False
     dropout: float = 0.0
     norm_epsilon: float = 0.0
+    scale: float = field(default=1.0, kw_only=True)
+    positions: str = field(default="learned", kw_only=True)
+    padding_id: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_count("vocab_size", self.vocab_size, least=2)
@@ -44,11 +56,24 @@ class Embedding:
         check_in("norm_epsilon", self.norm_epsilon, NONNEGATIVE)
         check_flag("norm", self.norm)
         check_in("dropout", self.dropout, PROBABILITY)
+        check_in("scale", self.scale, POSITIVE)
+        check_choice("positions", self.positions, POSITIONS)
+        if self.positions != "learned" and self.position_variance:
+            raise domain_error(
+                "position_variance", self.position_variance, "0 unless positions are learned"
+            )
+        if self.padding_id is not None:
+            check_count("padding_id", self.padding_id, least=0)
+            if self.padding_id >= self.vocab_size:
+                allowed = f"below vocab_size = {self.vocab_size}"
+                raise domain_error("padding_id", self.padding_id, allowed)
 
     @property
     def variance(self) -> float:
-        """Variance of the sum of the tables."""
-        return self.token_variance + self.position_variance + self.segment_variance
+        """Mean square of an entry of the sum of the tables."""
+        sinusoidal = self.positions == "sinusoidal"
+        positions = _SINUSOIDAL_SQUARE if sinusoidal else self.position_variance
+        return self.scale**2 * self.token_variance + positions + self.segment_variance
 
     def replace(self, **changes: Any) -> Embedding:
         """A changed copy."""
@@ -68,9 +93,12 @@ class Embedding:
         return cls(**data)
 
     def __str__(self) -> str:
-        tables = [f"{self.vocab_size} tokens of variance {self.token_variance:.3g}"]
+        times = "" if self.scale == 1 else f" times {self.scale:.4g}"
+        tables = [f"{self.vocab_size} tokens of variance {self.token_variance:.3g}{times}"]
         if self.position_variance:
             tables.append(f"positions {self.position_variance:.3g}")
+        if self.positions == "sinusoidal":
+            tables.append("sinusoidal positions")
         if self.segment_variance:
             tables.append(f"segments {self.segment_variance:.3g}")
         tail = ", normalised" if self.norm else ""

@@ -1,13 +1,17 @@
-"""Randomly initialised Hugging Face modules from a config, and text for them to read."""
+"""Randomly initialised Hugging Face modules from a config, and what they read."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import numpy as np
+
 from moments.checks import check_count
 from moments.errors import domain_error
-from moments.huggingface import read_config
+from moments.families.family import Family
+from moments.families.sizes import at_depth
+from moments.huggingface import family, read_config
 from moments.measurement import Measurement
 from moments.optional import optional
 from moments.text import Ids, mask_tokens, tokenize
@@ -17,44 +21,54 @@ with optional("hf", "torch", "transformers"):
     import transformers
     from torch import nn
 
-# model_type -> class of the module, and the loss that transformers gives it
-_CLASSES = {
-    "bert": ("BertForMaskedLM", "ForMaskedLM"),
-    "gpt2": ("GPT2LMHeadModel", "ForCausalLM"),
-}
+_LOSSES = {"causal": "ForCausalLM", "masked": "ForMaskedLM"}
 
 
-def _settings(config: Any) -> tuple[str, Any]:
-    """The `model_type` and the transformers config object."""
+def _settings(config: Any) -> tuple[Family, Any]:
+    """The family and the transformers config object."""
     entries = read_config(config)
     kind = entries.pop("model_type", None)
-    if kind not in _CLASSES:
-        raise domain_error("model_type", kind, f"one of {', '.join(_CLASSES)}")
-    return kind, transformers.AutoConfig.for_model(kind, **entries)
+    found = family(kind)
+    if found.task == "translation":
+        entries.setdefault("decoder_start_token_id", 0)  # T5's, which its class leaves out
+    # The family's special tokens need not be in a small table of one's own.
+    vocab_size = entries.get("vocab_size")
+    settings = transformers.AutoConfig.for_model(kind, **entries)
+    if vocab_size is not None:
+        for name in _TOKENS:
+            token = getattr(settings, name, None)
+            if name not in entries and isinstance(token, int) and token >= vocab_size:
+                setattr(settings, name, None if name == "pad_token_id" else vocab_size - 1)
+    return found, settings
+
+
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn.Module:
     """A module with fresh weights, drawn by transformers' own initialisation of that family.
 
     Args:
-        config: a path to config.json (or its folder), a dict, or a PretrainedConfig, whose
-            `model_type` is "bert" (BertForMaskedLM) or "gpt2" (GPT2LMHeadModel).
+        config: a path to config.json (or its folder), a dict, or a PretrainedConfig, of one of
+            `moments.huggingface.supported_model_types()`; the module is the one with the head of
+            the family's own task.
         seed: of the weights; torch's random state is left as it was.
-        layers: replaces the config's depth (GPT-2's output projections follow it).
+        layers: replaces the config's depth (GPT-2's output projections follow it), of both stacks
+            where there are two.
 
     Raises:
         DomainError: an unreadable config, or another `model_type`.
         MomentsError: torch or transformers is not installed.
     """
     check_count("seed", seed, least=0)
-    kind, settings = _settings(config)
-    if layers is not None:
-        check_count("layers", layers)
-        settings.num_hidden_layers = layers
-    name, settings.loss_type = _CLASSES[kind]
+    entries = read_config(config)
+    family(entries.get("model_type"))
+    found, settings = _settings(entries if layers is None else at_depth(entries, layers))
+    if found.task in _LOSSES:
+        settings.loss_type = _LOSSES[found.task]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module: nn.Module = getattr(transformers, name)(settings)
+        module: nn.Module = getattr(transformers, found.module)(settings)
     return module
 
 
@@ -63,38 +77,83 @@ def text_batch(
 ) -> dict[str, Ids]:
     """Input ids and labels of English text for the config's own training task.
 
-    BERT's text is corrupted and its labels are the chosen positions; GPT-2's labels are its text.
-    BERT's segments are all the first one.
+    A masked model's text is corrupted and its labels are the chosen positions; a causal model's
+    labels are its text; an encoder reads one stretch of text, and the decoder's labels are the
+    next. Segments are all the first one.
 
     Returns:
         "input_ids" and "labels", each (B, L) integers; a label of -100 is no target.
 
     Raises:
-        DomainError: a config or an argument out of range.
+        DomainError: a config or an argument out of range, or a family that reads images.
     """
-    kind, settings = _settings(config)
+    found, settings = _settings(config)
+    if found.task == "images":
+        raise domain_error("config", found.module, "a family that reads text", "use image_batch")
     vocab_size = int(settings.vocab_size)
+    if found.task == "translation":
+        ids = tokenize(vocab_size, seq_len, 2 * batch, offset)
+        return {"input_ids": ids[::2].copy(), "labels": ids[1::2].copy()}
     ids = tokenize(vocab_size, seq_len, batch, offset)
-    inputs, labels = mask_tokens(ids, vocab_size, seed) if kind == "bert" else (ids, ids)
+    inputs, labels = mask_tokens(ids, vocab_size, seed) if found.task == "masked" else (ids, ids)
     return {"input_ids": inputs, "labels": labels}
+
+
+def image_batch(config: Any, *, batch: int = 2, seed: int = 0) -> dict[str, Any]:
+    """Pictures and labels for a family that classifies images.
+
+    Pictures are smooth random fields with the power spectrum 1/f^2 of natural images (Field 1987),
+    each channel centred and of variance 1, as preprocessing leaves them.
+
+    Returns:
+        "pixel_values" (B, channels, height, width) and "labels" (B,).
+
+    Raises:
+        DomainError: a config or an argument out of range, or a family that reads text.
+    """
+    check_count("batch", batch)
+    check_count("seed", seed, least=0)
+    found, settings = _settings(config)
+    if found.task != "images":
+        raise domain_error("config", found.module, "a family that reads images", "use text_batch")
+    size, channels = int(settings.image_size), int(settings.num_channels)
+    random = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None, :])
+    amplitude = np.divide(1.0, frequency, out=np.zeros_like(frequency), where=frequency > 0)
+    white = np.fft.rfft2(random.standard_normal((batch, channels, size, size)))
+    pixels = np.fft.irfft2(white * amplitude, s=(size, size))
+    pixels /= pixels.std((2, 3), keepdims=True)
+    labels = random.integers(0, settings.num_labels, batch)
+    return {"pixel_values": pixels.astype(np.float32), "labels": labels}
+
+
+def module_batch(
+    config: Any, *, seq_len: int | None = None, batch: int = 2, seed: int = 0
+) -> dict[str, Any]:
+    """What the config's own training task reads: text, or pictures."""
+    if family(read_config(config).get("model_type")).task == "images":
+        return image_batch(config, batch=batch, seed=seed)
+    if seq_len is None:
+        raise domain_error("seq_len", None, "given for a family that reads text")
+    return text_batch(config, seq_len=seq_len, batch=batch, seed=seed)
 
 
 def measure_config(
     config: Any,
     *,
     layers: int | None = None,
-    seq_len: int,
+    seq_len: int | None = None,
     batch: int = 2,
     seeds: int = 4,
     seed: int = 0,
     progress: bool = False,
-) -> tuple[Measurement, Ids]:
-    """Measure a config's module on text, with fresh weights in every draw.
+) -> tuple[Measurement, Any]:
+    """Measure a config's module on text or pictures, with fresh weights in every draw.
 
     The text and its corruption follow `seed` and stay the same from draw to draw.
 
     Returns:
-        The measurement and the ids (B, L) that the embedding read.
+        The measurement, and the ids (B, L) or pictures that the embedding read.
 
     Raises:
         DomainError: as `build_module` and `text_batch`.
@@ -102,7 +161,7 @@ def measure_config(
     """
     from moments.torch import measure
 
-    data = text_batch(config, seq_len=seq_len, batch=batch, seed=seed)
+    data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
     build = functools.partial(build_module, config, layers=layers)
     measurement = measure(build, data, seeds=seeds, seed=seed, progress=progress)
-    return measurement, data["input_ids"]
+    return measurement, data.get("input_ids", data.get("pixel_values"))

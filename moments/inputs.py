@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from .checks import check_in
+from .embedded import FixedPart, check_ids, embedded_alike, joint_kernel
 from .embedding import Embedding
 from .errors import DomainError, domain_error
-from .law import ComponentLaws, Theory
-from .laws.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
+from .law import Theory
 from .state import Array, Kernel, Signal
 from .symbols import NONNEGATIVE, POSITIVE, Interval
 from .transformer import Transformer
@@ -50,12 +50,22 @@ def alike(variance: Array, correlation: Array, seq_len: int, resolved: bool) -> 
     return Kernel(diagonal, matrix, True).with_diagonal(diagonal)
 
 
-def gaussian(kernel: Kernel, seq_len: int, d_model: int, spread: bool) -> Signal:
-    """Independent Gaussian features; their squared norms vary by 2 C o C / d."""
+def gaussian(
+    kernel: Kernel, seq_len: int, d_model: int, spread: bool, fixed: FixedPart | None = None
+) -> Signal:
+    """Independent Gaussian features; their squared norms vary by 2 C o C / d.
+
+    With a fixed part, x = e + p, Cov(|x_i|^2, |x_j|^2) = 2 d E_ij^2 + 4 d E_ij P_ij, that is
+    2 d (C_ij^2 - P_ij^2); and the mean over features is that of p, beside the 1/d of e.
+    """
     mean = 0.0 * kernel.diagonal
     signal = Signal(kernel, seq_len, mean=mean, width=d_model)
     if spread:
-        signal = signal.replace(spread=(kernel * kernel).scaled(2 / d_model))
+        drawn = kernel * kernel if fixed is None else kernel * kernel - fixed.kernel * fixed.kernel
+        signal = signal.replace(spread=drawn.scaled(2 / d_model))
+    if spread and fixed is not None:
+        # What is not centred counts d times its mean's square.
+        signal = signal.replace(centred=fixed.kernel - fixed.common.scaled(float(d_model)))
     return signal
 
 
@@ -98,104 +108,6 @@ def check_mask(mask: Any, seq_len: int, token_ids: Any) -> np.ndarray:
     return real
 
 
-def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
-    """Share of ordered token pairs with the same id, averaged over sequences.
-
-    Raises:
-        DomainError: not integers of shape (L,) or (B, L).
-    """
-    matrix = check_ids(ids, seq_len, name)
-    same = (matrix[:, :, None] == matrix[:, None, :]).sum((1, 2)) - seq_len
-    return float(np.mean(same / (seq_len * (seq_len - 1))))
-
-
-def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
-    """Integers of shape (B, L)."""
-    matrix = np.atleast_2d(np.asarray(ids))
-    if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.integer) or matrix.min() < 0:
-        raise DomainError(f"{name} must be non-negative integers of shape (L,) or (B, L)")
-    if matrix.shape[1] != seq_len:
-        raise domain_error(
-            name,
-            f"sequences of {matrix.shape[1]} tokens",
-            f"sequences of seq_len = {seq_len}",
-            f"use model.replace(seq_len={matrix.shape[1]})",
-        )
-    return matrix
-
-
-def embedded_alike(
-    embedding: Embedding,
-    seq_len: int,
-    theory: Theory,
-    token_ids: Any = None,
-    segment_ids: Any = None,
-) -> Kernel:
-    """Sum of the embedding tables for tokens alike, before the embedding's norm and dropout.
-
-    Without `token_ids` the text follows Zipf's law and segments split it uniformly; with them the
-    repetitions are counted, and a text without `segment_ids` is one segment.
-    """
-    if token_ids is not None:
-        ids = _text_ids(embedding, seq_len, token_ids)
-        token = repeated_pairs(ids, seq_len, "token_ids")
-        segment = (
-            1.0 if segment_ids is None else repeated_pairs(segment_ids, seq_len, "segment_ids")
-        )
-    else:
-        token = _pattern(TOKEN_EMBEDDING, theory, vocab_size=embedding.vocab_size, seq_len=seq_len)
-        segment = _pattern(SEGMENT_EMBEDDING, theory, seq_len=seq_len)
-    tables = [
-        (TOKEN_EMBEDDING, embedding.token_variance, token),
-        (SEGMENT_EMBEDDING, embedding.segment_variance, segment),
-        (POSITION_EMBEDDING, embedding.position_variance, 0.0),
-    ]
-    total = Kernel(0.0, 0.0)
-    for laws, variance, pattern in tables:
-        values = {"table_variance": variance, "pattern_correlation": pattern}
-        total = total + Kernel(
-            float(laws.law("variance", theory).of(values)),
-            float(laws.law("covariance", theory).of(values)),
-        )
-    return total
-
-
-def embedded_by_token(
-    embedding: Embedding, seq_len: int, token_ids: Any, segment_ids: Any = None
-) -> Kernel:
-    """Sum of the embedding tables of a text, kernel of shape (B, L, L).
-
-    Two tokens share what the tables they look up share: E x_i x_j is a table's variance where the
-    two rows are one.
-    """
-    ids = _text_ids(embedding, seq_len, token_ids)
-    segments = (
-        np.zeros_like(ids)
-        if segment_ids is None
-        else check_ids(segment_ids, seq_len, "segment_ids")
-    )
-    same = lambda rows: rows[:, :, None] == rows[:, None, :]  # noqa: E731
-    matrix = (
-        embedding.token_variance * same(ids)
-        + embedding.segment_variance * same(segments)
-        + embedding.position_variance * np.eye(seq_len)
-    )
-    return Kernel.of_matrix(matrix)
-
-
-def _text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
-    ids = check_ids(token_ids, seq_len, "token_ids")
-    if ids.max() >= embedding.vocab_size:
-        raise domain_error(
-            "token_ids", int(ids.max()), f"below vocab_size = {embedding.vocab_size}"
-        )
-    return ids
-
-
-def _pattern(laws: ComponentLaws, theory: Theory, **values: float) -> float:
-    return float(laws.law("pattern_correlation", theory).of(values))
-
-
 def first_kernel(
     model: Transformer,
     theory: Theory,
@@ -208,20 +120,23 @@ def first_kernel(
 ) -> Kernel:
     """What the user, a text or the embedding says of the tensor that enters layer 1.
 
+    A text resolved by token is one kernel (B L, B L).
+
     Raises:
         DomainError: more than one of them, or a bad value.
     """
     moments_given = variance is not None or correlation is not None
+    embedding = model.embedding
     if kernel is not None:
         if moments_given or token_ids is not None:
             raise DomainError("kernel replaces variance, correlation and token_ids: give one")
         return check_kernel("kernel", kernel, model.seq_len)
-    if token_ids is not None and (moments_given or model.embedding is None):
+    if token_ids is not None and (moments_given or not isinstance(embedding, Embedding)):
         raise DomainError(
             "token_ids describe the text an embedding reads: declare model.embedding and leave "
             "variance and correlation out"
         )
-    if model.embedding is None or moments_given:
+    if embedding is None or moments_given:
         v, r = check_moments(
             "",
             1.0 if variance is None else variance,
@@ -229,28 +144,53 @@ def first_kernel(
             model.seq_len,
         )
         return alike(v, r, model.seq_len, resolved)
+    if not isinstance(embedding, Embedding):
+        raise DomainError(
+            "a patch embedding's moments depend on its images: pass pixels (see "
+            "moments.images.photograph), or variance and correlation"
+        )
     if token_ids is not None and resolved:
-        return embedded_by_token(model.embedding, model.seq_len, token_ids, segment_ids)
-    tables = embedded_alike(model.embedding, model.seq_len, theory, token_ids, segment_ids)
+        return joint_kernel(embedding, model.seq_len, token_ids, segment_ids, model.d_model)
+    tables = embedded_alike(embedding, model.seq_len, theory, token_ids, segment_ids, model.d_model)
     return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
 
 
 def last_kernel(
-    model: Transformer, resolved: bool, variance: Any, correlation: Any, kernel: Any
+    model: Transformer,
+    resolved: bool,
+    variance: Any,
+    correlation: Any,
+    kernel: Any,
+    sequences: int = 1,
 ) -> Kernel:
     """The gradient at the last layer's output; 1 and 0 where nothing is given.
+
+    Several sequences receive independent gradients, of the same moments or of a kernel each, unless
+    the kernel given is that of all their tokens.
 
     Raises:
         DomainError: a kernel and moments together, or a bad value.
     """
-    if kernel is not None:
-        if variance is not None or correlation is not None:
-            raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")
-        return check_kernel("grad_kernel", kernel, model.seq_len)
-    v, r = check_moments(
-        "grad_",
-        1.0 if variance is None else variance,
-        0.0 if correlation is None else correlation,
-        model.seq_len,
-    )
-    return alike(v, r, model.seq_len, resolved)
+    if kernel is None:
+        v, r = check_moments(
+            "grad_",
+            1.0 if variance is None else variance,
+            0.0 if correlation is None else correlation,
+            model.seq_len,
+        )
+        one = alike(v, r, model.seq_len, resolved)
+        if sequences == 1:
+            return one
+        return Kernel.of_matrix(np.kron(np.eye(sequences), one.pairs))
+    if variance is not None or correlation is not None:
+        raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")
+    if sequences > 1 and np.shape(kernel)[-1:] == (sequences * model.seq_len,):
+        return check_kernel("grad_kernel", kernel, sequences * model.seq_len)
+    given = check_kernel("grad_kernel", kernel, model.seq_len)
+    if sequences == 1:
+        return given
+    length = model.seq_len
+    joint = np.zeros((sequences, length, sequences, length))
+    index = np.arange(sequences)
+    joint[index, :, index, :] = given.pairs
+    return Kernel.of_matrix(joint.reshape(sequences * length, sequences * length))

@@ -34,6 +34,8 @@ QUANTITIES = {
     "hidden_covariance": "covariance of the output between two features, same token",
     "grad_variance": "variance of the gradient at the input",
     "grad_covariance": "covariance of the gradient at the input between two tokens",
+    "grad_factor": "variance of the gradient at the other factor of a product",
+    "grad_factor_covariance": "covariance of that gradient between two tokens",
     "grad_value": "variance of the gradient through the values",
     "grad_query": "variance of the gradient through the queries",
     "grad_key": "variance of the gradient through the keys",

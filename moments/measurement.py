@@ -12,6 +12,7 @@ import numpy as np
 
 from moments.draws import (
     CENTRED_SITES,
+    OUTPUT_SITES,
     STREAM,
     Array,
     Draw,
@@ -48,6 +49,7 @@ class Measurement:
         token_variance, token_grad_variance: (N + 1, L).
         samples: variance, correlation, grad_variance and grad_correlation by draw, (seeds, N + 1).
         loss, logit_variance: means over draws, None where there is no loss or no head.
+        encoder: of the model whose output cross-attention read, None where there is none.
     """
 
     layers: int
@@ -76,6 +78,7 @@ class Measurement:
     logit_variance_stderr: float | None
     site_rows: tuple[Mapping[str, Any], ...]
     weight_gradient_rows: tuple[Mapping[str, Any], ...]
+    encoder: Measurement | None = None
 
     @classmethod
     def from_draws(cls, draws: Sequence[Draw], *, batch: int, source: str) -> Measurement:
@@ -87,7 +90,7 @@ class Measurement:
         places = sorted(draws[0].signal, key=lambda place: place[0])
         if any(set(draw.signal) != set(places) for draw in draws):
             raise MomentsError("the draws passed different sites: each must run the same network")
-        layers = places[-1][0]
+        layers = max(layer for layer, site in places if site not in OUTPUT_SITES)
         if missing := [n for n in range(layers + 1) if (n, STREAM) not in draws[0].signal]:
             raise MomentsError(f"no '{STREAM}' was seen at layers {missing}; map one to each layer")
 
@@ -136,6 +139,10 @@ class Measurement:
             )
         token_variance, token_variance_stderr = by_token(lambda draw: draw.signal)
         token_grad_variance, token_grad_variance_stderr = by_token(lambda draw: draw.gradient)
+        read = [draw.encoder for draw in draws if draw.encoder is not None]
+        encoder = None
+        if read:
+            encoder = cls.from_draws(read, batch=batch, source=f"the encoder of {source}")
         loss, loss_stderr = scalar([draw.loss for draw in draws])
         logit_variance, logit_variance_stderr = scalar([draw.logit_variance for draw in draws])
         sampled = ("variance", "correlation", "grad_variance", "grad_correlation")
@@ -161,6 +168,7 @@ class Measurement:
             logit_variance_stderr=logit_variance_stderr,
             site_rows=tuple(rows),
             weight_gradient_rows=tuple(weight_rows),
+            encoder=encoder,
         )
 
     def to_frame(self) -> pandas.DataFrame:
@@ -174,11 +182,13 @@ class Measurement:
         return pandas.DataFrame(list(self.site_rows))
 
     def weight_gradients(self) -> pandas.DataFrame:
-        """Squared gradient norm of every weight matrix.
+        """Squared gradient norm of every parameter.
 
-        Columns: layer (0 outside the layers), weight (query, key, value, output, ffn_in, ffn_out or
-        the parameter's own name), parameter, squared_norm, squared_norm_stderr. A simulation gives
-        the norm per sequence, a measured module that of its loss on the whole batch.
+        Columns: layer (0 before the first, N + 1 after the last), weight (query, key, value,
+        output, ffn_in, ffn_out, ... or the parameter's own name), parameter, squared_norm,
+        squared_norm_stderr. A simulated loss, several texts and a measured module give the norm of
+        the whole batch's gradient, a simulation with an injected gradient that per sequence. A
+        simulated table that layers share has a row for what each layer sends, and one in layer 0.
         """
         import pandas
 
@@ -213,6 +223,8 @@ class Measurement:
             fields[name] = tuple(
                 {k: math.nan if v is None else v for k, v in row.items()} for row in fields[name]
             )
+        if fields.get("encoder") is not None:
+            fields["encoder"] = cls.from_dict(fields["encoder"])
         for name in ("loss", "logit_variance"):
             if fields[name] is not None and fields[f"{name}_stderr"] is None:
                 fields[f"{name}_stderr"] = math.nan
@@ -237,10 +249,12 @@ class Measurement:
             lines.append(
                 f"logit variance {_with_error(self.logit_variance, self.logit_variance_stderr)}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *([] if self.encoder is None else [repr(self.encoder)])])
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Measurement):
+        return value.to_dict()
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, Mapping):

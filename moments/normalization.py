@@ -1,31 +1,44 @@
-"""Normalisation at finite width: centring, the constant under the root, and the norms' spread."""
+"""Normalisation at finite width: centring, the constant under the root, and the norms' spread.
+
+And Dynamic Tanh, which stands where a normalisation would and is none.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .composition import Leaf, Pullback, Pulled
 from .law import ComponentLaws
-from .parts import evaluate
+from .laws.normalization import DYT
+from .parts import Activation, Values, evaluate
 from .state import Gradient, Kernel, Signal
 
 
 @dataclass(frozen=True)
 class FiniteNormalization(Leaf):
-    """A normalisation over features, unit gain and no bias.
+    """A normalisation over features.
 
     Attributes:
         laws: the component's laws, of which the refined ones are used.
         label: site name in a trace.
         epsilon: added to the variance under the root.
         centres: whether the mean over features is removed (LayerNorm) or not (RMSNorm).
+        gain: root mean square of the gain, which multiplies what is normalised.
+        affine: whether the gain is a parameter per feature that receives a gradient.
+        bias: whether there is a bias too; it is zero.
+        groups: into how many groups of features, each normalised by itself.
     """
 
     laws: ComponentLaws
     label: str
     epsilon: Any = 0.0
     centres: bool = True
+    gain: Any = 1.0
+    affine: bool = False
+    bias: bool = False
+    groups: Any = 1
 
     normalises = True
 
@@ -35,24 +48,29 @@ class FiniteNormalization(Leaf):
         if self.centres:
             loose = kernel if signal.centred is None else kernel - signal.centred
             kernel = kernel - loose.scaled(1 / width)
+            if self.groups > 1:
+                # A group's features need not average to zero where all of them do.
+                kernel = kernel - signal.second_moment().scaled((self.groups - 1) / width)
         inner = Signal(kernel, signal.seq_len)
-        one, two = self._bind(inner, signal.spread)
+        one, two = self._bind(inner, self._spread(signal))
         algebra = inner.algebra
         variance = evaluate(laws["variance"], algebra, one)
         pairs = evaluate(laws["covariance"], algebra, two)
         normal = Kernel.joined(variance, pairs, kernel.resolved)
+        square = self.gain * self.gain
+        scaled = normal.scaled(square)
         output = Signal(
-            normal,
+            scaled,
             signal.seq_len,
             mean=0.0 * kernel.diagonal,
             width=width,
             spread=normal.scaled(0.0),
-            centred=normal if self.centres else None,
-            kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width}),
+            centred=scaled if self.centres else None,
+            kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
         )
 
         def pullback(gradient: Gradient) -> Pulled:
-            received = gradient.kernel
+            received = gradient.kernel.scaled(square)
             radial, mean = self._lost_directions(gradient)
             share, _ = received.lift((radial + mean) / width)
             overlap = two["x_correlation"] ** 2
@@ -65,9 +83,20 @@ class FiniteNormalization(Leaf):
             sent = Kernel.joined(variance, pairs, received.resolved)
             # What is normalised has no scale, so its gradient is orthogonal to it.
             centred = 1.0 if self.centres else gradient.centred_share
-            return Pulled(Gradient(sent, gradient.seq_len, True, centred))
+            return Pulled(
+                Gradient(sent, gradient.seq_len, True, centred),
+                affine_gradients(self, width, normal, gradient),
+            )
 
         return output, pullback
+
+    def _spread(self, signal: Signal) -> Kernel | None:
+        if signal.spread is None or not self.groups > 1:
+            return signal.spread
+        # Given the overlaps of earlier layers, features are independent: a group's norm has as
+        # many times the fluctuation 2 C o C/width as there are groups.
+        own = signal.kernel * signal.kernel
+        return signal.spread.mixed(1.0, own, 2 * (self.groups - 1) / signal.width)
 
     def _bind(self, inner: Signal, spread: Kernel | None) -> tuple[dict[str, Any], dict[str, Any]]:
         kernel = inner.kernel
@@ -91,7 +120,75 @@ class FiniteNormalization(Leaf):
     def _lost_directions(self, gradient: Gradient) -> tuple[float, Any]:
         """How many directions a token's gradient loses: the signal's own, the mean over features.
 
-        A gradient that is orthogonal or centred already loses nothing there.
+        A gradient that is orthogonal or centred already loses nothing there. Of several groups'
+        directions, that takes away one.
         """
-        radial = 0.0 if gradient.orthogonal else 1.0
-        return radial, 1.0 - gradient.centred_share if self.centres else 0.0
+        radial = self.groups - (1.0 if gradient.orthogonal else 0.0)
+        return radial, self.groups - gradient.centred_share if self.centres else 0.0
+
+
+@dataclass(frozen=True)
+class DynamicTanh(Leaf):
+    """gain tanh(alpha x), entry by entry (DyT).
+
+    It keeps the scale of its input up to saturation, so that gradients do not become orthogonal.
+
+    Attributes:
+        label: site name in a trace.
+        alpha: multiplies the input; its own gradient is not given.
+        gain: root mean square of the gain, which multiplies the output.
+        affine: whether gain and bias are parameters per feature that receive gradients.
+        laws: the component's laws.
+    """
+
+    label: str
+    alpha: Any = 0.5
+    gain: Any = 1.0
+    affine: bool = False
+    laws: ComponentLaws = DYT
+
+    @property
+    def bias(self) -> bool:
+        """A bias comes with the gain."""
+        return self.affine
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        inner = Activation(self.laws, "refined", self.label, {"alpha": self.alpha})
+        output, back = inner.forward(signal)
+        limit = self.laws.law("variance").domain["x_variance"]  # where alpha is 1
+        if limit.contains(self.alpha * self.alpha * signal.kernel.mean_diagonal()):
+            output.notes = ()
+        else:
+            output.notes = (f"the variance of alpha x is outside {limit}, where laws are resolved",)
+        normal, square = output.kernel, self.gain * self.gain
+        output.kernel = normal.scaled(square)
+        if output.spread is not None:
+            output.spread = output.spread.scaled(square * square)
+
+        def pullback(gradient: Gradient) -> Pulled:
+            pulled = back(gradient.with_kernel(gradient.kernel.scaled(square)))
+            weights = affine_gradients(self, signal.width, normal, gradient)
+            return Pulled(pulled.gradient, weights)
+
+        return output, pullback
+
+
+def affine_gradients(
+    norm: FiniteNormalization | DynamicTanh, width: Any, normal: Kernel, gradient: Gradient
+) -> Callable[[], Values] | None:
+    """Squared gradient norms of a gain and a bias per feature.
+
+    d gain_k = sum_i g_ik n_ik and d bias_k = sum_i g_ik, n what the gain multiplies: gradients and
+    signal are independent entry by entry, up to order 1/width where the gradient is orthogonal.
+    """
+    if not norm.affine:
+        return None
+
+    def norms() -> Values:
+        overlap = (normal * gradient.kernel).total(gradient.seq_len)
+        found = {f"{norm.label}.gain": width * overlap}
+        if norm.bias:
+            found[f"{norm.label}.bias"] = width * gradient.kernel.total(gradient.seq_len)
+        return found
+
+    return norms

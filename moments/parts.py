@@ -15,9 +15,13 @@ import numpy as np
 from .composition import Leaf, Pullback, Pulled
 from .errors import DomainError
 from .law import ComponentLaws, Law, Theory
+from .laws.linear import BIASED_LINEAR, LINEAR
 from .state import Array, Gradient, Kernel, Signal
 
 Values = dict[str, Array]
+
+observer: Callable[[Law, Mapping[str, Array], Array], None] | None = None
+"""Sees every law that is evaluated; only `explain` sets it, for the time of one layer."""
 
 
 def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Values]:
@@ -46,7 +50,10 @@ def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Value
 
 def evaluate(law: Law, algebra: Any, values: Values) -> Array:
     """One law on bound values, in the number system of the signal."""
-    return law.formula(algebra, *law.pick(values))
+    result = law.formula(algebra, *law.pick(values))
+    if observer is not None:
+        observer(law, values, result)
+    return result
 
 
 @dataclass(frozen=True)
@@ -129,24 +136,39 @@ class Lawful(Leaf):
 
 @dataclass(frozen=True)
 class Linear(Lawful):
-    """A weight matrix; `weight` names it in the table of weight gradients."""
+    """A weight matrix, with a bias where `parameters` holds its `bias_variance`.
+
+    Attributes:
+        weight: its name in the table of weight gradients.
+        has_bias: whether there is a bias, of any variance, that receives a gradient.
+    """
 
     weight: str = "weight"
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if "bias_variance" in self.parameters and self.laws is LINEAR:
+            object.__setattr__(self, "laws", BIASED_LINEAR)
 
     def _track(self, signal: Signal, output: Signal, values: Values) -> None:
-        # Given x, y is Gaussian with covariance gain C: |y_i|^2/width follows |x_i|^2 and adds its
-        # own chi-square fluctuation, 2 B o B/width.
+        # Given x, y is Gaussian with covariance gain C + bias: |y_i|^2/width follows gain |x_i|^2
+        # and adds its own chi-square fluctuation, 2 B o B/width.
         assert signal.spread is not None
         gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
         own = output.kernel * output.kernel
         output.spread = signal.spread.mixed(gain * gain, own, 2 / output.width)
 
     def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values]:
-        # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j].
+        # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
+        # db = sum_i g_i.
         def norm() -> Values:
             size = self.parameters["fan_in"] * self.parameters["fan_out"]
             overlap = (signal.second_moment() * gradient.kernel).total(signal.seq_len)
-            return {self.weight: size * overlap}
+            norms = {self.weight: size * overlap}
+            if self.has_bias:
+                total = gradient.kernel.total(signal.seq_len)
+                norms[f"{self.weight}.bias"] = self.parameters["fan_out"] * total
+            return norms
 
         return norm
 

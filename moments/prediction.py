@@ -1,28 +1,21 @@
-"""`predict`: the moments of every layer of a declared model, without running it."""
+"""What a user holds: the predicted moments of every layer, and what can be asked of them."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import json
-import warnings as _warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .architecture import declare, declare_embedding
-from .attention import Padding
-from .checks import check_choice, check_count
-from .errors import DomainError, ValidityWarning
-from .inputs import check_mask, first_kernel, gaussian, last_kernel
-from .law import THEORIES, Theory
-from .propagate import Point, Trace, forward, start
-from .state import Gradient, Kernel, ratio_or_zero
+from .architecture import declare
+from .errors import DomainError
+from .law import Theory
+from .layout import Layout
+from .propagate import Trace
 from .transformer import Transformer
-from .validity import validity_warnings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +38,10 @@ class Prediction:
         grad_variance, grad_correlation: of dLoss/dx, means over draws of the weights.
         token_variance, token_grad_variance: by token, (..., N + 1, L) where resolved, else None.
         warnings: where a formula left its validity.
+        loss, loss_stderr: at initialisation, and the deviation of one draw of the weights from it;
+            None without a head.
+        logit_variance: mean square of the output logits; None without a head.
+        encoder: the encoder's own prediction; None without one.
     """
 
     model: Transformer
@@ -57,9 +54,13 @@ class Prediction:
     token_grad_variance: np.ndarray | None
     warnings: tuple[str, ...]
     trace: Trace = field(repr=False)
-    sequences: bool = field(default=False, repr=False)
+    layout: Layout = field(default_factory=Layout, repr=False)
     batch: int = field(default=1, repr=False)
-    real: np.ndarray | None = field(default=None, repr=False)
+    loss: float | None = None
+    loss_stderr: float | None = None
+    logit_variance: float | None = None
+    encoder: Prediction | None = field(default=None, repr=False)
+    outer_weights: Callable[[], list[tuple[int, str, Any]]] = field(default=list, repr=False)
 
     @property
     def grad_variance_typical(self) -> np.ndarray:
@@ -92,9 +93,8 @@ class Prediction:
                 f"theory {self.theory!r} gives means over draws only; "
                 'use theory="refined" for what one draw does'
             )
-        spread = log_variance(declare(self.model, self.theory), self.trace, self.batch)
-        if self.sequences:
-            spread = spread.mean(0)
+        batch = max(self.batch, self.layout.sequences)
+        spread = log_variance(declare(self.model, self.theory), self.trace, batch)
         return band(self.grad_variance, spread)
 
     def to_frame(self) -> pd.DataFrame:
@@ -104,11 +104,11 @@ class Prediction:
         """
         import pandas as pd
 
-        shape = self.variance.shape[:-1]
+        shape, moments = self.variance.shape[:-1], self.layout.moments
         frames = []
         for index in np.ndindex(shape):
             rows = [
-                (point.layer, point.site, *(_at(v, shape, index) for v in self._moments(point)))
+                (point.layer, point.site, *(_at(v, shape, index) for v in moments(point)))
                 for point in self.trace.points
             ]
             frame = pd.DataFrame(rows, columns=["layer", "site", *POINT_COLUMNS])
@@ -117,23 +117,24 @@ class Prediction:
             frames.append(frame)
         return pd.concat(frames, ignore_index=True)
 
-    def _moments(self, point: Point) -> tuple[Any, ...]:
-        return point_moments(point, self.sequences, self.real)
-
     def weight_gradients(self) -> pd.DataFrame:
-        """Expected squared gradient norm of every weight matrix: layer, weight, squared_norm.
+        """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
 
-        For one sequence, or the sum over those of `token_ids`, each as if alone in its batch: what
-        sequences share through a common text is left out. Theories that state no query or key
-        gradient have no such rows.
+        What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
+        `token_ids`; else for one sequence. Layer 0 holds embedding tables, layer N + 1 the head.
+        Theories that state no query or key gradient have no such rows.
+
+        Raises:
+            DomainError: several configurations were predicted at once.
         """
         import pandas as pd
 
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
+        rows = sorted([*self.trace.weights(), *self.outer_weights()], key=lambda row: row[0])
         return pd.DataFrame(
-            [(layer, weight, float(np.sum(n))) for layer, weight, n in self.trace.weights()],
+            [(layer, weight, float(np.sum(norm))) for layer, weight, norm in rows],
             columns=["layer", "weight", "squared_norm"],
         )
 
@@ -176,6 +177,11 @@ class Prediction:
             **{name: getattr(self, name).tolist() for name in quantities},
             "warnings": list(self.warnings),
         }
+        if self.loss is not None:
+            data["loss"], data["loss_stderr"] = self.loss, self.loss_stderr
+            data["logit_variance"] = self.logit_variance
+        if self.encoder is not None:
+            data["encoder"] = json.loads(self.encoder.to_json())
         return json.dumps(data, indent=2, allow_nan=False)
 
     def __repr__(self) -> str:
@@ -195,205 +201,5 @@ class Prediction:
         return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
 
 
-def point_moments(point: Point, sequences: bool = False, real: Any = None) -> tuple[Any, ...]:
-    """Token-averaged moments of one point, in the order of POINT_COLUMNS.
-
-    With `sequences`, the first axis counts sequences of one batch and is averaged over. `real`
-    tells the tokens that count, (..., L).
-    """
-
-    def average(value: Any) -> Any:
-        return np.mean(value, axis=0) if sequences else value
-
-    kernel = point.signal.kernel
-    variance, covariance = average(kernel.mean_diagonal(real)), average(kernel.mean_pairs(real))
-    mean: Any = point.signal.mean
-    if kernel.resolved:
-        mean = average(Kernel(mean + 0.0 * kernel.diagonal, 0.0, True).mean_diagonal(real))
-    if point.gradient is None:
-        return mean, variance, covariance / variance, np.nan, np.nan
-    received = point.gradient.kernel
-    grad_variance = average(received.mean_diagonal(real))
-    grad_correlation = ratio_or_zero(average(received.mean_pairs(real)), grad_variance)
-    return mean, variance, covariance / variance, grad_variance, grad_correlation
-
-
 def _at(value: Any, shape: tuple[int, ...], index: tuple[int, ...]) -> float:
     return float(np.broadcast_to(value, shape)[index])
-
-
-def predict(
-    model: Transformer,
-    *,
-    variance: Any = None,
-    correlation: Any = None,
-    grad_variance: Any = None,
-    grad_correlation: Any = None,
-    theory: Theory = "refined",
-    tokens: bool | None = None,
-    token_ids: Any = None,
-    segment_ids: Any = None,
-    kernel: Any = None,
-    grad_kernel: Any = None,
-    attention_mask: Any = None,
-    batch: int = 1,
-    progress: bool = False,
-) -> Prediction:
-    """Predict every layer's moments at initialisation.
-
-    Args:
-        model: the declaration.
-        variance, correlation: of the tensor that enters layer 1, scalars or arrays that broadcast;
-            None: from the embedding where one is declared, else 1 and 0.
-        grad_variance, grad_correlation: of the loss gradient at the last layer's output;
-            None: 1 and 0.
-        theory: "refined", "published" (the papers' full forms) or "simplified" (their Tables 1
-            and 2).
-        tokens: whether moments are resolved by token; None: where the model is causal, or a text
-            or a kernel is given, under the refined theory.
-        token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
-            tokens; None: Zipf's law.
-        segment_ids: likewise for the segment table; None with token_ids: one segment.
-        kernel: second moments E[x_i x_j] per feature of the tensor that enters layer 1, shape
-            (..., L, L), instead of variance and correlation.
-        grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
-        attention_mask: shape (L,) or (B, L), 1 for a real token and 0 for padding, which no token
-            attends to and which neither averages nor the loss count; None: all are real.
-        batch: sequences that share the weights; the more, the narrower `grad_variance_band`.
-        progress: whether to show a bar on standard error, layer by layer.
-
-    Raises:
-        DomainError: a bad argument, a feature the theory does not cover, or numbers that overflow.
-
-    Warns:
-        ValidityWarning: where a formula leaves the regime it was validated in; also in `warnings`.
-    """
-    if not isinstance(model, Transformer):
-        raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
-    check_choice("theory", theory, THEORIES)
-    check_count("batch", batch)
-    given = (token_ids, kernel, grad_kernel, attention_mask)
-    texts = any(value is not None for value in given)
-    resolved = (theory == "refined" and (model.causal or texts)) if tokens is None else tokens
-    _check_resolution(model, theory, resolved, texts and token_ids is None)
-    real = None if attention_mask is None else check_mask(attention_mask, model.seq_len, token_ids)
-    trace = Trace()
-    first = first_kernel(
-        model, theory, resolved, variance, correlation, token_ids, segment_ids, kernel
-    )
-    last = last_kernel(model, resolved, grad_variance, grad_correlation, grad_kernel)
-    sequences = token_ids is not None and resolved
-    if sequences and np.ndim(last.diagonal) < np.ndim(first.diagonal):
-        # Every sequence receives the same gradient moments.
-        last = Kernel.of_matrix(np.broadcast_to(last.pairs, first.pairs.shape))
-    if real is not None:
-        last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
-    signal = gaussian(first, model.seq_len, model.d_model, theory == "refined")
-    try:
-        with (
-            np.errstate(over="ignore", invalid="ignore", divide="ignore"),
-            _collector_paused(),
-            _layer_bar(trace, model.layers, progress),
-        ):
-            if kernel is None and variance is None and correlation is None and model.embedding:
-                rest = declare_embedding(model.embedding, model.d_model, theory)
-                signal, _ = forward(rest, signal, trace)
-            start(signal, trace)
-            _, backward = forward(declare(model, theory, _hashable(real)), signal, trace)
-            trace.stream()[0].gradient = backward(Gradient(last, model.seq_len))
-    except (OverflowError, ZeroDivisionError):
-        raise _overflow(theory, trace) from None
-    stream = trace.stream()
-    columns = [np.broadcast_arrays(*point_moments(p, sequences, real)[1:]) for p in stream]
-    moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
-    if not np.all(np.isfinite(moments)):
-        raise _overflow(theory, trace)
-    notes = validity_warnings(model, theory, trace)
-    for note in notes:
-        _warnings.warn(note, ValidityWarning, stacklevel=2)
-    tokens_v, tokens_g = _by_token(stream, sequences) if resolved else (None, None)
-    v, r, g, rg = moments
-    return Prediction(
-        model,
-        theory,
-        v,
-        r,
-        g,
-        rg,
-        tokens_v,
-        tokens_g,
-        notes,
-        trace,
-        sequences,
-        batch,
-        real,
-    )
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No garbage collection while a trace grows: many small objects, and no cycles among them."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _layer_bar(trace: Trace, layers: int, shown: bool) -> Iterator[None]:
-    """A progress bar over the layers of both passes, while `trace` is being written."""
-    if not shown:
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("layers, forward and backward", total=2 * layers)
-        trace.on_layer = lambda: bar.advance(task)
-        yield
-
-
-def _hashable(real: np.ndarray | None) -> Padding | None:
-    if real is None:
-        return None
-    return tuple(tuple(bool(v) for v in row) for row in np.atleast_2d(real))
-
-
-def _check_resolution(model: Transformer, theory: Theory, resolved: bool, kernels: bool) -> None:
-    if resolved and theory != "refined":
-        raise DomainError(
-            f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
-        )
-    if not resolved and kernels:
-        raise DomainError(
-            "kernel, grad_kernel and attention_mask are resolved by token: leave tokens=False out"
-        )
-    if not resolved and theory == "refined" and model.causal:
-        raise DomainError(
-            "tokens=False: under a causal mask tokens are not alike; leave tokens out, "
-            'or use theory="published", which ignores the mask'
-        )
-
-
-def _by_token(stream: list[Point], sequences: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Variances of signal and gradient, shape (..., N + 1, L)."""
-    gradients = [point.gradient.kernel.diagonal for point in stream if point.gradient is not None]
-    shape = np.broadcast_shapes(*(np.shape(g) for g in gradients))
-    both = []
-    for diagonals in ([point.signal.kernel.diagonal for point in stream], gradients):
-        stacked = np.stack([np.broadcast_to(d, shape) for d in diagonals], axis=-2)
-        both.append(stacked.mean(0) if sequences else stacked)
-    return both[0], both[1]
-
-
-def _overflow(theory: Theory, trace: Trace) -> DomainError:
-    broken = [p for p in trace.points if not np.all(np.isfinite(p.signal.kernel.pairs))]
-    point = (broken or trace.points[-1:])[0]
-    return DomainError(
-        f"the numbers overflow in layer {point.layer} at {point.site} under theory {theory!r}: "
-        "reduce the query and key variances, the depth or the scales"
-    )

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .composition import Chain, Component, Layer, Leaf, Residual
+import numpy as np
+
+from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Reader, Residual
+from .errors import DomainError
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 
 BackwardPass = Callable[[Gradient], Gradient]
@@ -29,6 +32,8 @@ class Trace:
     points: list[Point] = field(default_factory=list)
     layer: int = 0
     on_layer: Callable[[], None] | None = None  # called as each layer is passed, in either pass
+    memory: Signal | None = None  # what cross-attention reads
+    memory_gradients: list[Gradient] = field(default_factory=list)
     _weights: list[tuple[int, Callable[[], Mapping[str, Array]]]] = field(default_factory=list)
 
     def weights(self) -> list[tuple[int, str, Array]]:
@@ -47,13 +52,11 @@ def forward(component: Component, signal: Signal, trace: Trace) -> tuple[Signal,
     Returns the output and the backward pass, which carries a gradient at the output back to the
     input and fills in the trace's gradients.
     """
-    kind = type(component)
-    if kind is Chain:
-        return _chain(component, signal, trace)  # type: ignore[arg-type]
-    if kind is Residual:
-        return _residual(component, signal, trace)  # type: ignore[arg-type]
-    if kind is Layer:
-        return _layer(component, signal, trace)  # type: ignore[arg-type]
+    walk = _WALKS.get(type(component))
+    if walk is not None:
+        return walk(component, signal, trace)
+    if isinstance(component, Reader):
+        return _reader(component, signal, trace)
     return _leaf(component, signal, trace)  # type: ignore[arg-type]
 
 
@@ -119,19 +122,25 @@ def _chain(chain: Chain, signal: Signal, trace: Trace) -> tuple[Signal, Backward
     return signal, backward
 
 
-def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
-    branch, back = forward(node.branch, signal, trace)
-    skip, scale = _square(node.skip_scale), _square(node.branch_scale)
-    scale_free = not _normalises(node.branch)
+def _added(signal: Signal, branch: Signal, skip: Any, scale: Any) -> Signal:
+    """Sum of two tensors of independent directions, their kernels times `skip` and `scale`."""
     output = Signal(
         signal.kernel.mixed(skip, branch.kernel, scale), signal.seq_len, width=signal.width
     )
     if signal.spread is not None and branch.spread is not None:
-        # Stream and branch are independent in direction: |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with
-        # E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
+        # |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
         norms = signal.spread.mixed(skip * skip, branch.spread, scale * scale)
         cross = 4 * skip * scale / signal.width
         output.spread = norms.mixed(1.0, signal.kernel * branch.kernel, cross)
+    return output
+
+
+def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    branch, back = forward(node.branch, signal, trace)
+    skip, scale = _square(node.skip_scale), _square(node.branch_scale)
+    scale_free = not _normalises(node.branch)
+    output = _added(signal, branch, skip, scale)
+    if output.spread is not None:
         output.centred = None if signal.centred is None else signal.centred.scaled(skip)
 
     def backward(gradient: Gradient) -> Gradient:
@@ -145,6 +154,67 @@ def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, Bac
         return _merge(gradient, kept, returned, scale_free)
 
     return output, _recorded(trace, node.label, output, backward)
+
+
+def _parallel(node: Parallel, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    passes = [forward(branch, signal, trace) for branch in node.branches]
+    output = passes[0][0]
+    for branch, _ in passes[1:]:
+        output = _added(output, branch, 1.0, 1.0)
+
+    def backward(gradient: Gradient) -> Gradient:
+        kernels = [back(gradient.with_kernel(gradient.kernel)).kernel for _, back in passes]
+        total = kernels[0]
+        for kernel in kernels[1:]:
+            total = total + kernel
+        return Gradient(total, gradient.seq_len)
+
+    return output, backward
+
+
+def _bottom_to_top(node: BottomToTop, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    """The input added to an output that still carries it with amplitude a = skip skip' / deviation.
+
+    So two tokens' covariance gains (a_i + a_j) times the input's, beside the two kernels, and the
+    gradient's likewise on its way back.
+    """
+    between, back_attention = forward(node.attention, signal, trace)
+    entering, back_norm = forward(node.norm, between, trace)
+    inner, back_ffn = forward(node.ffn, entering, trace)
+    carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
+    carried = carried * node.attention.skip_scale * node.ffn.skip_scale
+    first, second = signal.kernel.over_tokens(carried)
+
+    def both(kernel: Kernel) -> Kernel:
+        return kernel.weighted(1 + 2 * carried, 1 + first + second)
+
+    kernel = inner.kernel + both(signal.kernel)
+    output = Signal(kernel, signal.seq_len, width=signal.width, spread=inner.spread)
+
+    def backward(gradient: Gradient) -> Gradient:
+        sent = back_attention(back_norm(back_ffn(gradient.with_kernel(gradient.kernel))))
+        return Gradient(sent.kernel + both(gradient.kernel), gradient.seq_len)
+
+    return output, _recorded(trace, node.label, output, backward)
+
+
+def _reader(node: Reader, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    if trace.memory is None:
+        raise DomainError("cross-attention has nothing to read: declare model.encoder")
+    output, pullback = node.attend(signal, trace.memory)
+    layer = trace.layer
+    point = Point(layer, node.label, output)
+    trace.points.append(point)
+
+    def backward(gradient: Gradient) -> Gradient:
+        point.gradient = gradient
+        pulled, to_memory = pullback(gradient)
+        trace.memory_gradients.append(to_memory)
+        if pulled.weights is not None:
+            trace._weights.append((layer, pulled.weights))
+        return pulled.gradient
+
+    return output, backward
 
 
 def _orthogonal_parts(
@@ -189,16 +259,30 @@ def _merge(gradient: Gradient, kept: Kernel, returned: Kernel, scale_free: bool)
 
 
 def _mixes_tokens(component: Component) -> bool:
-    if isinstance(component, Chain):
-        return any(_mixes_tokens(part) for part in component.parts)
-    return bool(getattr(component, "mixes_tokens", False))
+    return _any(component, "mixes_tokens")
 
 
 def _normalises(component: Component) -> bool:
+    return _any(component, "normalises")
+
+
+def _any(component: Component, mark: str) -> bool:
+    inner: tuple[Component, ...] = ()
     if isinstance(component, Chain):
-        return any(_normalises(part) for part in component.parts)
-    return bool(getattr(component, "normalises", False))
+        inner = component.parts
+    elif isinstance(component, Parallel):
+        inner = component.branches
+    return any(_any(part, mark) for part in inner) or bool(getattr(component, mark, False))
 
 
 def _square(scale: Any) -> Any:
     return scale * scale
+
+
+_WALKS: dict[type, Callable[..., tuple[Signal, BackwardPass]]] = {
+    Chain: _chain,
+    Residual: _residual,
+    Layer: _layer,
+    Parallel: _parallel,
+    BottomToTop: _bottom_to_top,
+}

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from .activations import ACTIVATION_LAWS, activation_laws, activation_names, leaky_slope
 from .errors import domain_error
 from .law import ComponentLaws
-from .laws import activation, attention, block, embedding, linear, noci, normalization, softmax
+from .laws import attention, block, embedding, gated, linear, noci, normalization, softmax
 
 _ALL = (
     embedding.TOKEN_EMBEDDING,
     embedding.SEGMENT_EMBEDDING,
     embedding.POSITION_EMBEDDING,
     linear.LINEAR,
+    linear.BIASED_LINEAR,
     linear.DROPOUT,
     linear.SCALE,
-    activation.RELU,
-    activation.GELU,
-    activation.GELU_TANH,
-    activation.IDENTITY,
+    *ACTIVATION_LAWS.values(),
+    gated.SWIGLU,
+    gated.GEGLU,
+    gated.GEGLU_TANH,
+    gated.REGLU,
+    gated.GLU,
+    gated.BILINEAR,
     normalization.LAYERNORM,
+    normalization.RMSNORM,
+    normalization.DYT,
     softmax.SOFTMAX,
     attention.ATTENTION_WITHOUT_VALUE,
     attention.ATTENTION,
@@ -38,11 +45,14 @@ def component(name: str) -> ComponentLaws:
     Raises:
         DomainError: no component of that name.
     """
-    if name not in COMPONENTS:
-        raise domain_error("component", name, f"one of {', '.join(COMPONENTS)}")
-    return COMPONENTS[name]
+    if name in COMPONENTS:
+        return COMPONENTS[name]
+    if name in activation_names() or leaky_slope(name) is not None:
+        return activation_laws(name)
+    raise domain_error("component", name, f"one of {', '.join(components())}")
 
 
 def components() -> tuple[str, ...]:
-    """Names of every component."""
-    return tuple(COMPONENTS)
+    """Names of every component, registered activations included."""
+    registered = (name for name in activation_names() if name not in COMPONENTS)
+    return (*COMPONENTS, *registered)

@@ -1,10 +1,10 @@
-"""Real torch modules: measure what their signal and gradient do, by hooks."""
+"""Real torch modules: measure, initialise, audit, fold and describe them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from moments.checks import check_count
 from moments.draws import Draw, WeightGradient
-from moments.errors import DomainError, MomentsError, domain_error
+from moments.errors import DomainError, domain_error
 from moments.hook_points import HookPoint, WeightPart, hook_points, weight_parts
 from moments.measurement import Measurement
 from moments.optional import optional
@@ -20,13 +20,41 @@ from moments.optional import optional
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
 
+    from moments.modules.audit import AuditReport, audit
+    from moments.modules.describe import describe, weight_statistics
+    from moments.modules.fold import fold
+    from moments.modules.initialize import Initialization, initialize
+    from moments.modules.scales import AppliedScales
+    from moments.modules.tensors import first_tensor
+    from moments.modules.watch import training, watched
     from moments.simulation.collector import Collector, squared_norm
 
-__all__ = ["HookPoint", "hook_points", "measure"]
+__all__ = [
+    "AppliedScales",
+    "AuditReport",
+    "HookPoint",
+    "Initialization",
+    "audit",
+    "describe",
+    "fold",
+    "hook_points",
+    "initialize",
+    "measure",
+    "weight_statistics",
+]
 
 Loss = Callable[[Any, Any], Tensor]
+ENCODER = "encoder."
+_STACKS = ("", ENCODER)
+
+# Ends of class names whose forward makes no labels of its own -> what makes a batch for them
+_NEED_LABELS = {
+    ("ForMaskedLM", "ForPreTraining"): "moments.text.mask_tokens",
+    ("ForConditionalGeneration", "ForImageClassification"): (
+        "moments.huggingface_modules.module_batch"
+    ),
+}
 
 
 def measure(
@@ -44,13 +72,15 @@ def measure(
     The module is left as it was: its mode, its gradients and torch's random state are restored.
 
     Args:
-        module: a Hugging Face BERT or GPT-2, bare or with its head, an nn.TransformerEncoder, or
-            any module with `sites`. With a module its weights stay as they are and the draws differ
-            in dropout alone, so that standard errors say nothing about other weights; with a
-            factory, called with seed, seed + 1, ..., every draw has fresh weights.
+        module: a Hugging Face module of a known family (see `moments.families`), bare or with its
+            head, an nn.TransformerEncoder, or any module with `sites`. With a module its weights
+            stay as they are and the draws differ in dropout alone, so that standard errors say
+            nothing about other weights; with a factory, called with seed, seed + 1, ..., every draw
+            has fresh weights.
         batch: keyword arguments of the module as a mapping of arrays or tensors, or its one
             positional argument. Tokens that `attention_mask` or `src_key_padding_mask` leave out
-            are left out of every moment.
+            are left out of every moment; of a decoder beside an encoder, those that
+            `decoder_attention_mask` leaves out.
         loss: takes the module's output and the batch as tensors, returns a scalar. None: the
             module's own loss; a causal head without labels predicts the next token; a module
             without a head gets a white gradient of variance 1 at its output.
@@ -61,12 +91,13 @@ def measure(
         progress: write one line per draw to standard error.
 
     Returns:
-        A Measurement. Its `logit_variance` is the mean squared logit; weight gradients are of the
+        A Measurement, with the encoder's as its `encoder` where there are two stacks. Its
+        `logit_variance` is the mean squared logit; weight gradients, of every parameter, are of the
         loss on the whole batch.
 
     Raises:
-        DomainError: an argument out of range, a path that is not in the module, or a
-            masked-language model without labels.
+        DomainError: an argument out of range, a path that is not in the module, or a module whose
+            task needs labels without them.
         MomentsError: the module's layers are not known, or a tensor is not differentiable.
     """
     check_count("seeds", seeds)
@@ -104,23 +135,48 @@ def _draw(
     inputs = _tensors(module, batch)
     if loss is None:
         _add_labels(module, inputs)
-    collector = Collector(_kept(inputs), batch_first=_batch_first(module))
-    with _training(module), _watched(module, points, collector):
+    first = _batch_first(module)
+    seen = {stack: Collector(_kept(inputs, stack, points), batch_first=first) for stack in _STACKS}
+    with training(module), ExitStack() as hooks:
+        for stack, collector in seen.items():
+            hooks.enter_context(watched(module, _of_stack(points, stack), collector))
         output = module(*inputs.positional, **inputs.named)
         top, cotangent = _objective(output, inputs, loss)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         ends = [*parameters.values(), *inputs.differentiable()]
         gradients = torch.autograd.grad(top, ends, cotangent, allow_unused=True)
-    by_name = dict(zip(parameters, gradients, strict=False))
+    norms = _norms(weights, dict(zip(parameters, gradients, strict=False)))
     logits = getattr(output, "logits", None)
+    encoder = None
+    if (own := seen[ENCODER]).signal:
+        encoder = Draw(own.signal, own.gradient, _of_encoder(norms, True))
     draw = Draw(
-        signal=collector.signal,
-        gradient=collector.gradient,
-        weight_gradients=_norms(weights, by_name),
+        signal=seen[""].signal,
+        gradient=seen[""].gradient,
+        weight_gradients=_of_encoder(norms, False),
         loss=float(top.detach()) if cotangent is None else None,
         logit_variance=None if logits is None else squared_norm(logits) / logits.numel(),
+        encoder=encoder,
     )
-    return draw, collector.sequences
+    return draw, seen[""].sequences
+
+
+def _of_stack(points: Iterable[HookPoint], stack: str) -> list[HookPoint]:
+    """The points of one stack, without its prefix."""
+    return [
+        point._replace(site=point.site.removeprefix(ENCODER))
+        for point in points
+        if point.site.startswith(ENCODER) == bool(stack)
+    ]
+
+
+def _of_encoder(norms: Mapping[WeightGradient, float], wanted: bool) -> dict[WeightGradient, float]:
+    """Rows of the encoder's parameters, or of all others, without the prefix."""
+    return {
+        row._replace(weight=row.weight.removeprefix(ENCODER)): norm
+        for row, norm in norms.items()
+        if row.weight.startswith(ENCODER) == wanted
+    }
 
 
 @dataclass
@@ -170,11 +226,13 @@ def _add_labels(module: nn.Module, inputs: _Inputs) -> None:
         ids = inputs.named.get("input_ids", inputs.positional[0] if inputs.positional else None)
         if ids is not None:
             inputs.named["labels"] = ids
-    elif kind.endswith(("ForMaskedLM", "ForPreTraining")):
-        raise DomainError(
-            f"batch has no 'labels' and {kind} cannot make its own: pass "
-            "{'input_ids': ..., 'labels': ...}, as moments.text.mask_tokens makes them, or a loss"
-        )
+        return
+    for ends, maker in _NEED_LABELS.items():
+        if kind.endswith(ends):
+            raise DomainError(
+                f"batch has no 'labels' and {kind} cannot make its own: pass "
+                f"them beside the inputs, as {maker} makes them, or a loss"
+            )
 
 
 def _objective(output: Any, inputs: _Inputs, loss: Loss | None) -> tuple[Tensor, Tensor | None]:
@@ -202,9 +260,10 @@ def _norms(
     return norms
 
 
-def _kept(inputs: _Inputs) -> Tensor | None:
-    """(batch, L), false at padding; None where there is none."""
-    mask = inputs.named.get("attention_mask")
+def _kept(inputs: _Inputs, stack: str, points: Iterable[HookPoint]) -> Tensor | None:
+    """(batch, L), false at padding of that stack; None where there is none."""
+    two = any(point.site.startswith(ENCODER) for point in points)
+    mask = inputs.named.get("decoder_attention_mask" if two and not stack else "attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
         return mask.bool()
     padding = inputs.named.get("src_key_padding_mask")
@@ -217,61 +276,3 @@ def _batch_first(module: nn.Module) -> bool:
     return all(
         part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention)
     )
-
-
-@contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
-    """Training mode, so that dropout acts; afterwards every submodule has its own mode again."""
-    modes = {part: part.training for part in module.modules()}
-    module.train()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-
-
-@contextmanager
-def _watched(
-    module: nn.Module, points: Iterable[HookPoint], collector: Collector
-) -> Iterator[None]:
-    """Show the collector every point as the module's forward passes it."""
-    by_tensor: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for point in points:
-        if point.side not in ("input", "output"):
-            raise domain_error(f"sites: side of {point.site}", point.side, "'input' or 'output'")
-        by_tensor.setdefault((point.path, point.side), []).append((point.layer, point.site))
-    modules = dict(module.named_modules())
-    with ExitStack() as hooks:
-        for (path, side), places in by_tensor.items():
-            if path not in modules:
-                raise domain_error(
-                    "sites: path", path, "a submodule", "list them with module.named_modules()"
-                )
-            hooks.callback(_hook(modules[path], side, places, collector).remove)
-        yield
-
-
-def _hook(
-    part: nn.Module, side: str, places: list[tuple[int, str]], collector: Collector
-) -> RemovableHandle:
-    def before(_: nn.Module, positional: Any, named: Any) -> None:
-        collector.watch(first_tensor([*positional, *named.values()]), places)
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        collector.watch(first_tensor(output), places)
-
-    if side == "input":
-        return part.register_forward_pre_hook(before, with_kwargs=True)
-    return part.register_forward_hook(after)
-
-
-def first_tensor(value: Any) -> Tensor:
-    """The tensor itself, or the first one of a tuple, list or mapping."""
-    if isinstance(value, Tensor):
-        return value
-    entries = value.values() if isinstance(value, Mapping) else value
-    tensors = [v for v in entries if isinstance(v, Tensor)] if np.iterable(entries) else []
-    if not tensors:
-        raise MomentsError(f"expected a tensor or a tuple of them, got {type(value).__name__}")
-    return tensors[0]

@@ -10,27 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from .checks import (
-    check_choice,
-    check_count,
-    check_fields,
-    check_flag,
-    check_in,
-    frozen_layers,
-)
+from .checks import check_fields
 from .embedding import Embedding
 from .errors import domain_error
-from .symbols import NONNEGATIVE, POSITIVE, PROBABILITY
-from .weights import LayerWeights, Weights
+from .positions import RelativeBias, Rotary
+from .weights import Biases, LayerWeights, Weights
 
 FORMAT_VERSION = 1
 
-NORM_PLACEMENTS = ("pre", "post", "none")
-NORMALIZATIONS = ("layernorm",)
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "identity")
-LAYERNORM_SCALINGS = (False, True, "after-norm")
-
 PerLayer = float | Sequence[float]
+PerBlock = float | Sequence[float] | Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -43,20 +32,53 @@ class Transformer:
         heads: attention heads.
         seq_len: tokens per sequence.
         d_ff: width of the feed-forward hidden layer; None: 4 * d_model.
-        norm: where normalisation sits: "pre", "post" or "none".
-        normalization: "layernorm".
-        activation: "relu", "gelu" (erf form), "gelu_tanh", or "identity" for linear networks.
+        norm: where normalisation sits. "pre", "post" or "none"; "sandwich" before and after every
+            block (Peri-LN's layers too); "mix": the first `post_layers` layers Post-LN, the others
+            Pre-LN; "hybrid": query, key and value normalised, and Post-LN around the feed-forward
+            block (HybridNorm); "b2t": Post-LN with a connection from each layer's input to its last
+            normalisation.
+        normalization: "layernorm", "rmsnorm" or "dyt" (tanh(dyt_alpha x) instead of a norm).
+        activation: "relu", "gelu" (erf form), "gelu_tanh", "silu", "identity", ... (see
+            `moments.activations.activation_names()`); "swiglu", "geglu", "geglu_tanh" and "reglu"
+            are the gated forms.
         dropout: probability of dropping an entry of each block's output.
         attention_dropout: the same for attention weights; None: as `dropout`.
         causal: whether a token sees only itself and earlier ones.
-        skip_scale: multiplies the stream at every residual addition; one number or one per layer.
-        branch_scale: multiplies a block's output there; one number or one per layer.
-        layernorm_scaling: True or "after-norm": layer l's normalised output times 1/sqrt(l).
-        weights: variances of the weight matrices; None: Weights.xavier(d_model, heads, d_ff).
+        skip_scale: multiplies the stream at every residual addition; one number, one per layer, or
+            a pair (attention, feed-forward) per layer.
+        branch_scale: multiplies a block's output there; likewise.
+        layernorm_scaling: LayerNorm Scaling, 1/sqrt(l) in layer l. True or "after-norm": on the
+            normalised output; "before-norm": on the normalisation's input; "after-block": on the
+            block's output; "after-residual": on the sum; "attention-only" and "ffn-only": after the
+            norm of that block alone.
+        weights: variances of the weight matrices; None: Weights.xavier(d_model, heads, d_ff, d_head).
         embedding: what feeds layer 1; None: the moments are given to `predict`.
+        head: what follows the last layer, down to the loss; None: its gradient is given.
         d_head: width of a head; None: d_model / heads.
-        temperature: divides the attention logits; one number or one per layer.
+        kv_heads: heads of keys and values, each shared by heads / kv_heads queries; None: heads.
+        temperature: divides the attention logits, beside sqrt(d_head); one number or one per layer.
         norm_epsilon: added to the variance under the normalisation's square root.
+        norm_affine: whether norms have learnable gains (and biases); they start at `norm_gain` and
+            0, and their gradients are predicted.
+        norm_bias: whether those of LayerNorm include biases.
+        norm_gain: root mean square of the block norms' gain; one number, one per layer, or a pair
+            (attention, feed-forward) per layer.
+        norm_groups: features are normalised in so many groups (Group-LN).
+        dyt_alpha: of "dyt".
+        post_layers: layers of norm="mix" that are Post-LN.
+        gated: whether the feed-forward block multiplies two maps, activation(x W_gate) * (x W_in).
+        activation_dropout: dropout on the feed-forward hidden layer.
+        biases: variances of the bias vectors; None: there are none.
+        parallel: whether attention and feed-forward block read the same stream and share one sum.
+        parallel_norms: 1 where they then share a norm, 2 where each has its own.
+        rotary: rotary positions of queries and keys.
+        alibi: whether logits have ALiBi's linear penalties.
+        relative_bias: T5's learned biases by relative position.
+        qk_norm: "rmsnorm" or "layernorm" of every head's queries and keys; None: neither.
+        logit_softcap: c in c tanh(logit/c); None: no cap.
+        window: how many tokens back attention reaches (and ahead, unless causal), itself included;
+            None: all; one value or one per layer.
+        encoder: the model whose output a decoder's cross-attention reads; None: there is none.
 
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
@@ -73,105 +95,94 @@ class Transformer:
     dropout: float = 0.0
     attention_dropout: float | None = None
     causal: bool = False
-    skip_scale: PerLayer = 1.0
-    branch_scale: PerLayer = 1.0
+    skip_scale: PerBlock = 1.0
+    branch_scale: PerBlock = 1.0
     layernorm_scaling: bool | str = False
     weights: Weights | None = None
-    embedding: Embedding | None = None
+    embedding: Any = None
+    head: Any = None
     d_head: int | None = field(default=None, kw_only=True)
+    kv_heads: int | None = field(default=None, kw_only=True)
     temperature: PerLayer = field(default=1.0, kw_only=True)
     norm_epsilon: float = field(default=0.0, kw_only=True)
+    norm_affine: bool = field(default=False, kw_only=True)
+    norm_bias: bool = field(default=True, kw_only=True)
+    norm_gain: PerBlock = field(default=1.0, kw_only=True)
+    norm_groups: int = field(default=1, kw_only=True)
+    dyt_alpha: float = field(default=0.5, kw_only=True)
+    post_layers: int = field(default=0, kw_only=True)
+    gated: bool = field(default=False, kw_only=True)
+    activation_dropout: float = field(default=0.0, kw_only=True)
+    biases: Biases | None = field(default=None, kw_only=True)
+    parallel: bool = field(default=False, kw_only=True)
+    parallel_norms: int = field(default=1, kw_only=True)
+    rotary: Rotary | None = field(default=None, kw_only=True)
+    alibi: bool = field(default=False, kw_only=True)
+    relative_bias: RelativeBias | None = field(default=None, kw_only=True)
+    qk_norm: str | None = field(default=None, kw_only=True)
+    logit_softcap: float | None = field(default=None, kw_only=True)
+    window: int | Sequence[int | None] | None = field(default=None, kw_only=True)
+    encoder: Transformer | None = field(default=None, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
     )
 
     def __post_init__(self) -> None:
-        check_count("layers", self.layers)
-        check_count("d_model", self.d_model, least=2)
-        check_count("heads", self.heads)
-        check_count("seq_len", self.seq_len, least=2)
-        check_choice("norm", self.norm, NORM_PLACEMENTS)
-        check_choice("normalization", self.normalization, NORMALIZATIONS)
-        check_choice("activation", self.activation, ACTIVATIONS)
-        check_choice("layernorm_scaling", self.layernorm_scaling, LAYERNORM_SCALINGS)
-        check_flag("causal", self.causal)
-        check_in("dropout", self.dropout, PROBABILITY, "pass 0.1 for ten percent")
-        check_in("norm_epsilon", self.norm_epsilon, NONNEGATIVE)
-        self._resolve_defaults()
-        if self.norm == "none" and self.layernorm_scaling:
-            raise domain_error(
-                "layernorm_scaling", self.layernorm_scaling, "False where norm is 'none'"
-            )
-        for name in ("skip_scale", "branch_scale", "temperature"):
-            self._set(name, self._per_layer(name, getattr(self, name)))
-        assert self.weights is not None
-        self.weights.check_layers(self.layers)
+        from .declaration import check
 
-    def _resolve_defaults(self) -> None:
-        defaulted = {
-            name
-            for name in ("d_ff", "attention_dropout", "weights", "d_head")
-            if getattr(self, name) is None
-        }
-        self._set("_defaulted", frozenset(defaulted))
-        if self.d_ff is None:
-            self._set("d_ff", 4 * self.d_model)
-        check_count("d_ff", self.d_ff)
-        if self.d_head is None:
-            if self.d_model % self.heads:
-                raise domain_error(
-                    "heads",
-                    self.heads,
-                    f"a divisor of d_model = {self.d_model}",
-                    "change one of them, or pass d_head",
-                )
-            self._set("d_head", self.d_model // self.heads)
-        check_count("d_head", self.d_head)
-        if self.attention_dropout is None:
-            self._set("attention_dropout", self.dropout)
-        check_in("attention_dropout", self.attention_dropout, PROBABILITY)
-        if self.weights is None:
-            self._set("weights", Weights.xavier(self.d_model, self.heads, self.d_ff))
-        if not isinstance(self.weights, Weights):
-            raise domain_error("weights", self.weights, "a moments.Weights, or None for Xavier")
-        if self.embedding is not None and not isinstance(self.embedding, Embedding):
-            raise domain_error("embedding", self.embedding, "a moments.Embedding, or None")
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _per_layer(self, name: str, value: PerLayer) -> PerLayer:
-        check_in(name, value, POSITIVE, "scales multiply amplitudes")
-        entries = frozen_layers(name, value)
-        if isinstance(entries, tuple) and len(entries) != self.layers:
-            raise domain_error(
-                name, f"{len(entries)} numbers", f"one number, or one per layer ({self.layers})"
-            )
-        return entries
+        check(self)
 
     # --- what each layer has -------------------------------------------------------------------
 
     @property
     def skip_scales(self) -> np.ndarray:
-        """lambda of every layer, shape (N,)."""
-        return np.broadcast_to(np.asarray(self.skip_scale, dtype=float), self.layers).copy()
+        """lambda of every layer, shape (N,); (N, 2) where attention and feed-forward differ."""
+        return self._each("skip_scale")
 
     @property
     def branch_scales(self) -> np.ndarray:
-        """beta of every layer, shape (N,)."""
-        return np.broadcast_to(np.asarray(self.branch_scale, dtype=float), self.layers).copy()
+        """beta of every layer, shape (N,); (N, 2) where attention and feed-forward differ."""
+        return self._each("branch_scale")
 
     @property
     def temperatures(self) -> np.ndarray:
         """Divisor of the attention logits in every layer, shape (N,)."""
-        return np.broadcast_to(np.asarray(self.temperature, dtype=float), self.layers).copy()
+        return self._each("temperature")
+
+    @property
+    def norm_gains(self) -> np.ndarray:
+        """Root mean square of the norms' gains, (N, 2): attention and feed-forward block."""
+        return self.by_block("norm_gain")
 
     @property
     def norm_scales(self) -> np.ndarray:
-        """Multiplier of the normalised output in every layer, shape (N,)."""
+        """LayerNorm Scaling's factor of every layer, shape (N,); 1 without it."""
         if not self.layernorm_scaling:
             return np.ones(self.layers)
         return np.array([1 / math.sqrt(n) for n in range(1, self.layers + 1)])
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Reach of attention in every layer."""
+        return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
+
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """Where normalisation sits in every layer: "mix" resolved into "post" and "pre"."""
+        if self.norm != "mix":
+            return (self.norm,) * self.layers
+        return ("post",) * self.post_layers + ("pre",) * (self.layers - self.post_layers)
+
+    def by_block(self, name: str) -> np.ndarray:
+        """A scale of every layer, (N, 2): attention (and cross-attention), feed-forward."""
+        values = np.asarray(getattr(self, name), dtype=float)
+        return np.broadcast_to(
+            values.reshape(-1, 1) if values.ndim < 2 else values, (self.layers, 2)
+        )
+
+    def _each(self, name: str) -> np.ndarray:
+        values = np.asarray(getattr(self, name), dtype=float)
+        return values.copy() if values.ndim else np.full(self.layers, float(values))
 
     def layer_weights(self, layer: int) -> LayerWeights:
         """Weight variances of layer `layer`, counted from 1."""
@@ -214,9 +225,9 @@ class Transformer:
             if not f.init:
                 continue
             value = None if f.name in self._defaulted else getattr(self, f.name)
-            if isinstance(value, Weights | Embedding):
+            if hasattr(value, "to_dict"):
                 value = value.to_dict()
-            data[f.name] = list(value) if isinstance(value, tuple) else value
+            data[f.name] = _lists(value)
         return data
 
     @classmethod
@@ -231,44 +242,47 @@ class Transformer:
         if version != FORMAT_VERSION:
             raise domain_error("format", version, f"{FORMAT_VERSION}")
         check_fields("model", fields, dataclasses.fields(cls))
-        if fields.get("weights") is not None:
-            fields["weights"] = Weights.from_dict(fields["weights"])
-        if fields.get("embedding") is not None:
-            fields["embedding"] = Embedding.from_dict(fields["embedding"])
+        for name, read in _readers().items():
+            if fields.get(name) is not None:
+                fields[name] = read(fields[name])
         return cls(**fields)
 
-    def _summary(self) -> list[tuple[str, str]]:
-        mask = "causal" if self.causal else "full attention"
-        rows = [
-            ("shape", f"{self.layers} layers, d_model {self.d_model}, d_ff {self.d_ff}"),
-            ("attention", f"{self.heads} heads of {self.d_head}, {self.seq_len} tokens, {mask}"),
-            ("normalisation", f"{self.normalization}, {self.norm}"),
-            ("activation", self.activation),
-            ("dropout", f"{self.dropout:g} on blocks, {self.attention_dropout:g} on attention"),
-            ("scales", f"skip {_range(self.skip_scales)}, branch {_range(self.branch_scales)}"),
-            ("weights", str(self.weights)),
-        ]
-        if self.layernorm_scaling:
-            rows.append(("layernorm scaling", "1/sqrt(layer) after the norm"))
-        if self.embedding is not None:
-            rows.append(("embedding", str(self.embedding)))
-        return rows
-
     def __str__(self) -> str:
-        rows = self._summary()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(["Transformer", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+        from .summary import text
+
+        return text(self)
 
     def _repr_html_(self) -> str:
-        from html import escape
+        from .summary import html
 
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{escape(n)}</th><td>{escape(t)}</td></tr>"
-            for n, t in self._summary()
-        )
-        return f"<table><caption>Transformer</caption>{cells}</table>"
+        return html(self)
 
 
-def _range(values: np.ndarray) -> str:
-    low, high = float(values.min()), float(values.max())
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+def _lists(value: Any) -> Any:
+    return [_lists(entry) for entry in value] if isinstance(value, tuple) else value
+
+
+def _readers() -> dict[str, Any]:
+    """What reads each field that is a declaration of its own."""
+
+    def embedding(data: Mapping[str, Any]) -> Any:
+        if "patch_size" not in data:
+            return Embedding.from_dict(data)
+        from .patches import PatchEmbedding
+
+        return PatchEmbedding.from_dict(data)
+
+    def head(data: Mapping[str, Any]) -> Any:
+        from .head import Head
+
+        return Head.from_dict(data)
+
+    return {
+        "weights": Weights.from_dict,
+        "biases": Biases.from_dict,
+        "embedding": embedding,
+        "head": head,
+        "rotary": Rotary.from_dict,
+        "relative_bias": RelativeBias.from_dict,
+        "encoder": Transformer.from_dict,
+    }

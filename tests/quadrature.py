@@ -70,6 +70,24 @@ CLOSED: dict[str, ActivationReference] = {
     "identity": ActivationReference(
         lambda x: x, lambda x: mp.mpf(1), lambda m, s: m, lambda m, s: mp.mpf(1)
     ),
+    "leaky_relu": ActivationReference(
+        lambda x: max(x, x / 100),
+        lambda x: mp.mpf(1) if x > 0 else mp.mpf(1) / 100,
+        lambda m, s: m / 100 + mp.mpf(99) / 100 * _relu_mean(m, s),
+        lambda m, s: mp.mpf(1) / 100 + mp.mpf(99) / 100 * _relu_mean_slope(m, s),
+    ),
+    "relu_squared": ActivationReference(
+        lambda x: max(x, mp.mpf(0)) ** 2,
+        lambda x: 2 * max(x, mp.mpf(0)),
+        lambda m, s: s * s * _relu_mean_slope(m, s) + m * _relu_mean(m, s),
+        lambda m, s: 2 * _relu_mean(m, s),
+    ),
+    "erf": ActivationReference(
+        mp.erf,
+        lambda x: 2 / mp.sqrt(mp.pi) * mp.exp(-x * x),
+        lambda m, s: mp.erf(m / mp.sqrt(1 + 2 * s * s)),
+        lambda m, s: 2 / mp.sqrt(mp.pi * (1 + 2 * s * s)) * mp.exp(-m * m / (1 + 2 * s * s)),
+    ),
 }
 
 
@@ -124,17 +142,50 @@ def _gelu_tanh_slope(x: np.ndarray) -> np.ndarray:
     )
 
 
+def _logistic(x: np.ndarray) -> np.ndarray:
+    return np.exp(-np.logaddexp(0.0, -x))
+
+
+def _weighted(rate: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """x times the logistic function of rate x, and its derivative."""
+    return (
+        lambda x: x * _logistic(rate * x),
+        lambda x: _logistic(rate * x) + rate * x * _logistic(rate * x) * _logistic(-rate * x),
+    )
+
+
+def _mish(x: np.ndarray) -> np.ndarray:
+    return x * np.tanh(np.logaddexp(0.0, x))
+
+
+def _mish_slope(x: np.ndarray) -> np.ndarray:
+    gate = np.tanh(np.logaddexp(0.0, x))
+    return gate + x * _logistic(x) / np.cosh(np.logaddexp(0.0, x)) ** 2
+
+
+def squashed(alpha: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """tanh(alpha x) and its derivative."""
+    return lambda x: np.tanh(alpha * x), lambda x: alpha / np.cosh(alpha * x) ** 2
+
+
 # Functions without closed conditional means: the trapezoidal rule on the whole plane converges
 # exponentially for analytic integrands, and halving its step proves that it has.
 GRIDDED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope)
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
+    "sigmoid": (_logistic, lambda x: _logistic(x) * _logistic(-x)),
+    "silu": _weighted(1.0),
+    "quick_gelu": _weighted(1.702),
+    "tanh": squashed(1.0),
+    "softplus": (lambda x: np.logaddexp(0.0, x), _logistic),
+    "mish": (_mish, _mish_slope),
 }
 
 
 def _trapezoid(count: int) -> tuple[np.ndarray, np.ndarray]:
     nodes = np.linspace(-9.5, 9.5, count)
-    weights = np.exp(-(nodes**2) / 2) / math.sqrt(2 * math.pi) * (nodes[1] - nodes[0])
-    return nodes, weights
+    weights = np.exp(-(nodes**2) / 2)
+    # Their sum is 1 but for rounding, which differences of moments would keep.
+    return nodes, weights / weights.sum()
 
 
 def _converged(estimate: Callable[[int], float], counts: tuple[int, ...]) -> float:
@@ -143,8 +194,13 @@ def _converged(estimate: Callable[[int], float], counts: tuple[int, ...]) -> flo
     return values[-1]
 
 
-def gridded_single(name: str, power: int, variance: float, *, slope: bool = False) -> float:
-    function = GRIDDED[name][slope]
+def gridded(name: str | float) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A function and its derivative by name; a number is the alpha of tanh(alpha x)."""
+    return GRIDDED[name] if isinstance(name, str) else squashed(name)
+
+
+def gridded_single(name: str | float, power: int, variance: float, *, slope: bool = False) -> float:
+    function = gridded(name)[slope]
 
     def estimate(count: int) -> float:
         nodes, weights = _trapezoid(count)
@@ -154,9 +210,9 @@ def gridded_single(name: str, power: int, variance: float, *, slope: bool = Fals
 
 
 def gridded_pair(
-    name: str, variance: float, other: float, correlation: float, *, slope: bool = False
+    name: str | float, variance: float, other: float, correlation: float, *, slope: bool = False
 ) -> float:
-    function = GRIDDED[name][slope]
+    function = gridded(name)[slope]
     rest = math.sqrt((1 - correlation) * (1 + correlation))
 
     def estimate(count: int) -> float:
@@ -172,8 +228,8 @@ def _pair(values: dict[str, float]) -> tuple[float, float, float]:
     return values["x_variance"], values["x_other_variance"], values["x_correlation"]
 
 
-def _activation_references(name: str) -> dict[str, Reference]:
-    if name in GRIDDED:
+def _activation_references(name: str | float) -> dict[str, Reference]:
+    if name in GRIDDED or not isinstance(name, str):
         single = lambda power, v, slope=False: gridded_single(name, power, v, slope=slope)  # noqa: E731
         pair = lambda v, w, r, slope=False: gridded_pair(name, v, w, r, slope=slope)  # noqa: E731
     else:
@@ -203,6 +259,59 @@ def _activation_references(name: str) -> dict[str, Reference]:
         ),
         "kurtosis": lambda x_variance, **_: single(4, x_variance) / single(2, x_variance) ** 2,
     }
+
+
+def _dyt(quantity: str) -> Reference:
+    return lambda alpha, **values: _activation_references(alpha)[quantity](**values)
+
+
+# --- gated units: a function of one Gaussian times an independent one ----------------------------
+
+
+def _factor_product(values: dict[str, float]) -> float:
+    """E u u' over two values with those moments."""
+    v, c = values["factor_variance"], values["factor_covariance"]
+    return sum(p * u * other for p, u, other in two_points(0.0, v, 0.0, v, c / v))
+
+
+def _gated_references(name: str) -> dict[str, Reference]:
+    of = _activation_references(name)
+
+    def moment(values: dict[str, float]) -> float:
+        w = values["x_other_variance"]
+        return of["covariance"](**values) + of["mean"](**values) * of["mean"](x_variance=w)
+
+    def square(values: dict[str, float]) -> float:
+        return of["variance"](**values) + of["mean"](**values) ** 2
+
+    def factor_kurtosis() -> float:
+        second, fourth = (sum(p * x**k for p, x in NORMAL_POINTS) for k in (2, 4))
+        return fourth / second**2
+
+    return {
+        # The rows of weights that make the factor are symmetric.
+        "mean": lambda **_: _row_mean(1.0),
+        "hidden_covariance": lambda **_: _row_mean(1.0),
+        "variance": lambda **values: square(values) * values["factor_variance"],
+        "covariance": lambda **values: moment(values) * _factor_product(values),
+        "grad_variance": lambda **values: of["grad_variance"](**values) * values["factor_variance"],
+        "grad_covariance": lambda **values: (
+            of["grad_covariance"](**values) * _factor_product(values)
+        ),
+        "grad_factor": lambda **values: square(values) * values["grad_variance"],
+        "grad_factor_covariance": lambda **values: moment(values) * values["grad_covariance"],
+        "kurtosis": lambda **values: of["kurtosis"](**values) * factor_kurtosis(),
+    }
+
+
+GATES = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "bilinear": "identity",
+}
 
 
 # --- linear maps, dropout, scales: enumeration of discrete distributions --------------------------
@@ -311,6 +420,24 @@ LINEAR: dict[str, Reference] = {
         )
     ),
     "kurtosis": lambda **_: _gaussian_row_kurtosis(),
+}
+
+
+def _with_bias(reference: Reference) -> Reference:
+    """A bias of either sign, the same at both tokens, averaged over."""
+    return lambda bias_variance, **values: (
+        reference(**values)
+        + sum(b * b for b in (-math.sqrt(bias_variance), math.sqrt(bias_variance))) / 2
+    )
+
+
+BIASED_LINEAR: dict[str, Reference] = {
+    **{
+        quantity: (lambda bias_variance, reference=reference, **values: reference(**values))
+        for quantity, reference in LINEAR.items()
+    },
+    "variance": _with_bias(LINEAR["variance"]),
+    "covariance": _with_bias(LINEAR["covariance"]),
 }
 
 
@@ -517,6 +644,44 @@ LAYERNORM: dict[str, Reference] = {
 }
 
 
+def _rms_normalised(d_model: int, x_variance: float, epsilon: float) -> np.ndarray:
+    vector = np.random.default_rng(8).normal(size=int(d_model))
+    vector *= math.sqrt(x_variance / (vector**2).mean())
+    return np.asarray(vector / np.sqrt((vector**2).mean() + epsilon))
+
+
+def _direction_kurtosis(d_model: int) -> float:
+    """Kurtosis of an entry of a uniform direction: x_1^2/|x|^2 is Beta(1/2, (d - 1)/2)."""
+    with mp.workdps(DIGITS):
+        a, b = mp.mpf(1) / 2, (mp.mpf(int(d_model)) - 1) / 2
+        moments = [mp.beta(a + k, b) / mp.beta(a, b) for k in (1, 2)]
+        return float(moments[1] / moments[0] ** 2)
+
+
+def _sign_average(d_model: int, x_variance: float, epsilon: float) -> tuple[float, float]:
+    """Mean of an entry, and of the product of two, over the signs of a token's features."""
+    entries = [
+        _rms_normalised(d_model, x_variance, epsilon)[:2] * np.array(signs)
+        for signs in itertools.product((-1.0, 1.0), repeat=2)
+    ]
+    stack = np.stack(entries)
+    return float(stack[:, 0].mean()), float(stack.prod(-1).mean())
+
+
+RMSNORM: dict[str, Reference] = {
+    "mean": lambda d_model, x_variance, epsilon, **_: _sign_average(d_model, x_variance, epsilon)[
+        0
+    ],
+    "hidden_covariance": lambda d_model, x_variance, epsilon, **_: _sign_average(
+        d_model, x_variance, epsilon
+    )[1],
+    "variance": lambda d_model, x_variance, epsilon, **_: float(
+        (_rms_normalised(d_model, x_variance, epsilon) ** 2).mean()
+    ),
+    "kurtosis": lambda d_model, **_: _direction_kurtosis(d_model),
+}
+
+
 # --- the feed-forward block: two linear maps around a ReLU ----------------------------------------
 
 
@@ -551,7 +716,10 @@ FFN_BLOCK: dict[str, Reference] = {
 
 _BY_COMPONENT: dict[str, dict[str, Reference]] = {
     **{name: _activation_references(name) for name in (*CLOSED, *GRIDDED)},
+    **{name: _gated_references(gate) for name, gate in GATES.items()},
+    "dyt": {quantity: _dyt(quantity) for quantity in _activation_references("tanh")},
     "linear": LINEAR,
+    "biased_linear": BIASED_LINEAR,
     "dropout": DROPOUT,
     "scale": SCALE,
     "token_embedding": _embedding(
@@ -575,6 +743,7 @@ _BY_COMPONENT: dict[str, dict[str, Reference]] = {
         for name in ("attention", "attention_block")
     },
     "layernorm": LAYERNORM,
+    "rmsnorm": RMSNORM,
     "ffn_block": FFN_BLOCK,
 }
 

@@ -11,6 +11,8 @@ import pytest
 
 import moments
 from moments.errors import DomainError, ValidityWarning
+from moments.head import Head
+from moments.weights import Biases
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,8 +58,24 @@ def test_bert() -> None:
     assert (m.dropout, m.attention_dropout, m.norm_epsilon) == (0.05, 0.15, 1e-6)
     assert m.weights == moments.Weights.normal(0.03**2)
     assert m.embedding == moments.Embedding(
-        1000, 0.03**2, 0.03**2, 0.03**2, norm=True, dropout=0.05, norm_epsilon=1e-6
+        1000,
+        0.03**2,
+        0.03**2,
+        0.03**2,
+        norm=True,
+        dropout=0.05,
+        norm_epsilon=1e-6,
+        padding_id=0,
     )
+    assert m.head == Head(
+        norm=False,
+        transform="relu",
+        transform_variance=0.03**2,
+        transform_bias_variance=0.0,
+        bias=True,
+        loss="masked",
+    )
+    assert (m.biases, m.norm_affine) == (Biases(), True)
 
 
 def test_gpt2() -> None:
@@ -67,6 +85,8 @@ def test_gpt2() -> None:
     assert (m.dropout, m.attention_dropout, m.norm_epsilon) == (0.0, 0.2, 1e-4)
     assert m.weights == moments.Weights.normal(0.01**2, output_divisor=10)
     assert m.embedding == moments.Embedding(700, 0.01**2, 0.01**2, dropout=0.3)
+    assert m.head == Head()
+    assert (m.biases, m.norm_affine) == (Biases(), True)
 
 
 @pytest.mark.parametrize("config", [BERT, GPT2], ids=["bert", "gpt2"])
@@ -150,8 +170,6 @@ def test_seq_len() -> None:
         (BERT, "position_embedding_type", "relative_key"),
         (BERT, "is_decoder", True),
         (BERT, "add_cross_attention", True),
-        (GPT2, "scale_attn_weights", False),
-        (GPT2, "scale_attn_by_inverse_layer_idx", True),
         (GPT2, "add_cross_attention", True),
     ],
 )
@@ -161,6 +179,14 @@ def test_what_is_not_modelled_is_named(config: dict[str, Any], entry: str, value
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert changed == moments.from_huggingface(config)
+
+
+def test_logits_that_are_scaled_otherwise() -> None:
+    """Logits over sqrt(d_head) and over the layer's number: as a temperature."""
+    unscaled = moments.from_huggingface({**GPT2, "scale_attn_weights": False})
+    assert unscaled.temperature == pytest.approx(1 / 4)
+    by_layer = moments.from_huggingface({**GPT2, "scale_attn_by_inverse_layer_idx": True})
+    assert by_layer.temperature == (1.0, 2.0, 3.0, 4.0, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +204,7 @@ def test_unknown_activation() -> None:
 
 
 def test_bad_configs(tmp_path: Path) -> None:
-    with pytest.raises(DomainError, match=r"model_type = 'resnet': must be one of bert, .*gpt2"):
+    with pytest.raises(DomainError, match=r"model_type = 'resnet': must be one of .*bert, .*gpt2"):
         moments.from_huggingface({"model_type": "resnet"})
     with pytest.raises(DomainError, match="model_type = None"):
         moments.from_huggingface({"hidden_size": 3})
@@ -261,9 +287,11 @@ def test_presets_have_the_published_sizes(name: str) -> None:
 @pytest.mark.parametrize("name", moments.preset.names())
 def test_presets_are_real_configs(name: str) -> None:
     config = moments.preset.config(name)
-    if config["model_type"] in ("bert", "gpt2"):
-        assert moments.preset(name) == moments.from_huggingface(pretrained(config))
-    assert moments.preset(name, seq_len=64).seq_len == 64
+    entries = {key: value for key, value in config.items() if key != "model_type"}
+    real = transformers.AutoConfig.for_model(config["model_type"], **entries)
+    assert moments.preset(name) == moments.from_huggingface(real)
+    if config["model_type"] != "vit":
+        assert moments.preset(name, seq_len=64).seq_len == 64
     config["hidden_size"] = 1
     assert moments.preset.config(name) != config
 

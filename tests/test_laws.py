@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from quadrature import (
     CLOSED,
     DIGITS,
+    GATES,
     GRIDDED,
     REFERENCES,
     AttentionSetting,
@@ -31,7 +32,7 @@ from moments.errors import DomainError
 from moments.law import QUANTITIES, THEORIES, Law, Source
 from moments.symbols import SYMBOLS, Interval
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "identity")
+ACTIVATIONS = tuple(sorted({*CLOSED, *GRIDDED}))
 
 
 def _every_law() -> list[Any]:
@@ -223,6 +224,11 @@ _ACTIVATION_POINTS = [
     }
     for v, w, r in _PAIRS
 ]
+_GATED_POINTS = [
+    {**point, "factor_variance": 0.6, "factor_covariance": -0.2}
+    for point in _ACTIVATION_POINTS
+    if (point["x_variance"], point["x_correlation"]) in ((1.0, 0.3), (1.0, _NEAR), (0.5, 0.7))
+]
 _LINEAR_POINTS = [
     {
         "x_mean": mean,
@@ -259,9 +265,13 @@ _FFN_POINTS = [
 ]
 POINTS: dict[str, list[dict[str, float]]] = {
     **dict.fromkeys(ACTIVATIONS, _ACTIVATION_POINTS),
+    **dict.fromkeys(GATES, _GATED_POINTS),
+    "dyt": [{**point, "alpha": alpha} for point in _GATED_POINTS for alpha in (0.3, 1.0)],
     **dict.fromkeys(("linear", "dropout", "scale"), _LINEAR_POINTS),
+    "biased_linear": [{**point, "bias_variance": 0.7} for point in _LINEAR_POINTS],
     **{f"{table}_embedding": _EMBEDDING_POINTS for table in ("token", "segment", "position")},
     "layernorm": _LAYERNORM_POINTS,
+    "rmsnorm": [*_LAYERNORM_POINTS, {"d_model": 16, "x_variance": 0.3, "epsilon": 0.2}],
     "ffn_block": _FFN_POINTS,
     "softmax": [{"seq_len": 2}, {"seq_len": 7}],
     "attention_without_value": [{}],
@@ -313,7 +323,8 @@ def test_conditional_means_of_the_references(name: str) -> None:
 def test_scalars_and_arrays_take_the_same_value_at_equality(name: str) -> None:
     """r = 1 is the single-token law whichever way it is written."""
     laws = moments.component(name).under("published")
-    for v in (1e-3, 0.3, 4.0, 25.0):
+    largest = laws["variance"].domain["x_variance"].upper
+    for v in (1e-3, 0.3, 4.0, min(25.0, largest)):
         same = laws["variance"](x_variance=v)
         for r in (1.0, np.array([1.0]), np.array([[1.0]])):
             pair = laws["covariance"](x_variance=v, x_correlation=r)
@@ -517,7 +528,7 @@ def test_every_published_approximation_is_checked() -> None:
 
 # --- properties -----------------------------------------------------------------------------------
 
-variances = st.floats(1e-3, 25.0)  # inside every activation's domain
+variances = st.floats(1e-3, 9.0)  # inside every activation's domain
 correlations = st.floats(-1.0, 1.0)
 relaxed = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -547,7 +558,7 @@ def test_the_two_tokens_are_interchangeable(
     common = {"x_correlation": r, "grad_covariance": 1.0}
     one = law(x_variance=v, x_other_variance=w, **common)
     assert one == pytest.approx(
-        law(x_variance=w, x_other_variance=v, **common), rel=1e-11, abs=1e-13 * math.sqrt(v * w)
+        law(x_variance=w, x_other_variance=v, **common), rel=1e-10, abs=1e-13 * math.sqrt(v * w)
     )
 
 

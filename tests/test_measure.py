@@ -9,8 +9,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import moments.torch as measured_by  # noqa: E402
+from moments.families.sizes import sized_config  # noqa: E402
 from moments.hook_points import hook_points  # noqa: E402
-from moments.huggingface_modules import build_module, measure_config, text_batch  # noqa: E402
+from moments.huggingface_modules import (  # noqa: E402
+    build_module,
+    image_batch,
+    measure_config,
+    module_batch,
+    text_batch,
+)
 
 SEQ_LEN = 16
 BERT = {
@@ -32,6 +39,7 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+T5, VIT = sized_config("t5", 2), sized_config("vit", 2)
 CONFIGS = pytest.mark.parametrize("config", [BERT, GPT2], ids=["bert", "gpt2"])
 LAYER_SITES = {
     f"{block}.{site}"
@@ -54,6 +62,8 @@ def without_dropout(module):
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
+        elif isinstance(getattr(part, "dropout", None), float):
+            part.dropout = 0.0  # of attention weights, where it is no module
     return module
 
 
@@ -63,6 +73,8 @@ def test_every_site_is_found(config):
     frame = measured.to_frame()
     for layer in (1, 2):
         assert set(frame[frame["layer"] == layer]["site"]) == LAYER_SITES
+    after = {"logits"} | ({"head.transform", "head.norm"} if config is BERT else {"final.norm"})
+    assert set(frame[frame["layer"] == 3]["site"]) == after
     before = {"embedding.sum", "embedding", "stream"}
     before |= {"embedding.norm"} if config is BERT else set()
     assert set(frame[frame["layer"] == 0]["site"]) == before
@@ -116,7 +128,9 @@ def test_moments_are_those_of_the_tensors_themselves(config):
         total = float(gradients[name].double().square().sum())
         assert rows["squared_norm"].sum() == pytest.approx(total, rel=1e-5)
     layer = norms[norms["layer"] == 2].set_index("weight")["squared_norm"]
-    assert set(layer.index) == {"query", "key", "value", "output", "ffn_in", "ffn_out"}
+    matrices = {"query", "key", "value", "output", "ffn_in", "ffn_out"}
+    norms = {f"{b}.norm.{p}" for b in ("attention", "ffn") for p in ("gain", "bias")}
+    assert set(layer.index) == matrices | {f"{name}.bias" for name in matrices} | norms
     if config is GPT2:
         fused = gradients["transformer.h.1.attn.c_attn.weight"].double()
         for place, name in enumerate(("query", "key", "value")):
@@ -261,6 +275,44 @@ def test_padding_counts_nowhere():
     assert not padded.token_variance[:, 10:].any()
 
 
+def test_padding_of_an_encoder_and_its_decoder():
+    """Each stack's moments leave its own padding out; labels are the decoder's inputs, shifted."""
+    module = without_dropout(build_module(T5))
+    ids = text_batch(T5, seq_len=SEQ_LEN, batch=1)
+    short = measured_by.measure(
+        module, {"input_ids": ids["input_ids"][:, :10], "labels": ids["labels"][:, :6]}
+    )
+    read, made = ((np.arange(SEQ_LEN) < n).astype(int)[None] for n in (10, 6))
+    padded = measured_by.measure(
+        module,
+        {
+            "input_ids": ids["input_ids"],
+            "attention_mask": read,
+            "decoder_attention_mask": made,
+            "labels": np.where(made, ids["labels"], -100),
+        },
+    )
+    for found, wanted in ((padded, short), (padded.encoder, short.encoder)):
+        for name in ("variance", "correlation", "grad_variance", "grad_correlation"):
+            np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-4)
+    assert not padded.token_variance[:, 6:].any()
+    assert padded.encoder.token_variance[:, 9].all()
+    assert not padded.encoder.token_variance[:, 10:].any()
+
+
+def test_pictures_are_natural_in_their_spectrum():
+    """Power over 1/f^2: neighbouring pixels agree, the mean is 0 and the variance 1."""
+    batch = image_batch(VIT, batch=64, seed=2)
+    pixels = batch["pixel_values"]
+    assert pixels.shape == (64, 3, 32, 32)
+    np.testing.assert_allclose(pixels.mean((2, 3)), 0, atol=1e-5)
+    np.testing.assert_allclose(pixels.var((2, 3)), 1, rtol=1e-4)
+    power = (np.abs(np.fft.fft2(pixels)) ** 2).mean((0, 1))
+    # Frequencies 1 and 4 along one axis: 16 times less power; 192 fields of a chi-square of 2.
+    assert power[0, 1] / power[0, 4] == pytest.approx(16, rel=4 * np.sqrt(2 / 192))
+    assert set(batch["labels"]) == {0, 1}
+
+
 def encoder(norm_first, batch_first=True):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(
@@ -276,12 +328,12 @@ def test_torch_encoder(norm_first):
 
     def squared(output, batch):
         assert batch.shape == (2, 7, 32) or batch.shape == (7, 2, 32)
-        return output.pow(2).sum()
+        return output.pow(3).sum()  # a norm has fixed the sum of the squares
 
     measured = measured_by.measure(module, x, loss=squared)
     leaf = x.clone().requires_grad_()
     module.train()
-    (3 * module(leaf).pow(2).sum()).backward()
+    (3 * module(leaf).pow(3).sum()).backward()
     assert measured.grad_variance[0] == pytest.approx(
         float(leaf.grad.square().mean()) / 9, rel=1e-5
     )
@@ -370,6 +422,10 @@ IDS = np.full((1, 8), 7)
         (lambda: measured_by.measure(Plain(), torch.ones(1, 2, 4)), MomentsError, "sites="),
         (lambda: measured_by.measure(frozen(), IDS), MomentsError, "unfreeze"),
         (lambda: measured_by.measure(build_module(BERT), IDS), DomainError, "labels"),
+        (lambda: measured_by.measure(build_module(T5), IDS), DomainError, "module_batch"),
+        (lambda: text_batch(VIT, seq_len=8), DomainError, "image_batch"),
+        (lambda: image_batch(BERT), DomainError, "text_batch"),
+        (lambda: module_batch(BERT), DomainError, "seq_len"),
         (lambda: measured_by.measure(build_module(GPT2), "text"), DomainError, "batch"),
         (lambda: measured_by.measure(3, IDS), DomainError, "module"),
         (lambda: measured_by.measure(lambda seed: 3, IDS), DomainError, "module"),

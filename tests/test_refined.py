@@ -104,8 +104,8 @@ def test_text_is_the_kernel_of_its_repetitions() -> None:
     by_kernel = moments.predict(model, kernel=kernel)
     np.testing.assert_allclose(by_text.grad_variance, by_kernel.grad_variance, rtol=1e-12)
     twice = moments.predict(model, token_ids=np.stack([ids, ids]))
-    np.testing.assert_allclose(twice.variance, by_text.variance)
-    np.testing.assert_allclose(twice.grad_variance, by_text.grad_variance)
+    np.testing.assert_allclose(twice.variance, by_text.variance, rtol=1e-5)
+    np.testing.assert_allclose(twice.grad_variance, by_text.grad_variance, rtol=1e-4)
 
 
 def test_causal_gradient_gathers_on_the_first_tokens() -> None:
@@ -220,7 +220,7 @@ def test_padding_differs_by_sequence() -> None:
     each = [
         moments.predict(model, token_ids=ids[i], attention_mask=mask[i]).variance for i in range(2)
     ]
-    np.testing.assert_allclose(both.variance, np.mean(each, axis=0), rtol=1e-9)
+    np.testing.assert_allclose(both.variance, np.mean(each, axis=0), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

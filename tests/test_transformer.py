@@ -36,9 +36,9 @@ def model(**changes: Any) -> Transformer:
         ("seq_len", 1, "at least 2"),
         ("d_ff", 0, "at least 1"),
         ("d_head", -8, "at least 1"),
-        ("norm", "sandwich", "one of 'pre', 'post', 'none'"),
+        ("norm", "prepost", "one of 'pre', 'post', 'none'"),
         ("normalization", "batchnorm", "'layernorm'"),
-        ("activation", "step", "one of 'relu', 'gelu'"),
+        ("activation", "step", "one of relu, gelu"),
         ("dropout", 1.0, r"\[0, 1\); pass 0.1 for ten percent"),
         ("dropout", -0.1, r"\[0, 1\)"),
         ("dropout", "0.1x", r"a number inside \[0, 1\)"),
@@ -48,12 +48,21 @@ def model(**changes: Any) -> Transformer:
         ("skip_scale", 0.0, "amplitudes"),
         ("branch_scale", [1.0, -1.0, 1.0], "amplitudes"),
         ("skip_scale", [[1.0, 1.0, 1.0]], "one per layer"),
+        ("branch_scale", [[1.0, 1.0], [1.0, 0.5], [1.0, -1.0]], "amplitudes"),
+        ("kv_heads", 3, "a divisor of heads"),
+        ("norm_groups", 5, "a divisor of 64"),
+        ("post_layers", 1, "norm='mix'"),
+        ("window", [4, 4], "one per layer"),
+        ("window", 0, "at least 1"),
+        ("qk_norm", "batchnorm", "None, 'rmsnorm', 'layernorm'"),
+        ("rotary", True, "a moments.Rotary, or None"),
+        ("head", "tied", "a moments.Head, or None"),
         ("skip_scale", [1.0, 1.0], r"one number, or one per layer \(3\)"),
         ("branch_scale", [], "inside"),
         ("layernorm_scaling", 1, "one of False, True, 'after-norm'"),
         ("norm_epsilon", -1e-5, "inside"),
-        ("weights", {"query": 1.0}, "a moments.Weights, or None for Xavier"),
-        ("embedding", 32000, "a moments.Embedding, or None"),
+        ("weights", {"query": 1.0}, "a moments.Weights, or None"),
+        ("embedding", 32000, "a moments.Embedding or moments.PatchEmbedding, or None"),
     ],
 )
 def test_bad_values_are_named(argument: str, value: Any, allowed: str) -> None:
@@ -95,7 +104,7 @@ def test_bad_weights_are_named() -> None:
         Weights.normal(0.01, output_divisor=0)
     with pytest.raises(DomainError, match="heads"):
         Weights.xavier(64, 0)
-    with pytest.raises(DomainError, match=r"weights = .*exactly query, key"):
+    with pytest.raises(DomainError, match=r"weights field .* is missing"):
         Weights.from_dict({"query": 1.0})
 
 
@@ -129,7 +138,7 @@ def test_replace_keeps_what_was_given() -> None:
     changed = m.replace(d_model=128, dropout=0.5)
     assert (changed.d_ff, changed.attention_dropout, changed.d_head) == (96, 0.0, 8)
     assert changed.weights == weights
-    assert changed.replace(weights=None, d_ff=None).weights == Weights.xavier(128, 4, 512)
+    assert changed.replace(weights=None, d_ff=None).weights == Weights.xavier(128, 4, 512, 8)
     assert m.d_model == 64
 
 
@@ -182,7 +191,8 @@ def test_arrays_are_taken_as_lists() -> None:
     ],
 )
 def test_named_initialisations(weights: Weights, expected: tuple[float, ...]) -> None:
-    assert dataclasses.astuple(weights) == pytest.approx(expected, rel=1e-15)
+    assert dataclasses.astuple(weights)[:6] == pytest.approx(expected, rel=1e-15)
+    assert dataclasses.astuple(weights)[6:] == (None,) * 5 + ("normal",)
 
 
 def test_torch_default_is_what_torch_draws() -> None:

@@ -1,4 +1,4 @@
-"""Softmax self-attention on an arbitrary token kernel, at initialisation."""
+"""Softmax attention on an arbitrary token kernel, at initialisation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from moments.errors import domain_error
 from moments.kernels.calibration import Widths
 from moments.kernels.closure import OverlapClosure
 from moments.kernels.independent_noise import DroppedAttention
+from moments.kernels.logits import Logits, prior_weights
+from moments.kernels.rotation import Rotation
 from moments.softmax.chebyshev import THETA_MAX
 
 Array = NDArray[np.float64]
@@ -26,7 +28,7 @@ class AttentionGradient(NamedTuple):
         query: through the queries.
         key: through the keys.
         cross: correlation of the value and key paths, of order 1/d_model.
-        total: their sum, symmetric.
+        total: their sum, symmetric; without `query` where the queries come from elsewhere.
     """
 
     value: Array
@@ -70,15 +72,15 @@ class KernelAttention:
     value paths, itself 1 % of the total, is up to 19 % low for clusters at 64 and 16.
 
     Attributes:
-        kernel, allowed, logit_scale, drop_prob: as given.
-        mean_attention: (L, L) E a_ij; rows sum to 1.
-        logit_variance: (L,) variance of a row's logits around their common part, theta.
-        effective_keys: (L,) number of independent keys of the row's reference (`reference`).
-        sum_square: (L,) E sum_j a_ij^2, without dropout.
-        entropy: (L,) E[-sum_j a_ij log a_ij] in nats, of the reference row spread over the allowed
+        kernel, allowed, drop_prob: as given.
+        logits: what the logits look like.
+        mean_attention: (Lq, Lk) E a_ij; rows sum to 1.
+        logit_variance: (Lq,) variance of a row's logits around their common part, theta.
+        effective_keys: (Lq,) number of independent keys of the row's reference (`reference`).
+        entropy: (Lq,) E[-sum_j a_ij log a_ij] in nats, of the reference row spread over the allowed
             keys: exact for exchangeable kernels.
-        beyond_tables: (L,) whether theta is beyond 8, where the joint law is frozen (its derivative
-            still grows like theta^(1/2) at correlation 1): finite, but not validated.
+        beyond_tables: (Lq,) whether theta is beyond 8, where the joint law is frozen (its
+            derivative still grows like theta^(1/2) at correlation 1): finite, but not validated.
     """
 
     def __init__(
@@ -91,26 +93,44 @@ class KernelAttention:
         d_model: float = math.inf,
         d_head: float = math.inf,
         norm_spread: float = 0.0,
+        query_kernel: ArrayLike | None = None,
+        key_kernel: ArrayLike | None = None,
+        rotation: Rotation | None = None,
+        bias: ArrayLike | None = None,
+        value_bias: float = 0.0,
+        separate_queries: bool = False,
     ) -> None:
         """Build the layer's joint law; O(L^3).
 
         Args:
-            kernel: (L, L) second moments per feature E[x_i x_j] of the attention's input.
+            kernel: (Lk, Lk) second moments per feature E[x_i x_j] of the tokens attended to.
             logit_scale: tau = d_model^2 times the query and key weight variances.
-            allowed: (L, L) mask, True where query i may see key j; None: everywhere.
+            allowed: (Lq, Lk) mask, True where query i may see key j; None: everywhere.
             drop_prob: dropout on the attention weights.
             d_model, d_head: widths, for the corrections of their inverse order.
             norm_spread: Var|x|^2 / E^2|x|^2 of a token: 0 after a normalisation, 2/d_model for
                 Gaussian features.
+            query_kernel, key_kernel: (Lq, Lq) and (Lk, Lk) second moments of queries and of keys on
+                the scale of `kernel`, where they differ from it: logits of query i and key j have
+                covariance tau query_ii' key_jj'.
+            rotation: rotary positions.
+            bias: (Lq, Lk) what is added to the logits.
+            value_bias: variance of the values' bias over the gain of their weights. Rows of
+                attention sum to 1, so that only dropped attention can tell; it is not in
+                `forward`, which without dropout it would raise by itself everywhere.
+            separate_queries: whether the queries are not the tokens attended to.
 
         Raises:
             DomainError: an argument of the wrong shape or outside its range.
         """
         self.kernel = _square("kernel", kernel)
-        length = len(self.kernel)
-        temperature = np.diag(self.kernel).copy()
-        if np.any(temperature <= 0.0):
-            raise domain_error("kernel", float(temperature.min()), "positive on its diagonal")
+        keys = self.kernel if key_kernel is None else _square("key_kernel", key_kernel)
+        queries = keys if query_kernel is None else _square("query_kernel", query_kernel)
+        if keys.shape != self.kernel.shape:
+            raise domain_error("key_kernel", keys.shape, f"of shape {self.kernel.shape}")
+        for name, one in (("kernel", keys), ("query_kernel", queries)):
+            if np.any(np.diag(one) <= 0.0):
+                raise domain_error(name, float(np.diag(one).min()), "positive on its diagonal")
         if not 0.0 <= logit_scale < math.inf:
             raise domain_error("logit_scale", logit_scale, "finite and at least 0")
         if not 0.0 <= drop_prob < 1.0:
@@ -118,17 +138,34 @@ class KernelAttention:
         for name, width in (("d_model", d_model), ("d_head", d_head)):
             if not width >= 1.0:
                 raise domain_error(name, width, "a width of at least 1")
-        if not 0.0 <= norm_spread < math.inf:
-            raise domain_error("norm_spread", norm_spread, "finite and at least 0")
-        mask = np.ones((length, length), bool) if allowed is None else np.asarray(allowed, bool)
-        if mask.shape != self.kernel.shape or not mask.any(1).all():
+        for name, share in (("norm_spread", norm_spread), ("value_bias", value_bias)):
+            if not 0.0 <= share < math.inf:
+                raise domain_error(name, share, "finite and at least 0")
+        shape = (len(queries), len(keys))
+        mask = np.ones(shape, bool) if allowed is None else np.asarray(allowed, bool)
+        if mask.shape != shape or not mask.any(1).all():
             remedy = "let a padded query see itself"
-            raise domain_error("allowed", mask, f"({length}, {length}), a key in each row", remedy)
+            raise domain_error("allowed", mask, f"{shape}, a key in each row", remedy)
+        offset = None if bias is None else np.asarray(bias, dtype=np.float64)
+        if offset is not None and (offset.shape != shape or not np.all(np.isfinite(offset[mask]))):
+            raise domain_error("bias", bias, f"of shape {shape}, finite where allowed")
         self.allowed = mask
-        self.logit_scale, self.drop_prob = float(logit_scale), float(drop_prob)
+        self.drop_prob = float(drop_prob)
+        self.logits = Logits(
+            queries,
+            keys,
+            self.kernel,
+            prior_weights(mask, offset),
+            float(logit_scale),
+            offset is not None,
+            rotation,
+        )
+        self._separate = separate_queries
         self._dropped = self.drop_prob / (1.0 - self.drop_prob)
+        self._values = np.diag(self.kernel) + float(value_bias)
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
-        self._closure = OverlapClosure(self.kernel, mask, self.logit_scale, self._widths)
+        self._closure = OverlapClosure(self.logits, self._widths)
+        temperature = self.logits.temperature
         self._norm = np.sqrt(np.outer(temperature, temperature))
         rows, pattern = self._closure.rows, self._closure.pattern
         self.mean_attention = self._closure.weights
@@ -138,26 +175,31 @@ class KernelAttention:
         self.beyond_tables = self.logit_variance > THETA_MAX
 
     @property
+    def logit_scale(self) -> float:
+        """tau."""
+        return self.logits.scale
+
+    @property
     def sum_square(self) -> Array:
-        """(L,) E sum_j a_ij^2, without dropout."""
+        """(Lq,) E sum_j a_ij^2, without dropout."""
         return np.asarray(self._closure.squares.sum(1))
 
     @functools.cached_property
     def _noise(self) -> DroppedAttention:
-        return DroppedAttention(self._closure, self.kernel)
+        return DroppedAttention(self._closure, self._values)
 
     @functools.cached_property
     def _forward(self) -> tuple[Array, Array]:
         """O and Q/G, with the dropout of the attention weights on their diagonals."""
         mean = self.mean_attention @ self.kernel @ self.mean_attention.T
-        excess, _, query = self._closure.gather(self.kernel)
+        excess, query = self._closure.gather(self.kernel)
         output, query = mean + excess, query / self._norm
         own = np.diag(self.kernel)
         if self._widths.d_model < math.inf:
             tilt, spent = self._width_terms(mean, self.mean_attention @ own - np.diag(output))
-            output, query = output + tilt * self.kernel - spent, query + tilt
+            output, query = output + tilt * self.logits.queries - spent, query + tilt
         if self._dropped > 0.0:
-            _, _, noise = self._noise.gather(self.kernel)
+            _, _, noise = self._noise.gather(self.logits.within)
             output = output + self._dropped * np.diag(self._closure.squares @ own)
             query = query + self._dropped * self.logit_scale * np.diag(noise)
         return output, query
@@ -171,14 +213,29 @@ class KernelAttention:
         (t_ij^2 + t_i'l^2)/2 - 1, and a token's overlap with itself is C_jj whatever t is.
         """
         shift = shift * np.sqrt(self._closure.softening)  # E tr J falls like theta^(-1/2)
-        tilt = self.logit_scale / self._widths.d_model * np.outer(shift, shift)
+        tilt = self.logit_scale / self._widths.d_model * self._tilted(shift)
         once, twice = self._closure.logit_square / self._widths.d_model
         spent = 0.5 * mean * (once[:, None] + once)
         spent = spent + np.diag(self._closure.unshared * twice)
         return tilt, self._widths.fixed_norm * spent
 
+    def _tilted(self, shift: Array) -> Array:
+        """(Lq, Lq) products of two rows' shifts, turned where positions are rotated: a key's part
+        of the shift, w_ij (C_jj - sum_l w_il C_lj), turns with its position."""
+        rotation = self.logits.rotation
+        if rotation is None:
+            return np.outer(shift, shift)
+        parts = self.mean_attention * (np.diag(self.kernel) - self.mean_attention @ self.kernel)
+        total = parts.sum(1)
+        usable = np.abs(total) > 1e-300
+        parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
+        phases = np.multiply.outer(rotation.key_positions, 1j * rotation.frequencies)
+        turned = parts @ np.exp(phases)
+        turned *= np.exp(-np.multiply.outer(rotation.query_positions, 1j * rotation.frequencies))
+        return np.asarray(np.real((turned * rotation.shares) @ turned.conj().T))
+
     def forward(self) -> Array:
-        """(L, L) second moments per feature of sum_j a_ij x_j, attention dropout included."""
+        """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""
         return self._forward[0].copy()
 
     def backward(self, gradient: ArrayLike) -> AttentionGradient:
@@ -188,13 +245,13 @@ class KernelAttention:
         E|dW_q|^2 = d_model sum(C o query) / Var(W_q); the key weights' alike from `key`.
 
         Args:
-            gradient: (L, L) second moments per feature of the gradient at sum_j a_ij x_j, that is
+            gradient: (Lq, Lq) second moments per feature of the gradient at sum_j a_ij x_j, that is
                 behind the value weights: their gain times the gradient's kernel at the heads.
 
         Raises:
-            DomainError: `gradient` is not a finite (L, L) matrix.
+            DomainError: `gradient` is not a finite (Lq, Lq) matrix.
         """
-        gradient = self._matrix("gradient", gradient)
+        gradient = _square("gradient", gradient, len(self.allowed))
         value, key = self._closure.spread(gradient)
         value = value + self.mean_attention.T @ gradient @ self.mean_attention
         cross = self._closure.cross * key
@@ -202,12 +259,17 @@ class KernelAttention:
             own = np.diag(gradient)
             value = value + self._dropped * np.diag(self._closure.squares.T @ own)
             scale = self._dropped * self.logit_scale
-            noise, noise_cross = self._noise.spread(scale * own * np.diag(self.kernel))
+            noise, noise_cross = self._noise.spread(scale * own * self.logits.temperature)
+            if self.logits.rotation is not None:
+                noise, noise_cross = noise * self.logits.rotation.keys, noise_cross
             key, cross = key + noise, cross + noise_cross
         query = gradient * self._forward[1]
         # an antisymmetric rounding error would be amplified through a deep network
         value, key, cross = (0.5 * (path + path.T) for path in (value, key, cross))
-        return AttentionGradient(value, query, key, cross, value + query + key + cross)
+        total = value + key + cross
+        if not self._separate:
+            total = total + query
+        return AttentionGradient(value, query, key, cross, total)
 
     def adjoint(self, sensitivity: ArrayLike) -> Array:
         """Transpose of the map from a gradient kernel G to `backward(G).total`.
@@ -216,34 +278,36 @@ class KernelAttention:
         carries the sensitivity of a number to the input's gradient kernel up to the output's.
 
         Args:
-            sensitivity: (L, L) Lambda.
+            sensitivity: (Lk, Lk) Lambda.
 
         Raises:
-            DomainError: `sensitivity` is not a finite (L, L) matrix.
+            DomainError: `sensitivity` is not a finite (Lk, Lk) matrix.
         """
-        sensitivity = self._matrix("sensitivity", sensitivity)
-        value, key, _ = self._closure.gather(sensitivity)
+        sensitivity = _square("sensitivity", sensitivity, len(self.kernel))
+        value, _ = self._closure.gather(sensitivity)
+        key = self._closure.gather_keys(sensitivity)
         mean = self.mean_attention @ sensitivity @ self.mean_attention.T
         total = mean + value + (1.0 + self._closure.cross) * key
-        total += sensitivity * self._forward[1]
+        if not self._separate:
+            total += sensitivity * self._forward[1]
         if self._dropped > 0.0:
-            noise, noise_cross, _ = self._noise.gather(sensitivity)
-            through_keys = self.logit_scale * np.diag(self.kernel) * (noise + noise_cross)
+            _, noise_cross, _ = self._noise.gather(sensitivity)
+            met = sensitivity
+            if self.logits.rotation is not None:
+                met = sensitivity * self.logits.rotation.keys
+            noise, _, _ = self._noise.gather(met)
+            through_keys = self.logit_scale * self.logits.temperature * (noise + noise_cross)
             through_values = self._closure.squares @ np.diag(sensitivity)
             total += self._dropped * np.diag(through_values + through_keys)
         return np.asarray(0.5 * (total + total.T))
 
-    def _matrix(self, name: str, kernel: ArrayLike) -> Array:
-        array = _square(name, kernel)
-        if array.shape != self.kernel.shape:
-            raise domain_error(name, array, f"of shape {self.kernel.shape}")
-        return array
 
-
-def _square(name: str, kernel: ArrayLike) -> Array:
+def _square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:
     array = np.asarray(kernel, dtype=np.float64)
     if array.ndim != 2 or array.shape[0] != array.shape[1] or not len(array):
         raise domain_error(name, kernel, "a square matrix", f"its shape is {array.shape}")
+    if length is not None and len(array) != length:
+        raise domain_error(name, array, f"of shape ({length}, {length})")
     if not np.all(np.isfinite(array)):
         raise domain_error(name, kernel, "finite everywhere")
     return np.asarray(0.5 * (array + array.T))

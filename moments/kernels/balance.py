@@ -36,6 +36,25 @@ def balanced(
     return scaled
 
 
+def tangent(
+    joint: NDArray[Real], direction: NDArray[Real], weights: NDArray[Real], weights2: NDArray[Real]
+) -> NDArray[Real]:
+    """joint o (direction + u 1^T + 1 v^T) whose weighted means over either index are 0.
+
+    `joint` (..., n, k) has means 1, so that its spectrum in [-1, 1] makes the sweeps contract.
+    """
+    moved = joint * direction
+    rows = (moved @ weights2[..., None])[..., 0]
+    columns = (weights[..., None, :] @ moved)[..., 0, :]
+    right = np.zeros_like(columns)
+    left = rows
+    for _ in range(6):
+        left = -rows - (joint @ (weights2 * right)[..., None])[..., 0]
+        right = -columns - ((weights * left)[..., None, :] @ joint)[..., 0, :]
+    moved += joint * (left[..., :, None] + right[..., None, :])
+    return moved
+
+
 def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: float) -> Array:
     """Solve A = F/w, F = w w^T o exp(exponent (1 - A) C (1 - A)^T) scaled to the marginals w.
 
@@ -49,7 +68,7 @@ def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: fl
         1 - A.
     """
     identity = np.eye(len(weights))
-    overlap = first_guess / first_guess.sum(1, keepdims=True)
+    overlap = first_guess / np.maximum(first_guess.sum(1, keepdims=True), 1e-300)
     for _ in range(30):
         response = identity - overlap
         projected = response @ kernel @ response.T

@@ -8,6 +8,8 @@ w_i' whatever g is. The two maps below are each other's transpose:
 g is stored, and its sums are formed, in single precision, which halves their time and memory: its
 rounding is four orders of magnitude below the error of any g that is not exact. Sums are formed on
 the scale of the largest entry, so that they neither overflow nor underflow.
+
+The leading axis c of every array counts pairs of row groups of one shape, treated together.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ Single = NDArray[np.float32]
 
 
 class PairSum(NamedTuple):
-    """One g between a rows over n keys and b rows over k keys, with the products both maps need.
+    """g between a rows over n keys and b rows over k keys, with the products both maps need.
 
     Attributes:
-        excess: (r, n, k) g.
-        rows, rows2: (a, n) and (b, k) mean attention w_i, w_i'.
-        left: (r, a, k) w_i^T g.
-        right: (r, n, b) g w_i'.
-        both: (r, a, b) w_i^T g w_i'.
+        excess: (c, r, n, k) g.
+        rows, rows2: (c, a, n) and (c, b, k) mean attention w_i, w_i'.
+        left: (c, r, a, k) w_i^T g.
+        right: (c, r, n, b) g w_i'.
+        both: (c, r, a, b) w_i^T g w_i'.
     """
 
     excess: Single
@@ -44,28 +46,33 @@ class PairSum(NamedTuple):
         """Form the products."""
         one: Single = rows.astype(np.float32)
         two: Single = rows2.astype(np.float32)
-        left: Single = one @ excess
-        return cls(excess, one, two, left, excess @ two.T, left @ two.T)
+        left: Single = one[:, None] @ excess
+        turned = two.swapaxes(1, 2)[:, None]
+        return cls(excess, one, two, left, excess @ turned, left @ turned)
 
     def spread(self, pair_weights: Array) -> Array:
-        """(m, n, k) key kernels from (m, r, a, b) weights H on pairs of rows."""
+        """(c, m, n, k) key kernels from (c, m, r, a, b) weights H on pairs of rows."""
         scale, weights = _single(pair_weights)
-        onward = weights @ self.rows2  # (m, r, a, k)
-        total = np.einsum("mrnk,rnk->mnk", self.rows.T @ onward, self.excess)
-        total -= self.rows.T @ np.einsum("mrak,rak->mak", onward, self.left)
-        total -= np.einsum("mrnb,rnb->mnb", self.rows.T @ weights, self.right) @ self.rows2
-        both = np.einsum("mrab,rab->mab", weights, self.both)
-        total += self.rows.T @ both @ self.rows2
+        rows = self.rows.swapaxes(1, 2)[:, None]
+        rows2 = self.rows2[:, None]
+        onward = weights @ rows2[:, None]  # (c, m, r, a, k)
+        total = np.einsum("cmrnk,crnk->cmnk", rows[:, None] @ onward, self.excess)
+        total -= rows @ np.einsum("cmrak,crak->cmak", onward, self.left)
+        total -= np.einsum("cmrnb,crnb->cmnb", rows[:, None] @ weights, self.right) @ rows2
+        both = np.einsum("cmrab,crab->cmab", weights, self.both)
+        total += rows @ both @ rows2
         return np.asarray(total, dtype=np.float64) * scale
 
     def gather(self, kernel: Array) -> Array:
-        """(r, a, b): tr(P_i g_r P_i' kernel^T) for every pair of rows; kernel (n, k)."""
-        scale, inner = _single(kernel)
-        kernel_left = self.rows @ inner  # (a, k)
-        kernel_right = inner @ self.rows2.T  # (n, b)
-        total = (self.rows @ (self.excess * inner) - self.left * kernel_left) @ self.rows2.T
-        total -= self.rows @ (self.right * kernel_right)
-        total += self.both * (kernel_left @ self.rows2.T)
+        """(c, r, a, b): tr(P_i g_r P_i' X^T) for every pair of rows; X (c, n, k), or (c, r, n, k)
+        where every g_r meets its own."""
+        scale, inner = _single(kernel if kernel.ndim == 4 else kernel[:, None])
+        rows, turned = self.rows[:, None], self.rows2.swapaxes(1, 2)[:, None]
+        kernel_left = rows @ inner  # (c, ., a, k)
+        kernel_right = inner @ turned  # (c, ., n, b)
+        total = (rows @ (self.excess * inner) - self.left * kernel_left) @ turned
+        total -= rows @ (self.right * kernel_right)
+        total += self.both * (kernel_left @ turned)
         return np.asarray(total, dtype=np.float64) * scale
 
 

@@ -56,7 +56,9 @@ def jacobian_square(sum_square: Array, count: Array) -> Array:
         row = exact_rows.rows(theta, keys)
         error = (row.sum_square - sum_square) / np.maximum(row.sum_square_slope, 1e-300)
         theta = exact_rows.tabulated(theta * np.exp(np.clip(-error, -1.0, 1.0)))
-    return np.where(count > 1.5, np.asarray(exact_rows.rows(theta, keys).jacobian_square), 0.0)
+    return np.where(
+        count > 1.0 + 1e-6, np.asarray(exact_rows.rows(theta, keys).jacobian_square), 0.0
+    )
 
 
 class NoiseResponse(NamedTuple):
@@ -102,22 +104,23 @@ class NoiseResponse(NamedTuple):
 
 
 class DroppedAttention:
-    """E[J_i D J_i] of every row of a closure, D = diag(C_jj)."""
+    """E[J_i D J_i] of every row of a closure, D = diag(C_jj) for (Lk,) `variance` C_jj."""
 
-    def __init__(self, closure: OverlapClosure, kernel: Array) -> None:
+    def __init__(self, closure: OverlapClosure, variance: Array) -> None:
         self._closure = closure
-        self._shape = kernel.shape
+        self._shape = (len(variance), len(variance))
         patterns = len(closure.group)
         members = np.unique(closure.pattern, return_index=True)[1]
-        trace = jacobian_square(closure.squares[members].sum(1), closure.count[:patterns])
+        trace = jacobian_square(closure.squares[members].sum(1), closure.rows.count[:patterns])
         trace = trace * np.sqrt(closure.softening[members])  # beyond the tables: near ties only
-        variance = np.diagonal(kernel)
+        trace = trace * (closure.weights[members] @ variance)  # tr J D J, were D uniform
+        joints = closure.own_joints()
         self._responses = []
         for index, group in enumerate(closure.classes):
             if len(group.own_weights) > 1:
                 direction = (group.response * variance[group.keys]) @ group.response.T
                 direction = closure.exponent_slopes[index] * direction
-                response = marginal_free(closure.joint(group), direction, group.own_weights)
+                response = marginal_free(joints[group.row], direction, group.own_weights)
                 noise = NoiseResponse.of(group.weights, response, trace[group.patterns])
                 self._responses.append((index, group, noise))
 

@@ -29,20 +29,19 @@ class ReferenceRow(NamedTuple):
 
     Attributes:
         theta: variance of the logits around their common part.
-        keys: effective number of keys n_e, between 1 and the number of allowed keys.
+        keys: effective number of keys n_e, between 1 and 1/sum prior^2, the number of keys.
     """
 
     theta: Array
     keys: Array
 
 
-def _moments(kernel: Array, allowed: Array, tau: float) -> tuple[Array, Array]:
+def _moments(kernel: Array, prior: Array, tau: float) -> tuple[Array, Array]:
     """log mean e^{tau (C - mean C)} and log mean e^{2 tau (C - mean C)} over a row's key pairs."""
-    count = allowed.sum(1)
     top = kernel.max()
 
     def mean(values: Array) -> Array:
-        return np.asarray(np.einsum("ij,ij->i", allowed @ values, allowed) / count**2)
+        return np.asarray(np.einsum("ij,ij->i", prior @ values, prior))
 
     average = mean(kernel)
     shift = tau * (top - average)
@@ -76,23 +75,24 @@ def _theta_of(keys: Array, target: Array, theta: Array) -> Array:
     return theta
 
 
-def reference_rows(kernel: Array, allowed: Array, tau: float) -> ReferenceRow:
+def reference_rows(kernel: Array, prior: Array, tau: float) -> ReferenceRow:
     """Match every row's overlap distribution.
 
     Args:
-        kernel: (L, L) second moments C of the tokens.
-        allowed: (L, L) zeros and ones, the keys of every row.
+        kernel: (L, L) second moments C of the keys.
+        prior: (rows, L) weights of every row's keys at vanishing logits; they sum to 1, and a row's
+            pairs of keys are averaged under them.
         tau: covariance of logits per unit of query kernel times key kernel, already multiplied by
             the row's own C_ii (its average over rows; the caller rescales theta row by row).
 
     Source:
         derived here; which annealed moments to match was decided by measurement (`attention`).
     """
-    count = allowed.sum(1)
-    several = count > 1.5
+    count = 1.0 / (prior * prior).sum(1)
+    several = count > 1.0 + 1e-6
     ceiling = np.where(several, count, 2.0)
     floor = np.minimum(FEWEST_KEYS, ceiling)
-    first, second = _moments(kernel, allowed, tau)
+    first, second = _moments(kernel, prior, tau)
 
     def excess(keys: Array, theta: Array) -> tuple[Array, Array]:
         theta = _theta_of(keys, first, theta)

@@ -48,42 +48,50 @@ class RowClass:
     response: Array
 
 
-def find_patterns(allowed: NDArray[np.bool_], temperature: Array) -> tuple[Indices, Indices]:
+def find_patterns(prior: Array, temperature: Array) -> tuple[Indices, Indices]:
     """Distinct rows.
 
     Args:
-        allowed: (L, L) mask.
+        prior: (L, n) weights of every row's keys at vanishing logits, of sum 1.
         temperature: (L,) second moments C_ii of the queries.
 
     Returns:
         (P,) the first row of every pattern, and (L,) the pattern of every row.
     """
     bucket = np.round(np.log(temperature) / NORM_STEP).astype(np.int64)
-    signature = np.hstack([np.packbits(allowed, axis=1), bucket[:, None].view(np.uint8)])
+    levels = np.round(prior / prior.max(1, keepdims=True), 6).astype(np.float32)
+    signature = np.hstack([levels.view(np.uint8), bucket[:, None].view(np.uint8)])
     _, first, inverse = np.unique(signature, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.argsort(order)
     return first[order], rank[inverse.ravel()]
 
 
-def group_patterns(allowed: Array, temperature: Array) -> list[Indices]:
+def group_patterns(prior: Array, temperature: Array, biased: bool) -> list[Indices]:
     """Partition patterns into classes, those of few keys first.
 
     Args:
-        allowed: (P, L) zeros and ones.
+        prior: (P, n) weights of the keys at vanishing logits, of sum 1.
         temperature: (P,) second moments of the queries.
+        biased: whether a row prefers some of its keys: then what two patterns do not share is not
+            a number of keys but half the distance of their weights, on the same scale.
     """
+    allowed = (prior > 0.0).astype(np.float64)
     shared = allowed @ allowed.T
-    count = np.diag(shared)
-    either = count[:, None] + count[None] - shared
+    count = 1.0 / (prior * prior).sum(1)
+    either = np.diag(shared)[:, None] + np.diag(shared) - shared
     log_temperature = np.log(temperature)
     free = np.ones(len(allowed), dtype=bool)
     groups = []
     for leader in np.argsort(-count, kind="stable"):
         if not free[leader]:
             continue
-        slack = SUPPORT_SLACK * np.maximum(either[leader] - EXACT_KEYS, 0.0)
-        alike = either[leader] - shared[leader] <= slack
+        if biased:
+            apart = 0.5 * np.abs(prior - prior[leader]).sum(1)
+            alike = apart <= SUPPORT_SLACK * max(1.0 - EXACT_KEYS / count[leader], 0.0)
+        else:
+            slack = SUPPORT_SLACK * np.maximum(either[leader] - EXACT_KEYS, 0.0)
+            alike = either[leader] - shared[leader] <= slack
         alike &= np.abs(log_temperature - log_temperature[leader]) <= NORM_STEP
         members = np.flatnonzero(alike & free)
         free[members] = False

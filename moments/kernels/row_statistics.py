@@ -21,6 +21,7 @@ class RowStatistics:
     """One entry per attention row, from the exact statistics of its reference row; arrays (rows,).
 
     Attributes:
+        count: number of keys, 1/sum prior^2.
         temperature: C_ii of the query (the class mean for a class's own row).
         logit_variance: theta of the reference row.
         unshared: the same per unit of logit scale and query norm: C_jj - b.
@@ -38,6 +39,7 @@ class RowStatistics:
         variance_response: the response of a mean weight to its key's own variance.
     """
 
+    count: Array
     temperature: Array
     logit_variance: Array
     unshared: Array
@@ -60,19 +62,19 @@ class RowStatistics:
 
 
 def row_statistics(
-    kernel: Array, allowed: Array, temperature: Array, logit_scale: float
+    kernel: Array, prior: Array, temperature: Array, logit_scale: float
 ) -> RowStatistics:
     """Reference statistics of rows with the given keys and query norms.
 
     Args:
         kernel: (L, L) second moments of the tokens.
-        allowed: (rows, L) zeros and ones.
+        prior: (rows, L) weights of the keys at vanishing logits, of sum 1.
         temperature: (rows,) second moment C_ii of each row's query.
         logit_scale: tau, so that row i has logit covariance tau C_ii C_jk.
     """
     # vanishing logits: the reference has a limit, which a small scale finds without cancellation
     scale = max(logit_scale * float(temperature.mean()), 1e-3 / max(float(np.ptp(kernel)), 1e-12))
-    reference = reference_rows(kernel, allowed, scale)
+    reference = reference_rows(kernel, prior, scale)
     unshared = reference.theta / scale
     variance = unshared * logit_scale * temperature
     theta = exact_rows.tabulated(variance)
@@ -89,17 +91,20 @@ def row_statistics(
     response = np.where(wide, keys / np.maximum(keys - 2.0, 1e-6) * curvature / rest, 0.0)
     # the pull `response` already contains a share P2 of the key's own variance: added back
     own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
+    logs = np.log(np.where(prior > 0.0, prior, 1.0))
+    uniform = np.maximum(-(prior * logs).sum(1), 0.0)  # entropy without any logits
     return RowStatistics(
+        1.0 / (prior * prior).sum(1),
         temperature,
         variance,
         unshared,
-        unshared * allowed.sum(1) / (allowed @ np.diag(kernel)),
+        unshared / (prior @ np.diag(kernel)),
         theta,
         reference.keys,
         square,
         np.asarray(exact.weighted_logit_square),
         np.where(several, theta * curvature, 0.0),
-        np.asarray(exact.entropy) + np.log(allowed.sum(1) / reference.keys),
+        np.asarray(exact.entropy) + uniform - np.log(reference.keys),
         strength,
         np.maximum(own, 1e-3),
         response,
@@ -108,17 +113,18 @@ def row_statistics(
 
 
 def mean_attention(
-    kernel: Array, allowed: Array, statistics: RowStatistics, rows: Indices, scale: float
+    kernel: Array, prior: Array, statistics: RowStatistics, rows: Indices, scale: float
 ) -> Array:
     """(a, n) mean attention E a_ij of some rows over n common keys.
 
-    E a_j is proportional to (sum_k e^{x tau C_jk})^{-y/x}: a key crowded by others like it shares
-    its weight with them. x and y are the exact responses of an exchangeable row to one key's own
-    logit and to one key's correlations, so the law is exact to first order around such a row.
+    E a_j is proportional to p_j (sum_k p_k e^{x tau C_jk})^{-y/x}, p the prior: a key crowded by
+    others like it shares its weight with them. x and y are the exact responses of an exchangeable
+    row to one key's own logit and to one key's correlations, so the law is exact to first order
+    around such a row; for any prior it is exact to first order in tau.
 
     Args:
         kernel: (n, n) second moments of the keys.
-        allowed: (a, n) zeros and ones.
+        prior: (a, n) weights of the keys at vanishing logits, of sum 1.
         statistics: of all rows.
         rows: (a,) their indices in `statistics`; the last one's x is used for all.
         scale: tau, per unit of query norm.
@@ -126,13 +132,14 @@ def mean_attention(
     own = statistics.own_response[rows[-1]]
     tau = scale * statistics.temperature[rows[-1]] * statistics.softening[rows[-1]]
     boltzmann = np.exp(own * tau * (kernel - kernel.max()))
-    crowd = np.log(np.maximum(allowed @ boltzmann, 1e-300))
+    crowd = np.log(np.maximum(prior @ boltzmann, 1e-300))
     variance = np.diag(kernel)
-    relative = variance - (allowed @ variance / allowed.sum(1))[:, None]
+    relative = variance - (prior @ variance)[:, None]
     lift = scale * statistics.temperature[rows] * statistics.softening[rows]
     lift = lift * statistics.variance_response[rows]
     shared = statistics.kernel_response[rows] / own
     log_weight = lift[:, None] * relative - shared[:, None] * crowd
-    log_weight = np.where(allowed > 0.0, log_weight, -np.inf)
+    held = prior > 0.0
+    log_weight = np.where(held, log_weight + np.log(np.where(held, prior, 1.0)), -np.inf)
     weight = np.exp(log_weight - log_weight.max(1, keepdims=True))
     return np.asarray(weight / weight.sum(1, keepdims=True))

@@ -85,13 +85,13 @@ def activation(
 # --- ReLU: the arc-cosine kernels of degree 1 and 0 ---------------------------------------------
 
 
-def _relu_slope(m: Any, v: Any, other: Any, r: Any) -> Any:
+def relu_slope(m: Any, v: Any, other: Any, r: Any) -> Any:
     return m.ratio(1, 4) + m.asin(r) / (2 * m.pi)
 
 
-def _relu_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
+def relu_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
     return m.sqrt(v * other) * (
-        r * _relu_slope(m, v, other, r) + m.sqrt((1 - r) * (1 + r)) / (2 * m.pi)
+        r * relu_slope(m, v, other, r) + m.sqrt((1 - r) * (1 + r)) / (2 * m.pi)
     )
 
 
@@ -99,8 +99,8 @@ RELU = activation(
     "relu",
     "ReLU, max(x, 0)",
     mean=lambda m, v: m.sqrt(v / (2 * m.pi)),
-    moment=_relu_moment,
-    slope=_relu_slope,
+    moment=relu_moment,
+    slope=relu_slope,
     kurtosis=lambda m, v: 6 + 0 * v,
     source={
         "mean": kedia("A.4 and Table 15"),
@@ -165,7 +165,7 @@ GELU = activation(
     mean=lambda m, v: v / m.sqrt(2 * m.pi * (1 + v)),
     moment=_gelu_moment,
     slope=_gelu_slope,
-    kurtosis=lambda m, v: _kurtosis(m, gelu_function, v),
+    kurtosis=lambda m, v: fourth_over_squared(m, gelu_function, v),
     source={
         "mean": kedia("A.5 and Table 15"),
         "variance": kedia("A.5 and Table 16"),
@@ -193,27 +193,37 @@ IDENTITY = activation(
 # --- Any other function: expectations over the Gaussian ------------------------------------------
 
 
-def _kurtosis(m: Any, function: Single, v: Any) -> Any:
+def fourth_over_squared(m: Any, function: Single, v: Any) -> Any:
+    """Kurtosis about zero of a function of a Gaussian, by quadrature."""
     fourth = m.expect(lambda n, x: function(n, x) ** 4, v)
     return fourth / m.expect(lambda n, x: function(n, x) ** 2, v) ** 2
 
 
-def by_quadrature(name: str, title: str, function: Single, derivative: Single) -> ComponentLaws:
+def by_quadrature(
+    name: str,
+    title: str,
+    function: Single,
+    derivative: Single,
+    *,
+    largest_variance: float = 25.0,
+    odd: bool = False,
+) -> ComponentLaws:
     """An activation without closed forms: its laws are Gaussian expectations.
 
     `function` and `derivative` are written over a number system, f(m, x), like every formula.
-    Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r. Resolved to
-    1e-10 for variances up to 25, beyond which the function is nearly a kink on its input's scale.
+    Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r. Resolved for
+    variances up to `largest_variance`, beyond which the function is nearly a kink on its input's
+    scale; GeLU's tanh form to 1e-10. An `odd` function's mean is 0.
     """
-    resolved = Interval(0.0, 25.0, open_lower=True)
+    resolved = Interval(0.0, largest_variance, open_lower=True)
     return activation(
         name,
         title,
         limits={"x_variance": resolved, "x_other_variance": resolved},
-        mean=lambda m, v: m.expect(function, v),
+        mean=lambda m, v: 0 * v if odd else m.expect(function, v),
         moment=lambda m, v, other, r: m.expect_pair(function, v, other, r),
         slope=lambda m, v, other, r: m.expect_pair(derivative, v, other, r),
-        kurtosis=lambda m, v: _kurtosis(m, function, v),
+        kurtosis=lambda m, v: fourth_over_squared(m, function, v),
         source={},
     )
 

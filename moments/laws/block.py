@@ -10,7 +10,7 @@ from typing import Any
 
 from ..law import ComponentLaws, Law
 from ..symbols import Interval
-from .activation import _relu_moment, _relu_slope
+from .activation import relu_moment, relu_slope
 from .attention import (
     _BACKWARD_NOTE,
     _FORWARD_NOTE,
@@ -170,7 +170,7 @@ def _ffn_returned_covariance(
     x_correlation: Any,
     grad_covariance: Any,
 ) -> Any:
-    slope = _relu_slope(m, x_variance, x_other_variance, x_correlation)
+    slope = relu_slope(m, x_variance, x_other_variance, x_correlation)
     return _ffn_gain(d_model, d_ff, ffn_in, ffn_out) * slope * grad_covariance
 
 
@@ -189,7 +189,7 @@ FFN_BLOCK = ComponentLaws(
         "covariance": Law(
             lambda m, d_model, d_ff, ffn_in, ffn_out, x_variance, x_other_variance, x_correlation: (
                 _ffn_gain(d_model, d_ff, ffn_in, ffn_out)
-                * _relu_moment(m, x_variance, x_other_variance, x_correlation)
+                * relu_moment(m, x_variance, x_other_variance, x_correlation)
             ),
             kedia("B.2 and Table 18, at d_ff = 4 d"),
             note="the table prints 4 d for 4 d^2",

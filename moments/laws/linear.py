@@ -25,6 +25,21 @@ def _pair_through(
     return fan_in * weight_variance * (covariance + x_mean * x_other_mean)
 
 
+def _pair_through_biased(
+    m: Any,
+    fan_in: Any,
+    weight_variance: Any,
+    x_variance: Any,
+    x_other_variance: Any,
+    x_correlation: Any,
+    x_mean: Any,
+    x_other_mean: Any,
+    bias_variance: Any,
+) -> Any:
+    tokens = (x_variance, x_other_variance, x_correlation, x_mean, x_other_mean)
+    return _pair_through(m, fan_in, weight_variance, *tokens) + bias_variance
+
+
 # y_o = sum_i w_oi x_i: features of y are independent given x, so E y y' = d_in s E x x'.
 LINEAR = ComponentLaws(
     "linear",
@@ -53,6 +68,29 @@ LINEAR = ComponentLaws(
         ),
         "kurtosis": Law(
             lambda m: 3, derived("Gaussian weights: given the input, the output is Gaussian")
+        ),
+    },
+)
+
+# The bias is one draw for all tokens: it adds to variance and covariance alike.
+_BIAS = derived("a bias is independent of the weights and common to all tokens")
+
+BIASED_LINEAR = ComponentLaws(
+    "biased_linear",
+    "Linear layer with a bias of random entries",
+    {
+        **LINEAR.laws,
+        "mean": Law(lambda m: 0, _BIAS),
+        "variance": Law(
+            lambda m, fan_in, weight_variance, x_variance, x_mean, bias_variance: (
+                fan_in * weight_variance * (x_variance + x_mean**2) + bias_variance
+            ),
+            _BIAS,
+        ),
+        "covariance": Law(_pair_through_biased, _BIAS),
+        "hidden_covariance": Law(lambda m: 0, _BIAS),
+        "kurtosis": Law(
+            lambda m: 3, derived("Gaussian weights and bias: given the input, a Gaussian output")
         ),
     },
 )

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from ..checks import check_choice, check_in
+import numpy as np
+
+from ..checks import check_choice, check_flag, check_in
+from ..embedded import embedded_alike
 from ..errors import DomainError, domain_error
-from ..inputs import embedded_alike
 from ..laws.block import FFN_BLOCK
 from ..laws.references import kedia
 from ..symbols import POSITIVE, Interval
 from ..transformer import Transformer
 from ..weights import Weights
+from .dslm_solved import by_token, solved
 from .registry import Scheme
+
+VARIANTS = ("released", "printed", "solved", None)
 
 
 def _dslm(
@@ -21,43 +27,101 @@ def _dslm(
     k: float = 2.0,
     alpha: float = 1.0,
     input_correlation: float | None = None,
-    variant: str = "released",
+    variant: str | None = None,
     simplified: bool = False,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Transformer:
     """beta^2 = k / N^alpha, lambda^2 = 1 - beta^2, and weights that make every block's output 1.
+
+    Where beta is learned, this is where it starts. Embedding tables sum to variance 1 after their
+    dropout, and a head's logits are divided by sqrt(d_model).
 
     Args:
         model: its norm, activation and shape stay as they are.
         k, alpha: of the branch scale.
         input_correlation: token correlation of the embedding, before its dropout; None: that of
-            model.embedding.
+            model.embedding, or of `inputs`.
         variant: "released", where layer l uses the correlation that enters it, as the authors'
-            code does, or "printed", as the paper's pseudo-code: the one that leaves it.
+            code does; "printed", as the paper's pseudo-code: the one that leaves it; "solved": the
+            same conditions, solved with this model's own laws: value and output matrices alike, and
+            those of the feed-forward block alike. None: "released" where the constants hold (ReLU,
+            LayerNorm, Pre- or Post-LN, full attention of equal heads), else "solved".
         simplified: whether value and output weights are those of the feed-forward block.
+        inputs: for "solved", what `predict` takes to describe the input, such as token_ids.
     """
     check_in("k", k, POSITIVE)
     check_in("alpha", alpha, POSITIVE)
-    check_choice("variant", variant, ("released", "printed"))
+    check_choice("variant", variant, VARIANTS)
+    check_flag("simplified", simplified)
+    given = dict(inputs or {})
+    if variant is None:
+        variant = "released" if constants_hold(model) else "solved"
+    if model.encoder is not None:
+        outer = given["encoder_inputs"] = dict(given.get("encoder_inputs") or {})
+        # An encoder is resolved by token where its decoder is.
+        inner = {**outer, "tokens": True} if by_token(model, given) else outer
+        encoder = _dslm(
+            model.encoder, k, alpha, input_correlation, variant, simplified, inputs=inner
+        )
+        model = model.replace(encoder=encoder)
+        if input_correlation is not None:
+            outer |= {"variance": 1.0, "correlation": _kept(encoder) * input_correlation}
+    scaled = _prepared(model, k, alpha)
+    correlation = None
+    if input_correlation is not None or not {"correlation", "token_ids", "kernel"} & set(given):
+        correlation = _kept(model) * _input_correlation(model, input_correlation)
+    if variant == "solved":
+        if model.embedding is None or input_correlation is not None:
+            given |= {} if correlation is None else {"variance": 1.0, "correlation": correlation}
+        return solved(scaled, simplified, given)
+    if simplified:
+        return scaled
+    if correlation is None:
+        raise domain_error("inputs", sorted(given), 'absent unless variant is "solved"')
+    square = float(scaled.branch_scales[0]) ** 2
+    rows = correlations(correlation, model.layers, square, model.dropout)
+    kept = 1 - model.dropout
+    chosen = [entering if variant == "released" else leaving for entering, leaving in rows]
+    attention = [math.sqrt(kept / r) / model.d_model for r in chosen]
+    assert scaled.weights is not None
+    return scaled.replace(weights=scaled.weights.replace(value=attention, output=attention))
+
+
+def constants_hold(model: Transformer) -> bool:
+    """Whether the paper derives its constants for such a model."""
+    variances = [] if model.biases is None else list(model.biases.to_dict().values())
+    return (
+        (model.activation, model.gated, model.normalization) == ("relu", False, "layernorm")
+        and model.norm in ("pre", "post")
+        and model.heads * (model.d_head or 0) == model.d_model
+        and (model.kv_heads, model.norm_groups) == (model.heads, 1)
+        and not (model.causal or model.rotary or model.alibi or model.relative_bias)
+        and not (model.parallel or model.qk_norm or model.logit_softcap or any(model.windows))
+        and model.encoder is None
+        and not model.activation_dropout
+        and not any(np.any(value) for value in variances)
+    )
+
+
+def _prepared(model: Transformer, k: float, alpha: float) -> Transformer:
+    """Scales, embedding and head, and the feed-forward block's weights everywhere but in q and k.
+
+    A ReLU block's output has variance d_model d_ff s_f^2 / (2 (1 - p)).
+    """
     branch = k / model.layers**alpha
     if branch >= 1:
         raise domain_error("k", k, f"below layers^alpha = {model.layers**alpha:g}")
-    kept = 1 - model.dropout
-    d_model, d_ff = model.d_model, model.d_ff or 4 * model.d_model
-    ffn = math.sqrt(2 * kept / (d_model * d_ff))
-    if simplified:
-        attention: float | list[float] = ffn
-    else:
-        start = kept * _input_correlation(model, input_correlation)
-        rows = correlations(start, model.layers, branch, model.dropout)
-        chosen = [entering if variant == "released" else leaving for entering, leaving in rows]
-        attention = [math.sqrt(kept / r) / d_model for r in chosen]
+    d_model, d_ff = model.d_model, model.d_ff or 0
+    ffn = math.sqrt(2 * (1 - model.dropout) / (d_model * d_ff))
     changes: dict[str, Any] = {
-        "weights": Weights(1 / d_model, 1 / d_model, attention, attention, ffn, ffn),
+        "weights": Weights(1 / d_model, 1 / d_model, ffn, ffn, ffn, ffn),
         "skip_scale": math.sqrt(1 - branch),
         "branch_scale": math.sqrt(branch),
     }
     if model.embedding is not None:
-        changes["embedding"] = _unit_embedding(model, kept)
+        changes["embedding"] = _unit_embedding(model)
+    if model.head is not None:
+        changes["head"] = model.head.replace(output_scale=1 / math.sqrt(d_model))
     return model.replace(**changes)
 
 
@@ -79,18 +143,15 @@ def correlations(
 
 
 def _ffn_correlation(r: float, drop_prob: float) -> float:
-    values = {
-        "d_model": 1.0,
-        "d_ff": 1.0,
-        "ffn_in": 1.0,
-        "ffn_out": 1.0,
-        "drop_prob": drop_prob,
-        "x_variance": 1.0,
-        "x_other_variance": 1.0,
-        "x_correlation": r,
-    }
+    values = dict.fromkeys(("d_model", "d_ff", "ffn_in", "ffn_out", "x_variance"), 1.0)
+    values |= {"x_other_variance": 1.0, "drop_prob": drop_prob, "x_correlation": r}
     laws = FFN_BLOCK.under("published")
     return float(laws["covariance"].of(values) / laws["variance"].of(values))
+
+
+def _kept(model: Transformer) -> float:
+    """What dropout keeps of the embedding."""
+    return 1 - (model.dropout if model.embedding is None else model.embedding.dropout)
 
 
 def _input_correlation(model: Transformer, given: float | None) -> float:
@@ -98,30 +159,45 @@ def _input_correlation(model: Transformer, given: float | None) -> float:
         interval = Interval(0.0, 1.0, open_lower=True)
         check_in("input_correlation", given, interval, "tokens must correlate at all")
         return float(given)
-    if model.embedding is None:
+    if not hasattr(model.embedding, "token_variance"):
         raise DomainError(
-            "input_correlation is needed where the model declares no embedding: pass the token "
-            "correlation of its input"
+            "input_correlation is needed where the model declares no embedding of tokens: pass the "
+            "token correlation of its input"
         )
-    tables = embedded_alike(model.embedding, model.seq_len, "published")
+    tables = embedded_alike(model.embedding, model.seq_len, "published", d_model=model.d_model)
     return float(tables.pairs / tables.diagonal)
 
 
-def _unit_embedding(model: Transformer, kept: float) -> Any:
-    """Tables of equal variance whose sum, after dropout, has variance 1."""
-    assert model.embedding is not None
-    used = [
-        name
-        for name in ("token_variance", "position_variance", "segment_variance")
-        if getattr(model.embedding, name) > 0
-    ]
-    return model.embedding.replace(**dict.fromkeys(used, kept / len(used)))
+def _unit_embedding(model: Transformer) -> Any:
+    """Tables of equal variance whose sum, after dropout, has variance 1; pixels of mean square 1.
+
+    Raises:
+        DomainError: fixed sinusoidal positions alone bring more than that.
+    """
+    embedding, kept = model.embedding, _kept(model)
+    if not hasattr(embedding, "token_variance"):
+        share = kept / (1 + (embedding.position_variance > 0))
+        changes = {"patch_variance": share / embedding.patch_width}
+        changes |= {"position_variance": share} if embedding.position_variance else {}
+        changes |= {"class_variance": share} if embedding.class_token else {}
+        return embedding.replace(**changes)
+    names = ("token_variance", "position_variance", "segment_variance")
+    used = [name for name in names if getattr(embedding, name) > 0]
+    fixed = embedding.replace(**dict.fromkeys(used, 1.0)).variance - (
+        embedding.scale**2 + len(used) - 1
+    )
+    if fixed >= kept:
+        raise domain_error("positions", embedding.positions, f"of mean square below {kept:g}")
+    share = (kept - fixed) / len(used)
+    tables = dict.fromkeys(used, share) | {"token_variance": share / embedding.scale**2}
+    return embedding.replace(**tables)
 
 
 DSLM = Scheme(
     "dslm",
     "DeepScaleLM: residuals lambda^2 + beta^2 = 1, block outputs of variance 1",
-    ("weights", "skip_scale", "branch_scale", "embedding"),
+    ("weights", "skip_scale", "branch_scale", "embedding", "head"),
     kedia("Section 4, Appendix M and Figures 14, 15"),
     _dslm,
+    both_stacks=True,
 )

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from ..checks import check_in
+from ..checks import check_flag, check_in
 from ..law import Source
 from ..laws.references import SUN
 from ..symbols import POSITIVE
 from ..transformer import Transformer
 from ..weights import Weights
 from .registry import Scheme
+from .shared import placed, xavier
 
 
-def _xavier(model: Transformer) -> Transformer:
-    return model.replace(weights=Weights.xavier(model.d_model, model.heads, model.d_ff))
+def _xavier(model: Transformer, per_head: bool = True) -> Transformer:
+    """Glorot variances.
+
+    Args:
+        model: its scales and placement stay.
+        per_head: whether each head of query, key and value is a matrix of its own.
+    """
+    check_flag("per_head", per_head)
+    return model.replace(weights=xavier(model, per_head))
 
 
 def _normal(model: Transformer, variance: float = 0.02**2) -> Transformer:
+    """One variance for every matrix, whatever the width or depth."""
     check_in("variance", variance, POSITIVE)
     return model.replace(weights=Weights.normal(variance))
 
 
-def _layernorm_scaling(model: Transformer) -> Transformer:
-    return model.replace(norm="pre", layernorm_scaling="after-norm")
+def _layernorm_scaling(model: Transformer, position: str = "after-norm") -> Transformer:
+    """Layer l's signal times 1/sqrt(l) at one place.
+
+    Args:
+        model: becomes Pre-LN.
+        position: "after-norm", the authors'; the others of their Table 8: "before-norm",
+            "after-block" (which they use in a ViT), "after-residual", "attention-only", "ffn-only".
+    """
+    return placed(model, "pre", layernorm_scaling=position)
 
 
 SCHEMES = (
@@ -43,7 +59,8 @@ SCHEMES = (
         "lns",
         "LayerNorm Scaling: layer l's normalised output times 1/sqrt(l), Pre-LN",
         ("norm", "layernorm_scaling"),
-        Source(SUN, "equation 18"),
+        Source(SUN, "equation 18 and Table 8"),
         _layernorm_scaling,
+        ("pre",),
     ),
 )

@@ -22,6 +22,9 @@ class Scheme:
         sets: which fields of the Transformer it sets.
         source: the paper and place.
         transform: the model it makes of a model; keyword arguments are its options.
+        placements: where its authors put the norm, theirs first; empty: anywhere.
+        both_stacks: whether the transform takes care of a model's encoder itself; else the scheme
+            is applied to the encoder as to the model.
     """
 
     name: str
@@ -29,6 +32,8 @@ class Scheme:
     sets: tuple[str, ...]
     source: Source
     transform: Callable[..., Transformer]
+    placements: tuple[str, ...] = ()
+    both_stacks: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -36,11 +41,40 @@ class Scheme:
         parameters = list(inspect.signature(self.transform).parameters.values())[1:]
         return {p.name: p.default for p in parameters}
 
+    def apply(self, model: Transformer, **options: Any) -> Transformer:
+        """The model as the scheme sets it, its encoder too.
+
+        Raises:
+            DomainError: an unknown option, or one outside what is allowed.
+        """
+        for option in options:
+            if option not in self.options:
+                allowed = ", ".join(self.options) or "none: this scheme has no options"
+                raise domain_error(f"option of {self.name}", option, f"one of {allowed}")
+        if model.encoder is not None and not self.both_stacks:
+            model = model.replace(encoder=self.transform(model.encoder, **options))
+        return self.transform(model, **options)
+
 
 def _all() -> tuple[Scheme, ...]:
-    from . import dslm, plain
+    from . import admin, deepnorm, depth_scaled, dslm, mup, noci, placements, plain, tfixup
+    from .residual_gain import RESIDUAL_GAIN
+    from .value_skipinit import VALUE_SKIPINIT
 
-    return (*plain.SCHEMES, dslm.DSLM)
+    declarable = (VALUE_SKIPINIT,) if "attention_mix" in Transformer.__dataclass_fields__ else ()
+    return (
+        *plain.SCHEMES,
+        dslm.DSLM,
+        deepnorm.DEEPNORM,
+        *depth_scaled.DEPTH_SCALED,
+        *RESIDUAL_GAIN,
+        *declarable,
+        noci.NOCI_SCALING,
+        admin.ADMIN,
+        tfixup.TFIXUP,
+        mup.MUP,
+        *placements.PLACEMENTS,
+    )
 
 
 def schemes() -> tuple[Scheme, ...]:
@@ -48,18 +82,30 @@ def schemes() -> tuple[Scheme, ...]:
     return _all()
 
 
+def scheme(name: str) -> Scheme:
+    """A scheme by its name.
+
+    Raises:
+        DomainError: there is none of that name.
+    """
+    known = {found.name: found for found in _all()}
+    if name not in known:
+        raise domain_error("scheme", name, f"one of {', '.join(known)}")
+    return known[name]
+
+
 def apply(model: Transformer, name: str, **options: Any) -> Transformer:
     """The model as the scheme sets it.
 
     Raises:
         DomainError: no such scheme or option, or an option outside what is allowed.
+
+    Warns:
+        ValidityWarning: the scheme clashes with what the model has.
     """
-    known = {scheme.name: scheme for scheme in _all()}
-    if name not in known:
-        raise domain_error("scheme", name, f"one of {', '.join(known)}")
-    scheme = known[name]
-    for option in options:
-        if option not in scheme.options:
-            allowed = ", ".join(scheme.options) or "none: this scheme has no options"
-            raise domain_error(f"option of {name}", option, f"one of {allowed}")
-    return scheme.transform(model, **options)
+    from .conflicts import warn
+
+    found = scheme(name)
+    changed = found.apply(model, **options)
+    warn(found, model, changed, options)
+    return changed

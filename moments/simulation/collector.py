@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,6 +73,7 @@ class Collector:
         self._gradient: dict[Place, RawMoments] = {}
         self._mask = mask
         self._batch_first = batch_first
+        self._rows: tuple[int, ...] = ()
 
     def watch(self, x: Tensor, places: Sequence[Place]) -> Tensor:
         """Record `x` under every one of `places`, and its gradient when there is one.
@@ -103,6 +105,8 @@ class Collector:
         }
 
     def _moments(self, x: Tensor, place: Place, kind: str) -> RawMoments:
+        if x.ndim == 2 and len(x) == math.prod(self._rows):
+            x = x.unflatten(0, self._rows)  # the tokens of all sequences, one after the other
         if x.ndim == 2:
             x = x[None] if self._batch_first else x[:, None]
         if x.ndim != 3:
@@ -112,6 +116,7 @@ class Collector:
                 "a (batch, tokens, features) tensor",
                 "map another tensor",
             )
+        self._rows = tuple(x.shape[:2])
         x = x if self._batch_first else x.transpose(0, 1)
         self.sequences = len(x)
         moments = raw_moments(x, self._mask)

@@ -1,75 +1,25 @@
-"""One layer and one embedding of a declared Transformer, as torch computes them."""
+"""One layer of a declared Transformer, as torch computes it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from moments.embedding import Embedding
-from moments.errors import domain_error
+from moments.simulation.attention import cross_attention, self_attention
+from moments.simulation.functions import activation, affine_norm
+from moments.simulation.parameters import draw_shared, draw_weights
 from moments.simulation.sampling import dropout
 from moments.transformer import Transformer
 
+__all__ = ["Watch", "draw_shared", "draw_weights", "run_layer"]
+
 Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "identity": lambda x: x,
-}
-
-
-def _rmsnorm(x: Tensor, epsilon: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-
-
-def _layernorm(x: Tensor, epsilon: float) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], eps=epsilon)
-
-
-NORMALIZATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "layernorm": _layernorm,
-    "rmsnorm": _rmsnorm,
-}
-PLACEMENTS = ("pre", "post", "none")
-
-
-def check_supported(model: Transformer) -> None:
-    """Raise a DomainError where the twin lacks something the declaration has."""
-    for name, known in (
-        ("activation", tuple(ACTIVATIONS)),
-        ("normalization", tuple(NORMALIZATIONS)),
-        ("norm", PLACEMENTS),
-    ):
-        value = getattr(model, name)
-        if value not in known:
-            raise domain_error(name, value, f"one of {', '.join(known)} in a simulation")
-
-
-def draw_weights(
-    model: Transformer, number: int, generator: torch.Generator, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Gaussian matrices of layer `number`, each (fan_in, fan_out), that require gradients."""
-    inner, d_ff = model.heads * _d_head(model), model.d_ff or 0
-    shapes = {
-        "query": (model.d_model, inner),
-        "key": (model.d_model, inner),
-        "value": (model.d_model, inner),
-        "output": (inner, model.d_model),
-        "ffn_in": (model.d_model, d_ff),
-        "ffn_out": (d_ff, model.d_model),
-    }
-    variances = asdict(model.layer_weights(number))
-    return {
-        name: _normal(shape, variances[name], generator, dtype) for name, shape in shapes.items()
-    }
 
 
 def run_layer(
@@ -79,109 +29,141 @@ def run_layer(
     weights: Mapping[str, Tensor],
     generator: torch.Generator,
     watch: Watch,
+    memory: Tensor | None = None,
 ) -> Tensor:
-    """Carry `x` (batch, L, d_model) through layer `number`; `generator` draws the dropout masks."""
-    skip = float(model.skip_scales[number - 1])
-    branch = float(model.branch_scales[number - 1])
+    """Carry `x` (batch, L, d_model) through layer `number`.
 
-    def normalised(z: Tensor, block: str) -> Tensor:
-        z = watch(NORMALIZATIONS[model.normalization](z, model.norm_epsilon), f"{block}.norm")
-        scale = float(model.norm_scales[number - 1])
-        return z if scale == 1 else watch(z * scale, f"{block}.norm_scale")
-
-    for block, compute in (("attention", _attention), ("ffn", _ffn)):
-        z = normalised(x, block) if model.norm == "pre" else x
-        z = compute(model, number, z, weights, generator, watch)
-        z = watch(dropout(z, model.dropout, generator), f"{block}.dropout")
-        x = watch(skip * x + branch * z, f"{block}.sum")
-        if model.norm == "post":
-            x = normalised(x, block)
-    return watch(x, "stream")
+    Args:
+        model: the declaration.
+        number: of the layer, counted from 1.
+        x: what enters.
+        weights: what `draw_weights` and `draw_shared` drew.
+        generator: draws the dropout masks.
+        watch: is shown every site.
+        memory: the encoder's output (batch, L', its d_model), where there is an encoder.
+    """
+    layer = _Layer(model, number, weights, generator, watch, memory)
+    return watch(layer.parallel(x) if model.parallel else layer.sequential(x), "stream")
 
 
-def _attention(
-    model: Transformer,
-    number: int,
-    x: Tensor,
-    weights: Mapping[str, Tensor],
-    generator: torch.Generator,
-    watch: Watch,
-) -> Tensor:
-    batch, seq_len, _ = x.shape
-    d_head = _d_head(model)
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's parameters and everything its parts need; the arguments of `run_layer`."""
 
-    def by_head(name: str) -> Tensor:
-        projected = x @ weights[name]
-        return projected.view(batch, seq_len, model.heads, d_head).transpose(1, 2)
+    model: Transformer
+    number: int
+    weights: Mapping[str, Tensor]
+    generator: torch.Generator
+    watch: Watch
+    memory: Tensor | None
 
-    logits = by_head("query") @ by_head("key").transpose(-1, -2)
-    logits = logits / (math.sqrt(d_head) * float(model.temperatures[number - 1]))
-    if model.causal:
-        later = torch.ones(seq_len, seq_len, dtype=torch.bool, device=x.device).triu(1)
-        logits = logits.masked_fill(later, -math.inf)
-    mixing = dropout(logits.softmax(-1), model.attention_dropout or 0.0, generator)
-    heads = (mixing @ by_head("value")).transpose(1, 2).reshape(batch, seq_len, -1)
-    return watch(watch(heads, "attention.heads") @ weights["output"], "attention.projection")
+    def sequential(self, x: Tensor) -> Tensor:
+        """One block after the other, each with a residual sum of its own."""
+        placement = self.model.placements[self.number - 1]
+        entering = x
+        blocks = ("attention", "ffn") if self.memory is None else ("attention", "cross", "ffn")
+        for block in blocks:
+            if placement == "hybrid" and block == "ffn":
+                x = self.norm(x, "ffn.norm")
+            z = self.norm(x, f"{block}.norm") if placement in ("pre", "sandwich") else x
+            z = self.block(z, block)
+            if placement == "sandwich":
+                z = self.norm(z, f"{block}.post_norm")
+            z = self.scaled(z, "after-block", f"{block}.scale")
+            skip, branch = self.scales(block)
+            x = self.watch(skip * x + branch * z, f"{block}.sum")
+            if placement == "b2t" and block == "ffn":
+                x = self.watch(x + entering, "ffn.bottom_to_top")
+            x = self.scaled(x, "after-residual", f"{block}.sum_scale")
+            if placement in ("post", "b2t"):
+                x = self.norm(x, f"{block}.norm")
+        return x
+
+    def parallel(self, x: Tensor) -> Tensor:
+        """Attention and feed-forward block read the same stream and share one sum."""
+        entering: dict[str, Tensor] = {}
+        for block in ("attention", "ffn"):
+            if self.model.placements[self.number - 1] == "none":
+                entering[block] = x
+            elif block == "attention" or self.model.parallel_norms == 2:
+                entering[block] = self.norm(x, f"{block}.norm")
+            else:
+                entering[block] = entering["attention"]
+        branches = [self.scales(name)[1] * self.block(z, name) for name, z in entering.items()]
+        z = self.scaled(branches[0] + branches[1], "after-block", "ffn.scale")
+        x = self.watch(self.scales("ffn")[0] * x + z, "ffn.sum")
+        return self.scaled(x, "after-residual", "ffn.sum_scale")
+
+    def block(self, z: Tensor, block: str) -> Tensor:
+        """What a block adds to the stream, its dropout included."""
+        if block == "ffn":
+            z = self.ffn(z)
+        else:
+            z = self.attention(z) if block == "attention" else self.cross(z)
+        return self.watch(dropout(z, self.model.dropout, self.generator), f"{block}.dropout")
+
+    def attention(self, z: Tensor) -> Tensor:
+        table = self.weights.get("relative_bias")
+        heads = self_attention(self.model, self.number, z, self.linear, table, self.generator)
+        heads = self.watch(heads, "attention.heads")
+        return self.watch(self.linear(heads, "output"), "attention.projection")
+
+    def cross(self, z: Tensor) -> Tensor:
+        assert self.memory is not None
+        heads = cross_attention(
+            self.model, self.number, z, self.memory, self.linear, self.generator
+        )
+        heads = self.watch(heads, "cross.heads")
+        return self.watch(self.linear(heads, "cross_output"), "cross.projection")
+
+    def ffn(self, z: Tensor) -> Tensor:
+        model = self.model
+        hidden = self.watch(self.linear(z, "ffn_in"), "ffn.in")
+        act = activation(model.activation)
+        if model.gated:
+            hidden = act(self.watch(self.linear(z, "gate"), "ffn.gate")) * hidden
+        else:
+            hidden = act(hidden)
+        hidden = self.watch(hidden, "ffn.activation")
+        if model.activation_dropout:
+            hidden = dropout(hidden, model.activation_dropout, self.generator)
+            hidden = self.watch(hidden, "ffn.activation_dropout")
+        return self.watch(self.linear(hidden, "ffn_out"), "ffn.out")
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """x through a matrix, and its bias where it has one."""
+        y = x @ self.weights[name]
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def norm(self, x: Tensor, site: str) -> Tensor:
+        """The model's normalisation with its gain and bias, and LayerNorm Scaling around it."""
+        model, (block, _, name) = self.model, site.partition(".")
+        if name == "norm":
+            x = self.scaled(x, "before-norm", f"{site}_scale")
+        gain = _column(model.norm_gains[self.number - 1], block)
+        z = self.watch(affine_norm(model, x, self.weights, site, gain), site)
+        if name == "norm":
+            only = "ffn-only" if block == "ffn" else "attention-only"
+            z = self.scaled(z, "after-norm", f"{site}_scale")
+            z = self.scaled(z, only, f"{site}_scale")
+        return z
+
+    def scaled(self, x: Tensor, where: str, site: str) -> Tensor:
+        """x over the root of the layer's number where LayerNorm Scaling sits there."""
+        given = self.model.layernorm_scaling
+        asked = "after-norm" if given is True else given
+        if asked != where or self.number == 1:
+            return x
+        return self.watch(x / math.sqrt(self.number), site)
+
+    def scales(self, block: str) -> tuple[float, float]:
+        """Of the stream, and of the block's output."""
+        skip = self.model.by_block("skip_scale")[self.number - 1]
+        branch = self.model.by_block("branch_scale")[self.number - 1]
+        return _column(skip, block), _column(branch, block)
 
 
-def _d_head(model: Transformer) -> int:
-    return model.d_head or 0  # None only before the declaration resolves it
-
-
-def _ffn(
-    model: Transformer,
-    number: int,
-    x: Tensor,
-    weights: Mapping[str, Tensor],
-    generator: torch.Generator,
-    watch: Watch,
-) -> Tensor:
-    hidden = watch(x @ weights["ffn_in"], "ffn.in")
-    active = watch(ACTIVATIONS[model.activation](hidden), "ffn.activation")
-    return watch(active @ weights["ffn_out"], "ffn.out")
-
-
-def draw_tables(
-    embedding: Embedding,
-    seq_len: int,
-    d_model: int,
-    generator: torch.Generator,
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:
-    """Gaussian embedding tables, each (rows, d_model), that require gradients."""
-    rows = {
-        "token": (embedding.vocab_size, embedding.token_variance),
-        "position": (seq_len, embedding.position_variance),
-        "segment": (1, embedding.segment_variance),
-    }
-    return {
-        name: _normal((count, d_model), variance, generator, dtype)
-        for name, (count, variance) in rows.items()
-        if variance > 0
-    }
-
-
-def run_embedding(
-    embedding: Embedding,
-    token_ids: Tensor,
-    tables: Mapping[str, Tensor],
-    generator: torch.Generator,
-    watch: Watch,
-) -> Tensor:
-    """The tensor that enters layer 1, (batch, L, d_model), for ids (batch, L) of one segment."""
-    x = tables["token"][token_ids]
-    if "position" in tables:
-        x = x + tables["position"]
-    if "segment" in tables:
-        x = x + tables["segment"][0]
-    x = watch(x, "embedding.sum")
-    if embedding.norm:
-        x = watch(_layernorm(x, embedding.norm_epsilon), "embedding.norm")
-    return watch(dropout(x, embedding.dropout, generator), "embedding")
-
-
-def _normal(
-    shape: tuple[int, int], variance: float, generator: torch.Generator, dtype: torch.dtype
-) -> Tensor:
-    drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
-    return drawn.mul_(math.sqrt(variance)).requires_grad_()
+def _column(pair: np.ndarray, block: str) -> float:
+    """The entry of (attention, feed-forward) that a block has; cross-attention's is attention's."""
+    return float(pair[1 if block == "ffn" else 0])

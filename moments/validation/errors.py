@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from moments.errors import DomainError, ValidityWarning, domain_error
 from moments.law import THEORIES, Theory
-from moments.prediction import Prediction, predict
+from moments.passes import predict
+from moments.prediction import Prediction
 from moments.validation.grid import FACTORS, GRID, Configuration
 from moments.validation.store import Stored, load
 

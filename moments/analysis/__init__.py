@@ -1,0 +1,69 @@
+"""The papers' statements about whole networks, from laws and from predictions.
+
+`correlation_fixed_points`, `growth_laws`, `growth_exponents`, `sensitivity`, `trade_off`,
+`variance_recursion`, `jacobian_bounds`, `angular_distance`, `uniform_attention`, `gradient_gap`,
+`compute_table`, `named_cases`: each returns a small frozen object with `to_frame()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_PUBLIC = {
+    "angular_distance": "angular",
+    "chain_constants": "chain",
+    "compute_table": "compute",
+    "correlation_fixed_points": "fixed_points",
+    "gradient_gap": "query_value",
+    "growth_exponents": "growth",
+    "growth_laws": "growth",
+    "jacobian_bounds": "jacobian",
+    "named_cases": "cases",
+    "sensitivity": "tradeoff",
+    "trade_off": "tradeoff",
+    "uniform_attention": "uniform",
+    "variance_recursion": "recursion",
+}
+
+__all__ = [
+    "angular_distance",
+    "chain_constants",
+    "compute_table",
+    "correlation_fixed_points",
+    "gradient_gap",
+    "growth_exponents",
+    "growth_laws",
+    "jacobian_bounds",
+    "named_cases",
+    "sensitivity",
+    "trade_off",
+    "uniform_attention",
+    "variance_recursion",
+]
+
+if TYPE_CHECKING:
+    from .angular import angular_distance
+    from .cases import named_cases
+    from .chain import chain_constants
+    from .compute import compute_table
+    from .fixed_points import correlation_fixed_points
+    from .growth import growth_exponents, growth_laws
+    from .jacobian import jacobian_bounds
+    from .query_value import gradient_gap
+    from .recursion import variance_recursion
+    from .tradeoff import sensitivity, trade_off
+    from .uniform import uniform_attention
+
+
+# Loaded on first use. No submodule bears the name of a function: importing it would shadow that.
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

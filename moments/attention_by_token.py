@@ -1,0 +1,195 @@
+"""Attention resolved by token: what an attention leaf declares, made into kernel operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import DomainError
+from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
+from .logits import LogitLaw
+from .positions import alibi_slopes
+from .state import Array, Kernel, Signal
+
+Mask = NDArray[np.bool_]
+
+LOGIT_VARIANCE_MAX = 12.0
+"""Logit variance beyond which that of 12 stands in, with a warning."""
+
+HEADS_RESOLVED = 4
+"""Heads of different distance penalties that are followed one by one; more are averaged by a Gauss
+rule of as many nodes in the penalty's logarithm."""
+
+BEYOND_TABLES = "some rows have a logit variance beyond 8, where attention by token is extrapolated"
+
+
+def variance_notes(logit_variance: Array) -> tuple[str, ...]:
+    """Where the logits' variance leaves what the laws were measured at."""
+    largest = float(np.max(logit_variance))
+    if largest <= LOGIT_VARIANCE_MAX:
+        return ()
+    return (
+        f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_MAX:g}: attention all but "
+        f"picks one token, and the moments of {LOGIT_VARIANCE_MAX:g} stand in",
+    )
+
+
+def attention_facts(
+    logit_variance: Array, square: Array, entropy: Array, keys: Array
+) -> dict[str, Array]:
+    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
+    return {
+        "logit_variance": logit_variance,
+        "square_sum": square,
+        "distance_to_uniform": square - 1 / keys,
+        "entropy": entropy,
+    }
+
+
+def positions(tokens: int, sequences: int) -> Array:
+    """(tokens,) position of every token in its sequence."""
+    return np.tile(np.arange(tokens // sequences, dtype=np.float64), sequences)
+
+
+def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
+    """Which keys each query sees, one (n, n) mask for every kernel of n tokens.
+
+    A kernel holds `leaf.sequences` sequences one after the other, and a token sees its own alone.
+
+    Raises:
+        DomainError: the tokens are no whole number of sequences, or the padding fits neither the
+            sequences of one kernel nor the kernels.
+    """
+    if tokens % leaf.sequences:
+        raise DomainError(f"{tokens} tokens are not {leaf.sequences} sequences of one length")
+    length = tokens // leaf.sequences
+    offset = np.subtract.outer(np.arange(length), np.arange(length))
+    inside = np.ones((length, length), bool)
+    if leaf.causal:
+        inside &= offset >= 0
+    if leaf.window is not None:
+        inside &= np.abs(offset) < leaf.window
+    if leaf.padding is None:
+        return [_blocks([inside] * leaf.sequences)] * matrices
+    # A query that sees no real key keeps itself: padding before a causal text.
+    seen = [seeing_itself(inside & np.asarray(real, dtype=bool)) for real in leaf.padding]
+    if leaf.sequences > 1:
+        if len(seen) != leaf.sequences:
+            raise DomainError(
+                f"padding is given for {len(seen)} sequences, and the kernel holds {leaf.sequences}"
+            )
+        return [_blocks(seen)] * matrices
+    return seen if len(seen) == matrices else seen * matrices
+
+
+def seeing_itself(mask: Mask) -> Mask:
+    """The mask, with queries that see nothing seeing themselves."""
+    return np.asarray(np.where(mask.any(-1, keepdims=True), mask, np.eye(len(mask), dtype=bool)))
+
+
+def _blocks(masks: list[Mask]) -> Mask:
+    if len(masks) == 1:
+        return masks[0]
+    whole = np.zeros((sum(len(one) for one in masks), sum(one.shape[1] for one in masks)), bool)
+    row = column = 0
+    for one in masks:
+        whole[row : row + len(one), column : column + one.shape[1]] = one
+        row, column = row + len(one), column + one.shape[1]
+    return whole
+
+
+def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
+    """(queries, keys) whether both tokens are of one sequence."""
+    ones = np.ones((queries // sequences, keys // sequences), bool)
+    return _blocks([ones] * sequences)
+
+
+def build(
+    leaf: Any,
+    law: LogitLaw,
+    memory: Kernel,
+    allowed: list[Mask],
+    norm_spread: float,
+    separate_queries: bool,
+) -> tuple[list[HeadAverage], float]:
+    """The layer on every kernel of a batch, and the largest variance its logits were to have.
+
+    Args:
+        leaf: `SelfAttention` or `CrossAttention`.
+        law: of the logits.
+        memory: (..., Lk, Lk) kernel of the tokens attended to.
+        allowed: a mask for every kernel.
+        norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged.
+        separate_queries: whether the queries are not the tokens attended to.
+    """
+    queries, keys = law.queries.kernel, law.keys.kernel
+    # What the tokens have of their own, which is what a row's logits vary with.
+    own = queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
+    wanted = law.scale * float(np.max(own))
+    shrunk = min(1.0, LOGIT_VARIANCE_MAX / max(wanted, 1e-300))
+    heads: list[HeadAverage] = []
+    turned = leaf.rotary is not None
+    value_gain = memory_gain(leaf)
+    matrices = zip(flat(queries), flat(keys), flat(memory), allowed, strict=True)
+    for asking, asked, values, mask in matrices:
+        where = [positions(len(one), leaf.sequences) for one in (asking, asked)]
+        # A common shift of all keys cancels in the softmax unless it is turned.
+        plain = law.keys.gain is None and (not turned or keys is memory)
+        settings = {
+            "logit_scale": law.scale * shrunk,
+            "allowed": mask,
+            "drop_prob": leaf.drop_prob,
+            "d_model": getattr(leaf, "memory_width", leaf.d_model),
+            "d_head": law.head_freedom,
+            "norm_spread": norm_spread,
+            "query_kernel": None if plain and queries is memory else asking,
+            "key_kernel": None if plain else asked,
+            "rotation": _rotation(leaf, where) if turned else None,
+            "value_bias": leaf.value_bias / value_gain,
+            "separate_queries": separate_queries,
+        }
+        heads.append(_heads(leaf, values, where, settings))
+    return heads, wanted
+
+
+def memory_gain(leaf: Any) -> float:
+    """Variance of a value per unit of the tokens' kernel, kept above 0."""
+    return float(max(getattr(leaf, "memory_width", leaf.d_model) * leaf.value, 1e-60))
+
+
+def _rotation(leaf: Any, where: list[Array]) -> Rotation:
+    frequencies, shares = leaf.rotary.frequencies(int(leaf.d_head))
+    return Rotation.of(frequencies, shares, *where)
+
+
+def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
+    offset = np.subtract.outer(where[1], where[0]).T  # key's position minus query's
+    if leaf.alibi:
+        slopes, shares = few_points(np.log(alibi_slopes(int(leaf.heads))), HEADS_RESOLVED)
+        layers = [
+            KernelAttention(values, bias=-np.exp(slope) * np.abs(offset), **settings)
+            for slope in slopes
+        ]
+    else:
+        shares = np.ones(1)
+        layers = [KernelAttention(values, **settings)]
+    table = leaf.relative_bias
+    if table is None or table.variance == 0.0:
+        return HeadAverage(layers, shares)
+    bucket = table.bucket(offset, leaf.causal)
+    mean = HeadAverage(layers, shares).mean_attention
+    return HeadAverage(layers, shares, RelativeBiasNoise(mean, bucket, table.variance))
+
+
+def flat(kernel: Kernel) -> Array:
+    """(matrices, n, n)."""
+    return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
+
+
+def mean_spread(signal: Signal) -> float:
+    """Var |x|^2 / E^2 |x|^2, averaged over tokens; 0 where it is not followed."""
+    if signal.spread is None:
+        return 0.0
+    return float(np.mean(signal.spread.diagonal / signal.kernel.diagonal**2))

@@ -1,0 +1,268 @@
+"""The blocks of a layer as components: attention, cross-attention, feed-forward, normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .activations import activation_laws
+from .attention import Padding, SelfAttention
+from .composition import Chain, Component
+from .errors import DomainError
+from .gated import GatedLinear
+from .law import Theory
+from .laws.block import ATTENTION_BLOCK, FFN_BLOCK
+from .laws.linear import DROPOUT, LINEAR, SCALE
+from .laws.normalization import LAYERNORM, RMSNORM
+from .normalization import DynamicTanh, FiniteNormalization
+from .parts import Activation, Dropout, Lawful, Linear, Scale
+from .transformer import Transformer
+
+
+class Normalization(Lawful):
+    """A normalisation whose laws are the papers': width and learned parameters leave no trace."""
+
+    normalises = True
+
+
+def dropout(theory: Theory, label: str, drop_prob: float) -> Dropout:
+    return Dropout(DROPOUT, theory, label, {"drop_prob": float(drop_prob)})
+
+
+def scale(theory: Theory, label: str, variance: float) -> Scale:
+    return Scale(SCALE, theory, label, {"weight_variance": variance})
+
+
+def norm(model: Transformer, theory: Theory, label: str, gain: float = 1.0) -> Component:
+    """The model's normalisation, with a gain of that root mean square."""
+    if theory != "refined":
+        parameters = {"d_model": model.d_model}
+        return Normalization(LAYERNORM, theory, label, parameters)
+    if model.normalization == "dyt":
+        return DynamicTanh(label, model.dyt_alpha, gain, model.norm_affine)
+    centres = model.normalization == "layernorm"
+    return FiniteNormalization(
+        LAYERNORM if centres else RMSNORM,
+        label,
+        model.norm_epsilon,
+        centres=centres,
+        gain=gain,
+        affine=model.norm_affine,
+        bias=centres and model.norm_bias,
+        groups=model.norm_groups,
+    )
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Makes the blocks of one layer.
+
+    Attributes:
+        model: the declaration.
+        theory: whose laws they hold.
+        number: of the layer, from 1.
+        padding: for every sequence, which tokens are real; None: all.
+        sequences: of one joint kernel.
+    """
+
+    model: Transformer
+    theory: Theory
+    number: int
+    padding: Padding | None = None
+    sequences: int = 1
+
+    @property
+    def _biases(self) -> dict[str, float] | None:
+        return None if self.model.biases is None else self.model.biases.layer(self.number)
+
+    def _linear(self, label: str, weight: str, fan_in: int, fan_out: int) -> Linear:
+        variance = getattr(self.model.layer_weights(self.number), weight)
+        parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
+        biases = self._biases
+        name = weight.removeprefix("cross_")
+        if biases is None or name not in biases:
+            return Linear(LINEAR, self.theory, label, parameters, fan_out, weight)
+        parameters["bias_variance"] = biases[name]
+        return Linear(LINEAR, self.theory, label, parameters, fan_out, weight, has_bias=True)
+
+    def attention(self) -> Chain:
+        """Self-attention, its output projection and dropout."""
+        model, weights = self.model, self.model.layer_weights(self.number)
+        temperature = float(model.temperatures[self.number - 1])
+        if self.theory != "refined":
+            # The papers treat the block as one unit.
+            parameters = {
+                "d_model": model.d_model,
+                "seq_len": model.seq_len,
+                "drop_prob": model.dropout,
+                "attention_drop_prob": model.attention_dropout,
+                # Queries enter through the logits alone, which the temperature divides.
+                "query": weights.query / temperature**2,
+                "key": weights.key,
+                "value": weights.value,
+                "output": weights.output,
+            }
+            return Chain((Lawful(ATTENTION_BLOCK, self.theory, "attention.dropout", parameters),))
+        biases = self._biases or {"query": 0.0, "key": 0.0, "value": 0.0}
+        heads = SelfAttention(
+            "attention.heads",
+            model.d_model,
+            model.heads,
+            model.d_head,
+            weights.query,
+            weights.key,
+            weights.value,
+            model.attention_dropout,
+            temperature,
+            model.causal,
+            self.padding,
+            kv_heads=model.kv_heads,
+            rotary=model.rotary,
+            alibi=model.alibi,
+            relative_bias=model.relative_bias,
+            qk_norm=model.qk_norm,
+            logit_softcap=model.logit_softcap,
+            window=model.windows[self.number - 1],
+            query_bias=biases["query"],
+            key_bias=biases["key"],
+            value_bias=biases["value"],
+            has_bias=self._biases is not None,
+            sequences=self.sequences,
+            norm_epsilon=model.norm_epsilon if model.qk_norm else 0.0,
+        )
+        return self._projected("attention", "output", heads)
+
+    def cross(self) -> Chain:
+        """Attention to the encoder's output, its projection and dropout."""
+        from .cross_attention import CrossAttention
+
+        model, weights = self.model, self.model.layer_weights(self.number)
+        encoder = model.encoder
+        assert encoder is not None
+        heads = CrossAttention(
+            "cross.heads",
+            model.d_model,
+            encoder.d_model,
+            model.heads,
+            model.d_head,
+            weights.cross_query,
+            weights.cross_key,
+            weights.cross_value,
+            model.attention_dropout,
+            float(model.temperatures[self.number - 1]),
+            sequences=self.sequences,
+        )
+        return self._projected("cross", "cross_output", heads)
+
+    def _projected(self, name: str, weight: str, heads: Component) -> Chain:
+        model = self.model
+        inner = model.heads * (model.d_head or 0)
+        return Chain(
+            (
+                heads,
+                self._linear(f"{name}.projection", weight, inner, model.d_model),
+                dropout(self.theory, f"{name}.dropout", model.dropout),
+            )
+        )
+
+    def ffn(self) -> Chain:
+        """The feed-forward block and its dropout."""
+        model, theory = self.model, self.theory
+        weights = model.layer_weights(self.number)
+        d_model, d_ff = model.d_model, model.d_ff or 0
+        if theory == "simplified":
+            parameters = {
+                "d_model": d_model,
+                "d_ff": d_ff,
+                "ffn_in": weights.ffn_in,
+                "ffn_out": weights.ffn_out,
+                "drop_prob": model.dropout,
+            }
+            return Chain((Lawful(FFN_BLOCK, theory, "ffn.dropout", parameters),))
+        parts: tuple[Component, ...] = self._hidden()
+        if model.activation_dropout:
+            parts += (dropout(theory, "ffn.activation_dropout", model.activation_dropout),)
+        return Chain(
+            (
+                *parts,
+                self._linear("ffn.out", "ffn_out", d_ff, d_model),
+                dropout(theory, "ffn.dropout", model.dropout),
+            )
+        )
+
+    def _hidden(self) -> tuple[Component, ...]:
+        model, theory = self.model, self.theory
+        d_model, d_ff = model.d_model, model.d_ff or 0
+        if model.gated:
+            weights, biases = model.layer_weights(self.number), self._biases
+            return (
+                GatedLinear(
+                    "ffn.activation",
+                    activation_laws(model.activation),
+                    d_model,
+                    d_ff,
+                    weights.gate,
+                    weights.ffn_in,
+                    gate_bias=0.0 if biases is None else biases["gate"],
+                    bias=0.0 if biases is None else biases["ffn_in"],
+                    has_bias=biases is not None,
+                ),
+            )
+        # The papers' GeLU is the erf form; they state no other.
+        published = (theory, model.activation) == ("published", "gelu_tanh")
+        laws = activation_laws("gelu" if published else model.activation)
+        return (
+            self._linear("ffn.in", "ffn_in", d_model, d_ff),
+            Activation(laws, theory, "ffn.activation"),
+        )
+
+
+def check_coverage(model: Transformer, theory: Theory) -> None:
+    """Whether the papers' theories know everything that a model declares.
+
+    Raises:
+        DomainError: they do not; names the feature.
+    """
+    if theory == "refined":
+        return
+    remedy = 'use theory="refined"'
+    if model.heads * (model.d_head or 0) != model.d_model:
+        raise DomainError(
+            f"theory {theory!r} covers only heads * d_head = d_model, and here "
+            f"{model.heads} * {model.d_head} is not {model.d_model}; {remedy}"
+        )
+    if theory == "simplified" and model.activation != "relu":
+        raise DomainError(
+            f"theory 'simplified' (Table 2) covers only activation = 'relu', "
+            f'not {model.activation!r}; use theory="published" or "refined"'
+        )
+    for feature, present in _beyond_the_papers(model).items():
+        if present:
+            raise DomainError(f"theory {theory!r} does not cover {feature}; {remedy}")
+
+
+def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
+    known = ("relu", "gelu", "gelu_tanh", "identity")
+    return {
+        f"activation = {model.activation!r}": model.activation not in known,
+        f"normalization = {model.normalization!r}": model.normalization != "layernorm",
+        f"norm = {model.norm!r}": model.norm in ("hybrid", "b2t"),
+        "gated units": model.gated,
+        "grouped heads (kv_heads)": model.kv_heads != model.heads,
+        "biases": model.biases is not None and any(_entries(model.biases)),
+        "parallel blocks": model.parallel,
+        "rotary positions": model.rotary is not None,
+        "ALiBi": model.alibi,
+        "relative_bias": model.relative_bias is not None,
+        "qk_norm": model.qk_norm,
+        "logit_softcap": model.logit_softcap,
+        "windows": any(model.windows),
+        "an encoder": model.encoder is not None,
+        "activation_dropout": model.activation_dropout,
+        "norm_groups": model.norm_groups > 1,
+    }
+
+
+def _entries(biases: Any) -> list[float]:
+    values = biases.to_dict().values()
+    return [max(v) if isinstance(v, list) else v for v in values]

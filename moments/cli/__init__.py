@@ -1,0 +1,6 @@
+"""The command `moments`: thin wrappers that parse, call the library and print."""
+
+from . import compare, predict, reference, solve, validate
+from .base import app, main
+
+__all__ = ["app", "compare", "main", "predict", "reference", "solve", "validate"]

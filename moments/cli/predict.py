@@ -1,0 +1,94 @@
+"""`moments predict`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .base import (
+    CsvOption,
+    JsonOption,
+    LayersOption,
+    ModelArgument,
+    PlotOption,
+    SeqLenOption,
+    TheoryName,
+    TheoryOption,
+    app,
+    declared_model,
+    out,
+    shortened,
+    write_csv,
+    write_plot,
+)
+
+
+@app.command()
+def predict(
+    model: ModelArgument = None,
+    layers: LayersOption = None,
+    d_model: Annotated[int | None, typer.Option(help="Width of the stream.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
+    seq_len: SeqLenOption = None,
+    d_ff: Annotated[int | None, typer.Option(help="Feed-forward width.")] = None,
+    norm: Annotated[str | None, typer.Option(help="pre, post or none.")] = None,
+    activation: Annotated[str | None, typer.Option(help="relu, gelu, gelu_tanh, identity.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Probability of dropping.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Causal mask.")] = None,
+    variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
+    correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
+    grad_variance: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
+    grad_correlation: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="A published scheme; `moments schemes` lists them.")
+    ] = None,
+    theory: TheoryOption = TheoryName.refined,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Predict every layer's variance, token correlation and gradient moments."""
+    from ..passes import predict as run
+
+    declared = declared_model(
+        model,
+        {
+            "layers": layers,
+            "d_model": d_model,
+            "heads": heads,
+            "seq_len": seq_len,
+            "d_ff": d_ff,
+            "norm": norm,
+            "activation": activation,
+            "dropout": dropout,
+            "causal": causal,
+        },
+    )
+    if theory == "refined":
+        declared = shortened(declared, seq_len)
+    if scheme is not None:
+        options = {}
+        if scheme == "dslm" and declared.embedding is None and correlation is not None:
+            # The scheme counts from before the embedding's dropout, which lowers the correlation.
+            options["input_correlation"] = min(1.0, correlation / (1 - declared.dropout))
+        declared = declared.with_scheme(scheme, **options)
+    prediction = run(
+        declared,
+        variance=variance,
+        correlation=correlation,
+        grad_variance=grad_variance,
+        grad_correlation=grad_correlation,
+        theory=theory.value,
+        progress=declared.causal and declared.seq_len > 128,
+    )
+    if csv is not None:
+        write_csv(prediction.to_frame(), csv)
+    if plot is not None:
+        write_plot(prediction.plot(), plot)
+    if as_json:
+        print(prediction.to_json())
+        return
+    from ..report import prediction_table
+
+    out.print(prediction_table(prediction))

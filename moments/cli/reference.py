@@ -1,0 +1,95 @@
+"""`moments schemes` and `moments formulas`: what is known, with sources."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from .base import (
+    JsonOption,
+    TheoryName,
+    TheoryOption,
+    app,
+    out,
+    plain,
+)
+
+
+@app.command()
+def schemes(as_json: JsonOption = False) -> None:
+    """List the published schemes that --scheme and `with_scheme` know."""
+    from ..scheme import schemes as every
+
+    if as_json:
+        rows = [
+            {
+                "name": scheme.name,
+                "title": scheme.title,
+                "sets": list(scheme.sets),
+                "options": scheme.options,
+                "source": str(scheme.source),
+            }
+            for scheme in every()
+        ]
+        print(json.dumps(rows, indent=2))
+        return
+    for scheme in every():
+        options = ", ".join(f"{name}={value!r}" for name, value in scheme.options.items())
+        out.print(f"[bold]{scheme.name}[/]  {plain(scheme.title)}")
+        out.print(f"  sets {', '.join(scheme.sets)}; {plain(str(scheme.source))}")
+        if options:
+            out.print(f"  options: {plain(options)}")
+
+
+@app.command()
+def formulas(
+    component: Annotated[str | None, typer.Argument(help="A component's name.")] = None,
+    theory: TheoryOption = TheoryName.refined,
+    latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the whole reference as Markdown.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a component's formulas with their sources, or list the components."""
+    if markdown:
+        from ..formula_page import formula_page
+
+        print(formula_page(), end="")
+        return
+    from ..registry import component as find
+    from ..registry import components
+
+    if component is None:
+        names = [find(name) for name in components()]
+        if as_json:
+            print(json.dumps({record.name: record.title for record in names}, indent=2))
+            return
+        for record in names:
+            out.print(f"[bold]{record.name:<26}[/]{record.title}")
+        return
+    record = find(component)
+    laws = record.under(theory.value)  # type: ignore[arg-type]
+    if as_json:
+        print(json.dumps({name: _law_entry(law) for name, law in laws.items()}, indent=2))
+        return
+    out.print(f"[bold]{record.title}[/], theory {theory.value}")
+    for quantity, law in laws.items():
+        out.print(f"\n[bold]{quantity}[/]  [dim]{law.status}; {plain(str(law.source))}[/]")
+        out.print(f"  {plain(law.latex() if latex else str(law.expr))}")
+        if law.note:
+            out.print(f"[dim]note: {plain(law.note)}[/]")
+
+
+def _law_entry(law: Any) -> dict[str, Any]:
+    return {
+        "expression": str(law.expr),
+        "latex": law.latex(),
+        "symbols": list(law.arguments),
+        "domain": {name: str(interval) for name, interval in law.domain.items()},
+        "source": str(law.source),
+        "status": law.status,
+        "note": law.note,
+    }

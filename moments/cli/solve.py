@@ -1,0 +1,117 @@
+"""`moments solve` and `moments explain`: from a target to weights, and one layer law by law."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import domain_error
+from .base import (
+    CsvOption,
+    JsonOption,
+    LayersOption,
+    ModelArgument,
+    SeqLenOption,
+    TheoryName,
+    TheoryOption,
+    app,
+    declared_model,
+    out,
+    plain,
+    shortened,
+    write_csv,
+)
+
+InputVariance = Annotated[float | None, typer.Option("--variance", help="Of what enters layer 1.")]
+InputCorrelation = Annotated[float | None, typer.Option("--correlation", help="Of its tokens.")]
+
+
+@app.command()
+def solve(
+    model: ModelArgument = None,
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="A scheme (`moments schemes`), or stream_variance, block_variance, "
+            "final_variance, gradient_ratio, final_correlation, query_value_balance, largest_k, "
+            "largest_depth."
+        ),
+    ] = "dslm",
+    target: Annotated[float, typer.Option(help="The wanted value.")] = 1.0,
+    free: Annotated[
+        list[str] | None,
+        typer.Option(help="What to solve for; may be repeated.", show_default=False),
+    ] = None,
+    bound: Annotated[
+        str | None,
+        typer.Option(help="Of the largest: GOAL=MOST, such as final_correlation=0.9."),
+    ] = None,
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    variance: InputVariance = None,
+    correlation: InputCorrelation = None,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+) -> None:
+    """Solve for weight variances and scales; exit 1 where the target is infeasible."""
+    from ..solver import solve as run
+
+    declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
+    plan = run(
+        declared,
+        objective,
+        target=target,
+        free=free or None,
+        bound=None if bound is None else _bound(bound),
+        **{
+            k: v for k, v in (("variance", variance), ("correlation", correlation)) if v is not None
+        },
+    )
+    if csv is not None:
+        write_csv(plan.to_frame(), csv)
+    if as_json:
+        print(plan.to_json())
+    else:
+        out.print(plain(str(plan)), soft_wrap=True)
+    if not plan.feasible:
+        raise typer.Exit(1)
+
+
+def _bound(text: str) -> tuple[str, float]:
+    goal, _, most = text.partition("=")
+    try:
+        return goal, float(most)
+    except ValueError:
+        raise domain_error("bound", text, "GOAL=MOST, such as final_correlation=0.9") from None
+
+
+@app.command()
+def explain(
+    model: ModelArgument = None,
+    layer: Annotated[int, typer.Option(help="Which layer, from 1.")] = 1,
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    variance: InputVariance = None,
+    correlation: InputCorrelation = None,
+    theory: TheoryOption = TheoryName.refined,
+    latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+) -> None:
+    """One layer law by law: the formulas, the numbers in them, and where each comes from."""
+    from ..explain import explain as run
+
+    declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
+    inputs: dict[str, Any] = {"variance": variance, "correlation": correlation}
+    explanation = run(declared, layer, theory=theory.value, **inputs)
+    if csv is not None:
+        write_csv(explanation.to_frame(), csv)
+    if as_json:
+        records = explanation.to_frame().to_json(orient="records")
+        print(json.dumps(json.loads(records), indent=2))
+    elif latex:
+        print(explanation.latex())
+    else:
+        out.print(plain(str(explanation)), soft_wrap=True)

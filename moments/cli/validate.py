@@ -1,0 +1,99 @@
+"""`moments validate`: the theories against simulations of whole models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import DomainError
+from .base import (
+    CsvOption,
+    JsonOption,
+    PlotOption,
+    TheoryName,
+    app,
+    err,
+    out,
+    write_csv,
+    write_plot,
+)
+
+
+@app.command()
+def validate(
+    subset: Annotated[
+        str,
+        typer.Option(help="all, baselines, array, quick, or a pattern such as 'post-causal-*'."),
+    ] = "all",
+    theory: Annotated[
+        list[TheoryName] | None,
+        typer.Option(help="Which formulas; may be repeated. Left out: all.", show_default=False),
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Simulate first, continuing what --data holds.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Simulations to read, or with --run to write (default: validation.json here); "
+            "without it, those that come with the package.",
+            show_default=False,
+        ),
+    ] = None,
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            help="Exit 1 if the refined gradient variance of some run is off by more, as the mean "
+            "|log| beyond two standard errors, or has no value."
+        ),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the whole page.")] = False,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Hold the theories against simulations of a fixed grid of whole models."""
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    from ..law import THEORIES
+    from ..validation.errors import by_class, errors
+    from ..validation.grid import subset as find
+    from ..validation.report import class_tables, page, plot_errors
+    from ..validation.store import load, run_grid
+
+    configurations = find(subset)
+    theories = [t for t in THEORIES if t in {name.value for name in theory or TheoryName}]
+    if max_error is not None and "refined" not in theories:
+        raise DomainError("--max-error judges the refined theory: add --theory refined")
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        if run:
+            work = sum(c.cost * c.seeds for c in configurations)
+            simulating = bar.add_task("simulating", total=round(work))
+            data = Path("validation.json") if data is None else data
+            stored = run_grid(
+                configurations, data, progress=lambda c: bar.advance(simulating, c.cost * c.seeds)
+            )
+        else:
+            stored = load(data)
+        predicting = bar.add_task("predicting", total=len(configurations))
+        frame = errors(theories, configurations, stored, lambda c: bar.advance(predicting))
+    if csv is not None:
+        write_csv(frame, csv)
+    if plot is not None:
+        write_plot(plot_errors(frame), plot)
+    if markdown:
+        print(page(frame), end="")
+    elif as_json:
+        tables = {"runs": frame, "classes": by_class(frame)}
+        records = {name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}
+        print(json.dumps(records, indent=2))
+    else:
+        out.print(*class_tables(frame))
+    if max_error is not None:
+        refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
+        if not (refined <= max_error).all():
+            raise typer.Exit(1)

@@ -1,0 +1,186 @@
+"""What a Transformer may say: its defaults resolved, every field checked, and fields that clash."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .activations import activation_laws
+from .checks import check_choice, check_count, check_flag, check_in, frozen_layers
+from .embedding import Embedding
+from .errors import DomainError, domain_error
+from .positions import RelativeBias, Rotary
+from .symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
+from .weights import Biases, Weights, check_lengths
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+NORM_PLACEMENTS = ("pre", "post", "none", "sandwich", "mix", "hybrid", "b2t")
+NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
+LAYERNORM_SCALINGS = (
+    False,
+    True,
+    "after-norm",
+    "before-norm",
+    "after-block",
+    "after-residual",
+    "attention-only",
+    "ffn-only",
+)
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+
+
+def check(model: Transformer) -> None:
+    """Resolve the defaults of a model under construction and check it.
+
+    Raises:
+        DomainError: a value outside what is allowed, named with the remedy.
+    """
+    for name in ("layers", "d_model", "heads", "seq_len", "norm_groups", "parallel_norms"):
+        check_count(name, getattr(model, name), least=2 if name in ("d_model", "seq_len") else 1)
+    for name in ("causal", "norm_affine", "norm_bias", "gated", "parallel", "alibi"):
+        check_flag(name, getattr(model, name))
+    check_choice("norm", model.norm, NORM_PLACEMENTS)
+    check_choice("normalization", model.normalization, NORMALIZATIONS)
+    if model.activation in GATED:
+        _set(model, "activation", GATED[model.activation])
+        _set(model, "gated", True)
+    activation_laws(model.activation)
+    check_choice("layernorm_scaling", model.layernorm_scaling, LAYERNORM_SCALINGS)
+    check_choice("qk_norm", model.qk_norm, (None, "rmsnorm", "layernorm"))
+    check_in("dropout", model.dropout, PROBABILITY, "pass 0.1 for ten percent")
+    check_in("activation_dropout", model.activation_dropout, PROBABILITY)
+    check_in("norm_epsilon", model.norm_epsilon, NONNEGATIVE)
+    check_in("dyt_alpha", model.dyt_alpha, POSITIVE)
+    if model.logit_softcap is not None:
+        check_in("logit_softcap", model.logit_softcap, POSITIVE)
+    _resolve_defaults(model)
+    _check_parts(model)
+    for name, interval in (
+        ("skip_scale", POSITIVE),
+        ("branch_scale", NONNEGATIVE),
+        ("norm_gain", POSITIVE),
+    ):
+        _set(model, name, _per_block(model, name, interval))
+    _set(model, "temperature", _per_layer(model, "temperature", POSITIVE))
+    _set(model, "window", _windows(model))
+    check_lengths("weights", model.weights, model.layers)
+    check_lengths("biases", model.biases, model.layers)
+    _check_together(model)
+
+
+def _resolve_defaults(model: Transformer) -> None:
+    names = ("d_ff", "attention_dropout", "weights", "d_head", "kv_heads")
+    _set(model, "_defaulted", frozenset(n for n in names if getattr(model, n) is None))
+    if model.d_ff is None:
+        _set(model, "d_ff", 4 * model.d_model)
+    check_count("d_ff", model.d_ff)
+    if model.d_head is None:
+        if model.d_model % model.heads:
+            raise domain_error(
+                "heads",
+                model.heads,
+                f"a divisor of d_model = {model.d_model}",
+                "change one of them, or pass d_head",
+            )
+        _set(model, "d_head", model.d_model // model.heads)
+    check_count("d_head", model.d_head)
+    if model.kv_heads is None:
+        _set(model, "kv_heads", model.heads)
+    check_count("kv_heads", model.kv_heads)
+    if model.heads % (model.kv_heads or 1):
+        raise domain_error("kv_heads", model.kv_heads, f"a divisor of heads = {model.heads}")
+    if model.attention_dropout is None:
+        _set(model, "attention_dropout", model.dropout)
+    check_in("attention_dropout", model.attention_dropout, PROBABILITY)
+    if model.weights is None:
+        weights = Weights.xavier(model.d_model, model.heads, model.d_ff, model.d_head)
+        _set(model, "weights", weights)
+
+
+def _check_parts(model: Transformer) -> None:
+    for name, kind in (
+        ("weights", Weights),
+        ("biases", Biases),
+        ("rotary", Rotary),
+        ("relative_bias", RelativeBias),
+        ("encoder", type(model)),
+    ):
+        value = getattr(model, name)
+        if value is not None and not isinstance(value, kind):
+            raise domain_error(name, value, f"a moments.{kind.__name__}, or None")
+    if model.embedding is not None and not isinstance(model.embedding, Embedding):
+        from .patches import PatchEmbedding
+
+        if not isinstance(model.embedding, PatchEmbedding):
+            allowed = "a moments.Embedding or moments.PatchEmbedding, or None"
+            raise domain_error("embedding", model.embedding, allowed)
+    if model.head is not None:
+        from .head import Head
+
+        if not isinstance(model.head, Head):
+            raise domain_error("head", model.head, "a moments.Head, or None")
+
+
+def _per_layer(model: Transformer, name: str, interval: Interval) -> Any:
+    value = getattr(model, name)
+    check_in(name, value, interval, "scales multiply amplitudes")
+    entries = frozen_layers(name, value)
+    if isinstance(entries, tuple) and len(entries) != model.layers:
+        raise domain_error(
+            name, f"{len(entries)} numbers", f"one number, or one per layer ({model.layers})"
+        )
+    return entries
+
+
+def _per_block(model: Transformer, name: str, interval: Interval) -> Any:
+    value = getattr(model, name)
+    if not isinstance(value, list | tuple | np.ndarray) or np.shape(value) != (model.layers, 2):
+        return _per_layer(model, name, interval)
+    check_in(name, value, interval, "scales multiply amplitudes")
+    return tuple((float(attention), float(ffn)) for attention, ffn in value)
+
+
+def _windows(model: Transformer) -> Any:
+    value = model.window
+    several = isinstance(value, list | tuple)
+    for entry in value if several else (value,):  # type: ignore[union-attr]
+        if entry is not None:
+            check_count("window", entry)
+    if several and len(value) != model.layers:  # type: ignore[arg-type]
+        raise domain_error("window", value, f"one reach, or one per layer ({model.layers})")
+    return tuple(value) if several else value  # type: ignore[arg-type]
+
+
+def _check_together(model: Transformer) -> None:
+    if model.norm == "none" and model.layernorm_scaling not in (
+        False,
+        "after-block",
+        "after-residual",
+    ):
+        raise domain_error(
+            "layernorm_scaling", model.layernorm_scaling, "False where norm is 'none'"
+        )
+    if model.d_model % model.norm_groups:
+        raise domain_error("norm_groups", model.norm_groups, f"a divisor of {model.d_model}")
+    if model.post_layers and model.norm != "mix":
+        raise domain_error("post_layers", model.post_layers, "0, or norm='mix'")
+    check_count("post_layers", model.post_layers, least=0)
+    if model.post_layers > model.layers:
+        raise domain_error("post_layers", model.post_layers, f"at most layers = {model.layers}")
+    if model.parallel and model.placements[0] not in ("pre", "none"):
+        raise domain_error("parallel", True, "False, or norm='pre' or 'none'")
+    if model.parallel_norms not in (1, 2):
+        raise domain_error("parallel_norms", model.parallel_norms, "1 or 2")
+    if model.encoder is not None and model.parallel:
+        raise DomainError("encoder and parallel: cross-attention has no place in a parallel layer")
+    if model.encoder is not None and model.norm not in ("pre", "post", "none"):
+        raise domain_error("norm", model.norm, "'pre', 'post' or 'none' beside an encoder")
+    if model.encoder is not None and model.encoder.encoder is not None:
+        raise domain_error("encoder", "a model with an encoder", "a model without one")
+
+
+def _set(model: Transformer, name: str, value: Any) -> None:
+    object.__setattr__(model, name, value)

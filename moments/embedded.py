@@ -1,0 +1,254 @@
+"""Second moments of embedded text, and the gradients of the tables that it is read from."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .embedding import Embedding
+from .errors import DomainError, domain_error
+from .law import ComponentLaws, Theory
+from .laws.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
+from .state import Array, Kernel
+
+
+def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
+    """Share of ordered token pairs with the same id, averaged over sequences.
+
+    Raises:
+        DomainError: not integers of shape (L,) or (B, L).
+    """
+    matrix = check_ids(ids, seq_len, name)
+    same = (matrix[:, :, None] == matrix[:, None, :]).sum((1, 2)) - seq_len
+    return float(np.mean(same / (seq_len * (seq_len - 1))))
+
+
+def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
+    """Integers of shape (B, L)."""
+    matrix = np.atleast_2d(np.asarray(ids))
+    if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.integer) or matrix.min() < 0:
+        raise DomainError(f"{name} must be non-negative integers of shape (L,) or (B, L)")
+    if matrix.shape[1] != seq_len:
+        raise domain_error(
+            name,
+            f"sequences of {matrix.shape[1]} tokens",
+            f"sequences of seq_len = {seq_len}",
+            f"use model.replace(seq_len={matrix.shape[1]})",
+        )
+    return matrix
+
+
+def embedded_alike(
+    embedding: Embedding,
+    seq_len: int,
+    theory: Theory,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+    d_model: int | None = None,
+) -> Kernel:
+    """Sum of the embedding tables for tokens alike, before the embedding's norm and dropout.
+
+    Without `token_ids` the text follows Zipf's law and segments split it uniformly; with them the
+    repetitions are counted, and a text without `segment_ids` is one segment.
+    """
+    token, segment = _patterns(embedding, seq_len, theory, token_ids, segment_ids)
+    tables = [
+        (TOKEN_EMBEDDING, embedding.scale**2 * embedding.token_variance, token),
+        (SEGMENT_EMBEDDING, embedding.segment_variance, segment),
+        (POSITION_EMBEDDING, embedding.position_variance, 0.0),
+    ]
+    total = Kernel(0.0, 0.0)
+    for laws, variance, pattern in tables:
+        values = {"table_variance": variance, "pattern_correlation": pattern}
+        total = total + Kernel(
+            float(laws.law("variance", theory).of(values)),
+            float(laws.law("covariance", theory).of(values)),
+        )
+    fixed = fixed_positions(embedding, seq_len, d_model)
+    return total if fixed is None else total + fixed.kernel
+
+
+def joint_kernel(
+    embedding: Embedding,
+    seq_len: int,
+    token_ids: Any,
+    segment_ids: Any = None,
+    d_model: int | None = None,
+) -> Kernel:
+    """Sum of the embedding tables of a whole batch as one kernel, (B L, B L), sequence by sequence.
+
+    Two tokens share what the tables they look up share: E x_i x_j is a table's variance where the
+    two rows are one; tokens at the same position of two sequences share the position's row.
+
+    Args:
+        embedding: the tables.
+        seq_len: tokens per sequence L.
+        token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
+        d_model: width; needed for sinusoidal positions.
+
+    Raises:
+        DomainError: ids of another shape or outside the table, or sinusoidal positions without
+            d_model.
+    """
+    ids, places, segments = _rows(embedding, seq_len, token_ids, segment_ids)
+    drawn = ids != embedding.padding_id if embedding.padding_id is not None else 1.0
+    matrix = (
+        embedding.scale**2 * embedding.token_variance * _same(ids) * drawn
+        + embedding.segment_variance * _same(segments)
+        + embedding.position_variance * _same(places)
+    )
+    fixed = fixed_positions(embedding, seq_len, d_model, len(ids) // seq_len)
+    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
+
+
+class FixedPart(NamedTuple):
+    """What a tensor holds that no weight is drawn for.
+
+    Attributes:
+        kernel: p_i . p_j/d.
+        common: the product of two tokens' means over features, which centring removes.
+    """
+
+    kernel: Kernel
+    common: Kernel
+
+
+def fixed_positions(
+    embedding: Embedding, seq_len: int, d_model: int | None, sequences: int | None = None
+) -> FixedPart | None:
+    """Sinusoidal positions; None where there are none.
+
+    Sines and cosines of one angle meet as cos(w_m (i - j)), so p_i . p_j/d averages that over the
+    d/2 frequencies w_m = 10000^(-2 m/d).
+
+    Args:
+        embedding: the declaration.
+        seq_len: tokens per sequence L.
+        d_model: width.
+        sequences: B for kernels of shape (B L, B L); None: tokens alike.
+
+    Raises:
+        DomainError: sinusoidal positions of unknown or odd width.
+
+    Source:
+        Vaswani et al. 2017, section 3.5.
+    """
+    if embedding.positions != "sinusoidal":
+        return None
+    if d_model is None or d_model % 2:
+        raise domain_error("d_model", d_model, "an even number for sinusoidal positions")
+    frequencies = 10000.0 ** (-2 * np.arange(d_model // 2) / d_model)
+    angles = np.multiply.outer(np.arange(seq_len), frequencies)
+    rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    means = rows.mean(1)
+    both = rows @ rows.T / d_model, means[:, None] * means[None, :]
+    if sequences is not None:
+        place = np.tile(np.arange(seq_len), sequences)
+        return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
+    each = [Kernel.of_matrix(m) for m in both]
+    return FixedPart(*(Kernel(float(k.mean_diagonal()), float(k.mean_pairs())) for k in each))
+
+
+def embedding_gradients(
+    embedding: Embedding,
+    seq_len: int,
+    d_model: int,
+    gradient: Kernel,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+) -> dict[str, Array]:
+    """Squared gradient norms of the tables that have parameters.
+
+    A row gathers the gradients of the tokens that look it up, so that E |dTable|^2 = d sum of
+    G_ij over pairs of one row; the token rows' also times the embedding's scale squared. The
+    padding row has no gradient.
+
+    Args:
+        embedding: the tables.
+        seq_len: tokens per sequence L.
+        d_model: width.
+        gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or
+            of tokens alike, one sequence of them.
+        token_ids, segment_ids: the text; required where the gradient is resolved, unless it is of
+            one sequence, whose tokens then are taken to differ.
+
+    Returns:
+        "token", and "position" and "segment" where there are such tables.
+
+    Raises:
+        DomainError: ids that do not fit the gradient.
+    """
+    scale = embedding.scale**2
+    if not gradient.resolved:
+        token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
+        own, pairs = seq_len * gradient.diagonal, seq_len * (seq_len - 1) * gradient.pairs
+        found = {"token": scale * (own + token * pairs), "position": own}
+        found["segment"] = own + segment * pairs
+    else:
+        count = gradient.pairs.shape[-1]
+        if token_ids is None:
+            token_ids = np.arange(count).reshape(-1, seq_len) + embedding.vocab_size
+            rows = (token_ids.reshape(-1), np.arange(count) % seq_len, np.zeros(count))
+        else:
+            rows = _rows(embedding, seq_len, token_ids, segment_ids)
+        ids, places, segments = rows
+        if ids.size != count:
+            raise domain_error("token_ids", f"{ids.size} tokens", f"{count}, as the gradient has")
+        real = ids != embedding.padding_id
+        found = {
+            "token": scale * (gradient.pairs * _same(ids) * real).sum((-2, -1)),
+            "position": (gradient.pairs * _same(places)).sum((-2, -1)),
+            "segment": (gradient.pairs * _same(segments)).sum((-2, -1)),
+        }
+    there = {
+        "token": True,
+        "position": embedding.position_variance > 0,
+        "segment": embedding.segment_variance > 0,
+    }
+    return {name: d_model * value for name, value in found.items() if there[name]}
+
+
+def _rows(
+    embedding: Embedding, seq_len: int, token_ids: Any, segment_ids: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of the three tables that every token of a batch looks up, each (B L,)."""
+    ids = _text_ids(embedding, seq_len, token_ids)
+    segments = np.zeros_like(ids)
+    if segment_ids is not None:
+        segments = np.broadcast_to(check_ids(segment_ids, seq_len, "segment_ids"), ids.shape)
+    places = np.broadcast_to(np.arange(seq_len), ids.shape)
+    return ids.reshape(-1), places.reshape(-1), segments.reshape(-1)
+
+
+def _same(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(rows[:, None] == rows[None, :])
+
+
+def _patterns(
+    embedding: Embedding, seq_len: int, theory: Theory, token_ids: Any, segment_ids: Any
+) -> tuple[float, float]:
+    """Shares of token pairs with one token row, and with one segment row."""
+    if token_ids is None:
+        vocab_size = embedding.vocab_size
+        return (
+            _pattern(TOKEN_EMBEDDING, theory, vocab_size=vocab_size, seq_len=seq_len),
+            _pattern(SEGMENT_EMBEDDING, theory, seq_len=seq_len),
+        )
+    token = repeated_pairs(_text_ids(embedding, seq_len, token_ids), seq_len, "token_ids")
+    if segment_ids is None:
+        return token, 1.0
+    return token, repeated_pairs(segment_ids, seq_len, "segment_ids")
+
+
+def _text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
+    ids = check_ids(token_ids, seq_len, "token_ids")
+    if ids.max() >= embedding.vocab_size:
+        raise domain_error(
+            "token_ids", int(ids.max()), f"below vocab_size = {embedding.vocab_size}"
+        )
+    return ids
+
+
+def _pattern(laws: ComponentLaws, theory: Theory, **values: float) -> float:
+    return float(laws.law("pattern_correlation", theory).of(values))

@@ -1,0 +1,245 @@
+"""Entries of one config: read with the family's defaults, and what is left unread is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moments.checks import check_count
+from moments.errors import DomainError, domain_error
+from moments.positions import Rotary
+from moments.weights import Biases
+
+from .names import ACTIVATIONS, IRRELEVANT, USUAL
+
+
+class Entries:
+    """Entries of one config, with errors that name the entry, and notes on what is left out.
+
+    Args:
+        given: the config.
+        kind: its `model_type`.
+        defaults: what the family's class means by an entry that is left out.
+    """
+
+    def __init__(self, given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> None:
+        self.kind = kind
+        self.notes: list[str] = []
+        self._given = given
+        self._defaults = defaults
+        self._read = {"model_type"}
+
+    def __call__(self, name: str, default: Any = ...) -> Any:
+        """The entry, else the family's default, else `default`.
+
+        Raises:
+            DomainError: there is none of them.
+        """
+        self._read.add(name)
+        for value in (self._given.get(name), self._defaults.get(name)):
+            if value is not None:
+                return value
+        if default is ...:
+            raise DomainError(f"config of type {self.kind!r} lacks the entry {name!r}")
+        return default
+
+    def has(self, name: str) -> bool:
+        """Whether the config itself has the entry."""
+        return self._given.get(name) is not None
+
+    def number(self, name: str, default: Any = ...) -> float:
+        """A real entry."""
+        value = self(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise domain_error(name, value, "a number")
+        return float(value)
+
+    def count(self, name: str, default: Any = ...) -> int:
+        """An entry that is a positive integer."""
+        value = self(name, default)
+        check_count(name, value)
+        return int(value)
+
+    def flag(self, name: str, default: Any = ...) -> bool:
+        """An entry that is true or false."""
+        value = self(name, default)
+        if not isinstance(value, bool):
+            raise domain_error(name, value, "true or false")
+        return value
+
+    def variance(self, name: str = "initializer_range") -> float:
+        """The square of a deviation."""
+        return self.number(name) ** 2
+
+    def activation(self, name: str) -> str:
+        """Our name of an activation function."""
+        given = self(name)
+        if not isinstance(given, str) or given not in ACTIVATIONS:
+            raise domain_error(name, given, f"one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[given]
+
+    def length(self, name: str, seq_len: int | None, *, table: bool = True) -> int:
+        """Tokens per sequence: the most that entry `name` allows, unless fewer are asked for.
+
+        Args:
+            table: whether that many positions have a row of a table, so that more do not exist.
+        """
+        most = self(name)
+        check_count(name, most, least=2)
+        if seq_len is None:
+            return int(most)
+        check_count("seq_len", seq_len, least=2)
+        if table and seq_len > most:
+            raise domain_error("seq_len", seq_len, f"at most {name} = {most}")
+        return seq_len
+
+    def at_most(self, most: int, seq_len: int | None, meaning: str) -> int:
+        """Tokens per sequence where something else than one entry limits them."""
+        if seq_len is None:
+            return most
+        check_count("seq_len", seq_len, least=2)
+        if seq_len > most:
+            raise domain_error("seq_len", seq_len, f"at most {meaning} = {most}")
+        return seq_len
+
+    def fixed_length(self, seq_len: int | None, own: int, meaning: str) -> None:
+        """Refuse another number of tokens than the one there is."""
+        if seq_len is not None and seq_len != own:
+            raise domain_error("seq_len", seq_len, f"{own}: {meaning}")
+
+    def padding(self) -> int | None:
+        """The token whose row is zero; None where there is none in the table."""
+        token = self("pad_token_id", -1)
+        table = isinstance(token, int) and 0 <= token < self.count("vocab_size")
+        return token if table else None
+
+    def biases(self, existing: tuple[str, ...]) -> Biases | None:
+        """Biases that start at zero; None where there are none.
+
+        A declaration has all of them or none, so that of a family with some of them the others are
+        declared too; at zero they change no moment, but each adds its own gradient.
+        """
+        return Biases() if existing else None
+
+    def cap(self, name: str) -> float | None:
+        """An entry that is a positive number, or null where the config says so."""
+        if name in self._given and self._given[name] is None:
+            self._read.add(name)
+            return None
+        return self.number(name)
+
+    def window(self, name: str, seq_len: int) -> int | None:
+        """How many tokens attention reaches back; None where that is all of them.
+
+        A null in the config is no default: it says that there is no window.
+        """
+        if name in self._given and self._given[name] is None:
+            self._read.add(name)
+            return None
+        reach = self(name, None)
+        if reach is None:
+            return None
+        check_count(name, reach)
+        return int(reach) if reach < seq_len else None
+
+    def windows(
+        self, kinds: Any, windowed: str, name: str, seq_len: int
+    ) -> tuple[int | None, ...] | None:
+        """Reach of every layer, where layers of the kind `windowed` have a window."""
+        if not isinstance(kinds, list | tuple):
+            raise domain_error("layer_types", kinds, "a list of one kind per layer")
+        reach = self.window(name, seq_len)
+        reaches = tuple(reach if kind == windowed else None for kind in kinds)
+        return reaches if any(reaches) else None
+
+    def labels(self) -> int:
+        """Classes of a classification."""
+        names = self("id2label", {})
+        return self.count("num_labels", len(names) or 2)
+
+    def rotary(self, fraction: float | None = None) -> Rotary:
+        """Rotary positions, from `rope_parameters` or the entries that preceded it."""
+        given = self("rope_parameters", {}) if self.has("rope_parameters") else {}
+        if not isinstance(given, Mapping):
+            raise domain_error("rope_parameters", given, "a JSON object")
+        usual = self._defaults.get("rope_parameters", {})
+        self._read.add("rope_parameters")
+        base = _first(
+            given.get("rope_theta"),
+            self("rope_theta", None),
+            self("rotary_emb_base", None),
+            usual.get("rope_theta"),
+            10000.0,
+        )
+        if fraction is None:
+            fraction = _first(
+                given.get("partial_rotary_factor"),
+                self("partial_rotary_factor", None),
+                self("rotary_pct", None),
+                usual.get("partial_rotary_factor"),
+                1.0,
+            )
+        scaling = self("rope_scaling", None) or given
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind != "default":
+            self.leave_out("rope_type", kind, "unscaled rotary frequencies are assumed")
+        for name, value in (("rope_theta", base), ("partial_rotary_factor", fraction)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise domain_error(name, value, "a number")
+        return Rotary(float(fraction), float(base))
+
+    def leave_out(self, name: str, value: Any, meaning: str) -> None:
+        """Note an entry that switches on something that is not modelled."""
+        self._read.add(name)
+        self.notes.append(f"{name} = {value!r} is not modelled: {meaning}")
+
+    def expect(self, name: str, usual: Any, meaning: str) -> None:
+        """Note an entry whose value is not the only one that is modelled."""
+        value = self._given.get(name, usual)
+        self._read.add(name)
+        if value != usual:
+            self.leave_out(name, value, meaning)
+
+    def same_as(self, other: str, name: str) -> None:
+        """Read a second entry for the same thing.
+
+        Raises:
+            DomainError: it says something else.
+        """
+        if self.has(other) and self.has(name) and self(other) != self(name):
+            raise domain_error(other, self(other), f"{name} = {self(name)!r}, which it repeats")
+        self._read.add(other)
+
+    def refuse(self, name: str, usual: Any, feature: str) -> None:
+        """Refuse an entry that switches on what no Transformer can express.
+
+        Raises:
+            DomainError: it does.
+        """
+        value = self(name, usual)
+        if value != usual:
+            raise domain_error(
+                name, value, f"{usual!r}", f"{feature} is outside what moments models"
+            )
+
+    def finish(self, usual: Mapping[str, Any]) -> None:
+        """Note every entry that nothing has read and that is not known to change nothing.
+
+        Args:
+            usual: entries of the family that are not modelled, with the value at which they change
+                nothing.
+        """
+        for name, value in self._given.items():
+            if name in self._read or name in IRRELEVANT or value is None:
+                continue
+            known = {**USUAL, **usual}
+            if name in known and (value == known[name] or known[name] is ...):
+                continue
+            self.notes.append(
+                f"{name} = {value!r} is not modelled: "
+                + ("it is left out" if name in known else f"no entry of {self.kind!r} known here")
+            )
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

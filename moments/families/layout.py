@@ -1,0 +1,159 @@
+"""Where a family of modules keeps its sites, matrices, biases and norms: tables of paths."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Side = Literal["input", "output"]
+Site = tuple[str, str, Side]
+"""Name of a site, path of a submodule, and which of its tensors the site is."""
+
+TABLES = ("token", "position", "segment", "patch", "class", "relative_bias")
+"""What stands before layer 1 and is no norm."""
+
+Split = Callable[[Any], tuple[int, ...]]
+"""From a layer to the widths of the parts of one of its fused parameters."""
+
+
+class WeightPart(NamedTuple):
+    """One matrix or vector within a parameter.
+
+    Along `axis` the parameter is groups of `split` rows, and this is part number `part` of every
+    group; an empty split stands for the whole parameter. Query, key and value side by side are one
+    group; GPT-NeoX, which interleaves them by head, has as many groups as heads.
+    """
+
+    weight: str
+    parameter: str
+    axis: int = 0
+    part: int = 0
+    split: tuple[int, ...] = ()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor shaped like the parameter, as a view.
+
+        Where there are several groups, their number is an axis of its own before `axis`.
+        """
+        if not self.split:
+            return tensor
+        start = sum(self.split[: self.part])
+        grouped = tensor.unflatten(self.axis, (-1, sum(self.split)))
+        found = grouped.narrow(self.axis + 1, start, self.split[self.part])
+        return found.flatten(self.axis, self.axis + 1) if grouped.shape[self.axis] == 1 else found
+
+
+class Fused(NamedTuple):
+    """Several matrices in one parameter, in the order of `weights`."""
+
+    weights: tuple[str, ...]
+    parameter: str
+    split: Split
+    axis: int = 0
+
+
+def thirds(parameter: str, axis: int = 0) -> Fused:
+    """Query, key and value of equal widths, side by side."""
+
+    def split(layer: Any) -> tuple[int, ...]:
+        width = layer.get_parameter(parameter).shape[axis] // 3
+        return (width, width, width)
+
+    return Fused(("query", "key", "value"), parameter, split, axis)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sites and parameters of one kind of layer, and of what stands around its stack.
+
+    Args:
+        name: of the kind of layer.
+        sites: of a layer, by paths relative to it.
+        weights: matrices of a layer, weight name -> path of the parameter.
+        norms: norms of a layer, site -> path of the submodule.
+        fused: matrices of a layer that share a parameter.
+        outside: tables, matrices and norms beside the layers: name -> end of the path of a
+            submodule or parameter.
+        before: sites of layer 0; a path is the end of a submodule's.
+        after: sites of layer N + 1, likewise.
+        prefix: of every name, for a stack beside the main one ("encoder.").
+        applies: whether a layer with these paths is really of this kind.
+    """
+
+    name: str
+    sites: tuple[Site, ...]
+    weights: tuple[tuple[str, str], ...] = ()
+    norms: tuple[tuple[str, str], ...] = ()
+    fused: tuple[Fused, ...] = ()
+    outside: tuple[tuple[str, str], ...] = ()
+    before: tuple[Site, ...] = ()
+    after: tuple[Site, ...] = ()
+    prefix: str = ""
+    applies: Callable[[Any], bool] = lambda layer: True
+
+    def alone(self) -> Layout:
+        """The layout of a stack that stands by itself, without a prefix."""
+        return dataclasses.replace(self, prefix="")
+
+    def recognises(self, layer: nn.Module, modules: set[str], parameters: set[str]) -> bool:
+        """Whether the layer, of those submodules and parameters, has every one the layout names."""
+        named = [path for _, path in self.weights] + [f.parameter for f in self.fused]
+        return (
+            all(path in modules for _, path, _ in self.sites)
+            and all(path in parameters for path in named)
+            and self.applies(layer)
+        )
+
+    def parts(self, layer: nn.Module) -> Iterator[WeightPart]:
+        """Every matrix, bias and norm parameter of a layer that exists in it, relative to it."""
+        parameters = {name for name, _ in layer.named_parameters()}
+        for weight, path in self.weights:
+            yield WeightPart(self.prefix + weight, path)
+            if (bias := _bias(path)) in parameters:
+                yield WeightPart(f"{self.prefix}{weight}.bias", bias)
+        for fused in self.fused:
+            split = fused.split(layer)
+            bias = _bias(fused.parameter)
+            for place, weight in enumerate(fused.weights):
+                name = self.prefix + weight
+                yield WeightPart(name, fused.parameter, fused.axis, place, split)
+                if bias in parameters:
+                    yield WeightPart(f"{name}.bias", bias, 0, place, split)
+        for site, path in self.norms:
+            for kind, end in (("gain", "weight"), ("bias", "bias")):
+                if f"{path}.{end}" in parameters:
+                    yield WeightPart(f"{self.prefix}{site}.{kind}", f"{path}.{end}")
+
+    def beside(self, module: nn.Module, layers: int) -> Iterator[tuple[int, WeightPart]]:
+        """Every parameter outside the layers that the layout names, each with its layer number."""
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        for name, end in self.outside:
+            number = 0 if name in TABLES or name.startswith("embedding.") else layers + 1
+            for path in sorted(parameters):
+                owner, _, kind = path.rpartition(".")
+                if ends(path, end):
+                    yield number, WeightPart(self.prefix + name, path)
+                elif kind in ("weight", "bias") and ends(owner, end):
+                    yield number, WeightPart(self.prefix + _named(name, kind), path)
+
+
+def ends(path: str, end: str) -> bool:
+    """Whether a dotted path is `end` or ends with it."""
+    return path == end or path.endswith(f".{end}")
+
+
+def _named(name: str, kind: str) -> str:
+    """Role of the weight or bias of a submodule: of a norm they are its gain and bias."""
+    if kind == "bias":
+        return f"{name}.bias"
+    return f"{name}.gain" if name.endswith("norm") else name
+
+
+def _bias(weight: str) -> str:
+    """The path of the bias beside a weight: `in_proj_weight` -> `in_proj_bias`."""
+    return f"{weight.removesuffix('weight')}bias"

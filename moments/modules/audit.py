@@ -1,0 +1,181 @@
+"""What a module really has against what a plan says, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moments.errors import domain_error
+from moments.modules.advice import advise
+from moments.modules.architecture import resolve
+from moments.modules.entries import Entries
+from moments.modules.expectation import check_fits, scales_of
+from moments.modules.findings import (
+    Finding,
+    measure_roles,
+    norm_findings,
+    scale_findings,
+    unprobed_findings,
+    variance_findings,
+)
+from moments.modules.probe import default_batch, probe
+from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from moments.modules.temperature import temperature_findings
+from moments.modules.units import gain_of
+from moments.optional import optional
+from moments.transformer import Transformer
+
+with optional("torch", "torch"):
+    from torch import nn
+
+if TYPE_CHECKING:
+    import pandas
+
+_COLUMNS = (
+    "layer",
+    "role",
+    "parameter",
+    "quantity",
+    "expected",
+    "measured",
+    "ratio",
+    "stderr",
+    "probability",
+    "passed",
+    "note",
+)
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What `audit` found.
+
+    Attributes:
+        findings: every check, offenders first, the worst of them at the top.
+        advice: likely causes, a sentence each.
+        unidentified: parameters whose role no rule knows; they are not checked.
+        undeclared: parameters whose role is known but of which the plan says nothing.
+        source: what was audited, in words.
+    """
+
+    findings: tuple[Finding, ...]
+    advice: tuple[str, ...]
+    unidentified: tuple[str, ...]
+    undeclared: tuple[str, ...]
+    source: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed. Checks that could not be made do not count as failures."""
+        return all(finding.passed is not False for finding in self.findings)
+
+    @property
+    def offenders(self) -> tuple[Finding, ...]:
+        """The checks that failed, the worst first."""
+        return tuple(finding for finding in self.findings if finding.passed is False)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per check: layer, role, parameter, quantity, expected, measured, ratio, stderr
+        (of the measured number in a right module), probability (of so large a deviation in a right
+        module), passed (None where it could not be checked) and note.
+        """
+        import pandas
+
+        rows = [{name: getattr(f, name) for name in _COLUMNS} for f in self.findings]
+        return pandas.DataFrame(rows, columns=list(_COLUMNS))
+
+    def __str__(self) -> str:
+        from moments.modules.audit_text import text
+
+        return text(self)
+
+    def __repr__(self) -> str:
+        state = "passed" if self.passed else f"failed, {len(self.offenders)} offenders"
+        return f"AuditReport({self.source}: {state}, {len(self.findings)} checks)"
+
+
+def audit(
+    module: nn.Module,
+    plan: Any,
+    *,
+    batch: Any = None,
+    names: Mapping[str, str] | None = None,
+    sites: Iterable[Any] | None = None,
+    architecture: Transformer | None = None,
+) -> AuditReport:
+    """Compare a freshly initialised module with a plan.
+
+    Every matrix's mean square is held against the plan's variance with its own sampling error (from
+    the kurtosis of its entries), every role once more over all layers together, entries' means
+    against zero, norms' gains and biases against what they are set to. The module is then run once,
+    in evaluation mode, and the multipliers of its residual sums and norms are measured by
+    regression, whatever code applies them. A right module fails with probability 1e-5, all checks
+    together.
+
+    Args:
+        module: a module of a known family, or any with `names`. It is left as it was.
+        plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
+            the module's own architecture.
+        batch: what to run the module on, as in `moments.torch.measure`; None: random input, where
+            the module says what it takes.
+        names, sites, architecture: for a module of one's own, as in `initialize`.
+
+    Returns:
+        A report: `passed`, `str(report)`, `to_frame()`.
+
+    Raises:
+        DomainError: a plan of another depth, width or number of heads.
+        MomentsError: the module is of no known family and `names` is None.
+    """
+    if not isinstance(module, nn.Module):
+        raise domain_error("module", type(module).__name__, "an nn.Module")
+    found = roles_of(module, names, sites)
+    model, described = resolve(module, plan, names, architecture)
+    check_fits(model, found, described, placement=False)
+    tensors = tensors_of(module)
+    measured = measure_roles(
+        model, [(role, _entries(module, role, tensors)) for role in found.roles]
+    )
+    findings = variance_findings(measured)
+    findings += norm_findings(measured, _carried(model))
+    findings += _probed(module, found, model, batch)
+    findings += temperature_findings(module, found, model, described)
+    findings.sort(key=lambda finding: -finding.severity)
+    undeclared = tuple(m.role.label for m in measured if m.expected is None)
+    return AuditReport(
+        findings=tuple(findings),
+        advice=advise(findings, measured, model, described),
+        unidentified=found.unidentified,
+        undeclared=undeclared,
+        source=type(module).__name__,
+    )
+
+
+def _probed(module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any) -> list[Finding]:
+    batch = default_batch(module) if batch is None else batch
+    if batch is None or not found.blocks:
+        return list(unprobed_findings(model))
+    probes = probe(module, found.blocks, batch, epsilon=model.norm_epsilon)
+    return list(scale_findings(model, probes))
+
+
+def _entries(module: nn.Module, role: Role, tensors: Mapping[str, Any]) -> Entries:
+    block = block_of(tensors, role)
+    if role.name.endswith("norm.gain"):
+        block = gain_of(module, role, block)
+    padding = getattr(module.get_submodule(role.parameter.rpartition(".")[0]), "padding_idx", None)
+    if padding is not None and not bool(block[padding].any()):
+        keep = [row for row in range(len(block)) if row != padding % len(block)]
+        block = block[keep]
+    return Entries.of(block)
+
+
+def _carried(model: Transformer) -> dict[tuple[int, str], float]:
+    """LayerNorm Scaling may sit in a norm's gain."""
+    return {
+        (layer, f"{stack}{block}.norm"): float(factor)
+        for stack, scales in scales_of(model).items()
+        for layer, row in enumerate(scales.norm_output, start=1)
+        for block, factor in zip(("attention", "ffn"), row, strict=True)
+    }

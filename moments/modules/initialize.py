@@ -1,0 +1,203 @@
+"""Write a plan into a module: every variance into its weights, every scale into its sums."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moments.checks import check_choice, check_count
+from moments.errors import DomainError, domain_error
+from moments.modules.architecture import resolve
+from moments.modules.expectation import (
+    Scales,
+    check_fits,
+    expected_variance,
+    scales_of,
+)
+from moments.modules.probe import drops_behind
+from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from moments.modules.scales import AppliedScales, apply_scales
+from moments.modules.temperature import factors
+from moments.modules.units import unit_gain
+from moments.optional import optional
+from moments.transformer import Transformer
+from moments.weights import DISTRIBUTIONS
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+    from moments.simulation.parameters import draw
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """What `initialize` wrote.
+
+    Attributes:
+        rows: (layer, role, parameter, variance) of every matrix and vector written.
+        left: parameters that the plan says nothing of, or whose role is not known, as they were.
+        scales: the hooks that carry residual and norm scales, also at `module.moments_scales`;
+            None where the plan needs none.
+    """
+
+    rows: tuple[tuple[int, str, str, float], ...]
+    left: tuple[str, ...]
+    scales: AppliedScales | None
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per matrix or vector written: layer, role, parameter, variance."""
+        import pandas
+
+        return pandas.DataFrame(list(self.rows), columns=["layer", "role", "parameter", "variance"])
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.rows)} tensors written"]
+        if self.scales is not None:
+            lines.append(str(self.scales))
+        if self.left:
+            lines.append(f"left as they were: {', '.join(self.left)}")
+        return "\n".join(lines)
+
+
+def initialize(
+    module: nn.Module,
+    plan: Any,
+    seed: int = 0,
+    distribution: str | None = None,
+    *,
+    names: Mapping[str, str] | None = None,
+    sites: Iterable[Any] | None = None,
+    architecture: Transformer | None = None,
+) -> Initialization:
+    """Write a plan's weights and scales into a module, in place.
+
+    Every matrix gets entries of mean zero and exactly the plan's variance, biases are zero (or as
+    the plan declares them), norms gain 1 and bias 0. Embedding tables, their padding rows kept at
+    zero, and an untied head are written where the plan declares them. Residual scales and LayerNorm
+    Scaling become forward hooks, held in `module.moments_scales`, unless the module has parameters
+    for them; attention temperatures go into the attention modules' `scaling`.
+
+    Args:
+        module: a module of a known family, or any with `names`.
+        plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
+            the module's own architecture.
+        seed: the same seed gives the same entries, for each parameter on its own.
+        distribution: "normal", "uniform", "truncated" or "orthogonal"; None: as the plan's weights
+            declare. Tables and biases are normal where it is "orthogonal".
+        names, sites: for a module of one's own; see `moments.modules.roles.roles_of`.
+        architecture: what a scheme is applied to, where the module cannot tell it itself.
+
+    Raises:
+        DomainError: a plan of another architecture, or something the module cannot carry, named
+            with the reason; nothing is written then.
+        MomentsError: the module is of no known family and `names` is None.
+    """
+    check_count("seed", seed, least=0)
+    if not isinstance(module, nn.Module):
+        raise domain_error("module", type(module).__name__, "an nn.Module")
+    found = roles_of(module, names, sites)
+    model, described = resolve(module, plan, names, architecture)
+    check_fits(model, found, described)
+    chosen = (
+        (model.weights and model.weights.distribution) if distribution is None else distribution
+    )
+    check_choice("distribution", chosen, DISTRIBUTIONS)
+    tensors = tensors_of(module)
+    blocks = {role: block_of(tensors, role) for role in (*found.roles, *found.scales)}
+    stacks = scales_of(model)
+    scales = stacks[""]
+    held = _check_scales(found, scales)
+    scalings = factors(module, found, model, described)
+    drops = functools.cache(lambda: drops_behind(module, found.blocks))
+    applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held)
+    for part, scaling in scalings:
+        part.scaling = scaling
+    rows = []
+    with torch.no_grad():
+        for role in found.roles:
+            variance = expected_variance(model, role)
+            if variance is None:
+                continue
+            _write(module, role, blocks[role], variance, seed, str(chosen))
+            rows.append((role.layer, role.full_name, role.label, variance))
+        for role in found.scales:
+            values = scales.skip if role.name.endswith("skip_scale") else scales.branch
+            blocks[role].fill_(float(values[role.layer - 1, _column(role)]))
+    written = {name for _, _, name, _ in rows} | {role.parameter for role in found.scales}
+    untouched = [role.label for role in found.roles if role.label not in written]
+    return Initialization(tuple(rows), (*untouched, *found.unidentified), applied)
+
+
+def _write(
+    module: nn.Module, role: Role, block: Tensor, variance: float, seed: int, distribution: str
+) -> None:
+    if role.name.endswith("norm.gain"):
+        block.fill_(variance**0.5 - (0.0 if unit_gain(module, role) else 1.0))
+        return
+    if variance == 0:
+        block.zero_()
+        return
+    generator = _generator(seed, role.label)
+    if not role.is_matrix and distribution == "orthogonal":
+        distribution = "normal"
+    rows, columns = block.numel() // block.shape[-1], block.shape[-1]
+    if role.is_matrix:
+        rows, columns = role.fan_out, role.fan_in
+        if role.transposed:
+            rows, columns = columns, rows
+    drawn = draw((rows, columns), variance, generator, torch.float32, distribution)
+    block.copy_(drawn.detach().reshape(block.shape))
+    padding = getattr(module.get_submodule(_owner(role)), "padding_idx", None)
+    if padding is not None:
+        block[padding].zero_()
+
+
+def _owner(role: Role) -> str:
+    return role.parameter.rpartition(".")[0]
+
+
+def _column(role: Role) -> int:
+    return int(role.name.startswith("ffn"))
+
+
+def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
+    """Blocks whose scales the module holds itself; refuse a scale that it has no place for."""
+    held: dict[tuple[int, int], set[str]] = {}
+    for role in found.scales:
+        columns = (0, 1) if role.name in ("skip_scale", "branch_scale") else (_column(role),)
+        for column in columns:
+            held.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
+    for layer, column in ((n + 1, c) for n in range(found.layers) for c in (0, 1)):
+        own = held.get((layer, column))
+        wanted = {
+            name: float(values[layer - 1, column])
+            for name, values in (("skip_scale", scales.skip), ("branch_scale", scales.branch))
+        }
+        norms = (scales.norm_input[layer - 1, column], scales.norm_output[layer - 1, column])
+        lacking = [name for name, value in wanted.items() if value != 1 and name not in (own or ())]
+        if own and lacking:
+            raise DomainError(
+                f"layer {layer}: the module has a parameter for {', '.join(own)} but none for "
+                f"{', '.join(lacking)}"
+            )
+        if not found.blocks and ((lacking and not own) or any(factor != 1 for factor in norms)):
+            raise DomainError(
+                f"layer {layer}: the plan scales residual sums or norms, and where they sit in "
+                f"this module is not known: pass sites=[(layer, site, path, side), ...]"
+            )
+    return set(held)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """One stream per seed and parameter, whatever else the module holds."""
+    state = np.random.SeedSequence((seed, zlib.crc32(name.encode()))).generate_state(2, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]) >> 1)

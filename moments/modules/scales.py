@@ -1,0 +1,279 @@
+"""Residual and norm scales in a module whose code has none: hooks that add exactly what is missing.
+
+A framework's layer computes x + f. With f replaced, where it leaves its block, by
+beta f + (lambda - 1) x, the same code computes lambda x + beta f: in Pre-LN and in Post-LN, behind
+the block's dropout, which therefore never touches the stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moments.errors import DomainError, MomentsError
+from moments.hook_points import Side
+from moments.modules.expectation import Scales
+from moments.modules.structure import Block, Point
+from moments.modules.tensors import first_tensor, with_first_tensor
+from moments.optional import optional
+
+with optional("torch", "torch"):
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
+
+ATTRIBUTE = "moments_scales"
+"""Where a module keeps its `AppliedScales`."""
+
+
+class Carried:
+    """The stream on its way to the sum, one per thread; never copied or stored."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    def put(self, x: Tensor) -> None:
+        self._held[threading.get_ident()] = x
+
+    def take(self) -> Tensor:
+        x = self._held.pop(threading.get_ident(), None)
+        if x is None:
+            raise MomentsError(
+                "a block ran without its layer's residual stream: run the whole layer, or take "
+                f"the scales off with module.{ATTRIBUTE}.remove()"
+            )
+        return x
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_held": {}}
+
+
+@dataclass
+class Remember:
+    """Hook: keeps the tensor that goes by."""
+
+    carried: Carried
+    side: Side
+
+    def __call__(self, _: nn.Module, given: Any, other: Any) -> None:
+        # Before a forward `other` is its named arguments, behind it its output.
+        self.carried.put(first_tensor([*given, *other.values()] if self.side == "input" else other))
+
+
+@dataclass
+class ScaleBranch:
+    """Hook: f becomes (beta f + (lambda - 1) x) / native; `carried` is None where lambda is 1.
+
+    `native` is what the module's own code multiplies f by behind the hook (Granite).
+    """
+
+    skip: float
+    branch: float
+    native: float
+    carried: Carried | None
+
+    def __call__(self, _: nn.Module, __: Any, output: Any) -> Any:
+        f = first_tensor(output)
+        scaled = self.branch / self.native * f
+        if self.carried is not None:
+            scaled = scaled + (self.skip - 1) / self.native * self.carried.take()
+        return with_first_tensor(output, scaled)
+
+
+@dataclass
+class ScaleOutput:
+    """Hook: multiplies what a module gives."""
+
+    factor: float
+
+    def __call__(self, _: nn.Module, __: Any, output: Any) -> Any:
+        return with_first_tensor(output, self.factor * first_tensor(output))
+
+
+@dataclass
+class ScaleInput:
+    """Hook: multiplies what a module takes."""
+
+    factor: float
+
+    def __call__(self, _: nn.Module, given: Any, named: Any) -> Any:
+        if any(isinstance(value, Tensor) for value in given):
+            return with_first_tensor(given, self.factor * first_tensor(given)), named
+        name = next(key for key, value in named.items() if isinstance(value, Tensor))
+        return given, named | {name: self.factor * named[name]}
+
+
+class ScaleRow(NamedTuple):
+    """What the hooks do to one block."""
+
+    stack: str
+    layer: int
+    block: str
+    skip: float
+    branch: float
+    norm_input: float
+    norm_output: float
+
+
+@dataclass
+class AppliedScales:
+    """The hooks that carry a model's scales; at `module.moments_scales`.
+
+    They survive deepcopy and pickle of the module, but are no part of its state_dict: a module
+    rebuilt from a state_dict needs them again.
+
+    Attributes:
+        rows: one per block whose sum or norm is scaled.
+    """
+
+    rows: tuple[ScaleRow, ...]
+    handles: list[RemovableHandle]
+
+    def remove(self) -> None:
+        """Take every hook off; the module then runs as its own code says."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.rows = ()
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.handles)} hooks scale {len(self.rows)} blocks"]
+        for row in self.rows:
+            factors = [f"{name} {value:.6g}" for name, value in list(row._asdict().items())[3:]]
+            lines.append(f"  {row.stack}layer {row.layer} {row.block}: {', '.join(factors)}")
+        return "\n".join(lines)
+
+
+def applied_scales(module: nn.Module) -> AppliedScales | None:
+    """The handle of a module's scale hooks; None where it has none."""
+    found = getattr(module, ATTRIBUTE, None)
+    return found if isinstance(found, AppliedScales) and found.rows else None
+
+
+def remove_scales(module: nn.Module) -> None:
+    """Take a module's scale hooks off, if it has any."""
+    found = getattr(module, ATTRIBUTE, None)
+    if isinstance(found, AppliedScales):
+        found.remove()
+        delattr(module, ATTRIBUTE)
+
+
+def apply_scales(
+    module: nn.Module,
+    blocks: Iterable[Block],
+    scales: Mapping[str, Scales],
+    *,
+    drops: Callable[[], set[Block]],
+    held: Iterable[tuple[int, int]] = (),
+) -> AppliedScales | None:
+    """Hook a model's scales onto a module; None where there is nothing to scale.
+
+    Args:
+        blocks: the module's residual branches.
+        scales: by stack, of every layer and block.
+        drops: finds the blocks whose output passes a dropout that no hook can get behind.
+        held: (layer, column) of blocks whose scales the module holds in parameters of its own.
+
+    Raises:
+        DomainError: a scale that no hook can apply to this module, with the reason.
+    """
+    parts = dict(module.named_modules())
+    planned = _planned(parts, list(blocks), scales, drops, set(held))
+    remove_scales(module)
+    if not planned:
+        return None
+    handles = [
+        _place(parts[point.path], point.side, hook) for _, hooks in planned for point, hook in hooks
+    ]
+    applied = AppliedScales(tuple(row for row, _ in planned), handles)
+    setattr(module, ATTRIBUTE, applied)
+    return applied
+
+
+def _place(part: nn.Module, side: str, hook: Any) -> RemovableHandle:
+    if side == "input":
+        return part.register_forward_pre_hook(hook, with_kwargs=True)
+    return part.register_forward_hook(hook)
+
+
+def _planned(
+    parts: dict[str, nn.Module],
+    blocks: list[Block],
+    scales: Mapping[str, Scales],
+    drops: Callable[[], set[Block]],
+    held: set[tuple[int, int]],
+) -> list[tuple[ScaleRow, list[tuple[Point, Any]]]]:
+    """Every hook, decided before the first is placed, so that a refusal leaves no trace."""
+    planned = []
+    summed: set[str] = set()
+    normed: set[str | None] = set()
+    for block in blocks:
+        skip, branch, before, after = scales[block.stack].at(block.layer, block.column)
+        if not block.stack and (block.layer, block.column) in held:
+            skip, branch = 1.0, native_branch(parts[block.path])
+        if block.parallel:  # one sum, and perhaps one norm, for both blocks
+            _check_one_skip(scales[block.stack], block.layer)
+            skip = 1.0 if block.path in summed else skip
+            before, after = (1.0, 1.0) if block.norm in normed else (before, after)
+        summed.add(block.path)
+        normed.add(block.norm)
+        row = ScaleRow(block.stack, block.layer, block.name, skip, branch, before, after)
+        if hooks := _hooks(parts, block, row, drops):
+            planned.append((row, hooks))
+    return planned
+
+
+def _hooks(
+    parts: dict[str, nn.Module], block: Block, row: ScaleRow, drops: Callable[[], set[Block]]
+) -> list[tuple[Point, Any]]:
+    """Of one block, in the order in which they must be placed.
+
+    Hooks of one module run in that order: a norm's output is scaled before a Post-LN layer's
+    stream is remembered, a norm's input behind a Pre-LN layer's.
+    """
+    hooks: list[tuple[Point, Any]] = []
+    if row.norm_output != 1:
+        hooks.append((Point(_norm(block), "output"), ScaleOutput(row.norm_output)))
+    native = native_branch(parts[block.path])
+    if (row.skip, row.branch) != (1.0, native):
+        carried = Carried() if row.skip != 1 else None
+        if carried is not None:
+            _check_stream(parts, block, drops)
+            hooks.append((block.stream, Remember(carried, block.stream.side)))
+        hooks.append((block.branch, ScaleBranch(row.skip, row.branch, native, carried)))
+    if row.norm_input != 1:
+        hooks.append((Point(_norm(block), "input"), ScaleInput(row.norm_input)))
+    return hooks
+
+
+def native_branch(layer: nn.Module) -> float:
+    """What a layer's own code multiplies a block's output by."""
+    return float(getattr(layer, "residual_multiplier", 1.0))
+
+
+def _norm(block: Block) -> str:
+    if block.norm is None:
+        raise DomainError(f"layer {block.layer}, {block.name}: no norm that could be scaled")
+    return block.norm
+
+
+def _check_one_skip(scales: Scales, layer: int) -> None:
+    columns = scales.skip[layer - 1]
+    if columns[0] != columns[1]:
+        raise DomainError(
+            f"layer {layer}: attention and feed-forward block share one residual sum, which has "
+            "one skip scale, not two"
+        )
+
+
+def _check_stream(
+    parts: dict[str, nn.Module], block: Block, drops: Callable[[], set[Block]]
+) -> None:
+    """Behind the branch's hook nothing but the sum may follow."""
+    if not isinstance(parts[block.branch.path], nn.Dropout) and block in drops():
+        raise DomainError(
+            f"layer {block.layer}, {block.name}: the module drops its output inside a function, "
+            "behind every point that a hook can reach, so that a skip scale would pass through "
+            "the dropout; build the module with dropout 0 or use a plan whose skip scale is 1"
+        )

@@ -1,0 +1,88 @@
+"""Attention temperatures, in the attribute where Hugging Face's attention keeps its factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from moments.errors import DomainError
+from moments.modules.expectation import model_of_stack
+from moments.modules.findings import Finding
+from moments.modules.roles import ModuleRoles
+from moments.modules.structure import ENCODER
+from moments.optional import optional
+from moments.transformer import Transformer
+
+with optional("torch", "torch"):
+    from torch import nn
+
+
+def factors(
+    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
+) -> list[tuple[nn.Module, float]]:
+    """Attention modules whose `scaling` must change, and to what, for the model's temperatures.
+
+    Logits are q k / (sqrt(d_head) temperature).
+
+    Raises:
+        DomainError: the temperatures differ from the module's own and cannot be set.
+    """
+    changes = []
+    for stack, wanted in _models(model):
+        own = _own(stack, described, wanted)
+        for layer, holder, current in _temperatures(module, found, stack, wanted, own):
+            temperature = float(wanted.temperatures[layer - 1])
+            if np.isclose(current, temperature, rtol=1e-6):
+                continue
+            if holder is None:
+                raise DomainError(
+                    f"{stack}layer {layer}: the plan's temperature {temperature:g} has no place in "
+                    "this module, whose attention has no attribute 'scaling'; divide the query "
+                    "weights' variance by its square instead"
+                )
+            changes.append((holder, 1 / (float(wanted.d_head or 1) ** 0.5 * temperature)))
+    return changes
+
+
+def temperature_findings(
+    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
+) -> Iterator[Finding]:
+    """Every layer's temperature against the model's."""
+    for stack, wanted in _models(model):
+        own = _own(stack, described, wanted)
+        for layer, _, current in _temperatures(module, found, stack, wanted, own):
+            expected = float(wanted.temperatures[layer - 1])
+            passed = bool(np.isclose(current, expected, rtol=1e-6))
+            base = (layer, f"{stack}attention", "", "temperature", expected, current)
+            yield Finding(*base, 0.0, float(passed), passed)
+
+
+def _models(model: Transformer) -> list[tuple[str, Transformer]]:
+    return [("", model)] if model.encoder is None else [("", model), (ENCODER, model.encoder)]
+
+
+def _own(stack: str, described: Transformer | None, model: Transformer) -> np.ndarray:
+    """Of the module's code: as its architecture says, else sqrt(d_head) alone."""
+    return (
+        np.ones(model.layers)
+        if described is None
+        else model_of_stack(described, stack).temperatures
+    )
+
+
+def _temperatures(
+    module: nn.Module, found: ModuleRoles, stack: str, model: Transformer, own: np.ndarray
+) -> Iterator[tuple[int, nn.Module | None, float]]:
+    """Layer, the module nearest to its query matrix that has a numeric `scaling`, temperature."""
+    for role in found.named("query", stack=stack):
+        path, holder = role.parameter, None
+        while holder is None and (path := path.rpartition(".")[0]):
+            part = module.get_submodule(path)
+            if isinstance(getattr(part, "scaling", None), float):
+                holder = part
+        if holder is None:
+            yield role.layer, None, float(own[role.layer - 1])
+        else:
+            width = float(model.d_head or 1) ** 0.5
+            yield role.layer, holder, 1 / (width * float(holder.scaling))  # type: ignore[arg-type]

@@ -1,0 +1,39 @@
+"""The tensor that a module takes or gives, wherever it is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moments.errors import MomentsError
+from moments.optional import optional
+
+with optional("torch", "torch"):
+    from torch import Tensor
+
+
+def first_tensor(value: Any) -> Tensor:
+    """The tensor itself, or the first one of a tuple, list or mapping.
+
+    Raises:
+        MomentsError: there is none.
+    """
+    if isinstance(value, Tensor):
+        return value
+    entries = value.values() if isinstance(value, Mapping) else value
+    tensors = [v for v in entries if isinstance(v, Tensor)] if np.iterable(entries) else []
+    if not tensors:
+        raise MomentsError(f"expected a tensor or a tuple of them, got {type(value).__name__}")
+    return tensors[0]
+
+
+def with_first_tensor(value: Any, tensor: Tensor) -> Any:
+    """The same packing around another first tensor."""
+    if isinstance(value, Tensor):
+        return tensor
+    if isinstance(value, tuple | list):
+        place = next(i for i, entry in enumerate(value) if isinstance(entry, Tensor))
+        return type(value)([*value[:place], tensor, *value[place + 1 :]])
+    raise MomentsError(f"expected a tensor or a tuple of them, got {type(value).__name__}")

@@ -1,0 +1,221 @@
+"""`predict`: one pass forward and one backward through a declared model, without running it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings as _warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .checks import check_choice, check_count
+from .errors import DomainError, ValidityWarning
+from .law import THEORIES, Theory
+from .prediction import Prediction
+from .propagate import Trace
+from .stack import Inputs, Outcome, Stack, last_gradient, overflow
+from .state import Gradient, Kernel
+from .transformer import Transformer
+
+INPUTS = (
+    "variance",
+    "correlation",
+    "token_ids",
+    "segment_ids",
+    "pixels",
+    "kernel",
+    "attention_mask",
+)
+
+
+def predict(
+    model: Transformer,
+    *,
+    variance: Any = None,
+    correlation: Any = None,
+    grad_variance: Any = None,
+    grad_correlation: Any = None,
+    theory: Theory = "refined",
+    tokens: bool | None = None,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+    pixels: Any = None,
+    targets: Any = None,
+    kernel: Any = None,
+    grad_kernel: Any = None,
+    attention_mask: Any = None,
+    encoder_inputs: Mapping[str, Any] | None = None,
+    batch: int = 1,
+    progress: bool = False,
+) -> Prediction:
+    """Predict every layer's moments at initialisation.
+
+    Args:
+        model: the declaration.
+        variance, correlation: of the tensor that enters layer 1, scalars or arrays that broadcast;
+            None: from the embedding where one is declared, else 1 and 0.
+        grad_variance, grad_correlation: of the loss gradient at the last layer's output; None: from
+            the head's loss where one is declared, else 1 and 0.
+        theory: "refined", "published" (the papers' full forms) or "simplified" (their Tables 1
+            and 2).
+        tokens: whether moments are resolved by token; None: where the model is causal or positions
+            enter its attention, or a text, an image or a kernel is given, under the refined theory.
+        token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
+            tokens, as one batch; None: Zipf's law.
+        segment_ids: likewise for the segment table; None with token_ids: one segment.
+        pixels: images of shape (B, C, H, W) for a patch embedding.
+        targets: token ids of the loss, shaped as token_ids, -100 where there is none; classes (B,)
+            for a classifier. None: the next token of a causal head, else chosen at random.
+        kernel: second moments E[x_i x_j] per feature of the tensor that enters layer 1, shape
+            (..., L, L), instead of variance and correlation.
+        grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
+        attention_mask: shape (L,) or (B, L), 1 for a real token and 0 for padding, which no token
+            attends to and which neither averages nor the loss count; None: all are real.
+        encoder_inputs: for a model with an encoder, those of `variance`, `correlation`,
+            `token_ids`, `segment_ids`, `kernel` and `attention_mask` that describe its input.
+        batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a
+            head and no text, also those that the loss averages over.
+        progress: whether to show a bar on standard error, layer by layer.
+
+    Raises:
+        DomainError: a bad argument, a feature the theory does not cover, or numbers that overflow.
+
+    Warns:
+        ValidityWarning: where a formula leaves the regime it was validated in; also in `warnings`.
+    """
+    if not isinstance(model, Transformer):
+        raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
+    check_choice("theory", theory, THEORIES)
+    check_count("batch", batch)
+    own = Inputs(variance, correlation, token_ids, segment_ids, pixels, kernel, attention_mask)
+    other = _encoder_inputs(model, encoder_inputs)
+    resolved = _resolution(model, theory, tokens, own, other, grad_kernel)
+    stack = Stack(model, theory, own, resolved)
+    stacks = [stack]
+    if model.encoder is not None:
+        stacks.insert(0, Stack(model.encoder, theory, other, resolved))
+    try:
+        with (
+            np.errstate(over="ignore", invalid="ignore", divide="ignore"),
+            _collector_paused(),
+            _layer_bar([s.trace for s in stacks], sum(s.model.layers for s in stacks), progress),
+        ):
+            if model.encoder is not None:
+                stacks[0].forward()
+                stack.trace.memory = stacks[0].read()
+            signal = stack.forward()
+            outcome = last_gradient(
+                stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
+            )
+            stack.backward(outcome.gradient)
+            if outcome.output is not None and outcome.output.radial is not None:
+                # What a last normalisation's own pullback would have projected out is there to
+                # be measured all the same.
+                last = stack.trace.stream()[-1]
+                last.gradient = Gradient(
+                    outcome.gradient.kernel + outcome.output.radial, model.seq_len
+                )
+            if model.encoder is not None:
+                stacks[0].backward(stacks[0].returned(stack.trace.memory_gradients))
+    except (OverflowError, ZeroDivisionError):
+        raise overflow(theory, stack.trace) from None
+    encoder = None
+    if model.encoder is not None:
+        encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None)
+    found = stack.prediction(batch, outcome, encoder)
+    for note in found.warnings:
+        _warnings.warn(note, ValidityWarning, stacklevel=2)
+    return found
+
+
+def stack_of(model: Transformer, **inputs: Any) -> Stack:
+    """A model's stack of layers on the inputs that `predict` takes, under the refined theory.
+
+    Raises:
+        DomainError: as `predict`.
+    """
+    own = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
+    resolved = _resolution(model, "refined", inputs.get("tokens"), own, Inputs(), None)
+    return Stack(model, "refined", own, resolved)
+
+
+def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inputs:
+    if given is None:
+        return Inputs()
+    if model.encoder is None:
+        raise DomainError("encoder_inputs describe an encoder's input: declare model.encoder")
+    for name in given:
+        if name not in INPUTS:
+            raise DomainError(f"encoder_inputs has no {name!r}: one of {', '.join(INPUTS)}")
+    return Inputs(**given)
+
+
+def _resolution(
+    model: Transformer,
+    theory: Theory,
+    tokens: bool | None,
+    own: Inputs,
+    other: Inputs,
+    grad_kernel: Any,
+) -> bool:
+    """Whether moments are resolved by token.
+
+    Raises:
+        DomainError: what the user asks for is not what the theory, the mask or the input allow.
+    """
+    encoder = model.encoder
+    placed = positional(model) or (encoder is not None and positional(encoder))
+    given = own.by_token or other.by_token or grad_kernel is not None
+    resolved = (theory == "refined" and (placed or given)) if tokens is None else tokens
+    if resolved and theory != "refined":
+        raise DomainError(
+            f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
+        )
+    kernels = (own.kernel, grad_kernel, own.attention_mask, own.pixels)
+    if not resolved and any(value is not None for value in kernels):
+        raise DomainError(
+            "kernel, grad_kernel, pixels and attention_mask are resolved by token: "
+            "leave tokens=False out"
+        )
+    if not resolved and theory == "refined" and placed:
+        raise DomainError(
+            "tokens=False: under a causal mask, a window or positions in attention tokens are not "
+            'alike; leave tokens out, or use theory="published", which ignores the mask'
+        )
+    return bool(resolved)
+
+
+def positional(model: Transformer) -> bool:
+    """Whether attention tells tokens apart by where they are."""
+    marks = (model.causal, model.rotary, model.alibi, model.relative_bias, any(model.windows))
+    return any(marks)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection while a trace grows: many small objects, and no cycles among them."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _layer_bar(traces: list[Trace], layers: int, shown: bool) -> Iterator[None]:
+    """A progress bar over the layers of both passes, while the traces are being written."""
+    if not shown:
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("layers, forward and backward", total=2 * layers)
+        for trace in traces:
+            trace.on_layer = lambda: bar.advance(task)
+        yield

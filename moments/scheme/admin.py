@@ -1,0 +1,59 @@
+"""ADMIN: skip connections as large as everything before them, profiled by prediction."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+from ..checks import check_flag
+from ..errors import DomainError, ValidityWarning
+from ..law import Source
+from ..transformer import Transformer
+from .registry import Scheme
+from .shared import placed, xavier
+
+
+def _admin(
+    model: Transformer, correlation: float | None = None, per_head: bool = True
+) -> Transformer:
+    """x <- LayerNorm(omega_i x + f_i(x)), omega_i^2 the variance of all that came before block i.
+
+    omega_1 = 1; then the input's variance and those of the blocks' outputs add up, as in the
+    authors' code. Their profiling pass, with omega = 1 and Xavier weights, is our prediction.
+
+    Args:
+        model: becomes Post-LN with Xavier weights.
+        correlation: of the input's tokens; None: that of the embedding, else 0.
+        per_head: whether Xavier takes each head's matrix by itself.
+
+    Raises:
+        DomainError: a decoder with cross-attention, whose three skip connections have one omega
+            each, where a Transformer has two scales per layer.
+    """
+    from ..passes import predict
+
+    check_flag("per_head", per_head)
+    if model.encoder is not None:
+        raise DomainError("admin needs a scale for every cross-attention: use a single stack")
+    profiled = placed(
+        model, "post", weights=xavier(model, per_head), skip_scale=1.0, branch_scale=1.0
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        found = predict(profiled, correlation=correlation)
+    frame = found.to_frame()
+    outputs = frame[frame.site.isin(("attention.dropout", "ffn.dropout"))].variance.to_numpy()
+    before = float(found.variance[0]) + np.concatenate([[0.0], np.cumsum(outputs)[:-1]])
+    before[0] = 1.0
+    return profiled.replace(skip_scale=np.sqrt(before).reshape(model.layers, 2).tolist())
+
+
+ADMIN = Scheme(
+    "admin",
+    "ADMIN: Post-LN, skip connections scaled by the blocks before them",
+    ("norm", "weights", "skip_scale", "branch_scale"),
+    Source("Liu et al. 2020, Understanding the difficulty of training transformers", "section 4.2"),
+    _admin,
+    ("post",),
+)

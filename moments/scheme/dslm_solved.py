@@ -1,0 +1,86 @@
+"""DeepScaleLM's conditions solved with a model's own laws instead of the printed constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import DomainError
+from ..state import Signal
+from ..transformer import Transformer
+from ..weights import Weights
+
+ROUNDS = 50
+"""Walks through the layers at most, where value and output weights follow the feed-forward's."""
+
+FFN = ("ffn_in", "ffn_out")
+
+
+def solved(model: Transformer, simplified: bool, inputs: Mapping[str, Any]) -> Transformer:
+    """The model with every block's output at variance 1, averaged over tokens.
+
+    Within a block all matrices keep one common variance, apart from query and key.
+
+    Args:
+        model: with DeepScaleLM's scales, and matrices of one variance in every block.
+        simplified: whether value and output matrices have the feed-forward block's variances
+            instead of their own.
+        inputs: what `predict` takes to describe the input.
+
+    Raises:
+        DomainError: a block whose output does not depend on its weights, or, with `simplified`,
+            a walk that does not settle.
+    """
+    if not simplified:
+        return _once(model, inputs, _names(model))
+    for _ in range(ROUNDS):
+        found = _once(model, inputs, (*FFN, "gate") if model.gated else FFN)
+        assert found.weights is not None
+        assert model.weights is not None
+        before, ffn = np.asarray(model.weights.of("value")), found.weights.of("ffn_in")
+        model = found.replace(weights=_with_attention(found.weights, found, ffn))
+        if np.allclose(before, ffn, rtol=1e-12, atol=0):
+            return model
+    raise DomainError("dslm: value and output weights do not settle; use simplified=False")
+
+
+def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
+    """Whether a prediction of the model on such inputs is resolved by token."""
+    from ..passes import stack_of
+
+    own = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
+    return stack_of(model, **own).resolved
+
+
+def _names(model: Transformer) -> tuple[str, ...]:
+    cross = ("cross_value", "cross_output") if model.encoder is not None else ()
+    return ("value", "output", *cross, *FFN, *(("gate",) if model.gated else ()))
+
+
+def _with_attention(weights: Weights, model: Transformer, variance: Any) -> Weights:
+    names = [name for name in _names(model) if "value" in name or "output" in name]
+    return weights.replace(**dict.fromkeys(names, variance))
+
+
+def _once(model: Transformer, inputs: Mapping[str, Any], free: tuple[str, ...]) -> Transformer:
+    from ..passes import stack_of
+    from ..solver.layerwise import solve_blocks
+    from ..solver.variables import scaled_weights
+
+    own = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
+    stack = stack_of(model, **own)
+    memory: Signal | None = None
+    if model.encoder is not None:
+        outer = dict(inputs.get("encoder_inputs") or {})
+        other = stack_of(model.encoder, **outer)
+        resolved = stack.resolved or other.resolved
+        stack = stack_of(model, **own | {"tokens": resolved})
+        other = stack_of(model.encoder, **outer | {"tokens": resolved})
+        other.forward()
+        memory = other.read()
+    found = solve_blocks(
+        model, stack.enter(), stack.layout, free, lambda number, block: 1.0, False, memory
+    )
+    return model.replace(weights=scaled_weights(model, found.factors))

@@ -1,0 +1,164 @@
+"""Schemes that choose where, and with what, the stream is normalised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ..checks import check_choice, check_count, check_in
+from ..law import Source
+from ..symbols import POSITIVE, Interval
+from ..transformer import Transformer
+from .registry import Scheme
+from .shared import placed
+
+
+def _to(placement: str) -> Callable[[Transformer], Transformer]:
+    def transform(model: Transformer) -> Transformer:
+        return placed(model, placement)
+
+    return transform
+
+
+def _mix(model: Transformer, fraction: float = 0.25) -> Transformer:
+    """The first layers Post-LN, the others Pre-LN.
+
+    Args:
+        model: any.
+        fraction: of the layers, rounded down, that are Post-LN; the authors' .25.
+    """
+    check_in("fraction", fraction, Interval(0.0, 1.0))
+    return model.replace(norm="mix", post_layers=math.floor(fraction * model.layers))
+
+
+def _peri(model: Transformer) -> Transformer:
+    """Norms before and after every block, after the embedding and before the output."""
+    changes: dict[str, Any] = {}
+    for name in ("embedding", "head"):
+        part = getattr(model, name)
+        if part is not None:
+            changes[name] = part.replace(norm=True)
+    return placed(model, "sandwich", **changes)
+
+
+def _group(model: Transformer, groups: int = 32) -> Transformer:
+    """Features normalised in groups, Pre-LN.
+
+    Args:
+        model: any whose d_model the groups divide.
+        groups: how many; the authors' 32.
+    """
+    check_count("groups", groups)
+    return placed(model, "pre", norm_groups=groups)
+
+
+def _dyt(model: Transformer, alpha: float = 0.5) -> Transformer:
+    """tanh(alpha x) where a norm was.
+
+    Args:
+        model: its placement stays.
+        alpha: the authors' .5, which they keep outside language models; in those they take less
+            the wider the model is, and more before attention than elsewhere.
+    """
+    check_in("alpha", alpha, POSITIVE)
+    return model.replace(normalization="dyt", dyt_alpha=alpha)
+
+
+def _qk_norm(model: Transformer, normalization: str = "layernorm") -> Transformer:
+    """Queries and keys normalised head by head.
+
+    Args:
+        model: its placement stays.
+        normalization: "layernorm" or "rmsnorm".
+    """
+    check_choice("normalization", normalization, ("layernorm", "rmsnorm"))
+    return model.replace(qk_norm=normalization)
+
+
+def _placement(
+    name: str,
+    title: str,
+    transform: Callable[..., Transformer],
+    paper: str,
+    where: str,
+    *sets: str,
+    on: tuple[str, ...] = (),
+) -> Scheme:
+    return Scheme(name, title, sets or ("norm",), Source(paper, where), transform, on)
+
+
+PLACEMENTS = (
+    _placement("pre-ln", "Pre-LN", _to("pre"), "Xiong et al. 2020", "Figure 1"),
+    _placement("post-ln", "Post-LN", _to("post"), "Vaswani et al. 2017", "section 3.1"),
+    _placement(
+        "bamboo", "Bamboo: plain Pre-LN", _to("pre"), "Xue et al. 2023, Bamboo", "section 4"
+    ),
+    _placement(
+        "sandwich-ln",
+        "Sandwich-LN: norms before and after every block",
+        _to("sandwich"),
+        "Ding et al. 2021, CogView",
+        "section 2.4",
+    ),
+    _placement(
+        "peri-ln",
+        "Peri-LN: norms around every block and after the embedding",
+        _peri,
+        "Kim et al. 2025, Peri-LN",
+        "section 2.2",
+        "norm",
+        "embedding",
+        "head",
+    ),
+    _placement(
+        "mix-ln",
+        "Mix-LN: the first quarter of the layers Post-LN, the others Pre-LN",
+        _mix,
+        "Li et al. 2024, Mix-LN",
+        "section 3",
+        "norm",
+        "post_layers",
+    ),
+    _placement(
+        "group-ln",
+        "Group-LN: features normalised in groups, Pre-LN",
+        _group,
+        "Wu and He 2018, Group Normalization",
+        "equation 7, as in Ma et al. 2024",
+        "norm",
+        "norm_groups",
+    ),
+    _placement(
+        "hybridnorm",
+        "HybridNorm: queries, keys and values normalised, Post-LN around the ffn block",
+        _to("hybrid"),
+        "Zhuo et al. 2025, HybridNorm",
+        "equations 6 to 8",
+    ),
+    _placement(
+        "b2t",
+        "B2T: Post-LN with a connection from a layer's input to its last norm",
+        _to("b2t"),
+        "Takase et al. 2022, B2T connection",
+        "equation 11",
+    ),
+    _placement(
+        "dyt",
+        "DyT: tanh(alpha x) instead of normalisation",
+        _dyt,
+        "Zhu et al. 2025, Transformers without normalization",
+        "section 4",
+        "normalization",
+        "dyt_alpha",
+        on=("pre", "post"),
+    ),
+    _placement(
+        "qk-norm",
+        "queries and keys normalised head by head, as in stable ViTs",
+        _qk_norm,
+        "Dehghani et al. 2023, ViT-22B",
+        "section 2",
+        "qk_norm",
+    ),
+)

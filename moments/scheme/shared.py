@@ -1,0 +1,34 @@
+"""What several schemes start from: Xavier weights, a model's blocks, another placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..transformer import Transformer
+from ..weights import Weights
+
+
+def xavier(model: Transformer, per_head: bool = True) -> Weights:
+    """2 / (fan_in + fan_out) for every matrix.
+
+    Args:
+        model: gives the shapes.
+        per_head: whether each head of query, key and value is a matrix of its own, as in Kedia et
+            al., or the heads together are one, as `xavier_normal_` of a projection's weight has it.
+    """
+    d_model, d_head = model.d_model, model.d_head or 0
+    weights = Weights.xavier(d_model, model.heads, model.d_ff, d_head)
+    if per_head:
+        return weights
+    shared = 2 / (d_model + (model.kv_heads or model.heads) * d_head)
+    return weights.replace(query=2 / (d_model + model.heads * d_head), key=shared, value=shared)
+
+
+def blocks(model: Transformer) -> int:
+    """Residual blocks of the stack; a decoder's cross-attention is a third one per layer."""
+    return model.layers * (2 if model.encoder is None else 3)
+
+
+def placed(model: Transformer, norm: str, **changes: Any) -> Transformer:
+    """The model with another placement, nothing left of norm="mix"."""
+    return model.replace(norm=norm, post_layers=0, **changes)

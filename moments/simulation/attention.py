@@ -1,0 +1,175 @@
+"""Attention as torch computes it: heads, positions, masks and what bends the logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moments.positions import RelativeBias, Rotary
+from moments.simulation.functions import normalise
+from moments.simulation.sampling import dropout
+from moments.transformer import Transformer
+
+Project = Callable[[Tensor, str], Tensor]
+"""Takes a tensor (batch, L, features) through the matrix of that name, and its bias."""
+
+
+def self_attention(
+    model: Transformer,
+    number: int,
+    x: Tensor,
+    project: Project,
+    table: Tensor | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """Concatenated heads (batch, L, heads * d_head) of layer `number`.
+
+    Args:
+        model: the declaration.
+        number: of the layer, counted from 1.
+        x: (batch, L, d_model).
+        project: "query", "key" and "value".
+        table: of relative biases, (buckets, heads); None: there is none.
+        generator: draws the dropout mask.
+    """
+    query, key, value = (
+        _split(project(x, name), model.d_head or 0) for name in ("query", "key", "value")
+    )
+    query, key = _normalised(model, query), _normalised(model, key)
+    if model.placements[number - 1] == "hybrid":
+        query, key, value = (_hybrid_norm(model, part) for part in (query, key, value))
+    if model.rotary is not None:
+        query, key = rotate(query, model.rotary), rotate(key, model.rotary)
+    seq_len = x.shape[1]
+    offset = (
+        torch.arange(seq_len, device=x.device) - torch.arange(seq_len, device=x.device)[:, None]
+    )
+    bias: Tensor | None = None
+    if model.alibi:
+        slopes = torch.tensor(alibi_slopes(model.heads), device=x.device, dtype=x.dtype)
+        bias = -slopes[:, None, None] * offset.abs().to(x.dtype)
+    if table is not None:
+        assert model.relative_bias is not None
+        learned = table[buckets(offset, model.relative_bias, model.causal)].permute(2, 0, 1)
+        bias = learned if bias is None else bias + learned
+    hidden = hidden_from(offset, model.causal, model.windows[number - 1])
+    return _attend(model, number, query, key, value, bias, hidden, generator)
+
+
+def cross_attention(
+    model: Transformer,
+    number: int,
+    x: Tensor,
+    memory: Tensor,
+    project: Project,
+    generator: torch.Generator,
+) -> Tensor:
+    """As `self_attention`, keys and values made from `memory` (batch, L', features).
+
+    Every token sees all of the memory; positions play no part.
+    """
+    of = (("cross_query", x), ("cross_key", memory), ("cross_value", memory))
+    query, key, value = (_split(project(source, name), model.d_head or 0) for name, source in of)
+    query, key = _normalised(model, query), _normalised(model, key)
+    return _attend(model, number, query, key, value, None, None, generator)
+
+
+def _attend(
+    model: Transformer,
+    number: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """softmax(logits) value, concatenated; each is (batch, its heads, its tokens, d_head)."""
+    sharing = query.shape[1] // key.shape[1]
+    if sharing > 1:
+        key, value = key.repeat_interleave(sharing, 1), value.repeat_interleave(sharing, 1)
+    logits = query @ key.transpose(-1, -2)
+    logits = logits / (math.sqrt(query.shape[-1]) * float(model.temperatures[number - 1]))
+    if model.logit_softcap is not None:
+        logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
+    if bias is not None:
+        logits = logits + bias
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, -math.inf)
+    mixing = dropout(logits.softmax(-1), model.attention_dropout or 0.0, generator)
+    return (mixing @ value).transpose(1, 2).flatten(-2)
+
+
+def _split(x: Tensor, d_head: int) -> Tensor:
+    """(batch, L, heads * d_head) to (batch, heads, L, d_head)."""
+    return x.unflatten(-1, (-1, d_head)).transpose(1, 2)
+
+
+def _normalised(model: Transformer, x: Tensor) -> Tensor:
+    return x if model.qk_norm is None else normalise(x, model.qk_norm, model.norm_epsilon)
+
+
+def _hybrid_norm(model: Transformer, x: Tensor) -> Tensor:
+    return normalise(x, model.normalization, model.norm_epsilon, dyt_alpha=model.dyt_alpha)
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+def hidden_from(offset: Tensor, causal: bool, window: int | None) -> Tensor | None:
+    """Which key (column) a query (row) may not see, by key minus query position; None: sees all."""
+    hidden = offset > 0 if causal else None
+    if window is not None:
+        far = offset.abs() >= window
+        hidden = far if hidden is None else hidden | far
+    return hidden
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn features k and k + half of the rotated part by position * base^(-2k / part).
+
+    Args:
+        x: (..., L, d_head).
+        rotary: which part of the features, and the base.
+    """
+    half = int(x.shape[-1] * rotary.fraction) // 2
+    if half == 0:
+        return x
+    exponent = torch.arange(half, dtype=torch.float64) / half
+    angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), rotary.base**-exponent)
+    cos, sin = (f(angle).to(x.device, x.dtype) for f in (torch.cos, torch.sin))
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """2^(-8 h / heads) for head h, counted from 1.
+
+    Where `heads` is no power of two: those of the power below, then every other one of the power
+    above, as in the released code of Press et al. 2022.
+    """
+
+    def geometric(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * head / count) for head in range(1, count + 1)]
+
+    below = 1 << (heads.bit_length() - 1)
+    return geometric(below) + geometric(2 * below)[::2][: heads - below]
+
+
+def buckets(offset: Tensor, bias: RelativeBias, causal: bool) -> Tensor:
+    """T5's bucket of every key minus query position.
+
+    Half of a direction's buckets hold one distance each; the other half split the distances up to
+    `max_distance` evenly on a logarithmic scale.
+    """
+    each = bias.buckets if causal else bias.buckets // 2
+    ahead = torch.zeros_like(offset) if causal else (offset > 0) * each
+    distance = (-offset).clamp(min=0) if causal else offset.abs()
+    single = each // 2
+    octaves = torch.log(distance.clamp(min=single).float() / single)
+    share = octaves / math.log(bias.max_distance / single)
+    wide = single + (share * (each - single)).long()
+    return ahead + torch.where(distance < single, distance, wide.clamp(max=each - 1))

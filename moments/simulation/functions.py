@@ -1,0 +1,123 @@
+"""Activations and normalisations, as torch computes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moments.activations import activation_names, leaky_slope, registered_function
+from moments.errors import domain_error
+from moments.transformer import Transformer
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "identity": lambda x: x,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+    "relu_squared": lambda x: torch.relu(x).square(),
+    "leaky_relu": functional.leaky_relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
+    "mish": functional.mish,
+    "erf": torch.erf,
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """What torch computes for an activation: its own, or the user's through numpy.
+
+    Raises:
+        DomainError: torch's form of it is not known here.
+    """
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    registered = registered_function(name)
+    if registered is not None:
+        return lambda x: _Registered.apply(x, *registered)
+    slope = leaky_slope(name)
+    if slope is not None:
+        return lambda x: functional.leaky_relu(x, float(slope))
+    raise domain_error("activation", name, f"one of {', '.join(activation_names())}")
+
+
+class _Registered(torch.autograd.Function):  # type: ignore[misc]
+    """A function and its derivative on numpy arrays, evaluated on the CPU in double precision."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any, derivative: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.derivative = derivative
+        return _through_numpy(x, function)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * _through_numpy(x, ctx.derivative), None, None
+
+
+def _through_numpy(x: Tensor, function: Any) -> Tensor:
+    values = torch.as_tensor(function(x.detach().cpu().double().numpy()))
+    return values.to(x.dtype).to(x.device)
+
+
+def rmsnorm(x: Tensor, epsilon: float) -> Tensor:
+    """x over the root of its mean square."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+
+
+def layernorm(x: Tensor, epsilon: float) -> Tensor:
+    """x less its mean, over its deviation."""
+    return functional.layer_norm(x, x.shape[-1:], eps=epsilon)
+
+
+def normalise(
+    x: Tensor, kind: str, epsilon: float, *, groups: int = 1, dyt_alpha: float = math.nan
+) -> Tensor:
+    """`kind` of norm over the last axis, every one of `groups` slices of it by itself."""
+    if kind == "dyt":
+        return torch.tanh(dyt_alpha * x)
+    norm = rmsnorm if kind == "rmsnorm" else layernorm
+    if groups == 1:
+        return norm(x, epsilon)
+    return norm(x.unflatten(-1, (groups, -1)), epsilon).flatten(-2)
+
+
+def affine_norm(
+    model: Transformer,
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    site: str,
+    gain: float = 1.0,
+    epsilon: float | None = None,
+) -> Tensor:
+    """The model's normalisation, then the gain and bias that `weights` hold for `site`.
+
+    Args:
+        model: says which normalisation.
+        x: (..., d_model).
+        weights: may hold "SITE.gain" and "SITE.bias".
+        site: of the output.
+        gain: of every feature where `weights` hold none.
+        epsilon: under the root; None: the model's.
+    """
+    z = normalise(
+        x,
+        model.normalization,
+        model.norm_epsilon if epsilon is None else epsilon,
+        groups=model.norm_groups,
+        dyt_alpha=model.dyt_alpha,
+    )
+    learned, bias = weights.get(f"{site}.gain"), weights.get(f"{site}.bias")
+    if learned is not None:
+        z = z * learned
+    elif gain != 1:
+        z = z * gain
+    return z if bias is None else z + bias

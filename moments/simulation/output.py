@@ -1,0 +1,140 @@
+"""What follows the last layer: final norm, head, logits and cross-entropy, as torch computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moments.errors import DomainError
+from moments.head import Head
+from moments.patches import PatchEmbedding
+from moments.simulation.functions import activation, affine_norm
+from moments.simulation.network import Watch
+from moments.simulation.parameters import affine, draw
+from moments.simulation.sampling import dropout
+from moments.targets import NO_TARGET
+from moments.transformer import Transformer
+
+
+class Output(NamedTuple):
+    """Logits (batch, tokens or 1, vocabulary) and the mean cross-entropy, None without a loss."""
+
+    logits: Tensor
+    loss: Tensor | None
+
+
+def vocabulary(model: Transformer) -> int:
+    """Logits per token of a model with a head.
+
+    Raises:
+        DomainError: the head's vocabulary is neither its own nor that of a token table, or it is
+            tied to a table there is none of.
+    """
+    head, embedding = model.head, model.embedding
+    if head.tied and (embedding is None or isinstance(embedding, PatchEmbedding)):
+        raise DomainError("a tied head needs a token table: declare model.embedding, or tied=False")
+    if head.tied:
+        return int(embedding.vocab_size)
+    size = head.classes or head.vocab_size or getattr(embedding, "vocab_size", None)
+    if size is None:
+        raise DomainError("head.vocab_size is missing: there is no token table to take it from")
+    return int(size)
+
+
+def draw_head(
+    model: Transformer, generator: torch.Generator, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Parameters of the model's head that require gradients; a tied matrix is not among them."""
+    head, d_model = model.head, model.d_model
+    device, drawn = generator.device, draw_final(model, generator.device, dtype)
+    if head.transform is not None:
+        shape = (d_model, d_model)
+        drawn["head.transform"] = draw(shape, head.transform_variance, generator, dtype)
+        if head.transform_bias_variance is not None:
+            bias = draw((d_model,), head.transform_bias_variance, generator, dtype)
+            drawn["head.transform.bias"] = bias
+        if head.transform_norm:
+            drawn |= affine(model, "head.norm", 1.0, device, dtype)
+    size = vocabulary(model)
+    if not head.tied:
+        drawn["head"] = draw((d_model, size), head.weight_variance, generator, dtype)
+    if head.bias:
+        drawn["head.bias"] = torch.zeros(size, device=device, dtype=dtype, requires_grad=True)
+    return drawn
+
+
+def has_final_norm(model: Transformer) -> bool:
+    """Whether a norm follows the last layer: the head says so, else where the stream has none."""
+    if model.head is not None:
+        return bool(model.head.norm)
+    return model.placements[-1] not in ("post", "b2t", "none")
+
+
+def draw_final(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Learnable gain and bias of the norm that follows the last layer, where it has them."""
+    return affine(model, "final.norm", 1.0, device, dtype) if has_final_norm(model) else {}
+
+
+def run_final(
+    model: Transformer,
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    generator: torch.Generator,
+    watch: Watch,
+) -> Tensor:
+    """Norm and dropout between the last layer and what reads its output."""
+    if has_final_norm(model):
+        x = watch(affine_norm(model, x, weights, "final.norm"), "final.norm")
+    drop_prob = 0.0 if model.head is None else model.head.dropout
+    return watch(dropout(x, drop_prob, generator), "final.dropout") if drop_prob else x
+
+
+def run_head(
+    model: Transformer,
+    x: Tensor,
+    targets: Tensor | None,
+    weights: Mapping[str, Tensor],
+    generator: torch.Generator,
+    watch: Watch,
+) -> Output:
+    """Logits and loss.
+
+    Args:
+        model: the declaration, with a head.
+        x: (batch, L, d_model), the last layer's output.
+        targets: (batch, L) of what each token is to predict, or (batch,) classes; -100 where there
+            is none. None: no loss.
+        weights: what `draw_head` drew, and the token table as "token" where the head is tied.
+        generator: draws the dropout mask.
+        watch: is shown every site.
+    """
+    head: Head = model.head
+    x = run_final(model, x, weights, generator, watch)
+    if head.loss == "classification":
+        x = x[:, :1] if head.pool == "first" else x.mean(1, keepdim=True)
+    if head.transform is not None:
+        x = x @ weights["head.transform"]
+        if "head.transform.bias" in weights:
+            x = x + weights["head.transform.bias"]
+        x = watch(activation(head.transform)(x), "head.transform")
+        if head.transform_norm:
+            x = watch(affine_norm(model, x, weights, "head.norm"), "head.norm")
+    logits = head.output_scale * (x @ (weights["token"].T if head.tied else weights["head"]))
+    if head.bias:
+        logits = logits + weights["head.bias"]
+    if head.logit_softcap is not None:
+        logits = head.logit_softcap * torch.tanh(logits / head.logit_softcap)
+    logits = watch(logits, "logits")
+    if targets is None:
+        return Output(logits, None)
+    loss = functional.cross_entropy(
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=NO_TARGET,
+        label_smoothing=head.label_smoothing,
+    )
+    return Output(logits, loss)

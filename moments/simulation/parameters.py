@@ -1,0 +1,152 @@
+"""Fresh parameters of one layer: matrices, biases, gains, as the declaration distributes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from moments.transformer import Transformer
+
+CROSS = "cross_"
+
+
+def draw_weights(
+    model: Transformer, number: int, generator: torch.Generator, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Parameters of layer `number` that require gradients; a matrix is (fan_in, fan_out).
+
+    Biases are named after their matrix ("query.bias"), gains and biases of norms after their site
+    ("attention.norm.gain").
+    """
+    assert model.weights is not None
+    kind = model.weights.distribution
+    shapes = _shapes(model)
+    variances = asdict(model.layer_weights(number))
+    drawn = {
+        name: draw(shape, variances[name], generator, dtype, kind) for name, shape in shapes.items()
+    }
+    if model.biases is not None:
+        of = model.biases.layer(number)
+        # Rows orthogonal to each other are no property of a vector.
+        vector = "normal" if kind == "orthogonal" else kind
+        for name, (_, width) in shapes.items():
+            variance = of[name.removeprefix(CROSS)]
+            drawn[f"{name}.bias"] = draw((width,), variance, generator, dtype, vector)
+    for site in norm_sites(model, number):
+        gain = model.norm_gains[number - 1][1 if site.startswith("ffn") else 0]
+        drawn |= affine(model, site, float(gain), generator.device, dtype)
+    return drawn
+
+
+def draw_shared(
+    model: Transformer, generator: torch.Generator, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Parameters that all layers share: T5's table of relative biases, (buckets, heads)."""
+    if model.relative_bias is None:
+        return {}
+    shape = (model.relative_bias.buckets, model.heads)
+    return {"relative_bias": draw(shape, model.relative_bias.variance, generator, dtype)}
+
+
+def affine(
+    model: Transformer, site: str, gain: float, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Gain and bias of the norm at `site`, as far as the model's norms learn them.
+
+    RMSNorm has no bias, Dynamic Tanh always has one.
+    """
+    if not model.norm_affine:
+        return {}
+    full = torch.full((model.d_model,), gain, device=device, dtype=dtype)
+    drawn = {f"{site}.gain": full.requires_grad_()}
+    if model.normalization == "dyt" or (model.normalization == "layernorm" and model.norm_bias):
+        drawn[f"{site}.bias"] = torch.zeros_like(full, requires_grad=True)
+    return drawn
+
+
+def norm_sites(model: Transformer, number: int) -> tuple[str, ...]:
+    """Sites of the norms that layer `number` has on its stream or its blocks' outputs."""
+    placement = model.placements[number - 1]
+    if placement == "none":
+        return ()
+    if placement == "hybrid":
+        return ("ffn.norm",)
+    if model.parallel and model.parallel_norms == 1:
+        return ("attention.norm",)
+    blocks = ("attention", "ffn") if model.encoder is None else ("attention", "cross", "ffn")
+    names = ("norm", "post_norm") if placement == "sandwich" else ("norm",)
+    return tuple(f"{block}.{name}" for block in blocks for name in names)
+
+
+def _shapes(model: Transformer) -> Mapping[str, tuple[int, int]]:
+    d_model, d_ff, d_head = model.d_model, model.d_ff or 0, model.d_head or 0
+    inner, inner_kv = model.heads * d_head, (model.kv_heads or 0) * d_head
+    shapes = {
+        "query": (d_model, inner),
+        "key": (d_model, inner_kv),
+        "value": (d_model, inner_kv),
+        "output": (inner, d_model),
+        "ffn_in": (d_model, d_ff),
+        "ffn_out": (d_ff, d_model),
+    }
+    if model.gated:
+        shapes["gate"] = (d_model, d_ff)
+    if model.encoder is not None:
+        shapes |= {
+            "cross_query": (d_model, inner),
+            "cross_key": (model.encoder.d_model, inner_kv),
+            "cross_value": (model.encoder.d_model, inner_kv),
+            "cross_output": (inner, d_model),
+        }
+    return shapes
+
+
+def draw(
+    shape: tuple[int, ...],
+    variance: float,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    kind: str = "normal",
+) -> Tensor:
+    """Entries of mean 0 and the given variance that require gradients.
+
+    Args:
+        shape: (rows, columns); two axes where `kind` is "orthogonal".
+        variance: of an entry.
+        generator: also says on which device.
+        dtype: of the entries.
+        kind: one of `moments.weights.DISTRIBUTIONS`.
+    """
+    entries = torch.empty(shape, device=generator.device, dtype=dtype)
+    if kind == "uniform":
+        entries.uniform_(-math.sqrt(3), math.sqrt(3), generator=generator)
+    elif kind == "truncated":
+        # By inversion: P(|z| < 2) = erf(sqrt 2), and then z has variance 1 - 4 phi(2) / P.
+        inside = math.erf(math.sqrt(2))
+        entries.uniform_(-inside, inside, generator=generator).erfinv_().mul_(math.sqrt(2))
+        density = math.exp(-2) / math.sqrt(2 * math.pi)
+        entries.clamp_(-2, 2).div_(math.sqrt(1 - 4 * density / inside))
+    else:
+        entries = torch.randn(
+            shape, generator=generator, device=generator.device, dtype=dtype, out=entries
+        )
+    if kind == "orthogonal":
+        entries = _orthogonal(entries)
+    return entries.mul_(math.sqrt(variance)).requires_grad_()
+
+
+def _orthogonal(gaussian: Tensor) -> Tensor:
+    """Haar-distributed, the shorter side's vectors orthogonal, entries of variance 1.
+
+    Unit vectors of n entries have entries of variance 1/n; the signs of R's diagonal make the
+    factorisation unique, without which Q would not be uniform.
+    """
+    rows, columns = gaussian.shape
+    tall = gaussian if rows >= columns else gaussian.T
+    q, r = torch.linalg.qr(tall)
+    q = q * r.diagonal().sign() * math.sqrt(max(rows, columns))
+    return (q if rows >= columns else q.T).contiguous()

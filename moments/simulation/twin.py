@@ -1,0 +1,240 @@
+"""One draw of a declared model: a pass forward that keeps the stream, and one back by layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moments.draws import Draw, WeightGradient
+from moments.simulation.collector import Collector, squared_norm
+from moments.simulation.embedded import draw_embedding, run_embedding
+from moments.simulation.network import Watch, draw_shared, draw_weights, run_layer
+from moments.simulation.output import draw_final, draw_head, run_final, run_head
+from moments.simulation.sampling import exchangeable_normal, generator
+from moments.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Input:
+    """What enters a model: Gaussian tokens, or what its embedding reads.
+
+    Attributes:
+        signal: (variance, correlation) of Gaussian tokens.
+        read: token ids (batch, L) or images (batch, channels, height, width); None: Gaussian.
+        segment_ids: (batch, L); None: all of one segment.
+        joint: whether the weight gradients are those of the whole batch, else per sequence.
+    """
+
+    signal: tuple[float, float] = (1.0, 0.0)
+    read: Tensor | None = None
+    segment_ids: Tensor | None = None
+    joint: bool = False
+
+    @property
+    def segments(self) -> int:
+        """Rows that the segment table needs."""
+        return 1 if self.segment_ids is None else int(self.segment_ids.max()) + 1
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The declared model with everything a draw needs but its random numbers.
+
+    Attributes:
+        model: the declaration.
+        input: of the model.
+        batch: sequences.
+        device, dtype: of every tensor.
+        gradient: (variance, correlation) of the Gaussian gradient at the last layer's output; None:
+            that of the loss, or, of an encoder, what the decoder returns.
+        targets: of the loss; see `moments.simulation.output.run_head`.
+        encoder: what the model's cross-attention reads; None: there is no cross-attention.
+        stream: of random numbers, which tells an encoder's from its decoder's.
+    """
+
+    model: Transformer
+    input: Input
+    batch: int
+    device: Any
+    dtype: Any
+    gradient: tuple[float, float] | None = None
+    targets: Tensor | None = None
+    encoder: Twin | None = None
+    stream: tuple[int, ...] = ()
+
+    def run(self, seed: int, draw: int) -> Draw:
+        """One forward and backward pass under the weights of draw number `draw`."""
+        if self.encoder is None:
+            own = _Pass(self, seed, draw)
+            own.backward(own.finish(own.forward()))
+            return own.result()
+        read = _Pass(self.encoder, seed, draw)
+        own = _Pass(self, seed, draw, read.offer(read.forward()))
+        own.backward(own.finish(own.forward()))
+        read.backward(read.returned(own.memory_gradient))
+        return own.result(read.result())
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(batch, L, d_model)."""
+        return self.batch, self.model.seq_len, self.model.d_model
+
+
+@dataclass
+class _Pass:
+    """A twin under the weights of one draw.
+
+    Peak memory is one layer's graph and N + 1 stream tensors: the backward pass draws each layer's
+    weights and masks again from that layer's own stream of random numbers. Stream 0 is the input's,
+    n is layer n's, N + 1 the injected gradient's, N + 2 that of parameters which layers share, and
+    N + 3 that of what follows the last layer.
+    """
+
+    twin: Twin
+    seed: int
+    draw: int
+    memory: Tensor | None = None
+    seen: Collector = field(default_factory=Collector)
+    loss: float | None = None
+    logit_variance: float | None = None
+
+    def __post_init__(self) -> None:
+        twin = self.twin
+        self.layers = twin.model.layers
+        self.shared = draw_shared(twin.model, self.random(self.layers + 2), twin.dtype)
+        self.shared_gradient = [torch.zeros_like(leaf) for leaf in self.shared.values()]
+        self.entering: list[Tensor] = []
+        self.norms: list[tuple[WeightGradient, float]] = []
+        self.tied_gradient: Tensor | None = None
+        if self.memory is not None:
+            self.memory = self.memory.detach().requires_grad_()
+            self.memory_gradient = torch.zeros_like(self.memory)
+
+    def random(self, part: int) -> torch.Generator:
+        """The stream of random numbers of one part of the model, from its beginning."""
+        return generator(self.twin.device, self.seed, self.draw, part, *self.twin.stream)
+
+    def forward(self) -> Tensor:
+        """The last layer's output; what enters each layer is kept."""
+        with torch.no_grad():
+            x = self._enter()[0]
+            for n in range(1, self.layers + 1):
+                self.entering.append(x)
+                x = self._layer(n, x)[0]
+        return x
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Run the head on the last layer's output; the gradient there."""
+        twin, model = self.twin, self.twin.model
+        if model.head is not None:
+            x = x.detach().requires_grad_()
+            random = self.random(self.layers + 3)
+            own = draw_head(model, random, twin.dtype)
+            # The same stream of random numbers gives the same table as the input reads.
+            tied = {"token": self._embedding(self.random(0))["token"]} if model.head.tied else {}
+            watch = _watcher(self.seen, self.layers + 1)
+            logits, loss = run_head(model, x, twin.targets, {**own, **tied}, random, watch)
+            self.logit_variance = squared_norm(logits) / logits.numel()
+            if loss is not None:
+                self.loss = float(loss.detach())
+            if loss is not None and twin.gradient is None:
+                leaves = own | tied
+                received, *pulled = torch.autograd.grad(loss, [x, *leaves.values()])
+                self.tied_gradient = pulled.pop() if tied else None
+                self._note(self.layers + 1, own, pulled)
+                return received
+        assert twin.gradient is not None
+        random = self.random(self.layers + 1)
+        return exchangeable_normal(twin.shape, *twin.gradient, random, twin.dtype)
+
+    def offer(self, x: Tensor) -> Tensor:
+        """What a decoder reads: the last layer's output, normalised where nothing else did it."""
+        twin = self.twin
+        random = self.random(self.layers + 3)
+        self._last = x.detach().requires_grad_()
+        self._final = draw_final(twin.model, twin.device, twin.dtype)
+        watch = _watcher(self.seen, self.layers + 1)
+        self._offered = run_final(twin.model, self._last, self._final, random, watch)
+        return self._offered
+
+    def returned(self, gradient: Tensor) -> Tensor:
+        """The gradient at an encoder's last layer, from that at what it offered."""
+        ends = [self._last, *self._final.values()]
+        received, *pulled = torch.autograd.grad(self._offered, ends, gradient)
+        self._note(self.layers + 1, self._final, pulled)
+        return received
+
+    def backward(self, received: Tensor) -> None:
+        """Carry a gradient at the last layer's output back to the input, layer by layer."""
+        for n in range(self.layers, 0, -1):
+            entering = self.entering.pop().requires_grad_()
+            leaving, weights = self._layer(n, entering, self.seen)
+            ends = [entering, *self.shared.values(), *weights.values()]
+            if self.memory is not None:
+                ends.append(self.memory)
+            received, *pulled = torch.autograd.grad(leaving, ends, received)
+            if self.memory is not None:
+                self.memory_gradient += pulled.pop()
+            for total, added in zip(self.shared_gradient, pulled, strict=False):
+                total += added
+            self._note(n, self.shared | weights, pulled)
+        self._note(0, self.shared, self.shared_gradient)
+        leaving, leaves = self._enter(self.seen)
+        pulled = torch.autograd.grad(leaving, list(leaves.values()), received)
+        found = {} if self.twin.input.read is None else dict(zip(leaves, pulled, strict=True))
+        if self.tied_gradient is not None:
+            found["token"] = found.get("token", 0) + self.tied_gradient
+        self._note(0, found, list(found.values()))
+
+    def result(self, encoder: Draw | None = None) -> Draw:
+        """What was seen of the model, beside what was seen of its encoder."""
+        return Draw(
+            self.seen.signal,
+            self.seen.gradient,
+            dict(self.norms),
+            self.loss,
+            self.logit_variance,
+            encoder,
+        )
+
+    def _embedding(self, random: torch.Generator) -> dict[str, Tensor]:
+        return draw_embedding(self.twin.model, self.twin.input.segments, random, self.twin.dtype)
+
+    def _enter(self, seen: Collector | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tensor that enters layer 1, and the leaves it was made of."""
+        twin, given = self.twin, self.twin.input
+        random, watch = self.random(0), _watcher(seen, 0)
+        if given.read is None:
+            x = exchangeable_normal(twin.shape, *given.signal, random, twin.dtype)
+            return watch(x.requires_grad_().clone(), "stream"), {"input": x}
+        weights = self._embedding(random)
+        x = run_embedding(twin.model, given.read, given.segment_ids, weights, random, watch)
+        return watch(x, "stream"), weights
+
+    def _layer(
+        self, number: int, x: Tensor, seen: Collector | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tensor that leaves a layer, and the layer's weights."""
+        twin, random = self.twin, self.random(number)
+        weights = draw_weights(twin.model, number, random, twin.dtype)
+        every = {**weights, **self.shared}
+        watch = _watcher(seen, number)
+        return run_layer(twin.model, number, x, every, random, watch, self.memory), weights
+
+    def _note(self, layer: int, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor]) -> None:
+        # Independent sequences receive independent gradients, so their squared norms add up.
+        over = 1 if self.twin.input.joint else self.twin.batch
+        self.norms[:0] = [
+            (WeightGradient(layer, name, name), squared_norm(gradient) / over)
+            for name, gradient in zip(leaves, gradients, strict=True)
+        ]
+
+
+def _watcher(seen: Collector | None, layer: int) -> Watch:
+    if seen is None:
+        return lambda x, site: x
+    return lambda x, site: seen.watch(x, [(layer, site)])

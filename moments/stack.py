@@ -1,0 +1,261 @@
+"""One stack of layers with its embedding and head: what enters, the trace, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .architecture import declare, declare_embedding, declare_output
+from .embedded import embedding_gradients, fixed_positions
+from .embedding import Embedding
+from .errors import DomainError
+from .images import image_gradients, image_kernel
+from .inputs import check_mask, first_kernel, gaussian, last_kernel
+from .law import Theory
+from .layout import Layout
+from .output import OutputMoments, output_moments
+from .patches import PatchEmbedding
+from .prediction import Prediction
+from .propagate import BackwardPass, Trace, forward, start
+from .state import Array, Gradient, Kernel, Signal
+from .transformer import Transformer
+from .validity import validity_warnings
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the user says of the tensor that enters layer 1."""
+
+    variance: Any = None
+    correlation: Any = None
+    token_ids: Any = None
+    segment_ids: Any = None
+    pixels: Any = None
+    kernel: Any = None
+    attention_mask: Any = None
+
+    @property
+    def by_token(self) -> bool:
+        given = (self.token_ids, self.pixels, self.kernel, self.attention_mask)
+        return any(value is not None for value in given)
+
+    @property
+    def moments(self) -> bool:
+        """Whether the tensor itself is described, and not what an embedding reads."""
+        return any(v is not None for v in (self.variance, self.correlation, self.kernel))
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The gradient at the last layer's output, and what the head says where there is one."""
+
+    gradient: Gradient
+    output: OutputMoments | None = None
+
+
+class Stack:
+    """One stack of layers with its embedding, its trace and the way back."""
+
+    def __init__(self, model: Transformer, theory: Theory, inputs: Inputs, resolved: bool) -> None:
+        self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
+        self.trace = Trace()
+        mask = inputs.attention_mask
+        real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
+        self.first = self._first()
+        sequences = 1
+        if resolved and inputs.kernel is None:
+            sequences = self.first.pairs.shape[-1] // model.seq_len
+        self.layout = Layout(sequences, real)
+
+    def _first(self) -> Kernel:
+        """What the user, a text, an image or the embedding says of what enters the network."""
+        inputs, model = self.inputs, self.model
+        if inputs.pixels is not None:
+            return _of_image(model, inputs)
+        return first_kernel(
+            model,
+            self.theory,
+            self.resolved,
+            inputs.variance,
+            inputs.correlation,
+            inputs.token_ids,
+            inputs.segment_ids,
+            inputs.kernel,
+        )
+
+    def enter(self) -> Signal:
+        """What enters layer 1."""
+        model, theory = self.model, self.theory
+        fixed = None
+        read = model.embedding is not None and not self.inputs.moments
+        if read and isinstance(model.embedding, Embedding):
+            sequences = self.layout.sequences if self.resolved else None
+            fixed = fixed_positions(model.embedding, model.seq_len, model.d_model, sequences)
+        signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
+        self._embedded: BackwardPass | None = None
+        if model.embedding is not None and read:
+            rest = declare_embedding(model.embedding, model, theory)
+            signal, self._embedded = forward(rest, signal, self.trace)
+        return signal
+
+    def forward(self) -> Signal:
+        """The last layer's output."""
+        model, theory, trace = self.model, self.theory, self.trace
+        signal = self.enter()
+        start(signal, trace)
+        stack = declare(model, theory, self.layout.padding, self.layout.sequences)
+        signal, self._layers = forward(stack, signal, trace)
+        return signal
+
+    def backward(self, gradient: Gradient) -> None:
+        """Carry the gradient at the last layer's output to the embedding tables."""
+        found = self._layers(gradient)
+        self.trace.stream()[0].gradient = found
+        if self._embedded is not None:
+            self.received: Gradient | None = self._embedded(found)
+        else:
+            self.received = None
+
+    def read(self) -> Signal:
+        """What a decoder's cross-attention reads."""
+        signal = self.trace.stream()[-1].signal
+        self.trace.layer = self.model.layers + 1
+        output, self._read = forward(declare_output(self.model, self.theory), signal, self.trace)
+        return output
+
+    def returned(self, gradients: list[Gradient]) -> Gradient:
+        """The gradient at an encoder's last layer, from those at all that read its output."""
+        total = gradients[0].kernel
+        for gradient in gradients[1:]:
+            total = total + gradient.kernel
+        return self._read(Gradient(total, self.model.seq_len))
+
+    def prediction(self, batch: int, outcome: Outcome, encoder: Prediction | None) -> Prediction:
+        """What both passes found."""
+        stream, layout = self.trace.stream(), self.layout
+        columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
+        moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
+        if not np.all(np.isfinite(moments)):
+            raise overflow(self.theory, self.trace)
+        notes = validity_warnings(self.model, self.theory, self.trace)
+        output = outcome.output
+        if output is not None:
+            notes += output.notes
+        by_token = _by_token(stream, layout) if self.resolved else (None, None)
+        if encoder is not None:
+            notes = (*(f"encoder, {note}" for note in encoder.warnings), *notes)
+        return Prediction(
+            self.model,
+            self.theory,
+            *moments,
+            *by_token,
+            notes,
+            self.trace,
+            layout,
+            batch,
+            loss=None if output is None else float(output.loss),
+            loss_stderr=None if output is None else float(output.loss_stderr),
+            logit_variance=None if output is None else float(np.mean(output.logit_variance)),
+            encoder=encoder,
+            outer_weights=self._outer_weights(outcome),
+        )
+
+    def _outer_weights(self, outcome: Outcome) -> Callable[[], list[tuple[int, str, Array]]]:
+        """Squared gradient norms of what lies outside the layers: the embedding and the head."""
+        model, inputs = self.model, self.inputs
+        embedding, received = model.embedding, self.received
+        output = outcome.output
+
+        def rows() -> list[tuple[int, str, Array]]:
+            norms: dict[str, Array] = {}
+            if embedding is None or received is None:
+                norms = {}
+            elif inputs.pixels is not None:
+                norms = image_gradients(embedding, inputs.pixels, model.d_model, received.kernel)
+            elif isinstance(embedding, Embedding):
+                norms = embedding_gradients(
+                    embedding,
+                    model.seq_len,
+                    model.d_model,
+                    received.kernel,
+                    inputs.token_ids,
+                    inputs.segment_ids,
+                )
+            if output is not None and "token" in norms:
+                norms["token"] = norms["token"] + output.table()
+            found = [(0, name, norm) for name, norm in norms.items()]
+            if output is not None:
+                found += [(model.layers + 1, name, n) for name, n in output.weights().items()]
+            return found
+
+        return rows
+
+
+def last_gradient(
+    stack: Stack,
+    signal: Signal,
+    variance: Any,
+    correlation: Any,
+    kernel: Any,
+    targets: Any,
+    batch: int,
+) -> Outcome:
+    model, layout = stack.model, stack.layout
+    given = any(value is not None for value in (variance, correlation, kernel))
+    if model.head is not None and stack.theory == "refined":
+        output = output_moments(
+            model,
+            signal,
+            trace=stack.trace,
+            token_ids=stack.inputs.token_ids,
+            targets=targets,
+            real=layout.real,
+            batch=batch,
+        )
+        if output.gradient is not None and not given:
+            stack.trace.points.extend(output.points)
+            return Outcome(output.gradient, output)
+    elif targets is not None:
+        raise DomainError("targets are what a head predicts: declare model.head")
+    last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
+    if layout.real is not None:
+        real = layout.real.reshape(-1) if layout.sequences > 1 else layout.real
+        real = real[0] if real.ndim == 2 else real
+        last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
+    return Outcome(Gradient(last, model.seq_len))
+
+
+def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
+    if not isinstance(model.embedding, PatchEmbedding):
+        raise DomainError("pixels are read by a patch embedding: declare model.embedding")
+    if inputs.moments or inputs.token_ids is not None:
+        raise DomainError("pixels replace variance, correlation, kernel and token_ids: give one")
+    if model.embedding.seq_len != model.seq_len:
+        raise DomainError(
+            f"seq_len = {model.seq_len}: the image has {model.embedding.seq_len} tokens; use "
+            f"model.replace(seq_len={model.embedding.seq_len})"
+        )
+    return image_kernel(model.embedding, inputs.pixels)
+
+
+def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Variances of signal and gradient, shape (..., N + 1, L)."""
+    gradients = [point.gradient.kernel.diagonal for point in stream if point.gradient is not None]
+    shape = np.broadcast_shapes(*(np.shape(g) for g in gradients))
+    both = []
+    for diagonals in ([point.signal.kernel.diagonal for point in stream], gradients):
+        stacked = np.stack([np.broadcast_to(d, shape) for d in diagonals], axis=-2)
+        both.append(layout.by_token(stacked))
+    return both[0], both[1]
+
+
+def overflow(theory: Theory, trace: Trace) -> DomainError:
+    broken = [p for p in trace.points if not np.all(np.isfinite(p.signal.kernel.pairs))]
+    point = (broken or trace.points[-1:])[0]
+    return DomainError(
+        f"the numbers overflow in layer {point.layer} at {point.site} under theory {theory!r}: "
+        "reduce the query and key variances, the depth or the scales"
+    )

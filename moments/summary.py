@@ -1,0 +1,88 @@
+"""A declared model in words: the rows that `print(model)` and a notebook show."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+
+def rows(model: Transformer) -> list[tuple[str, str]]:
+    """(name, text) of everything that is not at its default."""
+    mask = "causal" if model.causal else "full attention"
+    gated = "gated " if model.gated else ""
+    found = [
+        ("shape", f"{model.layers} layers, d_model {model.d_model}, d_ff {model.d_ff}"),
+        ("attention", f"{model.heads} heads of {model.d_head}, {model.seq_len} tokens, {mask}"),
+        *[("", text) for text in _attention(model)],
+        ("normalisation", f"{model.normalization}, {_placement(model)}"),
+        ("activation", gated + model.activation),
+        ("dropout", f"{model.dropout:g} on blocks, {model.attention_dropout:g} on attention"),
+        ("scales", f"skip {span(model.skip_scales)}, branch {span(model.branch_scales)}"),
+        ("weights", str(model.weights)),
+    ]
+    if model.layernorm_scaling:
+        where = model.layernorm_scaling
+        place = "after the norm" if where in (True, "after-norm") else str(where)
+        found.append(("layernorm scaling", f"1/sqrt(layer) {place}"))
+    if model.parallel:
+        found.append(("blocks", "attention and feed-forward in parallel"))
+    for name in ("embedding", "head"):
+        if getattr(model, name) is not None:
+            found.append((name, str(getattr(model, name))))
+    if model.encoder is not None:
+        encoder = model.encoder
+        found.append(("encoder", f"{encoder.layers} layers, d_model {encoder.d_model}"))
+    return found
+
+
+def _placement(model: Transformer) -> str:
+    if model.norm == "mix":
+        return f"post in the first {model.post_layers} layers, then pre"
+    return model.norm
+
+
+def _attention(model: Transformer) -> list[str]:
+    found = []
+    if model.kv_heads != model.heads:
+        found.append(f"{model.kv_heads} heads of keys and values")
+    for name in ("rotary", "relative_bias"):
+        if getattr(model, name) is not None:
+            found.append(str(getattr(model, name)))
+    if model.alibi:
+        found.append("ALiBi")
+    if model.qk_norm:
+        found.append(f"queries and keys normalised ({model.qk_norm})")
+    if model.logit_softcap:
+        found.append(f"logits capped at {model.logit_softcap:g}")
+    if any(model.windows):
+        reach = sorted({w for w in model.windows if w})
+        found.append(f"windows of {', '.join(map(str, reach))} tokens")
+    return found
+
+
+def span(values: np.ndarray) -> str:
+    """One number, or the range of several."""
+    low, high = float(values.min()), float(values.max())
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def text(model: Transformer) -> str:
+    """Aligned lines."""
+    lines = rows(model)
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(["Transformer", *(f"  {name:<{width}}  {what}" for name, what in lines)])
+
+
+def html(model: Transformer) -> str:
+    """A table."""
+    from html import escape
+
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{escape(n)}</th><td>{escape(t)}</td></tr>"
+        for n, t in rows(model)
+    )
+    return f"<table><caption>Transformer</caption>{cells}</table>"

@@ -1,0 +1,201 @@
+"""Who predicts what: the targets of a loss, of a text or as probabilities where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .algebra import NUMPY
+from .checks import check_count
+from .embedded import check_ids
+from .errors import DomainError, domain_error
+from .head import Head
+from .laws.embedding import TOKEN_EMBEDDING
+from .state import Array
+
+NO_TARGET = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Coincidences of targets and tokens: 0 or 1 where a text is known, else probabilities.
+
+    With tokens alike the entries are scalars; resolved by token they are (n,) and (n, n).
+
+    Attributes:
+        count: terms of the loss, over the whole batch.
+        active: whether a token has a target.
+        both: whether both tokens of a pair have one.
+        same_target: whether both predict the same.
+        same_token: whether both read the same token.
+        hit: (i, j): whether i's target is the token that j reads.
+        own: whether a token predicts the token that it reads.
+        both_hit: (i, j): whether i and j both predict the token that i reads.
+    """
+
+    count: float
+    active: Array
+    both: Array
+    same_target: Array
+    same_token: Array
+    hit: Array
+    own: Array
+    both_hit: Array
+
+    def repeated(self, batch: int) -> Targets:
+        """The same, where the loss averages over `batch` times as many sequences."""
+        check_count("batch", batch)
+        return replace(self, count=self.count * batch)
+
+
+def text_targets(
+    head: Head, vocab_size: int, seq_len: int, token_ids: Any, targets: Any, real: Any = None
+) -> Targets:
+    """Targets of a text, by token: n = B L.
+
+    Args:
+        head: its `loss`; "causal" predicts the next token, "masked" what `targets` say.
+        vocab_size: number of logits.
+        seq_len: tokens per sequence L.
+        token_ids: integers (L,) or (B, L); None: unknown tokens, drawn by Zipf's law.
+        targets: the same shape, -100 where there is none; None: as `loss` says, masked tokens
+            being drawn at random.
+        real: (n,) or (B, L), 1 for real tokens, 0 for padding, which is neither target nor source.
+
+    Raises:
+        DomainError: targets of another shape or outside the vocabulary, or none at all.
+    """
+    if token_ids is None and targets is not None:
+        raise DomainError("targets belong to a text: give token_ids too")
+    collision = zipf_collision(vocab_size)
+    if token_ids is None:
+        count = seq_len if real is None else np.size(real)
+        place = np.arange(count)
+        same_token: Array = np.where(place[:, None] == place[None, :], 1.0, collision)
+    else:
+        ids = check_ids(token_ids, seq_len, "token_ids")
+        count = ids.size
+        same_token = _equal(ids.reshape(-1), ids.reshape(-1))
+    there = np.ones(count) if real is None else np.asarray(real, float).reshape(-1)
+    if targets is None and (head.loss != "causal" or token_ids is None):
+        return _random_text(head, vocab_size, seq_len, same_token, there)
+    if targets is None:
+        chosen = np.full(ids.shape, NO_TARGET)
+        chosen[:, :-1] = np.where(there.reshape(ids.shape)[:, 1:] > 0, ids[:, 1:], NO_TARGET)
+    else:
+        chosen = _checked(targets, ids.shape, vocab_size)
+    flat, read = chosen.reshape(-1), ids.reshape(-1)
+    active = (flat != NO_TARGET) * there
+    if not active.any():
+        raise DomainError("targets: every entry is -100; give one target at least")
+    return Targets(
+        float(active.sum()),
+        active,
+        active[:, None] * active[None, :],
+        _equal(flat, flat),
+        same_token,
+        _equal(flat, read),
+        (flat == read).astype(float),
+        (flat == read)[:, None] * _equal(read, flat),
+    )
+
+
+def _random_text(
+    head: Head, vocab_size: int, seq_len: int, same_token: Array, there: Array
+) -> Targets:
+    """Unknown targets: the next token where causal, else drawn at random."""
+    collision = zipf_collision(vocab_size)
+    count = len(there)
+    place = np.arange(count)
+    alike = np.where(place[:, None] == place[None, :], 1.0, collision)
+    hit = np.full((count, count), collision)
+    if head.loss == "causal":
+        active = there * ((place + 1) % seq_len > 0)
+        active[:-1] *= there[1:]
+        both = active[:, None] * active[None, :]
+        # The target of one token is the next one that is read.
+        hit[place[:-1], place[1:]] = 1.0
+        if len(same_token) == count:
+            hit[:-1, :] = np.where(active[:-1, None] > 0, same_token[1:, :], hit[:-1, :])
+        alike[:-1, :-1] = same_token[1:, 1:]
+    else:
+        active = there * head.target_share
+        pair = _chosen_pairs(head.target_share, float(there.sum()))
+        both = np.where(place[:, None] == place[None, :], active, pair * there[:, None] * there)
+    if not active.any():
+        raise DomainError("no token has a target: sequences need two real tokens at least")
+    own = np.diagonal(hit).copy()
+    # Where j's target is what i reads, i's own is so by chance; else three coincide.
+    both_hit = np.where(hit.T == 1.0, own[:, None], zipf_collision(vocab_size, 3))
+    both_hit[place, place] = own
+    return Targets(float(active.sum()), active, both, alike, same_token, hit, own, both_hit)
+
+
+def alike_targets(head: Head, vocab_size: int, seq_len: int, batch: int = 1) -> Targets:
+    """Targets of tokens alike, one sequence of a batch: a text that follows Zipf's law."""
+    check_count("batch", batch)
+    collision = zipf_collision(vocab_size)
+    hit, triple = collision, zipf_collision(vocab_size, 3)
+    both_hit = triple
+    if head.loss == "causal":
+        active = (seq_len - 1) / seq_len
+        both = (seq_len - 2) / seq_len
+        # One in L of all ordered pairs is a token and the next one.
+        hit = 1 / seq_len + (1 - 1 / seq_len) * collision
+        both_hit = collision / seq_len + (1 - 1 / seq_len) * triple
+    else:
+        active = head.target_share
+        both = _chosen_pairs(active, float(batch * seq_len))
+    count = batch * seq_len * active
+    return Targets(count, active, both, collision, collision, hit, collision, both_hit)
+
+
+def class_targets(classes: int, sequences: int, labels: Any = None, batch: int = 1) -> Targets:
+    """One label per sequence; None: drawn uniformly.
+
+    Raises:
+        DomainError: not integers of shape (B,) below `classes`.
+    """
+    if labels is None:
+        each = np.eye(sequences) + (1 - np.eye(sequences)) / classes
+    else:
+        given = np.asarray(labels)
+        if given.shape != (sequences,) or not np.issubdtype(given.dtype, np.integer):
+            raise domain_error("targets", f"shape {given.shape}", f"integers ({sequences},)")
+        if given.min() < 0 or given.max() >= classes:
+            raise domain_error("targets", int(given.max()), f"labels below {classes}")
+        each = _equal(given, given)
+    ones, none = np.ones((sequences, sequences)), np.zeros((sequences, sequences))
+    count = float(sequences * batch)
+    return Targets(count, np.ones(sequences), ones, each, none, none, np.zeros(sequences), none)
+
+
+def _chosen_pairs(share: float, count: float) -> float:
+    """Probability that two of `count` tokens are both among the `share` that is drawn of them."""
+    return max(0.0, share * (share * count - 1) / (count - 1))
+
+
+def zipf_collision(vocab_size: int, tokens: int = 2) -> float:
+    """Probability that so many tokens of a text by Zipf's law are all the same."""
+    if tokens == 2:
+        law = TOKEN_EMBEDDING.law("pattern_correlation", "refined")
+        return float(law.of({"vocab_size": float(vocab_size)}))
+    return float(NUMPY.harmonic(vocab_size, tokens) / NUMPY.harmonic(vocab_size, 1) ** tokens)
+
+
+def _equal(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.asarray(first[:, None] == second[None, :], dtype=float)
+
+
+def _checked(targets: Any, shape: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    chosen = np.asarray(targets)
+    chosen = chosen[None] if chosen.ndim == 1 else chosen
+    if chosen.shape != shape or not np.issubdtype(chosen.dtype, np.integer):
+        raise domain_error("targets", f"shape {chosen.shape}", f"integers of shape {shape}")
+    valid = (chosen == NO_TARGET) | ((chosen >= 0) & (chosen < vocab_size))
+    if not valid.all():
+        allowed = f"token ids below {vocab_size}, or {NO_TARGET} for no target"
+        raise domain_error("targets", int(chosen[~valid][0]), allowed)
+    return chosen

@@ -1,0 +1,442 @@
+"""Variants of attention: joint batches, biases, grouped queries, positions, norms, memories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_sampling import Layer, sample
+from numpy.typing import NDArray
+
+from moments.attention import SelfAttention
+from moments.cross_attention import CrossAttention
+from moments.errors import DomainError
+from moments.kernels import KernelAttention, Rotation, few_points
+from moments.positions import RelativeBias, Rotary, alibi_slopes
+from moments.state import Gradient, Kernel, Signal
+
+Array = NDArray[np.float64]
+
+D_MODEL, HEADS, D_HEAD, LENGTH = 96, 4, 24, 10
+
+
+def alike(length: int, variance: float, covariance: float) -> Array:
+    return covariance + (variance - covariance) * np.eye(length)
+
+
+def resolved(kernel: Array, width: int = D_MODEL) -> Signal:
+    """Tokens of fixed norm."""
+    return Signal(
+        Kernel.of_matrix(kernel),
+        len(kernel),
+        width=width,
+        spread=Kernel.of_matrix(0 * kernel),
+    )
+
+
+def exchangeable(length: int, variance: float, covariance: float, width: int = D_MODEL) -> Signal:
+    kernel = Kernel(variance, covariance)
+    return Signal(kernel, length, width=width, spread=Kernel(0.0, 0.0))
+
+
+def text(length: int, seed: int = 0) -> Array:
+    """Tokens with a common part, some of them repeated."""
+    words = np.random.default_rng(seed).integers(0, length // 2, length)
+    return np.asarray(0.25 + 0.35 * np.eye(length) + 0.4 * np.equal.outer(words, words))
+
+
+def self_attention(**changes: Any) -> SelfAttention:
+    settings: dict[str, Any] = {"drop_prob": 0.0, "has_bias": True} | changes
+    weight = 1.3 / D_MODEL
+    return SelfAttention(
+        "attention.heads", D_MODEL, HEADS, D_HEAD, weight, weight, 1 / D_MODEL, **settings
+    )
+
+
+# --- one real layer, every variant ----------------------------------------------------------------
+
+SLOPES = tuple(alibi_slopes(HEADS))
+CAUSAL = np.tri(LENGTH, dtype=bool)
+TABLE = RelativeBias(0.02, buckets=8, max_distance=16)
+OFFSET = np.arange(LENGTH)[None] - np.arange(LENGTH)[:, None]
+
+# What the leaf declares, what is drawn, and errors allowed in % beyond four standard errors:
+# of the output, of the gradient's paths together, of the projections' weight gradients.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float, float]]] = {
+    "biases": (
+        {"query_bias": 0.5, "key_bias": 0.4, "value_bias": 0.3},
+        {"query_bias": 0.5, "key_bias": 0.4, "value_bias": 0.3},
+        (1.0, 1.5, 5.0),
+    ),
+    "grouped queries": ({"kv_heads": 1}, {"kv_heads": 1}, (1.0, 1.5, 5.0)),
+    "rotary": ({"rotary": Rotary()}, {"rotary": (1.0, 10000.0)}, (1.0, 1.5, 5.0)),
+    "rotary of a part, biases": (
+        {"rotary": Rotary(0.25), "query_bias": 0.3, "key_bias": 0.5},
+        {"rotary": (0.25, 10000.0), "query_bias": 0.3, "key_bias": 0.5},
+        (1.0, 1.5, 5.0),
+    ),
+    "distance penalty": ({"alibi": True}, {"alibi_slopes": SLOPES}, (1.0, 1.5, 5.0)),
+    "relative bias": (
+        {"relative_bias": TABLE},
+        {"bucket": TABLE.bucket(OFFSET, True), "bias_variance": 0.02},
+        (1.0, 1.5, 5.0),
+    ),
+    "rms queries and keys": ({"qk_norm": "rmsnorm"}, {"qk_norm": "rmsnorm"}, (1.5, 1.5, 7.0)),
+    "normalised queries and keys": (
+        {"qk_norm": "layernorm"},
+        {"qk_norm": "layernorm"},
+        (1.5, 1.5, 7.0),
+    ),
+    "soft cap": ({"logit_softcap": 4.0}, {"logit_softcap": 4.0}, (1.0, 1.5, 5.0)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_against_a_real_layer(name: str) -> None:
+    declared, drawn, (forward, backward, weight) = VARIANTS[name]
+    kernel, gradient = text(LENGTH), alike(LENGTH, 1.0, 0.3)
+    scale = 1.3 / D_MODEL
+    layer = Layer(D_MODEL, HEADS, D_HEAD, scale, scale, 1 / D_MODEL, allowed=CAUSAL, **drawn)
+    truth = sample(layer, kernel, gradient, 500)
+    leaf = self_attention(causal=True, **declared)
+    output, pullback = leaf.forward(resolved(kernel))
+    pulled = pullback(Gradient(Kernel.of_matrix(gradient), LENGTH))
+    assert pulled.weights is not None
+    weights = pulled.weights()
+    sent = pulled.gradient.kernel.pairs
+    paths = [truth[f"{path} path"] for path in ("query", "key", "value")]
+    checks = [
+        (np.trace(output.kernel.pairs), truth["output"], forward),
+        (output.kernel.pairs.sum(), truth["output sum"], forward),
+        # what correlates the value and key paths is of order 1/d_model
+        (
+            np.trace(sent),
+            (sum(p for p, _ in paths), sum(e for _, e in paths)),
+            backward,
+        ),
+    ]
+    checks += [(weights[w], truth[w], weight) for w in ("query", "key", "value", "query.bias")]
+    checks += [(weights["value.bias"], truth["value.bias"], 2.0)]
+    if declared.get("rotary"):
+        checks += [(weights["key.bias"], truth["key.bias"], 10.0)]
+    if "relative_bias" in declared:
+        checks += [(weights["relative_bias"], truth["relative_bias"], 8.0)]
+    for ours, (mean, error), percent in checks:
+        assert abs(float(ours) - mean) < 4 * error + percent / 100 * mean, (ours, mean, error)
+
+
+def test_shared_keys_spread_the_norms() -> None:
+    """Heads of one key and value overlap: the squared norm fluctuates more than 2/width."""
+    kernel, scale = alike(LENGTH, 1.0, 0.5), 1.0 / D_MODEL
+    for groups in (1, HEADS):
+        layer = Layer(D_MODEL, HEADS, D_HEAD, scale, scale, scale, kv_heads=groups)
+        variance, error = sample(layer, kernel, np.eye(LENGTH), 500)["spread"]
+        leaf = SelfAttention("a", D_MODEL, HEADS, D_HEAD, scale, scale, scale, 0.0, kv_heads=groups)
+        for signal in (resolved(kernel), exchangeable(LENGTH, 1.0, 0.5)):
+            spread = leaf.forward(signal)[0].spread
+            assert spread is not None
+            mean = spread.total(LENGTH) / LENGTH**2
+            assert abs(mean - variance) < 4 * error + 0.06 * variance
+
+
+def test_cross_attention_against_a_real_layer() -> None:
+    queries, memory, gradient = text(8), text(12, 1), alike(8, 1.0, 0.3)
+    width, scales = 64, (1.2 / D_MODEL, 1.2 / 64, 1 / 64)
+    layer = Layer(D_MODEL, HEADS, D_HEAD, *scales, memory_width=width, query_bias=0.2)
+    truth = sample(layer, queries, gradient, 600, memory)
+    leaf = CrossAttention(
+        "cross.heads", D_MODEL, width, HEADS, D_HEAD, *scales, query_bias=0.2, has_bias=True
+    )
+    output, pullback = leaf.attend(resolved(queries), resolved(memory, width))
+    pulled, sent = pullback(Gradient(Kernel.of_matrix(gradient), 8))
+    assert pulled.weights is not None
+    weights = pulled.weights()
+    there = [truth["key path"], truth["value path"]]
+    checks = [
+        (np.trace(output.kernel.pairs), truth["output"], 1.0),
+        (output.kernel.pairs.sum(), truth["output sum"], 1.0),
+        (np.trace(pulled.gradient.kernel.pairs), truth["query path"], 4.0),
+        (np.trace(sent.kernel.pairs), (sum(m for m, _ in there), sum(e for _, e in there)), 2.0),
+        (weights["cross_query"], truth["query"], 4.0),
+        (weights["cross_key"], truth["key"], 8.0),
+        (weights["cross_value"], truth["value"], 2.0),
+        (weights["cross_query.bias"], truth["query.bias"], 4.0),
+        (weights["cross_value.bias"], truth["value.bias"], 2.0),
+    ]
+    for ours, (mean, error), percent in checks:
+        assert abs(float(ours) - mean) < 4 * error + percent / 100 * mean, (ours, mean, error)
+
+
+# --- rotary positions at infinite width -----------------------------------------------------------
+
+
+def _rotated_field(
+    kernel: Array, tau: float, allowed: NDArray[np.bool_], rotary: Rotary, draws: int
+) -> tuple[Array, Array]:
+    """E a_ij a_kl and E (J_i C J_k)_jl for logits Re sum_m sqrt(share) e^{i w_m (j - i)} Z_m."""
+    length, generator = len(kernel), np.random.default_rng(0)
+    values, vectors = np.linalg.eigh(kernel)
+    root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+    angle = np.arange(length)[None] - np.arange(length)[:, None]
+    pairs, responses = np.zeros((2, length, length, length, length))
+    for _ in range(draws):
+        logits = np.zeros((length, length))
+        for speed, share in zip(*rotary.frequencies(16), strict=True):
+            one, two = (root @ generator.standard_normal((length, length)) @ root for _ in "ab")
+            turned = np.cos(speed * angle) * one - np.sin(speed * angle) * two
+            logits += np.sqrt(share) * turned
+        logits = np.where(allowed, np.sqrt(tau) * logits, -np.inf)
+        a = np.exp(logits - logits.max(1, keepdims=True))
+        a /= a.sum(1, keepdims=True)
+        jacobian = a[:, :, None] * np.eye(length) - a[:, :, None] * a[:, None, :]
+        onward = (jacobian @ kernel).reshape(length**2, length)
+        flat = onward @ jacobian.reshape(length**2, length).T
+        responses += flat.reshape(pairs.shape)
+        pairs += np.multiply.outer(a, a)
+    return pairs / draws, responses / draws
+
+
+# tau, the tokens' common part, and the error allowed in % of the traces of key and query paths.
+FIELDS = [(1.0, 0.0, True, 3.0), (1.0, 0.7, True, 3.5), (3.0, 0.7, False, 8.0)]
+
+
+@pytest.mark.parametrize(("tau", "common", "causal", "percent"), FIELDS)
+def test_rotary_paths_at_infinite_width(
+    tau: float, common: float, causal: bool, percent: float
+) -> None:
+    length = 20
+    kernel = common + (1 - common) * (text(length) - 0.25) / 0.75
+    gradient = alike(length, 1.0, 0.3)
+    allowed = np.tri(length, dtype=bool) if causal else np.ones((length, length), bool)
+    rotary = Rotary(base=1000.0)
+    pairs, responses = _rotated_field(kernel, tau, allowed, rotary, 150)
+    place = np.arange(length)
+    shift = (place[None] - place[:, None])[None, :, None, :]
+    moved = (place[None] - place[:, None])[:, None, :, None]
+    weighted = responses * rotary.kernel(shift - moved, 16) * tau  # (i, j, k, l)
+    truth = {
+        "output": np.einsum("ijkl,jl->ik", pairs, kernel),
+        "value": np.einsum("ijkl,ik->jl", pairs, gradient),
+        "key": np.einsum("ijkl,ik,ik->jl", weighted, gradient, kernel),
+        "query": gradient * np.einsum("ijkl,jl->ik", weighted, kernel),
+    }
+    where = place.astype(np.float64)
+    rotation = Rotation.of(*rotary.frequencies(16), where, where)
+    layer = KernelAttention(kernel, logit_scale=tau, allowed=allowed, rotation=rotation)
+    parts = layer.backward(gradient)
+    ours = {"output": layer.forward(), **parts._asdict()}
+    allowed_percent = {"output": 1.5, "value": 3.0, "key": percent, "query": percent}
+    for path, bound in allowed_percent.items():
+        trace = np.trace(truth[path])
+        assert abs(np.trace(ours[path]) / trace - 1) < bound / 100, path
+        rest, whole = ours[path].sum() - truth[path].sum(), abs(truth[path]).sum()
+        assert abs(rest) < 0.02 * (1 + tau) * whole + 1e-3 * trace, path
+    # and it matters
+    flat = KernelAttention(kernel, logit_scale=tau, allowed=allowed).backward(gradient)
+    missed = flat.query.sum() / truth["query"].sum() - 1
+    assert abs(missed) > 5 * abs(parts.query.sum() / truth["query"].sum() - 1)
+
+
+def test_slow_rotation_is_no_rotation() -> None:
+    length = 16
+    kernel, gradient = text(length), alike(length, 1.0, 0.2)
+    place = np.arange(length, dtype=np.float64)
+    still = Rotation.of(np.array([1e-9]), np.ones(1), place, place)
+    settings = {"logit_scale": 1.5, "d_model": 64.0, "d_head": 16.0, "drop_prob": 0.1}
+    one = KernelAttention(kernel, rotation=still, **settings)
+    two = KernelAttention(kernel, **settings)
+    np.testing.assert_allclose(one.forward(), two.forward(), rtol=2e-3)
+    total = two.backward(gradient).total
+    np.testing.assert_allclose(one.backward(gradient).total, total, atol=1e-2 * np.abs(total).max())
+
+
+# --- identities -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop_prob", [0.0, 0.2])
+@pytest.mark.parametrize("kind", ["rotated", "penalised", "other keys", "memory"])
+def test_adjoint_is_the_transpose_of_backward(kind: str, drop_prob: float) -> None:
+    queries, keys = (9, 14) if kind == "memory" else (14, 14)
+    generator = np.random.default_rng(0)
+
+    def random(length: int) -> Array:
+        features = generator.standard_normal((length, 2 * length))
+        return np.asarray(features @ features.T / (2 * length))
+
+    place = np.arange(keys, dtype=np.float64)
+    changes: dict[str, dict[str, Any]] = {
+        "rotated": {"rotation": Rotation.of(*Rotary(base=50.0).frequencies(8), place, place)},
+        "penalised": {"bias": -0.3 * np.abs(place[:, None] - place)},
+        "other keys": {"key_kernel": random(keys)},
+        "memory": {"query_kernel": random(queries), "separate_queries": True},
+    }
+    mask = None if kind == "memory" else np.tri(keys, dtype=bool)
+    layer = KernelAttention(
+        text(keys),
+        logit_scale=1.5,
+        allowed=mask,
+        drop_prob=drop_prob,
+        d_model=64.0,
+        d_head=16.0,
+        value_bias=0.1,
+        **changes[kind],
+    )
+    gradient, sensitivity = random(queries), random(keys) - 0.2
+    left = (sensitivity * layer.backward(gradient).total).sum()
+    assert left == pytest.approx((layer.adjoint(sensitivity) * gradient).sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"query_bias": 0.5, "value_bias": 0.3},
+        {"qk_norm": "layernorm", "key_bias": 0.2},
+        {"logit_softcap": 3.0},
+        {"drop_prob": 0.2, "query_bias": 0.2, "value_bias": 0.2},
+    ],
+)
+def test_tokens_alike_agree_with_tokens_resolved(changes: dict[str, Any]) -> None:
+    leaf = self_attention(**changes)
+    found = []
+    for signal, gradient in (
+        (exchangeable(LENGTH, 1.0, 0.2), Kernel(1.0, 0.3)),
+        (resolved(alike(LENGTH, 1.0, 0.2)), Kernel.of_matrix(alike(LENGTH, 1.0, 0.3))),
+    ):
+        output, pullback = leaf.forward(signal)
+        pulled = pullback(Gradient(gradient, LENGTH))
+        assert pulled.weights is not None
+        kernels = (output.kernel, pulled.gradient.kernel)
+        numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_pairs())]
+        found.append([*numbers, *(float(v) for v in pulled.weights().values())])
+    np.testing.assert_allclose(found[0], found[1], rtol=1.5e-2, atol=1e-3)
+
+
+def test_memory_alike_agrees_with_memory_resolved() -> None:
+    leaf = CrossAttention(
+        "c", D_MODEL, 64, HEADS, D_HEAD, 1 / D_MODEL, 1 / 64, 1 / 64, 0.1, value_bias=0.1
+    )
+    found = []
+    for signal, memory, gradient in (
+        (exchangeable(8, 1.0, 0.4), exchangeable(12, 1.2, 0.2, 64), Kernel(1.0, 0.3)),
+        (
+            resolved(alike(8, 1.0, 0.4)),
+            resolved(alike(12, 1.2, 0.2), 64),
+            Kernel.of_matrix(alike(8, 1.0, 0.3)),
+        ),
+    ):
+        output, pullback = leaf.attend(signal, memory)
+        pulled, sent = pullback(Gradient(gradient, 8))
+        assert pulled.weights is not None
+        kernels = (output.kernel, pulled.gradient.kernel, sent.kernel)
+        numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_pairs())]
+        found.append([*numbers, *(float(v) for v in pulled.weights().values())])
+    np.testing.assert_allclose(found[0], found[1], rtol=3e-2)
+
+
+def test_a_joint_batch_is_its_sequences() -> None:
+    """Inside its block nothing changes; padding and windows reach every sequence."""
+    length = 10
+    kernel, gradient = text(2 * length), alike(2 * length, 1.0, 0.2)
+    padding = ((True,) * 7 + (False,) * 3, (True,) * length)
+    for changes in ({}, {"window": 4}, {"rotary": Rotary()}, {"alibi": True}):
+        leaf = self_attention(causal=True, sequences=2, padding=padding, **changes)
+        joint, pullback = leaf.forward(resolved(kernel))
+        back = pullback(Gradient(Kernel.of_matrix(gradient), length)).gradient.kernel.pairs
+        for index in range(2):
+            part = slice(index * length, (index + 1) * length)
+            own = self_attention(causal=True, padding=padding[index : index + 1], **changes)
+            alone, own_back = own.forward(resolved(kernel[part, part]))
+            np.testing.assert_allclose(
+                joint.kernel.pairs[part, part], alone.kernel.pairs, rtol=2e-2
+            )
+            received = Gradient(Kernel.of_matrix(gradient[part, part]), length)
+            sent = own_back(received).gradient.kernel.pairs
+            assert np.trace(back[part, part]) == pytest.approx(np.trace(sent), rel=1e-2)
+
+
+def test_gradients_of_biases_that_start_at_zero() -> None:
+    leaf = self_attention(causal=True)
+    gradient = Kernel.of_matrix(alike(LENGTH, 1.0, 0.3))
+    pulled = leaf.forward(resolved(text(LENGTH)))[1](Gradient(gradient, LENGTH))
+    assert pulled.weights is not None
+    weights = pulled.weights()
+    assert weights["value.bias"] == pytest.approx(HEADS * D_HEAD * gradient.pairs.sum())
+    assert weights["query.bias"] > 0.0
+    assert weights["key.bias"] < 1e-4 * weights["query.bias"]
+    none = self_attention(has_bias=False).forward(resolved(text(LENGTH)))[1]
+    unbiased = none(Gradient(gradient, LENGTH)).weights
+    assert unbiased is not None
+    assert set(unbiased()) == {"query", "key", "value"}
+
+
+def test_extremes_stay_finite() -> None:
+    for changes in (
+        {"rotary": Rotary(), "key_bias": 1.0},
+        {"qk_norm": "rmsnorm", "norm_epsilon": 1e-6},
+        {"alibi": True},
+        {"window": 1},
+        {"relative_bias": RelativeBias(0.1)},
+        {"logit_softcap": 1e-3},
+    ):
+        for variance in (0.0, 1e-12, 1.0, 1e3):
+            leaf = SelfAttention(
+                "a", 32, 2, 16, variance, variance, 1 / 32, 0.1, causal=True, **changes
+            )
+            output, pullback = leaf.forward(resolved(text(8), 32))
+            pulled = pullback(Gradient(Kernel.of_matrix(np.eye(8)), 8))
+            assert pulled.weights is not None
+            assert np.all(np.isfinite(output.kernel.pairs))
+            assert np.all(np.isfinite(pulled.gradient.kernel.pairs))
+            assert all(np.all(np.isfinite(v)) for v in pulled.weights().values())
+
+
+# --- what cannot be ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"causal": True},
+        {"rotary": Rotary()},
+        {"alibi": True},
+        {"relative_bias": RelativeBias(0.1)},
+        {"window": 3},
+    ],
+)
+def test_positions_need_tokens_resolved(changes: dict[str, Any]) -> None:
+    with pytest.raises(DomainError, match="tokens=True"):
+        self_attention(**changes).forward(exchangeable(LENGTH, 1.0, 0.2))
+
+
+def test_positions_without_effect_need_nothing() -> None:
+    for changes in ({"window": LENGTH}, {"relative_bias": RelativeBias(0.0)}):
+        output, _ = self_attention(**changes).forward(exchangeable(LENGTH, 1.0, 0.2))
+        plain, _ = self_attention().forward(exchangeable(LENGTH, 1.0, 0.2))
+        assert output.kernel.diagonal == plain.kernel.diagonal
+
+
+def test_bad_batches_are_named() -> None:
+    with pytest.raises(DomainError, match="3 sequences"):
+        self_attention(sequences=3).forward(resolved(text(LENGTH)))
+    leaf = self_attention(sequences=2, padding=((True,) * 5,))
+    with pytest.raises(DomainError, match="padding"):
+        leaf.forward(resolved(text(LENGTH)))
+    memory = CrossAttention("c", D_MODEL, 64, HEADS, D_HEAD, 0.01, 0.01, 0.01)
+    with pytest.raises(DomainError, match="memory"):
+        memory.attend(resolved(text(8)), exchangeable(8, 1.0, 0.2, 64))
+
+
+def test_a_strong_cap_is_noted() -> None:
+    noted, _ = self_attention(logit_softcap=0.5).forward(exchangeable(LENGTH, 1.0, 0.2))
+    quiet, _ = self_attention(logit_softcap=30.0).forward(exchangeable(LENGTH, 1.0, 0.2))
+    assert any("soft cap" in note for note in noted.notes)
+    assert quiet.notes == ()
+
+
+def test_few_points_average_polynomials() -> None:
+    values = np.log(alibi_slopes(12))
+    nodes, shares = few_points(values, 4)
+    for power in range(8):
+        assert shares @ nodes**power == pytest.approx((values**power).mean(), rel=1e-9)
+    assert len(few_points(values[:3], 4)[0]) == 3

@@ -1,0 +1,386 @@
+"""Audits: right modules pass, planted bugs are named with the right tensor and a likely cause."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+
+import moments
+from moments import DomainError, MomentsError, Transformer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from moments.modules.architecture import architecture_of  # noqa: E402
+from moments.modules.audit import audit  # noqa: E402
+from moments.modules.entries import Entries, tail_probability  # noqa: E402
+from moments.modules.initialize import initialize  # noqa: E402
+from moments.modules.probe import Slope, regress  # noqa: E402
+from moments.modules.roles import roles_of  # noqa: E402
+from moments.modules.scales import remove_scales  # noqa: E402
+from moments.modules.truncation import truncated_kurtosis  # noqa: E402
+
+LAYERS, WIDTH = 3, 48
+
+
+def bert():
+    config = transformers.BertConfig(
+        num_hidden_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        intermediate_size=96,
+        vocab_size=200,
+        max_position_embeddings=32,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        n_layer=LAYERS,
+        n_embd=WIDTH,
+        n_head=4,
+        vocab_size=200,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        num_hidden_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        vocab_size=200,
+        max_position_embeddings=32,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def encoder():
+    layer = torch.nn.TransformerEncoderLayer(WIDTH, 4, 96, norm_first=True, batch_first=True)
+    norm = torch.nn.LayerNorm(WIDTH)
+    return torch.nn.TransformerEncoder(layer, LAYERS, norm=norm, enable_nested_tensor=False)
+
+
+FAMILIES = {"bert": bert, "gpt2": gpt2, "llama": llama, "encoder": encoder}
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def built(request):
+    """A module, and a plan that gives every matrix its own variance in every layer."""
+    torch.manual_seed(0)
+    module = FAMILIES[request.param]()
+    model = architecture_of(module)
+    weights = moments.Weights(
+        query=1 / WIDTH,
+        key=1 / WIDTH,
+        value=[2 / (WIDTH * n) for n in range(1, LAYERS + 1)],
+        output=[0.6 / (WIDTH * n) for n in range(1, LAYERS + 1)],
+        ffn_in=2 / WIDTH,
+        ffn_out=2 / (WIDTH * 2 * LAYERS),
+    )
+    plan = model.replace(
+        weights=weights, skip_scale=math.sqrt(1 - 0.4 / 3), branch_scale=[0.4, 0.35, 0.3]
+    )
+    return module, plan
+
+
+@pytest.fixture
+def fresh(built):
+    """A copy of the module, initialised as planned."""
+    module, plan = copy.deepcopy(built[0]), built[1]
+    initialize(module, plan, seed=5)
+    return module, plan
+
+
+def blocks(module, *names):
+    """(label, view) of every matrix of a role, in the order of the layers."""
+    tensors = dict(module.named_parameters())
+    roles = roles_of(module).named(*names)
+    return [(role.label, role.part.of(tensors[role.parameter].detach())) for role in roles]
+
+
+def failed(report, quantity="variance"):
+    return {f.parameter for f in report.offenders if f.quantity == quantity}
+
+
+# --- right modules --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distribution", ["normal", "uniform", "truncated", "orthogonal"])
+def test_a_right_module_passes(built, distribution):
+    module, plan = copy.deepcopy(built[0]), built[1]
+    for seed in range(4):
+        initialize(module, plan, seed=seed, distribution=distribution)
+        report = audit(module, plan)
+        assert report.passed, str(report)
+        assert not report.offenders
+        assert not report.unidentified
+        assert all(f.passed for f in report.findings)
+
+
+def test_the_framework_passes_its_own_initialisation(built):
+    """Except that nn.TransformerEncoder draws the biases of its feed-forward block."""
+    report = audit(built[0], architecture_of(built[0]))
+    if isinstance(built[0], torch.nn.TransformerEncoder):
+        assert {f.role for f in report.offenders} == {"ffn_in.bias", "ffn_out.bias"}
+        assert any("bias" in sentence for sentence in report.advice)
+    else:
+        assert report.passed, str(report)
+
+
+def test_a_scheme_by_name(fresh):
+    module, _ = fresh
+    initialize(module, "xavier", seed=1)
+    assert audit(module, "xavier").passed
+    report = audit(module, "normal")
+    assert {"value", "ffn_in"} <= {f.role for f in report.offenders}
+
+
+def test_false_alarms_of_the_chi_square_limit():
+    """Exact for normal entries: at probability q, a share q of right tensors fails."""
+    generator = torch.Generator().manual_seed(3)
+    draws = torch.randn((4000, 600), generator=generator)
+    found = [Entries.of(row) for row in draws]
+    below = sum(tail_probability(e.square, e.spread) < 0.02 for e in found)
+    assert abs(below - 80) < 4.5 * math.sqrt(80)
+
+
+def test_statistics_of_known_distributions():
+    from scipy import stats
+
+    cut = stats.truncnorm(-2, 2)
+    assert truncated_kurtosis(2.0) == pytest.approx(float(cut.stats("k")) + 3, rel=1e-9)
+    generator = torch.Generator().manual_seed(4)
+    uniform = Entries.of(torch.rand(20000, generator=generator) - 0.5)
+    assert uniform.kurtosis == pytest.approx(1.8, abs=0.05)
+    assert uniform.distribution == "uniform"
+    assert Entries.of(torch.randn(20000, generator=generator)).distribution == "normal"
+    assert Entries.of(torch.zeros(9)).distribution == "zero"
+
+
+# --- seven planted bugs ---------------------------------------------------------------------------
+
+
+def test_the_wrong_ffn_matrix_scaled(fresh):
+    module, plan = fresh
+    scale = 1 / math.sqrt(2 * LAYERS)
+    inner, outer = blocks(module, "ffn_in"), blocks(module, "ffn_out")
+    for _, w in inner:
+        w.mul_(scale)
+    for _, w in outer:
+        w.div_(scale)
+    report = audit(module, plan)
+    assert failed(report) == {label for label, _ in inner + outer}
+    assert {f.role for f in report.offenders} == {"ffn_in", "ffn_out"}
+    assert any("wrong matrix" in s and "ffn_in carry" in s for s in report.advice)
+    assert any("what the plan gives ffn_out" in s for s in report.advice)
+
+
+def test_value_skipped(fresh):
+    module, plan = fresh
+    for _, w in blocks(module, "value"):
+        torch.nn.init.normal_(w, std=WIDTH**-0.5)  # as query and key
+    report = audit(module, plan)
+    last = blocks(module, "value")[-1][0]
+    assert last in failed(report)
+    assert {f.role for f in report.offenders} == {"value"}
+    sentence = next(s for s in report.advice if s.startswith("value"))
+    assert "what the plan gives query" in sentence or "what the plan gives key" in sentence
+
+
+def test_query_key_value_scaled_instead_of_output(fresh):
+    module, plan = fresh
+    for _, w in blocks(module, "query", "key", "value"):
+        w.mul_(0.5)
+    for _, w in blocks(module, "output"):
+        w.mul_(2)
+    report = audit(module, plan)
+    everything = blocks(module, "query", "key", "value", "output")
+    assert failed(report) == {label for label, _ in everything}
+    assert any(
+        "query and key and value carry the factor" in s and "output lack" in s
+        for s in report.advice
+    )
+
+
+def test_a_scale_erased(built):
+    """A beta kept in a buffer, which materialisation fills with zeros."""
+    module, plan = copy.deepcopy(built[0]), built[1]
+    initialize(module, plan.replace(branch_scale=1.0), seed=2)
+    for block in roles_of(module).blocks:
+        part = module.get_submodule(block.branch.path)
+        beta = plan.by_block("branch_scale")[block.layer - 1, block.column]
+        part.register_buffer("beta", torch.tensor(float(beta)), persistent=False)
+        hook = part.register_forward_hook(scaled_by_buffer, prepend=False)
+        part._forward_hooks.move_to_end(hook.id, last=False)
+    assert audit(module, plan).passed
+    victim = roles_of(module).blocks[3]
+    module.get_submodule(victim.branch.path).beta.zero_()
+    report = audit(module, plan)
+    (offender,) = report.offenders
+    assert (offender.layer, offender.role) == (victim.layer, victim.name)
+    assert offender.quantity == "branch_scale"
+    assert offender.parameter == victim.branch.path
+    assert any("erased" in s and "buffer" in s for s in report.advice)
+
+
+def scaled_by_buffer(part, _, output):
+    first = output[0] if isinstance(output, tuple) else output
+    return part.beta * first
+
+
+def test_a_truncated_normal_without_correction(fresh):
+    module, plan = fresh
+    for place, (_, w) in enumerate(blocks(module, "query")):
+        std = math.sqrt(plan.layer_weights(place + 1).query)
+        drawn = torch.empty(w.numel())
+        torch.nn.init.trunc_normal_(drawn, std=std, a=-2 * std, b=2 * std)
+        w.copy_(drawn.reshape(w.shape))
+    report = audit(module, plan)
+    assert {f.role for f in report.offenders} == {"query"}
+    assert failed(report) | failed(report, "variance over its expectation")
+    sentence = next(s for s in report.advice if s.startswith("query"))
+    assert "cut at two deviations without correcting" in sentence
+
+
+@pytest.mark.parametrize("role", ["output", "ffn_out"])
+def test_a_zeroed_output_projection(fresh, role):
+    module, plan = fresh
+    label, w = blocks(module, role)[1]
+    w.zero_()
+    report = audit(module, plan)
+    assert failed(report) == {label}
+    assert report.offenders[0].parameter == label
+    assert report.offenders[0].note == "every entry is 0"
+    assert any(role in s and "zero" in s and "layer 2" in s for s in report.advice)
+
+
+def test_the_residual_multiplier_missing(fresh):
+    module, plan = fresh
+    remove_scales(module)
+    report = audit(module, plan)
+    assert {f.quantity for f in report.offenders} == {"branch_scale", "skip_scale"}
+    assert len(report.offenders) == 4 * LAYERS
+    assert all(f.measured == pytest.approx(1, abs=1e-4) for f in report.offenders)
+    assert any("residual multiplier beta" in s and "missing" in s for s in report.advice)
+    assert any("skip multiplier lambda" in s and "missing" in s for s in report.advice)
+
+
+# --- further ones ---------------------------------------------------------------------------------
+
+
+def test_layernorm_scaling_lost(fresh):
+    module, plan = fresh
+    scaled = plan.replace(layernorm_scaling=True)
+    report = audit(module, scaled)
+    assert {f.quantity for f in report.offenders} == {"norm_output_scale"}
+    assert {f.layer for f in report.offenders} == {2, 3}  # in layer 1 the factor is 1
+    initialize(module, scaled)
+    assert audit(module, scaled).passed
+
+
+def test_a_shifted_layer_index(fresh):
+    """value and output fall off as 1/l; counting from 0 would be infinite, from 2 is seen."""
+    module, plan = fresh
+    for number, (_, w) in enumerate(blocks(module, "value"), start=1):
+        w.mul_(math.sqrt(number / (number + 1)))
+    report = audit(module, plan)
+    assert {f.role for f in report.offenders} == {"value"}
+
+
+def test_gains_biases_and_broken_entries_are_named(fresh):
+    module, plan = fresh
+    found = roles_of(module)
+    gain = found.named("ffn.norm.gain")[1]
+    dict(module.named_parameters())[gain.parameter].data.mul_(1.5)
+    name, w = blocks(module, "key")[0]
+    w[0, 0] = math.nan
+    report = audit(module, plan)
+    assert gain.parameter in {f.parameter for f in report.offenders if f.quantity == "gain"}
+    assert any(f.parameter == name and "not finite" in f.note for f in report.offenders)
+
+
+def test_a_mean_that_is_not_zero(fresh):
+    module, plan = fresh
+    name, w = blocks(module, "ffn_in")[2]
+    w.add_(0.3 * w.std())
+    report = audit(module, plan)
+    assert name in failed(report, "mean")
+
+
+def test_what_the_report_shows(fresh):
+    module, plan = fresh
+    blocks(module, "value")[1][1].mul_(3)
+    report = audit(module, plan)
+    text = str(report)
+    assert "FAILED" in text.splitlines()[0]
+    label = blocks(module, "value")[1][0]
+    first = next(line for line in text.splitlines() if " FAIL " in line)
+    assert label.split(" [")[0] in first
+    frame = report.to_frame()
+    assert not frame.iloc[0]["passed"]
+    assert frame.iloc[0]["parameter"] == label
+    assert frame.iloc[0]["ratio"] == pytest.approx(9, rel=0.3)
+    assert len(frame) == len(report.findings)
+    assert repr(report).startswith("AuditReport(")
+
+
+def test_the_module_is_left_as_it_was(fresh):
+    module, plan = fresh
+    module.train()
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    state = torch.random.get_rng_state()
+    hooks = sum(len(p._forward_hooks) + len(p._forward_pre_hooks) for p in module.modules())
+    audit(module, plan)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(part.training for part in module.modules())
+    assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
+    after = sum(len(p._forward_hooks) + len(p._forward_pre_hooks) for p in module.modules())
+    assert after == hooks
+
+
+def test_parameters_of_unknown_role_are_listed(fresh):
+    module, plan = fresh
+    module.extra = torch.nn.Linear(3, 3)
+    report = audit(module, plan)
+    assert report.unidentified == ("extra.weight", "extra.bias")
+    assert report.passed
+    assert "extra.weight" in str(report)
+
+
+def test_regression_recovers_slopes():
+    generator = torch.Generator().manual_seed(0)
+    x, f = torch.randn((2, 500), generator=generator, dtype=torch.float64)
+    skip, branch = regress(0.9 * x + 0.3 * f, [x, f])
+    assert isinstance(skip, Slope)
+    assert skip.value == pytest.approx(0.9, rel=1e-12)
+    assert branch.value == pytest.approx(0.3, rel=1e-12)
+    noisy, gone = regress(x + 0.5 * f, [x, 0 * f])
+    assert gone is None
+    assert abs(noisy.value - 1) < 5 * noisy.stderr
+    assert noisy.unexplained == pytest.approx(math.sqrt(0.2), rel=0.1)
+
+
+def test_errors():
+    module = encoder()
+    plan = architecture_of(module)
+    with pytest.raises(DomainError, match="layers of the plan = 4"):
+        audit(module, plan.replace(layers=4))
+    with pytest.raises(DomainError, match="plan"):
+        audit(module, 3)
+    with pytest.raises(DomainError, match="module"):
+        audit("encoder", plan)
+    with pytest.raises(MomentsError, match="no known layer"):
+        audit(torch.nn.Linear(2, 2), Transformer(1, 4, 2, 4))
+    placed = audit(module, plan.replace(norm="post"))
+    assert {f.quantity for f in placed.offenders} >= {"norm placement"}
+    assert any("'pre'" in s and "'post'" in s for s in placed.advice)
