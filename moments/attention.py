@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .attention_alike import AlikeAttention
+from .attention_alike import AlikeAttention, averaged
 from .attention_by_token import (
     BEYOND_TABLES,
     LOGIT_VARIANCE_MAX,
@@ -179,7 +179,7 @@ class SelfAttention(Leaf):
         squares = found.facts["square_sum"]
         # As in a narrow layer, where two heads of one key agree up to what their rows share.
         tokens = signal.second_moment()
-        output = self._output(signal, mixed, squares, lambda: _averaged(tokens, signal.seq_len))
+        output = self._output(signal, mixed, squares, lambda: averaged(tokens, signal.seq_len))
         output.kernel = self._with_bias(found.kernel, squares)
         output.facts, output.notes = found.facts, found.notes
 
@@ -295,12 +295,6 @@ class SelfAttention(Leaf):
             norms["key.bias"] = np.maximum(key.total(length), 0.0) / weight["key"]
             norms["value.bias"] = self._width * ones.total(length)
         return norms
-
-
-def _averaged(tokens: Kernel, length: int) -> Kernel:
-    """Overlaps of two uniform averages of tokens alike."""
-    mean = tokens.pairs + (tokens.diagonal - tokens.pairs) / length
-    return Kernel(mean, mean)
 
 
 __all__ = ["AttentionStatistics", "Padding", "SelfAttention"]

@@ -121,8 +121,7 @@ class AlikeAttention:
             values.pairs + mixed - spent + dropped,
             values.pairs + own * (self._apart["overlap"] + tilt * queries.pairs) - lifted,
         )
-        mean = values.pairs + own / key_count
-        self.mean_output = Kernel(mean, mean)
+        self.mean_output = averaged(values, key_count)
 
     def backward(self, gradient: Kernel) -> AlikePaths:
         """Paths for a gradient at the averaged values, their weights' gain included."""
@@ -165,3 +164,9 @@ class AlikeAttention:
         shared = one * (same["slope"] + noise * self._dropped) + two * apart["slope"]
         shared = 2 * wide * shared / keys
         return AlikePaths(value, query, key, Kernel(shared, -shared / others))
+
+
+def averaged(tokens: Kernel, length: int) -> Kernel:
+    """Overlaps of two uniform averages of tokens alike."""
+    mean = tokens.pairs + (tokens.diagonal - tokens.pairs) / length
+    return Kernel(mean, mean)

@@ -8,7 +8,9 @@ and P_i = diag(w_i) - w_i w_i^T, the joint law of two rows is (Price's theorem)
 It saturates as exact rows do: where n keys of logit variance theta have E sum_j a_ij^2 = S, the
 odds exp(t) = S (n - 1)/(1 - S) of one key give, with p = 1/(1 + (n - 1) exp(-rho t)),
 
-    R1 = (p - 1/n)/(rho theta m),    R2 = d(rho R1)/drho = (t/theta) p (1 - p)/m,    m = (n - 1)/n^2.
+    R1 = (p - 1/n)/(rho theta m),    R2 = d(rho R1)/drho = (t/theta) p (1 - p)/m,
+
+with m = (n - 1)/n^2.
 
 Products of (L, L) matrices alone: a small part of what `kernels.KernelAttention` costs. It is for
 sensitivities, which need a shape; the size comes from the moments that were traced.
@@ -26,10 +28,8 @@ from .attention import SelfAttention
 from .block_noise import ratio
 from .kernels import exact_rows
 from .kernels.row_statistics import mean_attention, row_statistics
+from .sensitivity import SINGLE, diagonal, symmetric, transposed
 from .state import Array
-
-SINGLE = np.float32
-"""Precision of the maps and of what passes through them: sensitivities need no more."""
 
 FAINT = 1e-9
 """A product of correlation and logit variance below which rows are read as independent."""
@@ -114,7 +114,7 @@ class AttentionResponse:
         gathered += self._means * mean - cross - transposed(cross)
         dropped = np.einsum("...ij,...jj->...i", self.squares, sensitivity)
         onward = mean + self.by_head * gathered + self.query * sensitivity + diagonal(dropped)
-        return Rise(sensitivity, _symmetric(onward), gathered)
+        return Rise(sensitivity, symmetric(onward), gathered)
 
     def fall(self, sensitivity: Array, rise: Rise | None, gradient: Array) -> tuple[Array, Array]:
         """Sensitivity to the signal's kernel at the input, of one to that at the output.
@@ -150,7 +150,7 @@ class AttentionResponse:
             kept = kept + (sent @ w) * given
         cross = cross @ w
         total = wt @ middle @ w + kept - cross - transposed(cross)
-        return _symmetric(total + direct + diagonal(dropped)), direct
+        return symmetric(total + direct + diagonal(dropped)), direct
 
     def sent_by_head(self, gradient: Array) -> Array:
         """The part of the gradient at the input that is one vector over tokens in each head."""
@@ -172,8 +172,8 @@ class AttentionResponse:
     def participation(self, agreement: Array) -> Array:
         """(..., L) one over the number of keys that a head's sum over rows averages.
 
-        Rows that share a logit c per key, of variance `agreement` theta, weigh keys by e^{2 c}: this
-        is E sum_j a_j^2 of the doubled logits.
+        Rows that share a logit c per key, of variance `agreement` theta, weigh keys by e^{2 c}:
+        this is E sum_j a_j^2 of the doubled logits.
         """
         theta = exact_rows.tabulated(4.0 * (agreement * self.logit_variance).astype(float))
         keys = np.maximum(self.keys.astype(float), 1.0 + 1e-6)
@@ -188,23 +188,6 @@ class AttentionResponse:
     @functools.cached_property
     def _means(self) -> Array:
         return self._mixed @ transposed(self.weights)
-
-
-def transposed(matrix: Array) -> Array:
-    return np.swapaxes(matrix, -1, -2)
-
-
-def diagonal(entries: Array) -> Array:
-    """The diagonal matrices (..., L, L) of entries (..., L)."""
-    matrix = np.zeros((*entries.shape, entries.shape[-1]), entries.dtype)
-    index = np.arange(entries.shape[-1])
-    matrix[..., index, index] = entries
-    return matrix
-
-
-def _symmetric(matrix: Array) -> Array:
-    """The symmetric part: an antisymmetric rounding error would grow through a deep network."""
-    return 0.5 * (matrix + transposed(matrix))
 
 
 def _response(

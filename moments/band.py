@@ -43,9 +43,10 @@ import numpy as np
 from .block_noise import Addition, Modes, ratio, sequence_overlaps
 from .composition import Chain, Layer
 from .linearisation import Linearised, linearise, part_starts
-from .propagate import Trace, forward, start
-from .state import Array, Gradient, Kernel, Signal
+from .propagate import Point, Trace
+from .state import Array, Kernel, Signal
 from .token_band import log_variance_by_token
+from .token_parts import sequences_in
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -57,7 +58,8 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
     Args:
         declaration: the stack of layers, as it was propagated through.
         trace: what both passes saw, for tokens alike or by token (`token_band`).
-        batch: sequences of independent input and gradient that share the weights.
+        batch: sequences of independent input and gradient that share the weights, those that one
+            kernel by token holds side by side included.
     """
     if trace.stream()[0].signal.resolved:
         return _by_token(declaration, trace, batch)
@@ -88,29 +90,27 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
 
 def _by_token(declaration: Chain, trace: Trace, batch: int) -> Array:
     layers = [part for part in declaration.parts if isinstance(part, Layer)]
+    batch = max(1, batch // sequences_in(layers))
     overlaps: list[Array] = [0.0] * (part_starts(layers)[-1] + 1)
     if batch > 1:
-        # What sequences share is followed for tokens alike, with the same average moments.
-        overlaps = sequence_overlaps(layers, _alike(declaration, trace))
+        # what sequences share, followed with moments averaged over tokens
+        overlaps = sequence_overlaps(layers, _alike(trace))
     with np.errstate(divide="ignore", invalid="ignore"):
         variance = log_variance_by_token(layers, trace, batch, overlaps)
     return np.where(np.isfinite(variance), variance, 0.0)
 
 
-def _alike(declaration: Chain, trace: Trace) -> Trace:
-    """Both passes for tokens alike, with the average moments of a trace resolved by token."""
-    stream = trace.stream()
-    entering, top = stream[0].signal, stream[-1].gradient
-    assert top is not None
-    found = Trace([p for p in trace.points if p.layer == 0 and p.site != "stream"])
-    spread = None if entering.spread is None else _averaged(entering.spread)
-    signal = Signal(
-        _averaged(entering.kernel), entering.seq_len, width=entering.width, spread=spread
-    )
-    start(signal, found)
-    _, backward = forward(declaration, signal, found)
-    found.stream()[0].gradient = backward(Gradient(_averaged(top.kernel), top.seq_len))
-    return found
+def _alike(trace: Trace) -> Trace:
+    """The average moments of a trace resolved by token, at every point."""
+    found = []
+    for point in trace.points:
+        received = point.gradient
+        if received is not None:
+            received = received.with_kernel(_averaged(received.kernel))
+        kernel = _averaged(point.signal.kernel)
+        signal = Signal(kernel, point.signal.seq_len, width=point.signal.width)
+        found.append(Point(point.layer, point.site, signal, received))
+    return Trace(found)
 
 
 def _averaged(kernel: Kernel) -> Kernel:

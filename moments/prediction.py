@@ -75,9 +75,8 @@ class Prediction:
     def grad_variance_band(self) -> np.ndarray:
         """Where one draw of the weights falls 95 % of the time, (2, ..., N + 1).
 
-        It is that of `batch` sequences which share the weights. Resolved by token it is borrowed
-        from tokens alike with the same average moments: under a causal mask it holds in Post-LN and
-        at both ends of Pre-LN, in whose middle layers it is up to 1.7 times too narrow.
+        It is that of `batch` sequences which share the weights. Resolved by token it follows the
+        token kernels themselves.
 
         Raises:
             DomainError: the theory is not "refined".
@@ -93,8 +92,9 @@ class Prediction:
                 f"theory {self.theory!r} gives means over draws only; "
                 'use theory="refined" for what one draw does'
             )
+        declaration = declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
         batch = max(self.batch, self.layout.sequences)
-        spread = log_variance(declare(self.model, self.theory), self.trace, batch)
+        spread = log_variance(declaration, self.trace, batch)
         return band(self.grad_variance, spread)
 
     def to_frame(self) -> pd.DataFrame:

@@ -221,6 +221,9 @@ def last_gradient(
     elif targets is not None:
         raise DomainError("targets are what a head predicts: declare model.head")
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
+    leading = np.shape(stack.first.pairs)[:-2]
+    if stack.resolved and leading and np.ndim(last.pairs) == 2:
+        last = Kernel.of_matrix(np.broadcast_to(last.pairs, (*leading, *last.pairs.shape)))
     if layout.real is not None:
         real = layout.real.reshape(-1) if layout.sequences > 1 else layout.real
         real = real[0] if real.ndim == 2 else real

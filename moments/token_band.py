@@ -1,9 +1,10 @@
 """The spread of one draw of the weights, by token: for causal masks, texts and any token kernel.
 
-Let y be the gradient variance at one point of the stream over its mean. It is linear in the realised
-gradient kernels above, with sensitivities Lambda, and to first order it depends on all realised
-signal kernels, with sensitivities Gamma (`part_response`). A random matrix adds to a kernel what
-Wishart matrices have: at a residual addition of carried T and added B, independent in direction,
+Let y be the gradient variance at one point of the stream over its mean. It is linear in the
+realised gradient kernels above, with sensitivities Lambda, and to first order it depends on all
+realised signal kernels, with sensitivities Gamma (`sensitivity`). A random matrix adds to a kernel
+what Wishart matrices have: at a residual addition of carried T and added B, of independent
+directions,
 
     Var sum(Lambda o dG) = (4 tr(Lambda T Lambda B) + kappa tr(Lambda B Lambda B)) / d,
 
@@ -24,100 +25,23 @@ the floor under what tokens and sequences that share the weights can average out
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .attention import SelfAttention
-from .block_noise import parts_of, ratio
-from .composition import Chain, Component, Layer, Residual
-from .attention_response import SINGLE, diagonal, transposed
-from .part_response import Ascent, Descent, Response, in_units, paired, response
-from .parts import Dropout
-from .propagate import Point, Trace
+from .block_noise import ratio
+from .composition import Layer
+from .propagate import Trace
+from .sensitivity import SINGLE, diagonal, paired
 from .state import Array, Signal
+from .token_parts import Part, network_parts, trace_of
 
 TARGETS = 9
 """Points of the stream that are followed; the deviation is linear in between."""
 
 CHUNK_ENTRIES = 2**23
 """Numbers kept at once: sensitivities of several points at all parts."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What follows one another in a layer, around its means; kernels (..., L, L).
-
-    Attributes:
-        response: of the branch, or of the whole where there is no skip connection.
-        residual: whether there is an addition.
-        skip, scale: squared factors of skip connection and branch; 0 and 1 where there is none.
-        entering, leaving: kernels of the signal.
-        sent, received: kernels of the gradient, at the input and at the output, in units of the
-            former's trace.
-        kappa: (...,) d_model times the relative variance of |branch|^2.
-        back_kappa: the same of the gradient, beyond what `response` calls noise.
-        width: d_model.
-        inner: number of features of all heads, where the branch attends; else None.
-    """
-
-    response: Response
-    residual: bool
-    skip: float
-    scale: float
-    entering: Array
-    leaving: Array
-    sent: Array
-    received: Array
-    kappa: Array
-    back_kappa: Array
-    width: float
-    inner: float | None
-
-    def ascend(self, sensitivity: Array) -> Ascent:
-        """What a sensitivity to the gradient sent says; see `part_response.Ascent`."""
-        found = self.response.ascend(sensitivity)
-        onward = self.scale * found.sensitivity + self.skip * sensitivity
-        return found._replace(sensitivity=onward)
-
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
-        """What a sensitivity to the signal that leaves says; see `part_response.Descent`."""
-        found = self.response.descend(self.scale * sensitivity, exposure)
-        return found._replace(sensitivity=found.sensitivity + self.skip * sensitivity)
-
-    def gradient_noise(self, sensitivity: Array) -> Array:
-        """Variance that the addition of the gradients adds."""
-        carried = self.skip * self.received
-        return self._noise(sensitivity, carried, self.sent - carried, self.back_kappa)
-
-    def signal_noise(self, sensitivity: Array) -> Array:
-        """Variance that the addition of the signals adds."""
-        carried = self.skip * self.entering
-        return self._noise(sensitivity, carried, self.leaving - carried, self.kappa)
-
-    def floor(self, carried: Array, added: Array, coherent: Array, overlap: Array) -> Array:
-        """Covariance of what the addition does to different directions of random overlap.
-
-        Args:
-            carried, added: parts of y through the skip connection and through the branch.
-            coherent: of `added`, what the mean of the tokens carries on.
-            overlap: q, second moment of the directions' correlation.
-        """
-        cross = 4 * carried * coherent * overlap
-        if self.inner is None:
-            return (cross + self.kappa * coherent**2 * overlap) / self.width
-        # two matrices one after the other: behind the first, overlaps have grown by 1/inner
-        twice = 2 * overlap * self.width / self.inner + 2 * (overlap + 1 / self.inner)
-        return (cross + twice * added**2) / self.width
-
-    def _noise(self, sensitivity: Array, carried: Array, added: Array, kappa: Array) -> Array:
-        if not self.residual:
-            return np.zeros(sensitivity.shape[:-2])
-        skipped, branch = sensitivity @ carried, sensitivity @ added
-        weight = np.asarray(kappa)[..., None, None].astype(SINGLE)
-        return ((4 * skipped + weight * branch) * transposed(branch)).sum((-2, -1)) / self.width
 
 
 def log_variance_by_token(
@@ -131,7 +55,7 @@ def log_variance_by_token(
         batch: sequences of independent input and gradient that share the weights.
         overlaps: (parts + 1) covariance of tokens of different sequences before every part.
     """
-    parts, starts = _parts(layers, trace)
+    parts, starts = network_parts(layers, trace)
     stream = trace.stream()
     # The last points are their own: above the topmost layer there is no randomness but the loss's.
     below = np.linspace(0, len(layers) - 1, min(TARGETS - 1, len(layers))).round()
@@ -243,7 +167,7 @@ class _Network:
         for part, share in zip(self.parts, coherence, strict=True):
             found.append(overlap)
             if part.residual:
-                carried = part.skip * _trace(part.entering) / _trace(part.leaving)
+                carried = part.skip * trace_of(part.entering) / trace_of(part.leaving)
                 added = 1 - carried
                 fresh = (2 * carried + part.kappa / 2 * added) * added / self.width
                 overlap = (carried + share * added) ** 2 * overlap + fresh
@@ -265,89 +189,3 @@ class _Network:
         added = self.overlaps[k + 1] - kept
         noise = (4 * kept + self.parts[k].kappa * added) * added / self.width
         return (1 - 1 / self.batch) * noise * sensitivity.sum((-2, -1)) ** 2
-
-
-# --- the trace, part by part ---------------------------------------------------------------------
-
-
-def _parts(layers: Sequence[Layer], trace: Trace) -> tuple[list[Part], list[int]]:
-    """All parts of all layers, and the number of parts before each layer and in all."""
-    stream = trace.stream()
-    kernels = [point.signal.kernel for point in stream]
-    kernels += [point.gradient.kernel for point in stream if point.gradient is not None]
-    axes = np.broadcast_shapes(*(kernel.diagonal.shape[:-1] for kernel in kernels))
-    points = iter(trace.points)
-    before = next(point for point in points if point.site == "stream")
-    found: list[Part] = []
-    starts = [0]
-    for layer in layers:
-        for component in parts_of(layer):
-            part, before = _part(component, before, points, axes)
-            found.append(part)
-        starts.append(len(found))
-        before = next(points)
-    return found, starts
-
-
-def _part(
-    component: Component, before: Point, points: Iterator[Point], axes: tuple[int, ...]
-) -> tuple[Part, Point]:
-    residual = isinstance(component, Residual)
-    branch = component.branch if isinstance(component, Residual) else component
-    passed: list[Point] = []
-    assert before.gradient is not None
-    unit = np.broadcast_to(_trace(before.gradient.kernel.pairs), axes)
-    answer, _ = response(branch, before.signal, _kept(points, passed), unit)
-    after = next(points) if residual else passed[-1]
-    skip, scale = 0.0, 1.0
-    if isinstance(component, Residual):
-        skip, scale = component.skip_scale**2, component.branch_scale**2
-    assert after.gradient is not None
-    kappa = _own_fluctuation(branch, before.signal, passed) if residual else 0.0
-    heads = [leaf for leaf in _leaves(branch) if isinstance(leaf, SelfAttention)]
-    part = Part(
-        answer,
-        residual,
-        skip,
-        scale,
-        before.signal.second_moment().pairs.astype(SINGLE),
-        after.signal.second_moment().pairs.astype(SINGLE),
-        in_units(before.gradient.kernel.pairs, unit),
-        in_units(after.gradient.kernel.pairs, unit),
-        kappa,
-        2.0 if heads else kappa,
-        float(after.signal.width),
-        float(heads[0].heads * heads[0].d_head) if heads else None,
-    )
-    return part, after
-
-
-def _kept(points: Iterator[Point], passed: list[Point]) -> Iterator[Point]:
-    for point in points:
-        passed.append(point)
-        yield point
-
-
-def _own_fluctuation(branch: Component, entering: Signal, passed: Sequence[Point]) -> Array:
-    """d_model times the relative variance of |branch|^2 that its own matrices add."""
-    last = max(i for i, leaf in enumerate(_leaves(branch)) if not isinstance(leaf, Dropout))
-    reached = passed[last].signal
-    norms = any(getattr(leaf, "normalises", False) for leaf in _leaves(branch))
-    inherited = 0.0 if norms else _relative_spread(entering)
-    if any(isinstance(leaf, SelfAttention) for leaf in _leaves(branch)):
-        inherited = 0.0  # what attention averages is tracked anew
-    return reached.width * np.maximum(_relative_spread(reached) - inherited, 0.0)
-
-
-def _relative_spread(signal: Signal) -> Array:
-    """Var |x|^2/E^2 |x|^2, averaged over tokens."""
-    assert signal.spread is not None
-    return (signal.spread.diagonal / signal.second_moment().diagonal ** 2).mean(-1)
-
-
-def _leaves(component: Component) -> tuple[Component, ...]:
-    return component.parts if isinstance(component, Chain) else (component,)
-
-
-def _trace(kernel: Array) -> Array:
-    return np.trace(kernel, axis1=-2, axis2=-1)

@@ -251,6 +251,20 @@ def test_slow_rotation_is_no_rotation() -> None:
     np.testing.assert_allclose(one.backward(gradient).total, total, atol=1e-2 * np.abs(total).max())
 
 
+@pytest.mark.parametrize("drop_prob", [0.0, 0.5])
+def test_the_unit_of_the_tokens_is_free(drop_prob: float) -> None:
+    """Tokens four times as large, logits of the same variance: the output is four times as large,
+    and as dLogit grows with the values what reaches queries and keys stays the same."""
+    kernel, gradient = text(12), alike(12, 1.0, 0.2)
+    one, two = (
+        KernelAttention(size * kernel, logit_scale=1.5 / size**2, drop_prob=drop_prob)
+        for size in (1.0, 4.0)
+    )
+    np.testing.assert_allclose(two.forward(), 4.0 * one.forward(), rtol=1e-4)
+    for path, same in zip(one.backward(gradient), two.backward(gradient), strict=True):
+        np.testing.assert_allclose(same, path, atol=1e-4 * np.abs(path).max())
+
+
 # --- identities -----------------------------------------------------------------------------------
 
 

@@ -219,10 +219,11 @@ def test_points_between_those_followed() -> None:
 
 def test_several_configurations_by_token() -> None:
     model = small("pre").replace(layers=3, seq_len=8, causal=True)
-    correlation = np.array([0.1, 0.5])
-    together = sigma_squared(model, correlation=correlation, batch=2)
-    for i, value in enumerate(correlation):
-        alone = sigma_squared(model, correlation=float(value), batch=2)
+    correlation, shared = np.array([0.1, 0.5]), np.array([0.0, 0.2])
+    together = sigma_squared(model, correlation=correlation, grad_correlation=shared, batch=2)
+    for i in range(2):
+        moments = {"correlation": float(correlation[i]), "grad_correlation": float(shared[i])}
+        alone = sigma_squared(model, batch=2, **moments)
         assert together[i] == pytest.approx(alone, rel=1e-4)
 
 
@@ -253,7 +254,7 @@ def test_fast_attention_maps_against_the_full_ones(causal: bool) -> None:
     identity = np.eye(len(gradient))
     sent = fast.fall(gradient, None, gradient)[0]
     exact = full.backward(gradient).total
-    assert np.trace(sent) == pytest.approx(np.trace(exact), rel=0.08)
+    assert np.trace(sent) == pytest.approx(np.trace(exact), rel=0.2)
     assert sent.sum() == pytest.approx(exact.sum(), rel=0.03)
     onward, exact = fast.rise(identity).onward, full.adjoint(identity)
     assert np.abs(onward - exact).sum() < 0.12 * np.abs(exact).sum()
@@ -295,10 +296,9 @@ def test_coverage_under_a_causal_mask(norm: str) -> None:
     pytest.importorskip("torch")
     from moments import simulate
 
-    model = small("pre").replace(norm=norm, seq_len=12, causal=True)
+    model = small("pre", 64).replace(layers=4, norm=norm, seq_len=12, causal=True)
     prediction = predict(model, correlation=0.3)
-    seeds = 60
-    draws = simulate(model, correlation=0.3, seeds=seeds, batch=1).samples["grad_variance"]
+    draws = simulate(model, correlation=0.3, seeds=60, batch=1).samples["grad_variance"]
     low, high = prediction.grad_variance_band
     inside = ((draws > low) & (draws < high)).mean(0)
     # 90 % less three binomial standard errors of 3.9 %.

@@ -85,7 +85,7 @@ def test_a_missing_entry_means_what_the_class_means(kind: str) -> None:
     real = transformers.AutoConfig.for_model(kind)
     assert declared({"model_type": kind}) == declared(real)
     assert (kind == "electra") == isinstance(declared(real), str)
-    small = config_of(kind)
+    small = config_of(kind) | ({"dropout": 0.0} if kind == "distilbert" else {})
     entries = {name: value for name, value in small.items() if name != "model_type"}
     assert moments.from_huggingface(small) == moments.from_huggingface(
         transformers.AutoConfig.for_model(kind, **entries)
@@ -111,6 +111,7 @@ def test_an_entry_nobody_knows_is_named(kind: str) -> None:
         ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("deberta-v2", "pos_att_type", ["c2p"]),
         ("stablelm", "hidden_dropout", 0.1),
+        ("distilbert", "dropout", 0.2),
     ],
 )
 def test_what_is_not_modelled_is_named(kind: str, entry: str, value: Any) -> None:
@@ -165,6 +166,10 @@ def test_features_of_single_families() -> None:
     assert (gemma.norm, gemma.logit_softcap, gemma.head.logit_softcap) == ("sandwich", 50.0, 30.0)
     assert gemma.embedding.scale == pytest.approx(2304**0.5)
     assert gemma.temperature == 1.0  # query_pre_attn_scalar is the head's width
+    legacy = {"model_type": "gemma", "hidden_act": "gelu"}
+    assert moments.from_huggingface(legacy) == moments.preset("gemma-7b")
+    legacy["hidden_activation"] = "gelu_pytorch_tanh"
+    assert moments.from_huggingface(legacy) == moments.preset("gemma-7b")
     uncapped = {"model_type": "gemma2", "final_logit_softcapping": None}
     assert moments.from_huggingface(uncapped).head.logit_softcap is None
     phi = moments.preset("phi-2")
@@ -410,6 +415,45 @@ def test_sites_hold_the_tensors_they_name(kind: str, variant: str) -> None:
         scale = model.head.output_scale if kind == "t5" else 1.0
         weight = p.weights.get((3, "head"), p.weights[0, "token"])
         close(scale * final @ weight.T, p.tensors[3, "logits"], "logits")
+
+
+def equal_share(x: Any, y: Any) -> float:
+    return float((x == y.reshape(x.shape)).double().mean())
+
+
+@EACH
+def test_dropout_is_where_the_declaration_has_it(kind: str, variant: str) -> None:
+    """What is dropped adds exactly nothing to the stream; attention's own probability is another."""
+    config = config_of(kind, variant)
+    for name in FAMILIES[kind].defaults:
+        if "drop" in name:
+            config[name] = 0.2 if "att" in name else 0.4
+    model = quiet(config)
+    p = run(build_module(config, seed=2), kind, variant)
+    error = 5 * (0.25 / p.tensors[1, "stream"].numel()) ** 0.5
+    if "dropout" in FAMILIES[kind].defaults or "hidden_dropout" in FAMILIES[kind].defaults:
+        assert max(model.dropout, kind == "stablelm") > 0
+    entering, leaving = p.tensors[0, "stream"], p.tensors[1, "stream"]
+    embedded = float((entering == 0).double().mean())
+    assert embedded == pytest.approx(model.embedding.dropout, abs=error)
+    if (1, "ffn.activation_dropout") in p.tensors:
+        before, after = (p.tensors[1, f"ffn.activation{end}"] for end in ("", "_dropout"))
+        kept = float((after[before != 0] == 0).double().mean())
+        assert kept == pytest.approx(model.activation_dropout, abs=error)
+    if kind == "stablelm":
+        return  # left out, as the config's note says
+    if model.parallel:
+        # Falcon drops the sum of both blocks, the others each of them.
+        share = model.dropout if kind == "falcon" else model.dropout**2
+        assert equal_share(leaving, entering) == pytest.approx(share, abs=error)
+        return
+    middle, last = p.tensors[1, "attention.sum"], p.tensors[1, "ffn.sum"]
+    between = p.tensors.get((1, "cross.sum"), middle)
+    if model.norm == "post":
+        between = p.tensors[1, "attention.norm"]
+    if kind != "distilbert":
+        assert equal_share(middle, entering) == pytest.approx(model.dropout, abs=error)
+    assert equal_share(last, between) == pytest.approx(model.dropout, abs=error)
 
 
 @EACH

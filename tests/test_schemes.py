@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
 
 import moments
-from moments.scheme import schemes
+from moments.scheme import Scheme, schemes
 
 
 def model(layers: int = 12, **changes: object) -> moments.Transformer:
@@ -82,6 +83,22 @@ def test_dslm_scales_the_embedding() -> None:
     embedding = scaled.embedding
     assert embedding is not None
     assert embedding.token_variance == embedding.segment_variance == pytest.approx(0.9 / 3)
+    assert scaled.head.output_scale == pytest.approx(1 / math.sqrt(768))
+
+
+def test_dslm_makes_every_embedding_one() -> None:
+    """The sum of all tables after dropout, sinusoids and a factor on the token rows included."""
+    for embedding in (
+        moments.Embedding(100, 0.5, dropout=0.2),
+        moments.Embedding(100, 0.5, 0.1, dropout=0.2, scale=16.0),
+        moments.Embedding(100, 0.5, dropout=0.2, positions="sinusoidal"),
+    ):
+        scaled = model(embedding=embedding).with_scheme("dslm")
+        assert scaled.embedding.variance == pytest.approx(0.8, rel=1e-12)
+    image = moments.PatchEmbedding(32, 8, 1.0, position_variance=1.0, dropout=0.2)
+    scaled = model(embedding=image, seq_len=17).with_scheme("dslm", input_correlation=0.4)
+    assert scaled.embedding.patch_variance == pytest.approx(0.4 / (3 * 64))
+    assert scaled.embedding.class_variance == scaled.embedding.position_variance == 0.4
 
 
 def test_simplified_dslm() -> None:
@@ -91,22 +108,24 @@ def test_simplified_dslm() -> None:
     assert weights.value == weights.output == weights.ffn_in == weights.ffn_out
 
 
-def test_layernorm_scaling_and_xavier() -> None:
-    scaled = model().with_scheme("lns")
-    np.testing.assert_allclose(scaled.norm_scales**2, 1 / np.arange(1, 13))
-    assert model().with_scheme("normal").with_scheme("xavier").weights == model().weights
-
-
 @pytest.mark.parametrize("scheme", schemes(), ids=lambda scheme: scheme.name)
-def test_every_scheme_sets_only_what_it_says(scheme: object) -> None:
-    base = model(embedding=moments.Embedding(100, 0.5), norm="post")
-    changed = base.with_scheme(scheme.name)  # type: ignore[attr-defined]
+def test_every_scheme_sets_only_what_it_says(scheme: Scheme) -> None:
+    placement = (*scheme.placements, "pre")[0]
+    other = "pre" if scheme.name == "post-ln" else "post"
+    norm = other if "norm" in scheme.sets else placement
+    base = model(
+        embedding=moments.Embedding(100, 0.02), head=moments.Head(loss=None), norm=norm, seq_len=32
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        changed = base.with_scheme(scheme.name)
+        assert np.all(np.isfinite(moments.predict(changed, tokens=False).grad_variance))
+        assert changed.with_scheme("post-ln").norm == "post"
     before, after = base.to_dict(), changed.to_dict()
     touched = {name for name in before if before[name] != after[name]}
     assert touched
-    assert touched <= set(scheme.sets)  # type: ignore[attr-defined]
-    assert str(scheme.source)  # type: ignore[attr-defined]
-    assert np.all(np.isfinite(moments.predict(changed).grad_variance))
+    assert touched <= set(scheme.sets)
+    assert str(scheme.source)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +136,7 @@ def test_every_scheme_sets_only_what_it_says(scheme: object) -> None:
         ("dslm", {"k": 12.0}, "below layers"),
         ("dslm", {}, "input_correlation"),
         ("dslm", {"input_correlation": 0.0}, "input_correlation"),
-        ("lns", {"k": 1}, "no options"),
+        ("post-ln", {"k": 1}, "no options"),
     ],
 )
 def test_bad_schemes_and_options(name: str, options: dict[str, float], words: str) -> None:

@@ -90,10 +90,13 @@ def _roberta(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
-    """BERT without segments; every epsilon is written into the code."""
+    """BERT without segments and without dropout behind attention's output projection, which a
+    declaration has on both blocks or on none; every epsilon is written into the code."""
     fixed = read.flag("sinusoidal_pos_embds", False)
     variance = read.variance()
     dropout = read.number("dropout")
+    if dropout:
+        read.leave_out("dropout", dropout, "the attention block's output is dropped too")
     activation = read.activation("activation")
     epsilon = 1e-12
     return Transformer(

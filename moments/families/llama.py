@@ -97,11 +97,19 @@ def _qwen_windows(read: Entries, seq_len: int) -> Any:
 
 
 def _gemma(read: Entries, seq_len: int | None) -> Transformer:
-    """Token rows times sqrt(d_model); gains are 1 + w with w = 0, which are gains of 1."""
+    """Token rows times sqrt(d_model); gains are 1 + w with w = 0, which are gains of 1.
+
+    The first releases say "gelu" and mean the tanh form, which the module takes either way.
+    """
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
     name = "hidden_activation" if read.has("hidden_activation") else "hidden_act"
+    given = read.activation(name)
+    read("hidden_act", None)
     return decoder(
-        read, seq_len, activation=read.activation(name), embedding=_scaled(read, "hidden_size")
+        read,
+        seq_len,
+        activation="gelu_tanh" if given == "gelu" else given,
+        embedding=_scaled(read, "hidden_size"),
     )
 
 

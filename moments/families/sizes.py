@@ -52,7 +52,7 @@ def sized_config(
     """A config of a family at another size, everything else as the family has it.
 
     Keys and values get half the heads where the family can share them; a hidden layer is four times
-    as wide as the stream; an image is 32 pixels wide, a patch 8.
+    as wide as the stream; an image is 32 pixels wide, a patch 8; special tokens are the first ones.
 
     Args:
         kind: `model_type`.
@@ -77,9 +77,13 @@ def sized_config(
     sizes |= dict.fromkeys(_LENGTH, seq_len) | dict.fromkeys(_HEAD_WIDTH, width)
     sizes |= {"num_key_value_heads": heads // 2, "rotary_dim": width // 2}
     sizes |= {"vocab_size": vocab_size, "image_size": 32, "patch_size": 8}
-    extra = {"hidden_size": d_model} if kind == "bloom" else {}
+    extra: dict[str, Any] = {} if kind == "vit" else {"bos_token_id": 1, "eos_token_id": 2}
+    if kind == "bloom":
+        extra["hidden_size"] = d_model
     if kind == "opt":
-        extra = {"word_embed_proj_dim": d_model}
+        extra["word_embed_proj_dim"] = d_model
+    if defaults.get("pad_token_id", 0) >= vocab_size:
+        extra["pad_token_id"] = 0
     found = {name: value for name, value in sizes.items() if name in defaults}
     if "rms_norm_eps" in defaults and "num_kv_heads" not in defaults:
         found["num_key_value_heads"] = heads // 2

@@ -71,6 +71,12 @@ class KernelAttention:
     .8 % at d_model = 64, d_head = 16, and within 1 % at 256 and 32; the correlation of key and
     value paths, itself 1 % of the total, is up to 19 % low for clusters at 64 and 16.
 
+    Rotary positions (L = 32, d_head = 32, base 1e4, the worse of a full and a causal mask, tau 1 /
+    tau 3, noise .2 to 1): traces of the output within 1 / 2 %, of key and query paths within 1 / 1 %
+    for uncorrelated tokens, 3 / 7 % for repeated ones and 2 / 6 % where tokens share .8 of their
+    variance, where leaving rotation out errs by 30 to 65 %. Biases -slope |i - j| of
+    slopes .03 to .5: key and query paths within 2 % at tau = 1 and within 12 % at tau = 3.
+
     Attributes:
         kernel, allowed, drop_prob: as given.
         logits: what the logits look like.

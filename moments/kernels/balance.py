@@ -67,15 +67,20 @@ def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: fl
     Returns:
         1 - A.
     """
-    identity = np.eye(len(weights))
-    overlap = first_guess / np.maximum(first_guess.sum(1, keepdims=True), 1e-300)
+    # single precision, three orders of magnitude below the tolerance
+    identity = np.eye(len(weights), dtype=np.float32)
+    scaled = np.clip(exponent * kernel, -1e30, 1e30).astype(np.float32)
+    shares = weights.astype(np.float32)
+    guess = first_guess / np.maximum(first_guess.sum(1, keepdims=True), 1e-300)
+    overlap = guess.astype(np.float32)
     for _ in range(30):
         response = identity - overlap
-        projected = response @ kernel @ response.T
-        joint = np.exp(np.minimum(exponent * projected, EXPONENT_MAX))
-        update = balanced(joint, weights, weights, 4) * weights
+        projected = response @ scaled @ response.T
+        joint = np.exp(np.minimum(projected, EXPONENT_MAX, out=projected), out=projected)
+        update = balanced(joint, shares, shares, 4)
+        update *= shares
         change = np.abs(update - overlap).max()
-        overlap = 0.5 * (overlap + update)
+        overlap = np.float32(0.5) * (overlap + update)
         if change < TOLERANCE:
             break
-    return np.asarray(identity - overlap)
+    return np.asarray(identity - overlap, dtype=np.float64)

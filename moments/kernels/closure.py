@@ -63,7 +63,7 @@ class OverlapClosure:
         self.logits = logits
         self._kernel = logits.within
         temperature = logits.temperature
-        first, pattern = find_patterns(logits.prior, temperature)
+        first, pattern = find_patterns(logits.prior, temperature, logits.biased)
         groups = group_patterns(logits.prior[first], _means(temperature, pattern), logits.biased)
         order = np.concatenate(groups)  # patterns numbered class by class
         self.pattern = np.argsort(order)[pattern]

@@ -37,7 +37,8 @@ class RelativeBiasNoise:
     def backward(self, gradient: Array) -> Array:
         """(Lk, Lk) what the value path gains."""
         onward = gradient @ self._moved
-        return self._variance * np.einsum("bij,bik->jk", self._moved, onward, optimize=True)
+        total = np.einsum("bij,bik->jk", self._moved, onward, optimize=True)
+        return np.asarray(self._variance * total)
 
     def table_gradient(self, kernel: Array, gradient: Array) -> float:
         """E sum_b (dLoss/dbias_b)^2 per head, per unit of d_head and of the values' gain."""
@@ -60,10 +61,10 @@ class HeadAverage:
         self.layers, self.shares, self.noise = list(layers), list(shares), noise
 
     def _mean(self, name: str) -> Array:
-        mean: Array = np.average(
+        mean = np.average(
             [getattr(layer, name) for layer in self.layers], axis=0, weights=self.shares
         )
-        return mean
+        return np.asarray(mean, dtype=np.float64)
 
     @property
     def kernel(self) -> Array:

@@ -48,19 +48,23 @@ class RowClass:
     response: Array
 
 
-def find_patterns(prior: Array, temperature: Array) -> tuple[Indices, Indices]:
+def find_patterns(prior: Array, temperature: Array, biased: bool) -> tuple[Indices, Indices]:
     """Distinct rows.
 
     Args:
         prior: (L, n) weights of every row's keys at vanishing logits, of sum 1.
         temperature: (L,) second moments C_ii of the queries.
+        biased: whether a row prefers some of its keys; otherwise only which it holds is compared.
 
     Returns:
         (P,) the first row of every pattern, and (L,) the pattern of every row.
     """
     bucket = np.round(np.log(temperature) / NORM_STEP).astype(np.int64)
-    levels = np.round(prior / prior.max(1, keepdims=True), 6).astype(np.float32)
-    signature = np.hstack([levels.view(np.uint8), bucket[:, None].view(np.uint8)])
+    held = np.packbits(prior > 0.0, axis=1)
+    if biased:
+        levels = np.round(prior / prior.max(1, keepdims=True), 6).astype(np.float32)
+        held = levels.view(np.uint8)
+    signature = np.hstack([held, bucket[:, None].view(np.uint8)])
     _, first, inverse = np.unique(signature, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.argsort(order)

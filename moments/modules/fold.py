@@ -19,7 +19,7 @@ from moments.errors import DomainError, domain_error
 from moments.modules.architecture import resolve
 from moments.modules.expectation import Scales, check_fits, scales_of
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
-from moments.modules.scales import ScaleRow, applied_scales, native_branch, remove_scales
+from moments.modules.scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
 from moments.modules.structure import Block
 from moments.modules.units import unit_gain
 from moments.optional import optional
@@ -29,7 +29,6 @@ with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
 
-FOLDED = "moments_folded"
 _OUTPUTS = {"attention": "output", "cross": "cross_output", "ffn": "ffn_out"}
 
 Step = Callable[[], None]

@@ -21,7 +21,8 @@ from moments.modules.expectation import (
 )
 from moments.modules.probe import drops_behind
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
-from moments.modules.scales import AppliedScales, apply_scales
+from moments.modules.scales import FOLDED, AppliedScales, apply_scales
+from moments.modules.structure import Block
 from moments.modules.temperature import factors
 from moments.modules.units import unit_gain
 from moments.optional import optional
@@ -74,6 +75,7 @@ def initialize(
     seed: int = 0,
     distribution: str | None = None,
     *,
+    batch: Any = None,
     names: Mapping[str, str] | None = None,
     sites: Iterable[Any] | None = None,
     architecture: Transformer | None = None,
@@ -93,6 +95,9 @@ def initialize(
         seed: the same seed gives the same entries, for each parameter on its own.
         distribution: "normal", "uniform", "truncated" or "orthogonal"; None: as the plan's weights
             declare. Tables and biases are normal where it is "orthogonal".
+        batch: what the module may be run on, as in `moments.torch.measure`, to find out whether it
+            drops a block's output inside a function; None: random input, where it says what it
+            takes.
         names, sites: for a module of one's own; see `moments.modules.roles.roles_of`.
         architecture: what a scheme is applied to, where the module cannot tell it itself.
 
@@ -117,7 +122,14 @@ def initialize(
     scales = stacks[""]
     held = _check_scales(found, scales)
     scalings = factors(module, found, model, described)
-    drops = functools.cache(lambda: drops_behind(module, found.blocks))
+    dropped = (model if described is None else described).dropout > 0
+
+    @functools.cache
+    def drops() -> set[Block]:
+        return drops_behind(module, found.blocks, batch) if dropped else set()
+
+    if hasattr(module, FOLDED):
+        delattr(module, FOLDED)
     applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held)
     for part, scaling in scalings:
         part.scaling = scaling

@@ -82,7 +82,7 @@ def probe(
     return [_measured(parts, block, blocks, seen, epsilon) for block in blocks]
 
 
-def drops_behind(module: nn.Module, blocks: tuple[Block, ...]) -> set[Block]:
+def drops_behind(module: nn.Module, blocks: tuple[Block, ...], batch: Any = None) -> set[Block]:
     """Blocks whose output passes dropout between its last hook and the sum.
 
     In training mode their sum is not lambda x + beta f. A block that cannot be run, or whose
@@ -90,8 +90,9 @@ def drops_behind(module: nn.Module, blocks: tuple[Block, ...]) -> set[Block]:
     """
     parts = dict(module.named_modules())
     doubtful = tuple(b for b in blocks if not isinstance(parts[b.branch.path], nn.Dropout))
-    batch = default_batch(module) if doubtful else None
-    if batch is None:
+    if doubtful and batch is None:
+        batch = default_batch(module)
+    if not doubtful or batch is None:
         return set(doubtful)
     probes = probe(module, doubtful, batch, training=True)
     return {

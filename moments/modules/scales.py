@@ -26,6 +26,9 @@ with optional("torch", "torch"):
 ATTRIBUTE = "moments_scales"
 """Where a module keeps its `AppliedScales`."""
 
+FOLDED = "moments_folded"
+"""Whether a module's scales are absorbed in its weights."""
+
 
 class Carried:
     """The stream on its way to the sum, one per thread; never copied or stored."""

@@ -16,7 +16,7 @@ from ..laws.references import kedia
 from ..symbols import POSITIVE, Interval
 from ..transformer import Transformer
 from ..weights import Weights
-from .dslm_solved import by_token, solved
+from .dslm_solved import by_token, described, solved
 from .registry import Scheme
 
 VARIANTS = ("released", "printed", "solved", None)
@@ -67,19 +67,18 @@ def _dslm(
         if input_correlation is not None:
             outer |= {"variance": 1.0, "correlation": _kept(encoder) * input_correlation}
     scaled = _prepared(model, k, alpha)
-    correlation = None
-    if input_correlation is not None or not {"correlation", "token_ids", "kernel"} & set(given):
-        correlation = _kept(model) * _input_correlation(model, input_correlation)
     if variant == "solved":
-        if model.embedding is None or input_correlation is not None:
-            given |= {} if correlation is None else {"variance": 1.0, "correlation": correlation}
+        if input_correlation is not None or (model.embedding is None and not described(given)):
+            found = _kept(model) * _input_correlation(model, input_correlation)
+            given |= {"variance": 1.0, "correlation": found}
         return solved(scaled, simplified, given)
     if simplified:
         return scaled
-    if correlation is None:
+    if described(given):
         raise domain_error("inputs", sorted(given), 'absent unless variant is "solved"')
+    start = _kept(model) * _input_correlation(model, input_correlation)
     square = float(scaled.branch_scales[0]) ** 2
-    rows = correlations(correlation, model.layers, square, model.dropout)
+    rows = correlations(start, model.layers, square, model.dropout)
     kept = 1 - model.dropout
     chosen = [entering if variant == "released" else leaving for entering, leaving in rows]
     attention = [math.sqrt(kept / r) / model.d_model for r in chosen]

@@ -46,6 +46,11 @@ def solved(model: Transformer, simplified: bool, inputs: Mapping[str, Any]) -> T
     raise DomainError("dslm: value and output weights do not settle; use simplified=False")
 
 
+def described(inputs: Mapping[str, Any]) -> bool:
+    """Whether inputs say how the tokens of the stream correlate."""
+    return bool({"correlation", "token_ids", "kernel", "pixels"} & set(inputs))
+
+
 def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
     """Whether a prediction of the model on such inputs is resolved by token."""
     from ..passes import stack_of

@@ -10,34 +10,24 @@ an activation of degree 1; elsewhere a bracketed root finds the factor.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..architecture import declare
-from ..attention import SelfAttention
-from ..composition import Chain, Component, Parallel, Residual
-from ..cross_attention import CrossAttention
+from ..composition import BottomToTop, Chain, Component, Parallel, Residual
 from ..errors import DomainError
-from ..gated import GatedLinear
 from ..layout import Layout
-from ..parts import Linear
-from ..propagate import Trace, forward
+from ..propagate import Point, Trace, forward
 from ..state import Signal
 from ..transformer import Transformer
-
-FACTOR_LIMIT = 60.0
-"""Largest logarithm of a factor on a variance that is tried."""
+from .block import LIMIT, MATRICES, Block, Given, factor_for, flat
 
 NOTHING = 1e-12
 """Factor on a variance that stands for a block without output."""
 
-MATRICES = {
-    "attention": ("value", "output"),
-    "cross": ("cross_value", "cross_output"),
-    "ffn": ("ffn_in", "gate", "ffn_out"),
-}
+__all__ = ["LIMIT", "MATRICES", "NOTHING", "Found", "Reached", "reached", "solve_blocks"]
+
+Target = Callable[[int, str], float]
 
 
 @dataclass(frozen=True)
@@ -46,14 +36,26 @@ class Found:
 
     Attributes:
         factors: for every matrix, what its variance is multiplied with in each layer.
-        shortfall: largest relative distance between a target and what is reached, where a target
-            lies below what the skip connection alone brings.
+        shortfall: largest relative distance between a target and what is reached, where no factor
+            reaches it.
         nearest: the variance reached there.
+        missed: (layer, block) whose targets no factor reaches.
     """
 
     factors: Mapping[str, tuple[float, ...]]
     shortfall: float = 0.0
     nearest: float | None = None
+    missed: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What one residual addition comes to: variances of the block's output and of the sum."""
+
+    layer: int
+    block: str
+    output: float
+    total: float
 
 
 def solve_blocks(
@@ -61,7 +63,7 @@ def solve_blocks(
     signal: Signal,
     layout: Layout,
     free: tuple[str, ...],
-    target: Callable[[int, str], float],
+    target: Target,
     of_sum: bool,
     memory: Signal | None = None,
 ) -> Found:
@@ -72,105 +74,150 @@ def solve_blocks(
         signal: what enters layer 1.
         layout: of its tokens.
         free: matrices to scale; those of one block by the same factor.
-        target: variance wanted at (layer, "attention" or "ffn").
-        of_sum: whether it is that of the residual sum, or of the block's output.
+        target: variance wanted at (layer, "attention", "cross" or "ffn"), averaged over tokens.
+        of_sum: whether it is that of the residual sum, or of the block's output as it comes from
+            its dropout, before any scale.
         memory: what a decoder's cross-attention reads.
 
     Raises:
-        DomainError: a block's output does not depend on its free matrices.
+        DomainError: a block's output does not depend on its free matrices, or is normalised.
     """
-    padding = None
-    factors: dict[str, list[float]] = {name: [] for name in free}
-    shortfall, nearest = 0.0, None
-    trace = Trace()
-    trace.memory = memory
-    for layer in declare(model, "refined", padding, layout.sequences).parts:
-        number = layer.number  # type: ignore[attr-defined]
-        seen: set[str] = set()
-        for part in _flat(layer.body):  # type: ignore[attr-defined]
-            if isinstance(part, Residual):
-                name = part.label.partition(".")[0]
-                own = tuple(m for m in MATRICES[name] if m in free)
-                if own:
-                    wanted = target(number, name)
-                    part, factor, missing = _fitted(
-                        part, own, signal, layout, wanted, of_sum, memory
-                    )
-                    if abs(missing) > shortfall:
-                        shortfall, nearest = abs(missing), wanted * (1 + missing)
-                    for matrix in own:
-                        factors[matrix].append(factor)
-                        seen.add(matrix)
-            signal, _ = forward(part, signal, trace)
-        trace.points.clear()
-        for matrix in set(free) - seen:
-            raise DomainError(f"free has {matrix!r}, which layer {number} does not have")
-    return Found({name: tuple(values) for name, values in factors.items()}, shortfall, nearest)
+    walk = _Walk(layout, free, target, of_sum, memory)
+    for layer in declare(model, "refined", layout.padding, layout.sequences).parts:
+        walk.layer = layer.number  # type: ignore[attr-defined]
+        walk.met = set()
+        for part in flat(layer.body):  # type: ignore[attr-defined]
+            signal = walk.step(part, signal)
+        for matrix in set(free) - walk.met:
+            raise DomainError(f"free has {matrix!r}, which layer {walk.layer} does not have")
+    factors = {name: tuple(values) for name, values in walk.factors.items()}
+    return Found(factors, walk.shortfall, walk.nearest, tuple(walk.missed))
 
 
-def _flat(component: Component) -> tuple[Component, ...]:
-    if isinstance(component, Chain):
-        return tuple(part for inner in component.parts for part in _flat(inner))
-    return (component,)
+class _Walk:
+    def __init__(
+        self,
+        layout: Layout,
+        free: tuple[str, ...],
+        target: Target,
+        of_sum: bool,
+        memory: Signal | None,
+    ) -> None:
+        self.layout, self.free, self.target, self.of_sum = layout, free, target, of_sum
+        self.memory, self.layer = memory, 0
+        self.factors: dict[str, list[float]] = {name: [] for name in free}
+        self.met: set[str] = set()
+        self.shortfall, self.nearest = 0.0, None
+        self.missed: list[tuple[int, str]] = []
 
+    def step(self, part: Component, signal: Signal) -> Signal:
+        """Pass one part of a layer, with its matrices scaled."""
+        if isinstance(part, Residual):
+            return self._residual(part, signal)
+        if isinstance(part, BottomToTop):
+            return self._bottom_to_top(part, signal)
+        return self._forward(part, signal)
 
-def _fitted(
-    part: Residual,
-    own: tuple[str, ...],
-    signal: Signal,
-    layout: Layout,
-    wanted: float,
-    of_sum: bool,
-    memory: Signal | None,
-) -> tuple[Residual, float, float]:
-    """The residual with its matrices scaled, the factor, and the relative distance that is left."""
-    entering = float(layout.token_average(signal.kernel)[0])
-    skip, scale = part.skip_scale**2, part.branch_scale**2
-    aim = (wanted - skip * entering) / scale if of_sum else wanted
-    if aim <= 0:
-        return _scaled(part, own, NOTHING), NOTHING, skip * entering / wanted - 1
+    def _forward(self, part: Component, signal: Signal) -> Signal:
+        return forward(part, signal, Trace(memory=self.memory))[0]
 
-    def output(factor: float) -> float:
-        changed, trace = _scaled(part.branch, own, factor), Trace()
-        trace.memory = memory
-        return float(layout.token_average(forward(changed, signal, trace)[0].kernel)[0])
+    def _residual(self, node: Residual, signal: Signal) -> Signal:
+        return self._forward(self._solved(node, signal), signal)
 
-    factor = (aim / output(1.0)) ** (1 / len(own))
-    if abs(output(factor) / aim - 1) > 1e-12:
-        factor = _root(lambda log: math.log(output(math.exp(log)) / aim), math.log(factor), part)
-    return _scaled(part, own, factor), factor, 0.0
+    def _bottom_to_top(self, node: BottomToTop, signal: Signal) -> Signal:
+        attention = self._solved(node.attention, signal)
+        between = self._forward(attention, signal)
+        ffn = self._solved(node.ffn, self._forward(node.norm, between))
+        return self._forward(dataclasses.replace(node, attention=attention, ffn=ffn), signal)
 
+    def _solved(self, node: Residual, signal: Signal) -> Residual:
+        """The node with its branch replaced by what it adds once its matrices are scaled."""
+        blocks = self._blocks(node, signal)
+        if not any(block.own for block in blocks):
+            return node
+        if self.of_sum:
+            factor = self._of_sum(node, signal, blocks)
+            chosen = [factor] * len(blocks)
+        else:
+            chosen = [self._of_output(block) if block.own else 1.0 for block in blocks]
+        for block, factor in zip(blocks, chosen, strict=True):
+            for matrix in block.own:
+                self.factors[matrix].append(factor)
+                self.met.add(matrix)
+        added = tuple(
+            Given(block.propagated(f)) for block, f in zip(blocks, chosen, strict=True)
+        )
+        branch = added[0] if len(added) == 1 else Parallel(added)
+        return dataclasses.replace(node, branch=branch)
 
-def _root(distance: Callable[[float], float], start: float, part: Residual) -> float:
-    from scipy.optimize import brentq
-
-    width = 0.5
-    while distance(start - width) * distance(start + width) > 0:
-        width *= 2
-        if width > FACTOR_LIMIT:
+    def _blocks(self, node: Residual, signal: Signal) -> list[Block]:
+        parts = flat(node.branch)
+        if any(part.label.endswith(".post_norm") for part in parts):
             raise DomainError(
-                f"no variance of the free matrices gives {part.label} its target: its output is "
-                "normalised, or saturates"
+                "norm = 'sandwich' normalises what every block adds: its variance is norm_gain^2"
             )
-    return math.exp(brentq(distance, start - width, start + width, xtol=1e-14, rtol=1e-14))
+        if not isinstance(parts[-1], Parallel):
+            name = node.label.partition(".")[0]
+            return [self._block(name, node.branch, signal)]
+        entering = self._forward(Chain(parts[:-1]), signal)
+        return [
+            self._block(_named(branch), branch, entering) for branch in parts[-1].branches
+        ]
+
+    def _block(self, name: str, chain: Component, signal: Signal) -> Block:
+        own = tuple(matrix for matrix in MATRICES[name] if matrix in self.free)
+        return Block(name, chain, own, signal, self.layout, self.memory)
+
+    def _of_output(self, block: Block) -> float:
+        wanted = self.target(self.layer, block.name)
+        factor, reached = factor_for(block.output, wanted, len(block.own))
+        self._note(block.name, reached, wanted, abs(reached / wanted - 1) > 1e-9)
+        return factor
+
+    def _of_sum(self, node: Residual, signal: Signal, blocks: list[Block]) -> float:
+        name = node.label.partition(".")[0]
+        wanted = self.target(self.layer, name)
+        kept = node.skip_scale**2 * float(self.layout.token_average(signal.kernel)[0])
+        scale = node.branch_scale**2
+        free = [block for block in blocks if block.own]
+        kept += scale * sum(block.added(1.0) for block in blocks if not block.own)
+        if wanted <= kept or scale == 0.0:
+            self._note(name, kept, wanted, True)
+            return NOTHING
+        factor, added = factor_for(
+            lambda f: sum(block.added(f) for block in free),
+            (wanted - kept) / scale,
+            min(len(block.own) for block in free),
+        )
+        total = kept + scale * added
+        self._note(name, total, wanted, abs(total / wanted - 1) > 1e-9)
+        return factor
+
+    def _note(self, name: str, reached: float, wanted: float, missed: bool) -> None:
+        if missed:
+            self.missed.append((self.layer, name))
+            if abs(reached / wanted - 1) >= self.shortfall:
+                self.shortfall, self.nearest = abs(reached / wanted - 1), reached
 
 
-def _scaled(component: Any, own: tuple[str, ...], factor: float) -> Any:
-    """A component whose named matrices have their variance times `factor`."""
-    if isinstance(component, Chain):
-        return Chain(tuple(_scaled(part, own, factor) for part in component.parts))
-    if isinstance(component, Parallel):
-        raise DomainError("blocks in parallel share one sum: solve for another objective")
-    if isinstance(component, Residual):
-        return dataclasses.replace(component, branch=_scaled(component.branch, own, factor))
-    if isinstance(component, Linear) and component.weight in own:
-        parameters = dict(component.parameters)
-        parameters["weight_variance"] = parameters["weight_variance"] * factor
-        return dataclasses.replace(component, parameters=parameters)
-    if isinstance(component, SelfAttention | GatedLinear):
-        names = [m for m in own if hasattr(component, m)]
-        changes = {name: getattr(component, name) * factor for name in names}
-        return dataclasses.replace(component, **changes) if changes else component
-    if isinstance(component, CrossAttention) and "cross_value" in own:
-        return dataclasses.replace(component, value=component.value * factor)
-    return component
+def _named(branch: Component) -> str:
+    labels = [part.label for part in flat(branch)]
+    return next(name for name in MATRICES if f"{name}.dropout" in labels)
+
+
+def reached(trace: Trace, layout: Layout) -> list[Reached]:
+    """What every block's output and every residual sum of a forward pass came to."""
+
+    def variance(point: Point) -> float:
+        return float(layout.token_average(point.signal.kernel)[0])
+
+    rows, outputs = [], {}
+    for point in trace.points:
+        block, _, site = point.site.partition(".")
+        if site == "dropout" and block in MATRICES:
+            outputs[block] = variance(point)
+        elif site == "sum":
+            total = variance(point)
+            rows += [Reached(point.layer, name, out, total) for name, out in outputs.items()]
+            outputs = {}
+    return rows

@@ -1,0 +1,195 @@
+"""Every scheme against simulation, and the page docs/schemes.md.
+
+    python benchmarks/schemes.py simulate [--layers 24] [--seeds 6]
+    python benchmarks/schemes.py page
+
+`simulate` runs what benchmarks/data/schemes.json does not hold yet and stores it after every
+scheme, so that it can be interrupted: on one core three minutes at 24 layers and 6 draws, and six
+at 96 layers and 3. `page` writes docs/schemes.md from that file and from predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import moments
+from moments.scheme import Scheme, schemes
+from moments.scheme_table import scheme_model
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "benchmarks/data/schemes.json"
+PAGE = ROOT / "docs/schemes.md"
+INPUTS = {"correlation": 0.25}
+DEPTHS = (24, 96)
+
+
+def base(layers: int) -> moments.Transformer:
+    return moments.Transformer(layers, 128, 4, 64, dropout=0.1)
+
+
+def declared(layers: int, scheme: Scheme) -> moments.Transformer:
+    """The scheme on the benchmark's model, at its authors' placement."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        return scheme_model(base(layers), scheme, INPUTS)
+
+
+# --- simulation ----------------------------------------------------------------------------------
+
+
+def stored() -> dict[str, Any]:
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"runs": {}}
+
+
+def simulate(layers: int, seeds: int) -> None:
+    """Run what is missing; models that two schemes share run once."""
+    for scheme in schemes():
+        data, key = stored(), f"{scheme.name}/{layers}"
+        model = declared(layers, scheme)
+        entry = model.to_dict()
+        if data["runs"].get(key, {}).get("model") == entry:
+            continue
+        same = [run for run in data["runs"].values() if run["model"] == entry]
+        run = same[0] if same else _run(model, seeds)
+        data["runs"][key] = run
+        data["machine"] = f"{platform.machine()}, {platform.system()}, one thread"
+        DATA.parent.mkdir(exist_ok=True)
+        DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        print(key, f"{run['seconds']:.0f} s", "shared" if same else "", flush=True)
+
+
+def _run(model: moments.Transformer, seeds: int) -> dict[str, Any]:
+    begun = time.time()
+    found = moments.simulate(model, **INPUTS, seeds=seeds, batch=2)
+    first, last = found.variance[0], found.grad_variance[-1]
+    return {
+        "model": model.to_dict(),
+        "seeds": seeds,
+        "seconds": time.time() - begun,
+        "variance_growth": [found.variance[-1] / first, found.variance_stderr[-1] / first],
+        "gradient_ratio": [found.grad_variance[0] / last, found.grad_variance_stderr[0] / last],
+        "typical_ratio": [
+            found.grad_variance_typical[0] / found.grad_variance_typical[-1],
+            found.grad_variance_typical_stderr[0] / found.grad_variance_typical[-1],
+        ],
+        "final_correlation": [found.correlation[-1], found.correlation_stderr[-1]],
+    }
+
+
+# --- page ----------------------------------------------------------------------------------------
+
+
+def listing() -> str:
+    """What every scheme sets, its options with the authors' defaults, its paper."""
+    lines = [
+        "| scheme | what it is | sets | options | norm | source |",
+        "|---|---|---|---|---|---|",
+    ]
+    for scheme in schemes():
+        options = ", ".join(f"`{name}={value!r}`" for name, value in scheme.options.items())
+        cells = (
+            f"`{scheme.name}`",
+            scheme.title,
+            ", ".join(f"`{name}`" for name in scheme.sets),
+            options,
+            ", ".join(scheme.placements) or "any",
+            str(scheme.source),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def table(layers: int) -> str:
+    """Predicted against simulated, one row per scheme."""
+    runs = stored()["runs"]
+    lines = [
+        "| scheme | norm | variance growth | simulated | error | gradient ratio | typical draw "
+        "| simulated | error | final correlation | simulated | error |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for scheme in schemes():
+        run = runs.get(f"{scheme.name}/{layers}")
+        if run is None:
+            continue
+        model = moments.Transformer.from_dict(run["model"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", moments.ValidityWarning)
+            found = moments.predict(model, **INPUTS, batch=2)
+        growth = float(found.variance[-1] / found.variance[0])
+        mean = float(found.grad_variance[0] / found.grad_variance[-1])
+        typical = float(found.grad_variance_typical[0] / found.grad_variance_typical[-1])
+        r = float(found.correlation[-1])
+        cells = [f"`{scheme.name}`", model.norm]
+        cells += [_short(growth), _measured(run["variance_growth"])]
+        cells += [_percent(growth, run["variance_growth"])]
+        cells += [_short(mean), _short(typical), _measured(run["typical_ratio"])]
+        cells += [_percent(typical, run["typical_ratio"])]
+        cells += [f"{r:.3f}", _measured(run["final_correlation"])]
+        cells += [f"{r - run['final_correlation'][0]:+.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _measured(pair: list[float]) -> str:
+    return f"{pair[0]:.3g} ± {pair[1]:.1g}"
+
+
+def _percent(predicted: float, pair: list[float]) -> str:
+    return f"{100 * (predicted / pair[0] - 1):+.1f} %"
+
+
+HEAD = """# Schemes
+
+Generated by `python benchmarks/schemes.py page`. `model.with_scheme(name, **options)` applies one,
+`moments.compare_schemes(model)` all of them. Where Sun et al. define a method otherwise than its
+authors, an option says so. A scheme warns where it clashes with what a model has.
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD + listing()]
+    seeds = {key.rpartition("/")[2]: run["seeds"] for key, run in stored()["runs"].items()}
+    for layers in DEPTHS:
+        if str(layers) not in seeds:
+            continue
+        parts.append(
+            f"## {layers} layers\n\n"
+            f"d_model 128, 4 heads, 64 tokens, ReLU, dropout 0.1, input correlation 0.25, white "
+            f"gradient at the output; {seeds[str(layers)]} draws of the weights, 2 sequences each, "
+            "± one standard error over draws. Each scheme at its authors' placement. Gradient "
+            "ratio: gradient variance at the first layer's input over that at the last layer's "
+            "output, predicted as the mean over draws and as the geometric mean, the typical draw, "
+            "with which the simulation's is compared.\n\n" + table(layers)
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=("simulate", "page"))
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--seeds", type=int, default=6)
+    arguments = parser.parse_args()
+    if arguments.command == "simulate":
+        simulate(arguments.layers, arguments.seeds)
+    else:
+        PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    np.seterr(all="ignore")
+    main()

@@ -1,0 +1,262 @@
+"""One block as a function of a factor on its free matrices' variances.
+
+Everything before the first free matrix is propagated once. Behind it only means and variances are
+needed to find the factor; the accepted one is propagated in full, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..attention import SelfAttention
+from ..composition import Chain, Component, Leaf, Parallel, Pullback
+from ..cross_attention import CrossAttention
+from ..errors import DomainError
+from ..gated import GatedLinear
+from ..laws.gated import gated
+from ..laws.linear import BIASED_LINEAR
+from ..layout import Layout
+from ..parts import Lawful, Linear
+from ..propagate import Trace, forward
+from ..state import Signal
+
+MATRICES = {
+    "attention": ("value", "output"),
+    "cross": ("cross_value", "cross_output"),
+    "ffn": ("ffn_in", "gate", "ffn_out"),
+}
+
+Moments = tuple[Any, Any]  # mean and variance, per token where resolved
+Stage = Callable[[Moments, float], Moments]
+
+
+@dataclass(frozen=True)
+class Given(Leaf):
+    """Stands for components whose output is known already."""
+
+    output: Signal
+    label: str = "given"
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        return self.output, _no_way_back
+
+
+def _no_way_back(_: Any) -> Any:
+    raise DomainError("a solver's walk goes forward only")
+
+
+class Block:
+    """A chain of components with free matrices, entered by a signal.
+
+    Args:
+        name: "attention", "cross" or "ffn".
+        chain: its components, norms before and scales behind included.
+        own: its free matrices, which share one factor.
+        signal: what enters.
+        layout: of the tokens.
+        memory: what cross-attention reads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        chain: Component,
+        own: tuple[str, ...],
+        signal: Signal,
+        layout: Layout,
+        memory: Signal | None,
+    ) -> None:
+        self.name, self.own, self.layout = name, own, layout
+        self.trace = Trace(memory=memory)
+        parts = flat(chain)
+        first = next((i for i, part in enumerate(parts) if holds(part, own)), len(parts))
+        last = next((i for i, part in enumerate(parts) if part.label == f"{name}.dropout"), -1)
+        end = max(first, last + 1)
+        self.entering = forward(Chain(parts[:first]), signal, self.trace)[0]
+        self.tail, self.rest = parts[first:end], parts[end:]
+        self.heads: Signal | None = None
+        if self.tail and isinstance(self.tail[0], SelfAttention | CrossAttention):
+            self._attend()
+        self._stages = [self._stage(part) for part in self.tail]
+        self._behind = [self._stage(part) for part in self.rest]
+        self._start = self.entering.mean, self.entering.kernel.diagonal
+
+    def output(self, factor: float) -> float:
+        """Variance of the block's output, before any scale of the branch; averaged over tokens."""
+        return self._through(self._stages, factor)
+
+    def added(self, factor: float) -> float:
+        """Variance of what is added to the stream, before branch_scale."""
+        return self._through(self._stages + self._behind, factor)
+
+    def propagated(self, factor: float) -> Signal:
+        """What is added to the stream, in full."""
+        parts, signal = self.tail, self.entering
+        if self.heads is not None and self._proportional:
+            heads = self.heads
+            spread = None if heads.spread is None else heads.spread.scaled(factor * factor)
+            signal = heads.replace(kernel=heads.kernel.scaled(factor), spread=spread)
+            parts = parts[1:]
+        whole = Chain(tuple(scaled(part, self.own, factor) for part in parts) + self.rest)
+        return forward(whole, signal, self.trace)[0]
+
+    # --- means and variances -------------------------------------------------------------------
+
+    def _through(self, stages: list[Stage], factor: float) -> float:
+        moments = self._start
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for stage in stages:
+                moments = stage(moments, factor)
+        return average(self.layout, moments[1])
+
+    def _attend(self) -> None:
+        """The heads' variance is affine in that of the value matrix: its bias is the constant."""
+        attention = self.tail[0]
+        self.heads = forward(attention, self.entering, self.trace)[0]
+        self._proportional = not np.any(attention.value_bias)  # type: ignore[attr-defined]
+        self._slope, self._constant = self.heads.kernel.diagonal, 0.0
+        if not self._proportional:
+            doubled = dataclasses.replace(attention, value=2 * attention.value)  # type: ignore[type-var, attr-defined]
+            more = forward(doubled, self.entering, self.trace)[0]  # type: ignore[arg-type]
+            self._slope = more.kernel.diagonal - self.heads.kernel.diagonal
+            self._constant = self.heads.kernel.diagonal - self._slope
+
+    def _stage(self, part: Component) -> Stage:
+        if isinstance(part, SelfAttention | CrossAttention):
+            return lambda _, factor: (0.0, self._slope * factor + self._constant)
+        algebra = self.entering.algebra
+        if isinstance(part, GatedLinear):
+            return lambda moments, f: (0.0, _gated(scaled(part, self.own, f), moments, algebra))
+        if not isinstance(part, Lawful):
+            raise DomainError(f"{part.label} has no inversion: solve for another objective")
+        laws = part.laws.under(part.theory)
+        mean, variance = laws["mean"], laws["variance"]
+        free = isinstance(part, Linear) and part.weight in self.own
+        values: dict[str, Any] = dict(part.parameters)
+        given = values.get("weight_variance", 0.0)
+
+        def stage(moments: Moments, factor: float) -> Moments:
+            values["x_mean"], values["x_variance"] = moments
+            if free:
+                values["weight_variance"] = given * factor
+            return (
+                mean.formula(algebra, *mean.pick(values)),
+                variance.formula(algebra, *variance.pick(values)),
+            )
+
+        return stage
+
+
+def _gated(part: GatedLinear, moments: Moments, algebra: Any) -> Any:
+    linear, product = BIASED_LINEAR.law("variance"), gated(part.activation).law("variance")
+    values = {"fan_in": part.fan_in, "x_mean": moments[0], "x_variance": moments[1]}
+
+    def one(weight: Any, bias: Any) -> Any:
+        bound = values | {"weight_variance": weight, "bias_variance": bias}
+        return linear.formula(algebra, *linear.pick(bound))
+
+    both = {
+        "x_variance": one(part.gate, part.gate_bias),
+        "factor_variance": one(part.ffn_in, part.bias),
+        "x_mean": 0.0,
+    }
+    return product.formula(algebra, *product.pick(both))
+
+
+def average(layout: Layout, diagonal: Any) -> float:
+    """Of a number per token: over the real ones of a sequence, then over sequences."""
+    if np.ndim(diagonal) == 0:
+        return float(diagonal)
+    tokens = layout.by_sequence(diagonal)
+    if layout.real is None:
+        return float(np.mean(tokens))
+    real = np.reshape(layout.real, (-1, np.shape(tokens)[-1]))
+    return float(np.mean((tokens * real).sum(-1) / real.sum(-1)))
+
+
+# --- components -----------------------------------------------------------------------------------
+
+
+def flat(component: Component) -> tuple[Component, ...]:
+    """The parts of nested chains, in order."""
+    if isinstance(component, Chain):
+        return tuple(part for inner in component.parts for part in flat(inner))
+    return (component,)
+
+
+def holds(part: Component, names: tuple[str, ...]) -> bool:
+    """Whether a component holds one of these matrices."""
+    if isinstance(part, Parallel):
+        return any(holds(inner, names) for branch in part.branches for inner in flat(branch))
+    if isinstance(part, Linear):
+        return part.weight in names
+    if isinstance(part, SelfAttention):
+        return "value" in names
+    if isinstance(part, CrossAttention):
+        return "cross_value" in names
+    return isinstance(part, GatedLinear) and bool({"gate", "ffn_in"} & set(names))
+
+
+def scaled(part: Any, own: tuple[str, ...], factor: float) -> Any:
+    """A component whose matrices among `own` have their variance times `factor`."""
+    if not holds(part, own):
+        return part
+    if isinstance(part, Linear):
+        parameters = dict(part.parameters)
+        parameters["weight_variance"] = parameters["weight_variance"] * factor
+        return dataclasses.replace(part, parameters=parameters)
+    if isinstance(part, CrossAttention):
+        return dataclasses.replace(part, value=part.value * factor)
+    names = [name for name in own if hasattr(part, name)]
+    return dataclasses.replace(part, **{name: getattr(part, name) * factor for name in names})
+
+
+# --- the factor -----------------------------------------------------------------------------------
+
+LIMIT = math.log(1e12)
+"""Largest logarithm of a factor on a variance that is tried."""
+
+
+def factor_for(output: Callable[[float], float], aim: float, count: int) -> tuple[float, float]:
+    """The factor on `count` variances at which `output` is `aim`, and the output there.
+
+    Where a power law holds, in one step; elsewhere a bracketed root; where there is none, the end
+    of the range that comes nearest.
+
+    Raises:
+        DomainError: the output does not depend on the factor.
+    """
+    now = output(1.0)
+    if now > 0 and np.isfinite(now):
+        factor = (aim / now) ** (1 / count)
+        reached = output(factor)
+        if abs(reached / aim - 1) <= 1e-13:
+            return factor, reached
+    else:
+        factor = 1.0
+
+    def distance(log: float) -> float:
+        value = output(math.exp(log))
+        return math.log(value / aim) if value > 0 else -math.inf
+
+    start, width = min(max(math.log(factor), -LIMIT), LIMIT), 1e-3
+    low = high = start
+    while distance(low) * distance(high) > 0 and max(-low, high) < LIMIT:
+        low, high = max(start - width, -LIMIT), min(start + width, LIMIT)
+        width *= 4
+    below, above = distance(low), distance(high)
+    if below * above > 0:
+        if abs(above - below) < 1e-9:
+            raise DomainError("a block's output does not depend on its free matrices")
+        log = low if abs(below) < abs(above) else high
+        return math.exp(log), output(math.exp(log))
+    from scipy.optimize import brentq
+
+    log = float(brentq(distance, low, high, xtol=1e-15, rtol=1e-14))
+    return math.exp(log), output(math.exp(log))

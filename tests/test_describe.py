@@ -1,0 +1,306 @@
+"""Real modules read back as declarations, and plans written out as code and tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+
+import moments
+from moments import DomainError, MomentsError, ValidityWarning
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from moments.modules.architecture import architecture_of  # noqa: E402
+from moments.modules.assumptions import WeightStatistics  # noqa: E402
+from moments.modules.roles import roles_of  # noqa: E402
+from moments.modules.snippet import snippet, tensor_table  # noqa: E402
+from moments.torch import audit, describe, initialize, weight_statistics  # noqa: E402
+
+WIDTH = 64
+
+
+def encoder(norm_first=True):
+    layer = torch.nn.TransformerEncoderLayer(WIDTH, 4, 128, norm_first=norm_first, batch_first=True)
+    norm = torch.nn.LayerNorm(WIDTH) if norm_first else None
+    return torch.nn.TransformerEncoder(layer, 3, norm=norm, enable_nested_tensor=False)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=WIDTH,
+        n_head=4,
+        vocab_size=101,
+        n_positions=16,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def t5():
+    config = transformers.T5Config(
+        num_layers=2,
+        d_model=WIDTH,
+        d_kv=16,
+        num_heads=4,
+        d_ff=96,
+        vocab_size=101,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_what_was_written_is_read_back(norm_first):
+    module = encoder(norm_first)
+    plan = architecture_of(module).replace(
+        weights=moments.Weights([1e-2, 2e-2, 3e-2], 4e-2, 5e-2, 6e-2, 7e-2, 8e-2),
+        skip_scale=[0.9, 0.8, 0.7],
+        branch_scale=[(0.3, 0.4), (0.5, 0.6), (0.7, 0.8)],
+        layernorm_scaling=True,
+    )
+    # Rows of orthogonal matrices have one length: variances come out exactly.
+    initialize(module, plan, distribution="orthogonal")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ValidityWarning)
+        found = describe(module)
+    assert found.norm == plan.norm
+    assert found.layernorm_scaling is True
+    np.testing.assert_allclose(found.skip_scales, plan.skip_scales, rtol=1e-5)
+    np.testing.assert_allclose(found.branch_scales, plan.branch_scales, rtol=1e-5)
+    for n in (1, 2, 3):
+        for name in ("query", "key", "value", "output", "ffn_in", "ffn_out"):
+            written = getattr(plan.layer_weights(n), name)
+            assert getattr(found.layer_weights(n), name) == pytest.approx(written, rel=1e-4)
+    assert found.norm_gain == 1
+    assert found.biases is None
+
+
+def test_measured_variances_are_mean_squares():
+    torch.manual_seed(0)
+    module = gpt2()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.01 * torch.randn_like(p))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        found = describe(module)
+    block = module.transformer.h[1]
+    value = block.attn.c_attn.weight.detach().double()[:, 2 * WIDTH :]
+    assert found.layer_weights(2).value == pytest.approx(float(value.square().mean()), rel=1e-6)
+    gain = block.ln_2.weight.detach().double().square().mean()
+    assert found.norm_gains[1, 1] ** 2 == pytest.approx(float(gain), rel=1e-6)
+    bias = block.mlp.c_fc.bias.detach().double().square().mean()
+    assert found.biases.layer(2)["ffn_in"] == pytest.approx(float(bias), rel=1e-6)
+    wte = module.transformer.wte.weight.detach().double().square().mean()
+    assert found.embedding.token_variance == pytest.approx(float(wte), rel=1e-6)
+    assert found.causal
+
+
+def test_both_stacks_of_an_encoder_and_decoder():
+    module = t5()
+    block = module.encoder.block[1].layer[1].DenseReluDense.wi
+    with torch.no_grad():
+        block.weight.mul_(3)
+    found = describe(module)
+    expected = float(block.weight.detach().double().square().mean())
+    assert found.encoder.layer_weights(2).ffn_in == pytest.approx(expected, rel=1e-6)
+    assert found.layer_weights(2).ffn_in < 0.3 * expected
+    cross = module.decoder.block[0].layer[1].EncDecAttention.v.weight.detach().double()
+    assert found.layer_weights(1).cross_value == pytest.approx(
+        float(cross.square().mean()), rel=1e-6
+    )
+
+
+def test_a_description_predicts():
+    torch.manual_seed(0)
+    found = describe(gpt2())
+    p = moments.predict(found.replace(seq_len=8))
+    assert np.isfinite(p.variance).all()
+
+
+# --- broken assumptions ---------------------------------------------------------------------------
+
+
+def noted(module):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        describe(module)
+    return [str(w.message) for w in caught if w.category is ValidityWarning]
+
+
+def test_fresh_weights_break_nothing():
+    for seed in range(5):
+        torch.manual_seed(seed)
+        assert noted(gpt2()) == []
+
+
+def test_broken_assumptions_are_named_with_numbers():
+    torch.manual_seed(0)
+    module = gpt2()
+    first, second = module.transformer.h
+    u, v = torch.randn(WIDTH), torch.randn(WIDTH)
+    with torch.no_grad():
+        first.attn.c_proj.weight.add_(0.01 * torch.outer(u, v))
+        second.mlp.c_fc.weight.add_(0.01)
+        heavy = second.mlp.c_proj.weight
+        heavy.mul_(1 + 9 * (torch.rand_like(heavy) < 0.01))
+        second.ln_1.weight.mul_(1 + 0.5 * torch.rand(WIDTH))
+        query, key, _ = first.attn.c_attn.weight.split(WIDTH, dim=1)
+        key.copy_((query + key) / math.sqrt(2))
+    messages = noted(module)
+    kinds = {
+        "output: the largest squared singular value is": "stable rank",
+        "ffn_in: entries have a mean of": "mlp.c_fc",
+        "ffn_out: heavy tails, kurtosis": "against a normal's 3",
+        "norm gains differ between features": "ln_1",
+        "query and key are not independent: their entries correlate by 0.7": "layer 1",
+    }
+    for start, part in kinds.items():
+        assert any(m.startswith(start) and part in m for m in messages), (start, messages)
+    frame = weight_statistics(module)
+    row = frame[(frame["role"] == "output") & (frame["layer"] == 1)].iloc[0]
+    w = first.attn.c_proj.weight.detach().double()
+    top = float(torch.linalg.matrix_norm(w, 2)) ** 2
+    assert row["stable_rank"] == pytest.approx(float(w.square().sum()) / top, rel=1e-3)
+    assert row["spectral"] == pytest.approx(top / (4 * WIDTH * row["variance"]), rel=1e-3)
+
+
+def test_the_spectral_edge_of_independent_entries():
+    """Largest squared singular values of Gaussian matrices: about the edge, within the scale."""
+    generator = torch.Generator().manual_seed(1)
+    role = roles_of(gpt2()).named("ffn_in")[0]
+    deviations = []
+    for _ in range(40):
+        s = WeightStatistics.of(role, torch.randn((40, 100), generator=generator))
+        deviations.append((s.spectral - 1) / s.spectral_error)
+    # The Tracy-Widom law of real matrices has mean -1.21 and deviation 1.27.
+    assert abs(np.mean(deviations) + 1.21) < 5 * 1.27 / math.sqrt(40)
+    assert max(deviations) < 6
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_checkpoints(tmp_path):
+    torch.manual_seed(0)
+    module = gpt2()
+    module.save_pretrained(tmp_path)
+    found = describe(module)
+    assert describe(tmp_path) == found
+    assert describe(str(tmp_path / "model.safetensors")) == found
+    module.transformer.save_pretrained(tmp_path / "bare")
+    assert describe(tmp_path / "bare") == found
+
+
+def test_checkpoints_that_cannot_be_read(tmp_path):
+    with pytest.raises(DomainError, match="checkpoint"):
+        describe(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}))
+    with pytest.raises(DomainError, match="model_type"):
+        describe(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1}))
+    (tmp_path / "broken.safetensors").write_bytes(b"no such thing")
+    with pytest.raises(DomainError, match="safetensors"):
+        describe(tmp_path / "broken.safetensors")
+    with pytest.raises(DomainError, match="module"):
+        describe(3)
+    with pytest.raises(MomentsError, match="no known layer"):
+        describe(torch.nn.Linear(2, 2))
+
+
+def test_missing_parameters_are_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    gpt2().save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["transformer.h.1.mlp.c_fc.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(ValidityWarning, match="1 parameters are not in the checkpoint"):
+        describe(tmp_path)
+
+
+# --- code and tables ------------------------------------------------------------------------------
+
+
+def run(code, module):
+    """What pasting the snippet does."""
+    scope = {}
+    exec(compile(code, "snippet", "exec"), scope)
+    scope["initialize"](module, seed=1)
+    return scope
+
+
+def test_a_snippet_initialises_what_it_says():
+    module = encoder()
+    plan = architecture_of(module).replace(
+        weights=moments.Weights([1e-2, 2e-2, 3e-2], 4e-2, 5e-2, [6e-2, 7e-2, 8e-2], 7e-2, 8e-2)
+    )
+    run(snippet(plan), module)
+    report = audit(module, plan)
+    assert report.passed, str(report)
+    fused = gpt2()
+    plan = architecture_of(fused).with_scheme("xavier")
+    names = {
+        "transformer.h.{layer}.attn.c_attn.weight": "query+key+value",
+        "transformer.h.{layer}.attn.c_proj.weight": "output",
+        "transformer.h.{layer}.mlp.c_fc.weight": "ffn_in",
+        "transformer.h.{layer}.mlp.c_proj.weight": "ffn_out",
+        "transformer.wte.weight": "token",
+        "transformer.wpe.weight": "position",
+    }
+    run(snippet(plan, names=names), fused)
+    assert audit(fused, plan).passed
+
+
+def test_scales_of_a_snippet():
+    model = architecture_of(encoder())
+    assert "SKIP" not in snippet(model)
+    code = snippet(model.replace(skip_scale=0.9, branch_scale=[0.1, 0.2, 0.3]))
+    scope = run(code, encoder())
+    assert scope["BRANCH"] == [0.1, 0.2, 0.3]
+    assert scope["SKIP"] == [0.9] * 3
+    assert "x = SKIP[l] * x + BRANCH[l] * f(norm(x))" in code
+    post = snippet(model.replace(norm="post", branch_scale=0.5))
+    assert "x = norm(x + BRANCH[l] * f(x))" in post
+    scaled = snippet(model.replace(layernorm_scaling=True))
+    assert "f(NORM_SCALE[l] * norm(x))" in scaled
+
+
+def test_the_table_of_tensors():
+    model = moments.Transformer(
+        2, 32, 4, 8, activation="swiglu", kv_heads=2, embedding=moments.Embedding(50, 0.04)
+    )
+    frame = tensor_table(model)
+    assert list(frame["tensor"][:4]) == ["token", "query", "key", "value"]
+    assert set(frame[frame["layer"] == 2]["tensor"]) == {
+        "query", "key", "value", "output", "gate", "ffn_in", "ffn_out",
+    }  # fmt: skip
+    key = frame[(frame["layer"] == 1) & (frame["tensor"] == "key")].iloc[0]
+    assert (key["fan_in"], key["fan_out"]) == (32, 16)
+    assert key["normal_deviation"] ** 2 == pytest.approx(key["variance"])
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.empty(200_000)
+    deviation = key["truncated_deviation"]
+    torch.nn.init.trunc_normal_(
+        drawn, std=deviation, a=-2 * deviation, b=2 * deviation, generator=generator
+    )
+    assert float(drawn.var()) == pytest.approx(key["variance"], rel=0.02)
+    drawn.uniform_(-key["uniform_bound"], key["uniform_bound"], generator=generator)
+    assert float(drawn.var()) == pytest.approx(key["variance"], rel=0.02)
+
+
+def test_errors_of_snippets():
+    model = architecture_of(encoder())
+    with pytest.raises(DomainError, match="framework"):
+        snippet(model, "fortran")
+    with pytest.raises(DomainError, match="plan"):
+        snippet("dslm")
+    with pytest.raises(DomainError, match="token"):
+        snippet(model, names={"w": "token"})

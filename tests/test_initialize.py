@@ -1,0 +1,511 @@
+"""Plans written into real modules: exact variances, and hooks that compute what is declared."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+import moments
+from moments import DomainError, MomentsError, Transformer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from moments.modules.architecture import architecture_of  # noqa: E402
+from moments.modules.roles import roles_of  # noqa: E402
+from moments.modules.scales import applied_scales, remove_scales  # noqa: E402
+from moments.torch import audit, initialize  # noqa: E402
+
+LAYERS, WIDTH = 2, 32
+SKIP, BRANCH = (0.9, 0.8), (0.5, 0.4)
+
+
+def encoder(norm_first=True, dropout=0.1, layers=LAYERS):
+    layer = torch.nn.TransformerEncoderLayer(
+        WIDTH, 4, 64, dropout, norm_first=norm_first, batch_first=True
+    )
+    return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def gpt2(**changes):
+    config = transformers.GPT2Config(
+        n_layer=LAYERS,
+        n_embd=WIDTH,
+        n_head=4,
+        vocab_size=101,
+        n_positions=16,
+        bos_token_id=1,
+        eos_token_id=2,
+        **changes,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def neox(**changes):
+    config = transformers.GPTNeoXConfig(
+        num_hidden_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=101,
+        max_position_embeddings=16,
+        **changes,
+    )
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+def opt(**changes):
+    config = transformers.OPTConfig(
+        num_hidden_layers=LAYERS,
+        hidden_size=WIDTH,
+        word_embed_proj_dim=WIDTH,
+        num_attention_heads=4,
+        ffn_dim=64,
+        vocab_size=101,
+        max_position_embeddings=16,
+        **changes,
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def scaled(module, **changes):
+    return architecture_of(module).replace(skip_scale=SKIP, branch_scale=BRANCH, **changes)
+
+
+IDS = np.arange(22).reshape(2, 11) % 101
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def test_every_matrix_has_the_variance_of_the_plan():
+    """A wide layer, so that a percent shows: 4 standard errors of the mean square."""
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
+    module = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    weights = moments.Weights([1e-3, 2e-3], [3e-3, 4e-3], 5e-3, 6e-3, [7e-3, 8e-3], 9e-3)
+    plan = architecture_of(module).replace(weights=weights)
+    for distribution, kurtosis in (
+        ("normal", 3.0),
+        ("uniform", 1.8),
+        ("truncated", 2.37),
+        ("orthogonal", 3.0),
+    ):
+        done = initialize(module, plan, seed=2, distribution=distribution)
+        for number, layer in enumerate(module.layers, start=1):
+            expected = plan.layer_weights(number)
+            query, key, value = layer.self_attn.in_proj_weight.detach().chunk(3)
+            for w, variance in (
+                (query, expected.query),
+                (key, expected.key),
+                (value, expected.value),
+                (layer.self_attn.out_proj.weight, expected.output),
+                (layer.linear1.weight, expected.ffn_in),
+                (layer.linear2.weight, expected.ffn_out),
+            ):
+                spread = math.sqrt((kurtosis - 1) / w.numel())
+                square = float(w.detach().double().square().mean())
+                assert abs(square / variance - 1) < 4.5 * spread, distribution
+        frame = done.to_frame()
+        assert len(frame) == len(list(module.layers)) * (6 + 6 + 4)
+        assert not done.left
+        assert done.scales is None
+
+
+def test_shapes_of_the_distributions():
+    from scipy import stats
+
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+    module = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    plan = architecture_of(module).replace(weights=moments.Weights.normal(0.01))
+    references = {
+        "normal": stats.norm(scale=0.1),
+        "uniform": stats.uniform(-0.1 * math.sqrt(3), 0.2 * math.sqrt(3)),
+        "truncated": stats.truncnorm(-2, 2, scale=0.1 / stats.truncnorm.std(-2, 2)),
+    }
+    for name, reference in references.items():
+        initialize(module, plan, seed=3, distribution=name)
+        entries = module.layers[0].linear1.weight.detach().double().numpy().ravel()
+        assert stats.kstest(entries, reference.cdf).pvalue > 1e-4
+        assert abs(entries).max() <= reference.support()[1]
+    initialize(module, plan, seed=3, distribution="orthogonal")
+    w = module.layers[0].linear1.weight.detach().double()
+    torch.testing.assert_close(
+        w.T @ w, 2.56 * torch.eye(128, dtype=torch.float64), atol=1e-5, rtol=0
+    )
+
+
+def test_the_same_seed_the_same_entries():
+    module = gpt2()
+    plan = architecture_of(module)
+    first = [initialize(module, plan, seed=4) and p.clone() for p in module.parameters()]
+    torch.manual_seed(9)
+    initialize(module, plan, seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(first, module.parameters(), strict=True))
+    initialize(module, plan, seed=5)
+    changed = [
+        n
+        for (n, p), a in zip(module.named_parameters(), first, strict=True)
+        if p.ndim > 1 and torch.equal(a, p)
+    ]
+    assert not changed
+
+
+def test_fused_and_transposed_matrices_are_filled_part_by_part():
+    """GPT-2's Conv1D holds thirds of its columns, GPT-NeoX rows by head."""
+    weights = moments.Weights(1.0, 4.0, 16.0, 1.0, 1.0, 1.0)
+    module = gpt2()
+    initialize(module, architecture_of(module).replace(weights=weights))
+    fused = module.transformer.h[1].attn.c_attn.weight.detach()
+    squares = [float(w.square().mean()) for w in fused.split(WIDTH, dim=1)]
+    np.testing.assert_allclose(squares, [1, 4, 16], rtol=0.2)
+    module = neox()
+    initialize(module, architecture_of(module).replace(weights=weights))
+    fused = module.gpt_neox.layers[0].attention.query_key_value.weight.detach()
+    by_head = fused.view(4, 3, WIDTH // 4, WIDTH)
+    squares = by_head.square().mean((0, 2, 3))
+    np.testing.assert_allclose(squares, [1, 4, 16], rtol=0.2)
+
+
+def test_biases_norms_tables_and_padding():
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=WIDTH, num_attention_heads=4, intermediate_size=64,
+        vocab_size=400, max_position_embeddings=64,
+    )  # fmt: skip
+    module = transformers.BertForMaskedLM(config)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(1.0)
+    model = architecture_of(module)
+    plan = model.replace(embedding=model.embedding.replace(token_variance=0.04))
+    done = initialize(module, plan)
+    assert not done.left
+    tables = module.bert.embeddings
+    assert float(tables.word_embeddings.weight.detach()[1:].var()) == pytest.approx(0.04, rel=0.06)
+    assert not tables.word_embeddings.weight[0].any()
+    for name, p in module.named_parameters():
+        if "LayerNorm.weight" in name:
+            assert torch.equal(p, torch.ones_like(p))
+        elif name.endswith("bias"):
+            assert not p.any()
+
+
+def test_gains_that_are_stored_less_one():
+    config = transformers.Gemma2Config(
+        num_hidden_layers=2, hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=64, vocab_size=101, max_position_embeddings=16,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    module = transformers.Gemma2ForCausalLM(config)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.5)
+    initialize(module, architecture_of(module))
+    assert not module.model.layers[0].input_layernorm.weight.any()
+    assert audit(module, architecture_of(module)).passed
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+def by_hand(module, x, norm_first, norm_scales=(1.0, 1.0)):
+    """The encoder written out with its own submodules, which drop in the same order."""
+    for layer, a, b, s in zip(module.layers, SKIP, BRANCH, norm_scales, strict=True):
+
+        def attention(z, layer=layer):
+            return layer.dropout1(layer.self_attn(z, z, z, need_weights=False)[0])
+
+        def ffn(z, layer=layer):
+            return layer.dropout2(layer.linear2(layer.dropout(layer.activation(layer.linear1(z)))))
+
+        for f, norm in ((attention, layer.norm1), (ffn, layer.norm2)):
+            x = a * x + b * f(s * norm(x)) if norm_first else s * norm(a * x + b * f(x))
+    return x
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("scaling", [False, True])
+def test_hooks_compute_the_declared_layer(norm_first, scaling):
+    """Output and gradients in training mode, dropout included."""
+    module = encoder(norm_first)
+    plan = scaled(module, layernorm_scaling=scaling)
+    initialize(module, plan, seed=1)
+    bare = copy.deepcopy(module)
+    remove_scales(bare)
+    assert applied_scales(bare) is None
+    x = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(11)
+    hooked = module(x)
+    torch.manual_seed(11)
+    written = by_hand(bare, x, norm_first, plan.norm_scales)
+    torch.testing.assert_close(hooked, written, rtol=1e-5, atol=1e-6)
+    hooked.square().sum().backward()
+    written.square().sum().backward()
+    for p, q in zip(module.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_scaling_before_the_norm_and_behind_the_sum():
+    module = encoder()
+    x = torch.randn(2, 7, WIDTH)
+    for where in ("before-norm", "after-block", "after-residual", "attention-only", "ffn-only"):
+        plan = architecture_of(module).replace(layernorm_scaling=where)
+        initialize(module, plan, seed=1)
+        bare = copy.deepcopy(module.eval())
+        remove_scales(bare)
+        y = x
+        with torch.no_grad():
+            for number, layer in enumerate(bare.layers, start=1):
+                s = 1 / math.sqrt(number)
+                for f, norm, name in (
+                    (lambda z, m=layer: m.self_attn(z, z, z)[0], layer.norm1, "attention"),
+                    (lambda z, m=layer: m.linear2(m.linear1(z).relu()), layer.norm2, "ffn"),
+                ):
+                    z = norm(s * y if where == "before-norm" else y)
+                    z = f(s * z if where == f"{name}-only" else z)
+                    y = y + (s * z if where == "after-block" else z)
+                    y = s * y if where == "after-residual" else y
+            torch.testing.assert_close(module(x), y, rtol=1e-5, atol=1e-5, msg=where)
+
+
+def test_hooks_survive_copies_threads_and_checkpointing():
+    module = gpt2(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
+    initialize(module, scaled(module), seed=1)
+    ids = torch.as_tensor(IDS)
+    expected = module(ids).logits
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(twin(ids).logits, expected)
+        twin.moments_scales.remove()
+        assert applied_scales(twin) is None
+        assert not any(p._forward_hooks or p._forward_pre_hooks for p in twin.modules())
+    torch.testing.assert_close(module(ids).logits, expected)  # the original keeps its own
+
+    found = {}
+    workers = [
+        threading.Thread(target=lambda n=n: found.setdefault(n, module(ids[n : n + 1]).logits))
+        for n in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    torch.testing.assert_close(torch.cat([found[0], found[1]]), expected, rtol=1e-4, atol=1e-5)
+
+    module.train()
+    module(ids).logits.square().sum().backward()
+    plain = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    with warnings.catch_warnings():  # it has another name from transformers 6 on
+        warnings.simplefilter("ignore", FutureWarning)
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    module(ids, use_cache=False).logits.square().sum().backward()
+    for gradient, p in zip(plain, module.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+def test_the_handle_says_what_it_does():
+    module = encoder()
+    done = initialize(module, scaled(module))
+    assert done.scales is module.moments_scales
+    assert [row.layer for row in done.scales.rows] == [1, 1, 2, 2]
+    assert "layer 2 ffn: skip 0.8, branch 0.4" in str(done)
+    initialize(module, architecture_of(module))  # a plan without scales takes them off
+    assert applied_scales(module) is None
+
+
+def test_parallel_blocks_share_one_sum():
+    module = neox()
+    plan = scaled(module)
+    initialize(module, plan)
+    assert audit(module, plan).passed
+    uneven = plan.replace(skip_scale=[(0.9, 0.8), (0.9, 0.8)])
+    with pytest.raises(DomainError, match="one skip scale, not two"):
+        initialize(module, uneven)
+
+
+def test_own_multiplier_of_the_module():
+    config = transformers.GraniteConfig(
+        num_hidden_layers=2, hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, vocab_size=101, max_position_embeddings=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, residual_multiplier=0.25, attention_multiplier=0.3,
+    )  # fmt: skip
+    module = transformers.GraniteForCausalLM(config)
+    own = architecture_of(module)
+    assert own.branch_scale == 0.25
+    assert initialize(module, own).scales is None
+    assert audit(module, own).passed
+    plan = scaled(module)
+    initialize(module, plan)
+    assert audit(module, plan).passed
+
+
+def test_temperature_goes_into_the_attention():
+    module = gpt2()
+    plan = architecture_of(module).replace(temperature=[2.0, 3.0])
+    initialize(module, plan)
+    assert [h.attn.scaling for h in module.transformer.h] == pytest.approx(
+        [1 / (math.sqrt(8) * 2), 1 / (math.sqrt(8) * 3)]
+    )
+    assert audit(module, plan).passed
+    assert not audit(module, plan.replace(temperature=1.0)).passed
+
+
+def test_residual_branches_without_norms():
+    """ReZero's: an nn.Identity in place of every norm, and branches that start at nothing."""
+    module = gpt2()
+    for block in module.transformer.h:
+        block.ln_1, block.ln_2 = torch.nn.Identity(), torch.nn.Identity()
+    assert {b.placement for b in roles_of(module).blocks} == {"none"}
+    plan = architecture_of(module).replace(norm="none", branch_scale=0.0)
+    initialize(module, plan)
+    module.eval()
+    seen = []
+    module.transformer.h[1].register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
+    module(torch.as_tensor(IDS))
+    entering, leaving = seen[0]
+    torch.testing.assert_close(leaving if torch.is_tensor(leaving) else leaving[0], entering)
+
+
+# --- modules of one's own -------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm_a, self.norm_f = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.wqkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.wo = torch.nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 64), torch.nn.Linear(64, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.wqkv(self.norm_a(x)).chunk(3, dim=-1)
+        mixing = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).softmax(-1)
+        x = x + self.wo(mixing @ v)
+        return x + self.down(self.up(self.norm_f(x)).relu())
+
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(LAYERS))
+        self.odd = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+NAMES = {
+    "embed.weight": "token",
+    "blocks.{layer}.wqkv.weight": "query+key+value",
+    "blocks.{layer}.wqkv.bias": "query.bias+key.bias+value.bias",
+    "blocks.{layer}.wo.weight": "output",
+    "blocks.{layer}.wo.bias": "output.bias",
+    "blocks.{layer}.up.weight": "ffn_in",
+    "blocks.{layer}.down.weight": "ffn_out",
+    "blocks.{layer}.norm_a.weight": "attention.norm.gain",
+    "blocks.{layer}.norm_f.weight": "ffn.norm.gain",
+}
+SITES = [
+    (number, site, f"blocks.{number - 1}{path}", side)
+    for number in (1, 2)
+    for site, path, side in (
+        ("attention.norm", ".norm_a", "output"),
+        ("attention.projection", ".wo", "output"),
+        ("attention.sum", ".norm_f", "input"),
+        ("ffn.norm", ".norm_f", "output"),
+        ("ffn.out", ".down", "output"),
+        ("stream", "", "output"),
+    )
+]
+
+
+def own_plan(**changes):
+    embedding = moments.Embedding(50, 0.01)
+    return Transformer(
+        LAYERS, WIDTH, 1, 8, d_ff=64, embedding=embedding, weights=moments.Weights.normal(0.03),
+        **changes,
+    )  # fmt: skip
+
+
+def test_a_module_of_ones_own():
+    module, plan = Own(), own_plan(skip_scale=SKIP, branch_scale=BRANCH)
+    ids = torch.arange(16).reshape(2, 8)
+    done = initialize(module, plan, names=NAMES, sites=SITES)
+    assert set(done.left) == {
+        *(f"blocks.{n}.{end}.bias" for n in (0, 1) for end in ("norm_a", "norm_f", "up", "down")),
+        "odd",
+    }
+    report = audit(module, plan, names=NAMES, sites=SITES, batch=ids)
+    assert report.passed, str(report)
+    assert set(report.unidentified) == set(done.left)
+    remove_scales(module)
+    assert not audit(module, plan, names=NAMES, sites=SITES, batch=ids).passed
+    blind = audit(module, plan, names=NAMES)
+    assert not blind.passed
+    assert "pass batch=" in blind.offenders[0].note
+
+
+def test_scales_in_parameters_of_the_module():
+    module = Own()
+    for block in module.blocks:
+        block.beta = torch.nn.Parameter(torch.ones(()))
+    names = NAMES | {"blocks.{layer}.beta": "branch_scale"}
+    done = initialize(module, own_plan(branch_scale=BRANCH), names=names)
+    assert [b.beta.item() for b in module.blocks] == pytest.approx(BRANCH)
+    assert done.scales is None
+    with pytest.raises(DomainError, match="none for skip_scale"):
+        initialize(module, own_plan(skip_scale=0.9), names=names)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def deeper(module):
+    return architecture_of(module).replace(layers=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda m: initialize(m, deeper(m)), DomainError, "layers of the plan = 3"),
+        (lambda m: initialize(m, "post-ln"), DomainError, "norm of the plan"),
+        (lambda m: initialize(m, scaled(m, normalization="rmsnorm")), DomainError, "normalization"),
+        (lambda m: initialize(m, scaled(m), distribution="cauchy"), DomainError, "distribution"),
+        (lambda m: initialize(m, scaled(m), seed=-1), DomainError, "seed"),
+        (lambda m: initialize(m, {}), DomainError, "plan"),
+        (lambda m: initialize(m, "no such scheme"), DomainError, "scheme"),
+        (lambda m: initialize(3, "xavier"), DomainError, "module"),
+        (lambda m: initialize(torch.nn.Linear(2, 2), "xavier"), MomentsError, "no known layer"),
+        (lambda m: initialize(Own(), "xavier", names=NAMES), DomainError, "architecture="),
+        (lambda m: initialize(Own(), own_plan(skip_scale=0.9), names=NAMES), DomainError, "sites="),
+        (lambda m: initialize(Own(), own_plan(), names={"x.{layer}": "query"}), DomainError, "x."),
+        (lambda m: initialize(Own(), own_plan(), names={"odd": "quarry"}), DomainError, "quarry"),
+        (lambda m: initialize(m.to("meta"), scaled(m)), DomainError, "to_empty"),
+        (lambda m: initialize(m, scaled(m, temperature=2.0)), DomainError, "temperature"),
+        (lambda m: initialize(o := opt(), scaled(o)), DomainError, "pass through"),
+    ],
+)  # fmt: skip
+def test_refusals(call, kind, text):
+    with pytest.raises(kind, match=text):
+        call(encoder())
+
+
+def test_a_refusal_changes_nothing():
+    module = opt()
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    with pytest.raises(DomainError):
+        initialize(module, scaled(module))
+    assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
+    assert applied_scales(module) is None
+    undropped = opt(dropout=0.0)
+    initialize(undropped, scaled(undropped))
+    assert audit(undropped, scaled(undropped)).passed

@@ -1,0 +1,63 @@
+"""All schemes side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moments
+from moments.analysis import sensitivity
+from moments.scheme import schemes
+from moments.scheme_plot import MOST, rows
+from moments.scheme_table import compare_schemes
+
+
+def model(**changes: Any) -> moments.Transformer:
+    fields = {"layers": 4, "d_model": 64, "heads": 4, "seq_len": 16, "dropout": 0.1}
+    return moments.Transformer(**{**fields, **changes})
+
+
+def test_every_scheme_has_a_row() -> None:
+    compared = compare_schemes(model(), correlation=0.25)
+    assert not compared.left_out
+    frame = compared.to_frame().set_index("scheme")
+    assert list(frame.index) == [scheme.name for scheme in schemes()]
+    assert np.all(np.isfinite(frame.drop(columns="norm").to_numpy(dtype=float)))
+    plain = moments.predict(model().with_scheme("lns"), correlation=0.25)
+    row = frame.loc["lns"]
+    assert row.variance_growth == pytest.approx(plain.variance[-1])
+    assert row.gradient_ratio == pytest.approx(plain.grad_variance[0])
+    assert row.final_correlation == pytest.approx(plain.correlation[-1])
+    assert row.sensitivity == pytest.approx(sensitivity(plain).median, rel=1e-9)
+    assert frame.loc["dslm"].variance_growth == pytest.approx(1.0, abs=0.1)
+    assert (frame.loc["deepnorm"].norm, frame.loc["t-fixup"].norm) == ("post", "none")
+    assert "26 schemes" in str(compared) or "27 schemes" in str(compared)
+    figure = compared.plot()
+    drawn = {label for ax in figure.axes for label in ax.get_legend_handles_labels()[1]}
+    assert drawn == set(frame.index)
+
+
+def test_a_choice_and_what_cannot_be_applied() -> None:
+    base = model(d_model=60, causal=True, embedding=moments.Embedding(50, 0.02, dropout=0.1))
+    compared = compare_schemes(base, ["xavier", "group-ln", "dslm"], token_ids=np.arange(16) % 5)
+    assert list(compared.predictions) == ["xavier", "dslm"]
+    assert "norm_groups" in compared.left_out["group-ln"]
+    assert "without group-ln" in str(compared)
+    np.testing.assert_allclose(compared.predictions["dslm"].variance, 1.0, rtol=1e-6)
+    with pytest.raises(moments.DomainError, match="one of"):
+        compare_schemes(base, ["lnss"])
+    with pytest.raises(moments.DomainError, match=r"moments\.Transformer"):
+        compare_schemes("bert-base")  # type: ignore[arg-type]
+
+
+def test_uncorrelated_input_solves_dslm() -> None:
+    compared = compare_schemes(model(), ["dslm", "admin"])
+    np.testing.assert_allclose(compared.predictions["dslm"].variance, 1.0, rtol=1e-6)
+
+
+def test_rows_of_the_picture_are_readable() -> None:
+    found = rows([scheme.name for scheme in schemes()])
+    assert max(len(names) for _, names in found) <= MOST
+    assert sum(len(names) for _, names in found) == len(schemes())
