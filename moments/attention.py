@@ -21,6 +21,7 @@ from .attention_by_token import (
 )
 from .attention_laws import attend_by_laws
 from .attention_statistics import AttentionStatistics
+from .attention_weights import overlap_gradients, projection_gradients
 from .composition import Leaf, Pullback, Pulled
 from .errors import domain_error
 from .logits import logit_law, positive, through
@@ -51,9 +52,11 @@ class SelfAttention(Leaf):
         logit_softcap: c of c tanh(logit / c); None: uncapped.
         window: a token sees those less than this many positions away; None: all.
         query_bias, key_bias, value_bias: variances of the projections' biases.
-        has_bias: whether the projections have biases, be their variances 0, that receive gradients.
+        has_bias: which of query, key and value have a bias, be its variance 0, that receives a
+            gradient; True: all.
         sequences: number of equally long sequences that the token kernel holds one after the other.
         norm_epsilon: added to the variance under the root of `qk_norm`.
+        norm_affine: whether `qk_norm` has gains, shared by the heads, that receive gradients.
     """
 
     label: str
@@ -77,9 +80,10 @@ class SelfAttention(Leaf):
     query_bias: float = 0.0
     key_bias: float = 0.0
     value_bias: float = 0.0
-    has_bias: bool = False
+    has_bias: bool | tuple[str, ...] = ()
     sequences: int = 1
     norm_epsilon: float = 0.0
+    norm_affine: bool = False
 
     mixes_tokens: ClassVar[bool] = True
 
@@ -136,9 +140,13 @@ class SelfAttention(Leaf):
             plain = law.queries.gain is None
             sent = path("total") if plain else path("value") + path("cross") + query + key
 
+            def tilt() -> Kernel:
+                found = np.stack([one.tilt * g for one, g in zip(rows, gained, strict=True)])
+                return through(Kernel.of_matrix(found.reshape(shape)), law.queries, law.spoken)
+
             def weights() -> dict[str, Array]:
-                norms = self._weight_gradients(
-                    signal, mixed, received, query, key, squares.reshape(shape[:-1])
+                norms = projection_gradients(
+                    self, signal, mixed, received, query, key, tilt(), squares.reshape(shape[:-1])
                 )
                 tables = [
                     one.noise.table_gradient(one.kernel, matrix)
@@ -149,7 +157,7 @@ class SelfAttention(Leaf):
                     norms["relative_bias"] = self.d_model * np.reshape(tables, shape[:-2])
                 return norms
 
-            return Pulled(Gradient(sent, gradient.seq_len), weights)
+            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, tilt)
 
         return output, pullback
 
@@ -184,12 +192,14 @@ class SelfAttention(Leaf):
         output.facts, output.notes = found.facts, found.notes
 
         def pullback(gradient: Gradient) -> Pulled:
-            sent, query, key = back(gradient.kernel)
+            sent, query, key, tilt = back(gradient.kernel)
 
             def weights() -> dict[str, Array]:
-                return self._weight_gradients(signal, mixed, gradient.kernel, query, key, squares)
+                return projection_gradients(
+                    self, signal, mixed, gradient.kernel, query, key, tilt(), squares
+                )
 
-            return Pulled(Gradient(sent, gradient.seq_len), weights)
+            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, tilt)
 
         return output, pullback
 
@@ -223,14 +233,27 @@ class SelfAttention(Leaf):
             key = through(paths.key, law.keys, law.spoken)
             sent = paths.value + paths.cross + query + key
 
-            def weights() -> dict[str, Array]:
-                return self._weight_gradients(signal, mixed, received, query, key, squares)
+            tilt = through(paths.tilt, law.queries, law.spoken)
 
-            return Pulled(Gradient(sent, gradient.seq_len), weights)
+            def weights() -> dict[str, Array]:
+                return projection_gradients(
+                    self, signal, mixed, received, query, key, tilt, squares
+                )
+
+            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, lambda: tilt)
 
         return output, pullback
 
     # --- shared --------------------------------------------------------------------------------
+
+    def _pulled(
+        self,
+        signal: Signal,
+        sent: Gradient,
+        weights: Callable[[], dict[str, Array]],
+        tilt: Callable[[], Kernel],
+    ) -> Pulled:
+        return Pulled(sent, weights, lambda: overlap_gradients(self, signal, tilt()))
 
     @property
     def _width(self) -> Any:
@@ -260,41 +283,6 @@ class SelfAttention(Leaf):
                 mean = shared().scaled(self.d_model * self.value)
                 output.spread += (mean * mean).scaled(2 * (together - 1) / self._width)
         return output
-
-    def _weight_gradients(
-        self,
-        signal: Signal,
-        mixed: Kernel,
-        received: Kernel,
-        query: Kernel,
-        key: Kernel,
-        squares: Array,
-    ) -> dict[str, Array]:
-        """Expected squared gradient norms of the three projections and of their biases.
-
-        dW = sum_i x_i (dq_i)^T and the query path's gradient is W dq_i, so that
-        E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W); for the keys alike.
-        Of a bias, db = sum_i dq_i.
-        """
-        size, length, tokens = self.d_model, signal.seq_len, signal.second_moment()
-        weight = {
-            "query": positive(self.query, self.query_bias / size),
-            "key": positive(self.key, self.key_bias / size),
-        }
-        norms = {
-            "query": size * (tokens * query).total(length) / weight["query"],
-            "key": size * (tokens * key).total(length) / weight["key"],
-            "value": size * self._width * (mixed * received).total(length),
-        }
-        if self.has_bias:
-            ones = received.with_diagonal(
-                received.diagonal * (1 + self.drop_prob / (1 - self.drop_prob) * squares)
-            )
-            # Without rotation keys' gradients sum to zero: what is left is rounding.
-            norms["query.bias"] = query.total(length) / weight["query"]
-            norms["key.bias"] = np.maximum(key.total(length), 0.0) / weight["key"]
-            norms["value.bias"] = self._width * ones.total(length)
-        return norms
 
 
 __all__ = ["AttentionStatistics", "Padding", "SelfAttention"]

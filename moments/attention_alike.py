@@ -28,12 +28,16 @@ def _table(keys: int) -> SquareRows:
 
 
 class AlikePaths(NamedTuple):
-    """Kernels of the gradient at the queries' tokens and at the keys'."""
+    """Kernels of the gradient at the queries' tokens and at the keys'.
+
+    `tilt` is what `query` gains per unit of the variance of two tokens' overlap (`overlap`).
+    """
 
     value: Kernel
     query: Kernel
     key: Kernel
     cross: Kernel
+    tilt: Kernel
 
 
 class AlikeAttention:
@@ -113,8 +117,8 @@ class AlikeAttention:
         squared = np.asarray(single.weighted_logit_square) - single.sum_square
         spent = lifted + fixed * unshared * own * squared
         # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
-        tilt = scale * self._own[1] * (1 - self.sum_square) ** 2 * wide
-        self._tilt = tilt
+        self._tilt = scale * self._own[1] * (1 - self.sum_square) ** 2
+        tilt = self._tilt * wide
         mixed = own * (self.sum_square + tilt * queries.diagonal)
         dropped = self._noise * values.diagonal * self.sum_square
         self.forward = Kernel(
@@ -143,14 +147,14 @@ class AlikeAttention:
             return bare + part["radial"] * (narrow + 3 * wide)
 
         scale = self._scale * own_key
-        tilt = self._tilt * own_value
+        tilted = gradient.scaled(self._tilt * own_value)
         bare = same["jacobian"] * np.maximum(1 - 2 * (wide + self._fixed) - narrow, 0.0)
         masks = (bare + same["radial"] * (narrow + 2 * wide)) * (1 + 2 * self._stretch)
         moved = scale * (own_value * straight(same) + noise * self._masked * masks)
         query = Kernel(
-            gradient.diagonal * (moved + tilt),
-            gradient.pairs * (scale * own_value * straight(apart) + tilt),
-        )
+            gradient.diagonal * moved,
+            gradient.pairs * scale * own_value * straight(apart),
+        ).mixed(1.0, tilted, wide)
 
         def driven(part: dict[str, Array]) -> Array:
             """tau q rho T, its logit covariance averaged with T."""
@@ -163,7 +167,7 @@ class AlikeAttention:
         key = Kernel(pushed, -pushed / others)
         shared = one * (same["slope"] + noise * self._dropped) + two * apart["slope"]
         shared = 2 * wide * shared / keys
-        return AlikePaths(value, query, key, Kernel(shared, -shared / others))
+        return AlikePaths(value, query, key, Kernel(shared, -shared / others), tilted)
 
 
 def averaged(tokens: Kernel, length: int) -> Kernel:

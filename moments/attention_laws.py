@@ -16,7 +16,7 @@ from .logits import positive
 from .parts import evaluate
 from .state import Array, Kernel, Signal
 
-AlikePullback = Callable[[Kernel], tuple[Kernel, Kernel, Kernel]]
+AlikePullback = Callable[[Kernel], tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]]
 
 PROFILED_SCALE = 5.0
 """Logit scale up to which statistics are read off a profile: its nodes, at every correlation, then
@@ -53,8 +53,8 @@ def _statistics(
 def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePullback]:
     """Moments of self-attention without positions, and its pullback.
 
-    The pullback gives the gradient's kernel at the input, and the query and the key path's parts of
-    it.
+    The pullback gives the gradient's kernel at the input, the query and the key path's parts of it,
+    and what the query path gains per unit of the variance of two tokens' overlap (`overlap`).
 
     Args:
         leaf: a `SelfAttention`.
@@ -100,7 +100,7 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
         output.spread = (heads * heads).scaled(2 / width)
 
-    def pullback(received: Kernel) -> tuple[Kernel, Kernel, Kernel]:
+    def pullback(received: Kernel) -> tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]:
         paths = values | {
             "grad_variance": received.diagonal,
             "grad_covariance": received.pairs,
@@ -121,10 +121,17 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
             evaluate(with_value["grad_variance"], algebra, paths),
             evaluate(with_value["grad_covariance"], algebra, paths),
         )
-
         gain = width * leaf.value
         query = Kernel(paths["query_path"], paths["query_path_covariance"])
         key = Kernel(paths["key_path"], -paths["key_path"] / (signal.seq_len - 1))
-        return sent, query.scaled(gain), key.scaled(gain)
+
+        def tilt() -> Kernel:
+            found, own = statistics.values, 1 - correlation
+            apart = (1 - found["row_square"]) ** 2
+            return received.weighted(found["row_vacancy"], apart).scaled(
+                gain * own**2 * found["logit_scale"]
+            )
+
+        return sent, query.scaled(gain), key.scaled(gain), tilt
 
     return output, mixed, pullback

@@ -63,6 +63,7 @@ class Blocks:
         number: of the layer, from 1.
         padding: for every sequence, which tokens are real; None: all.
         sequences: of one joint kernel.
+        memory_padding: as `padding`, of what cross-attention reads.
     """
 
     model: Transformer
@@ -70,17 +71,33 @@ class Blocks:
     number: int
     padding: Padding | None = None
     sequences: int = 1
+    memory_padding: Padding | None = None
 
     @property
-    def _biases(self) -> dict[str, float] | None:
-        return None if self.model.biases is None else self.model.biases.layer(self.number)
+    def _biases(self) -> dict[str, float]:
+        return {} if self.model.biases is None else self.model.biases.layer(self.number)
+
+    def _projections(self) -> dict[str, Any]:
+        """What self-attention and cross-attention have in common beside their matrices."""
+        model, biases = self.model, self._biases
+        names = ("query", "key", "value")
+        return {
+            "kv_heads": model.kv_heads,
+            "qk_norm": model.qk_norm,
+            "logit_softcap": model.logit_softcap,
+            "norm_epsilon": model.norm_epsilon if model.qk_norm else 0.0,
+            "norm_affine": model.norm_affine,
+            "sequences": self.sequences,
+            "has_bias": tuple(name for name in names if name in biases),
+            **{f"{name}_bias": biases.get(name, 0.0) for name in names},
+        }
 
     def _linear(self, label: str, weight: str, fan_in: int, fan_out: int) -> Linear:
         variance = getattr(self.model.layer_weights(self.number), weight)
         parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
         biases = self._biases
         name = weight.removeprefix("cross_")
-        if biases is None or name not in biases:
+        if name not in biases:
             return Linear(LINEAR, self.theory, label, parameters, fan_out, weight)
         parameters["bias_variance"] = biases[name]
         return Linear(LINEAR, self.theory, label, parameters, fan_out, weight, has_bias=True)
@@ -103,7 +120,6 @@ class Blocks:
                 "output": weights.output,
             }
             return Chain((Lawful(ATTENTION_BLOCK, self.theory, "attention.dropout", parameters),))
-        biases = self._biases or {"query": 0.0, "key": 0.0, "value": 0.0}
         heads = SelfAttention(
             "attention.heads",
             model.d_model,
@@ -116,19 +132,11 @@ class Blocks:
             temperature,
             model.causal,
             self.padding,
-            kv_heads=model.kv_heads,
             rotary=model.rotary,
             alibi=model.alibi,
             relative_bias=model.relative_bias,
-            qk_norm=model.qk_norm,
-            logit_softcap=model.logit_softcap,
             window=model.windows[self.number - 1],
-            query_bias=biases["query"],
-            key_bias=biases["key"],
-            value_bias=biases["value"],
-            has_bias=self._biases is not None,
-            sequences=self.sequences,
-            norm_epsilon=model.norm_epsilon if model.qk_norm else 0.0,
+            **self._projections(),
         )
         return self._projected("attention", "output", heads)
 
@@ -150,7 +158,8 @@ class Blocks:
             weights.cross_value,
             model.attention_dropout,
             float(model.temperatures[self.number - 1]),
-            sequences=self.sequences,
+            padding=self.memory_padding,
+            **self._projections(),
         )
         return self._projected("cross", "cross_output", heads)
 
@@ -203,9 +212,9 @@ class Blocks:
                     d_ff,
                     weights.gate,
                     weights.ffn_in,
-                    gate_bias=0.0 if biases is None else biases["gate"],
-                    bias=0.0 if biases is None else biases["ffn_in"],
-                    has_bias=biases is not None,
+                    gate_bias=biases.get("gate", 0.0),
+                    bias=biases.get("ffn_in", 0.0),
+                    has_bias="ffn_in" in biases,
                 ),
             )
         # The papers' GeLU is the erf form; they state no other.
@@ -265,4 +274,4 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
 
 def _entries(biases: Any) -> list[float]:
     values = biases.to_dict().values()
-    return [max(v) if isinstance(v, list) else v for v in values]
+    return [max(v) if isinstance(v, list) else v or 0.0 for v in values]

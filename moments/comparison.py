@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .band import NORMAL_95
+from .checks import check_in
 from .errors import DomainError
+from .expected import TOLERANCE, Expected, expected
+from .gradient_norms import side_by_side
+from .measured import last_gradient
 from .measurement import Measurement
 from .prediction import Prediction
+from .symbols import NONNEGATIVE
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+__all__ = ["QUANTITIES", "Comparison", "compare", "last_gradient"]
+
 QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
+
+CLEAR = 3.0
+"""Standard deviations beyond which a verdict does not put a difference down to chance."""
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What was predicted against what was measured, at every site both know."""
+    """What was predicted against what was measured, at every site both know.
+
+    Attributes:
+        prediction, measurement: the two.
+        same_weights: whether the measurement's draws differ in dropout alone.
+        tolerance: relative error of the theory itself, one standard deviation.
+        encoder: that of the encoders; None where there is none.
+    """
 
     prediction: Prediction
     measurement: Measurement
+    same_weights: bool = False
+    tolerance: float = TOLERANCE
+    encoder: Comparison | None = None
 
     def to_frame(self) -> pd.DataFrame:
         """One row per site and quantity.
@@ -89,11 +112,119 @@ class Comparison:
                 )
         return pd.DataFrame(rows)
 
+    @functools.cached_property
+    def ranges(self) -> dict[str, Expected]:
+        """Where "variance" and "grad_variance" are expected, (N + 1,) each."""
+        return expected(
+            self.prediction,
+            self.measurement,
+            same_weights=self.same_weights,
+            tolerance=self.tolerance,
+        )
+
+    def points(self) -> pd.DataFrame:
+        """Every point of the stream, the encoder's first, beside the band in which it is expected.
+
+        Columns: stack ("" or "encoder."), layer, quantity ("variance" or "grad_variance"),
+        predicted, measured, error (relative, measured over predicted less 1), low and high (95 % of
+        measurements of as many draws; of one draw and without `tolerance` they are
+        `grad_variance_band`), deviations (standard deviations from what is expected) and inside.
+        Under theories that state no spread the measured standard error takes its place; with one
+        draw nothing is known, and deviations are nan.
+        """
+        import pandas as pd
+
+        frames = []
+        if self.encoder is not None:
+            frames.append(self.encoder.points().assign(stack="encoder."))
+        for quantity, range_ in self.ranges.items():
+            measured = np.asarray(getattr(self.measurement, quantity))
+            predicted = range_.mean
+            deviations = range_.deviations(measured)
+            scale = np.where(predicted > 0, predicted, 1.0)
+            frames.append(
+                pd.DataFrame(
+                    {
+                        "stack": "",
+                        "layer": np.arange(predicted.size),
+                        "quantity": quantity,
+                        "predicted": predicted,
+                        "measured": measured,
+                        "error": (measured - predicted) / scale,
+                        "low": range_.low,
+                        "high": range_.high,
+                        "deviations": deviations,
+                        "inside": ~(np.abs(deviations) > NORMAL_95),
+                    }
+                )
+            )
+        return pd.concat(frames, ignore_index=True)
+
+    def outliers(self, deviations: float = NORMAL_95) -> pd.DataFrame:
+        """The rows of `points` that lie further out than so many standard deviations.
+
+        1.96, the default, is the 95 % band, out of which one point in twenty of a right model
+        falls (neighbours together).
+        """
+        frame = self.points()
+        return frame[frame["deviations"].abs() > deviations].reset_index(drop=True)
+
+    def outputs(self) -> pd.DataFrame:
+        """The loss, the logits and the whole gradient, as far as both are known.
+
+        Columns: quantity ("loss", "logit_variance", "gradient_norm", the norm of the gradient with
+        respect to all parameters that both know), predicted, measured, stderr (measured, nan from
+        one draw) and deviations: of the loss in units of its predicted scatter over draws, of the
+        others of the measured standard error and `tolerance`; nan where neither is known.
+        """
+        import pandas as pd
+
+        p, m = self.prediction, self.measurement
+        rows = []
+        if p.loss is not None and m.loss is not None:
+            draws = 1 if self.same_weights else m.seeds
+            noise = np.fmax((p.loss_stderr or 0.0) / math.sqrt(draws), m.loss_stderr or 0.0)
+            rows.append(("loss", p.loss, m.loss, m.loss_stderr, noise))
+        if p.logit_variance is not None and m.logit_variance is not None:
+            stderr = math.nan if m.logit_variance_stderr is None else m.logit_variance_stderr
+            noise = math.hypot(stderr, self.tolerance * p.logit_variance)
+            rows.append(("logit_variance", p.logit_variance, m.logit_variance, stderr, noise))
+        norms = self.weight_gradients()
+        if len(norms):
+            square, seen = norms["predicted"].sum(), norms["measured"].sum()
+            rows.append(("gradient_norm", math.sqrt(square), math.sqrt(seen), math.nan, math.nan))
+        frame = pd.DataFrame(rows, columns=["quantity", "predicted", "measured", "stderr", "noise"])
+        noise = frame.pop("noise").astype(float)
+        frame["deviations"] = (frame["measured"] - frame["predicted"]) / noise.where(noise > 0)
+        return frame
+
+    def weight_gradients(self) -> pd.DataFrame:
+        """Squared gradient norm of every parameter that both know, the encoder's first.
+
+        Columns: stack, layer, weight, predicted, measured, stderr, error (relative).
+        """
+        import pandas as pd
+
+        if self.prediction.variance.ndim > 1:
+            raise DomainError("weight_gradients needs a prediction of a single configuration")
+        frames = [] if self.encoder is None else [self.encoder.weight_gradients()]
+        frames = [frame.assign(stack="encoder.") for frame in frames]
+        own = side_by_side(self.prediction, self.measurement)
+        own.insert(0, "stack", "")
+        return pd.concat([*frames, own], ignore_index=True)
+
+    def verdict(self) -> str:
+        """Whether the growth along the depth is what the model is expected to do, in a sentence."""
+        from .verdict import verdict
+
+        return verdict(self)
+
     def table(self) -> str:
-        """Stream points side by side, then the errors, as text."""
+        """The verdict, stream points side by side, the loss, then the errors, as text."""
         from .report import comparison_tables, render, summary_table
 
-        return "\n\n".join(map(render, (*comparison_tables(self), summary_table(self))))
+        tables = (*comparison_tables(self), summary_table(self))
+        return "\n\n".join([self.verdict(), *map(render, tables)])
 
     def plot(self) -> Figure:
         """The prediction as lines, the measurement as points with error bars."""
@@ -112,23 +243,6 @@ class Comparison:
         return f"<pre>{escape(self.table())}</pre>"
 
 
-def last_gradient(measurement: Measurement) -> np.ndarray:
-    """The measured gradient at the last layer as an (L, L) kernel, for `predict(grad_kernel)`.
-
-    Variances by token, and the mean covariance shared in proportion to the tokens' deviations.
-    """
-    variance = measurement.token_grad_variance[-1]
-    deviation = np.sqrt(variance)
-    kernel = np.outer(deviation, deviation)
-    pairs = kernel.sum() - np.trace(kernel)
-    length = variance.size
-    mean = measurement.grad_correlation[-1] * variance.mean() * length * (length - 1)
-    # Tokens without a target have no gradient; no kernel of the rest falls below -1/(active - 1).
-    active = max(int((variance > 0).sum()), 2)
-    share = float(np.clip(mean / pairs, -1 / (active - 1), 1.0)) if pairs > 0 else 0.0
-    return np.where(np.eye(length, dtype=bool), kernel, share * kernel)
-
-
 def _r_squared(predicted: pd.Series, measured: pd.Series) -> float:
     spread = float(((measured - measured.mean()) ** 2).sum())
     if spread <= 1e-24 * float((measured**2).sum()):
@@ -136,17 +250,33 @@ def _r_squared(predicted: pd.Series, measured: pd.Series) -> float:
     return 1.0 - float(((predicted - measured) ** 2).sum()) / spread
 
 
-def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
+def compare(
+    prediction: Prediction,
+    measurement: Measurement,
+    *,
+    same_weights: bool = False,
+    tolerance: float = TOLERANCE,
+) -> Comparison:
     """Put a measurement beside a prediction of the same model.
 
+    Args:
+        prediction: of a single configuration.
+        measurement: by `simulate` or `moments.torch.measure`.
+        same_weights: whether the measurement's draws share their weights, as those of a module (and
+            not of a factory) do: then they are one draw.
+        tolerance: relative error that is granted to the theory itself, one standard deviation, on
+            top of the scatter over draws.
+
     Raises:
-        DomainError: not a Prediction and a Measurement, or of different depths.
+        DomainError: not a Prediction and a Measurement, of different depths, or a negative
+            tolerance.
     """
     if not isinstance(prediction, Prediction) or not isinstance(measurement, Measurement):
         raise DomainError(
             "compare needs a Prediction and a Measurement, got "
             f"{type(prediction).__name__} and {type(measurement).__name__}"
         )
+    check_in("tolerance", tolerance, NONNEGATIVE)
     if prediction.variance.ndim != 1:
         raise DomainError("compare needs a prediction of a single configuration")
     if prediction.variance.shape != measurement.variance.shape:
@@ -154,4 +284,12 @@ def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
             f"the prediction has {len(prediction.variance) - 1} layers, "
             f"the measurement {len(measurement.variance) - 1}"
         )
-    return Comparison(prediction, measurement)
+    encoder = None
+    if prediction.encoder is not None and measurement.encoder is not None:
+        encoder = compare(
+            prediction.encoder,
+            measurement.encoder,
+            same_weights=same_weights,
+            tolerance=tolerance,
+        )
+    return Comparison(prediction, measurement, same_weights, tolerance, encoder)

@@ -21,10 +21,13 @@ class Pulled(NamedTuple):
     Attributes:
         gradient: at the input.
         weights: gives the expected squared gradient norm of each weight matrix, when asked.
+        overlaps: gives by how much those grow per unit of the variance of two tokens' overlap
+            (`overlap`) in what is attended to, beyond the 1/width they count with.
     """
 
     gradient: Gradient
     weights: Callable[[], Mapping[str, Array]] | None = None
+    overlaps: Callable[[], Mapping[str, Array]] | None = None
 
 
 Pullback = Callable[[Gradient], Pulled]

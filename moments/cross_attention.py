@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .attention_by_token import (
     same_sequence,
     variance_notes,
 )
+from .attention_weights import biased
 from .composition import Pulled, Reader, ReaderPullback
 from .errors import domain_error
 from .logits import LogitLaw, logit_law, positive, through
@@ -59,10 +60,11 @@ class CrossAttention(Reader):
     qk_norm: str | None = None
     logit_softcap: float | None = None
     norm_epsilon: float = 0.0
+    norm_affine: bool = False
     query_bias: float = 0.0
     key_bias: float = 0.0
     value_bias: float = 0.0
-    has_bias: bool = False
+    has_bias: bool | tuple[str, ...] = ()
     padding: Padding | None = None
     sequences: int = 1
 
@@ -99,37 +101,53 @@ class CrossAttention(Reader):
 
         def pullback(gradient: Gradient) -> tuple[Pulled, Gradient]:
             received = gradient.kernel
-            bare_query, bare_key, straight = back(received.scaled(width * self.value))
+            paths = back(received.scaled(width * self.value))
             # `back` counts the values' gain on the tokens' scale, which is the memory's here.
-            query = through(bare_query, law.queries, law.spoken)
+            query = through(paths.query, law.queries, law.spoken)
             query = query.scaled(self.memory_width / self.d_model)
-            key = through(bare_key, law.keys, law.spoken)
+            key = through(paths.key, law.keys, law.spoken)
+            variances = (
+                positive(self.query, self.query_bias / self.d_model),
+                positive(self.key, self.key_bias / self.memory_width),
+            )
+
+            def overlaps() -> dict[str, Array]:
+                """As `attention_weights.overlap_gradients`."""
+                tilt = through(paths.tilt(), law.queries, law.spoken).scaled(self.memory_width)
+                total = (asking * tilt).total(signal.seq_len)
+                grown = {"cross_query": total / variances[0], "cross_key": total / variances[1]}
+                if "query" in biased(self.has_bias):
+                    grown["cross_query.bias"] = tilt.total(signal.seq_len) / variances[0]
+                return grown
 
             def weights() -> dict[str, Array]:
-                variances = (
-                    positive(self.query, self.query_bias / self.d_model),
-                    positive(self.key, self.key_bias / self.memory_width),
-                )
                 counts = signal.seq_len, memory.seq_len
                 norms = {
                     "cross_query": self.d_model * (asking * query).total(counts[0]) / variances[0],
                     "cross_key": self.memory_width * (asked * key).total(counts[1]) / variances[1],
                     "cross_value": self.memory_width * width * (mixed * received).total(counts[0]),
                 }
+                norms["cross_key"] += overlaps()["cross_key"] / self.memory_width
                 if self.has_bias:
                     ones = received.with_diagonal(received.diagonal * (1 + dropped * squares))
-                    norms["cross_query.bias"] = query.total(counts[0]) / variances[0]
-                    # Keys' gradients sum to zero: what is left is rounding.
-                    norms["cross_key.bias"] = np.maximum(key.total(counts[1]), 0.0) / variances[1]
-                    norms["cross_value.bias"] = width * ones.total(counts[0])
+                    biases = {
+                        "query": query.total(counts[0]) / variances[0],
+                        "key": self._key_bias(key.total(counts[1]) / variances[1]),
+                        "value": width * ones.total(counts[0]),
+                    }
+                    norms |= {f"cross_{name}.bias": biases[name] for name in biased(self.has_bias)}
                 return norms
 
             return (
-                Pulled(Gradient(query, gradient.seq_len), weights),
-                Gradient(straight + key, memory.seq_len),
+                Pulled(Gradient(query, gradient.seq_len), weights, overlaps),
+                Gradient(paths.straight + key, memory.seq_len),
             )
 
         return output, pullback
+
+    def _key_bias(self, norm: Array) -> Array:
+        """A shift of all keys moves no softmax, unless a norm takes it up."""
+        return 0.0 if self.qk_norm is None else np.maximum(norm, 0.0)
 
     def _masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""
@@ -160,13 +178,19 @@ class CrossAttention(Reader):
         if not notes and any(np.any(one.beyond_tables) for one in rows):
             notes = (BEYOND_TABLES,)
 
-        def back(received: Kernel) -> tuple[Kernel, Kernel, Kernel]:
+        def back(received: Kernel) -> _Returned:
             gained = flat(received)
             parts = [one.backward(matrix) for one, matrix in zip(rows, gained, strict=True)]
             query = np.stack([part.query for part in parts]).reshape(shape)
             key = np.stack([part.key for part in parts]).reshape(memory_shape)
             straight = np.stack([part.value + part.cross for part in parts]).reshape(memory_shape)
-            return Kernel.of_matrix(query), Kernel.of_matrix(key), Kernel.of_matrix(straight)
+
+            def tilt() -> Kernel:
+                found = np.stack([one.tilt * g for one, g in zip(rows, gained, strict=True)])
+                return Kernel.of_matrix(found.reshape(shape))
+
+            of = Kernel.of_matrix
+            return _Returned(of(query), of(key), of(straight), tilt)
 
         return mixed, squares.reshape(shape[:-1]), facts, notes, back
 
@@ -191,21 +215,31 @@ class CrossAttention(Reader):
             layer.logit_variance, layer.sum_square, layer.entropy, float(memory.seq_len)
         )
 
-        def back(received: Kernel) -> tuple[Kernel, Kernel, Kernel]:
+        def back(received: Kernel) -> _Returned:
             paths = layer.backward(received)
-            return paths.query, paths.key, paths.value + paths.cross
+            return _Returned(paths.query, paths.key, paths.value + paths.cross, lambda: paths.tilt)
 
         return layer.forward, layer.sum_square, facts, variance_notes(wanted), back
 
 
+class _Returned(NamedTuple):
+    """The paths through queries, through keys and straight through the values, and what the first
+    gains per unit of the variance of two tokens' overlap (`overlap`)."""
+
+    query: Kernel
+    key: Kernel
+    straight: Kernel
+    tilt: Callable[[], Kernel]
+
+
 # Mixed tokens, E sum a^2, facts, notes, and the map from the gradient there, the values' gain
-# included, to the paths through queries, through keys and straight through the values.
+# included.
 _Attended = tuple[
     Kernel,
     Array,
     dict[str, Array],
     tuple[str, ...],
-    Callable[[Kernel], tuple[Kernel, Kernel, Kernel]],
+    Callable[[Kernel], _Returned],
 ]
 
 __all__ = ["CrossAttention"]

@@ -45,7 +45,7 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     laws = activation_laws(head.transform)
     if head.transform_norm:
         parts += [matrix, HiddenActivation(laws, "refined", name)]
-        parts.append(_norm(model, f"{name}.norm", HiddenNormalization))
+        parts.append(_norm(model, "head.norm", HiddenNormalization))
     else:
         parts += [matrix, Activation(laws, "refined", name)]
     return Chain(tuple(parts))

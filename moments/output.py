@@ -221,7 +221,7 @@ def _normalised(model: Transformer, head: Head) -> bool:
 def _last_gain(head: Head) -> str:
     """The gain whose output the matrix multiplies."""
     if head.transform is not None:
-        return "head.transform.norm.gain"
+        return "head.norm.gain"
     mean = head.loss == "classification" and head.pool == "mean"
     return "" if mean else "final.norm.gain"
 
@@ -282,7 +282,8 @@ def _logits(readout: Readout) -> Signal:
 
 def _notes(head: Head, readout: Readout, signal: Signal) -> tuple[str, ...]:
     softmax, notes = readout.softmax, []
-    peak = (readout.vocab_size - 1) * softmax.other.probability_square
+    # A uniform softmax over few classes is not peaked.
+    peak = (readout.vocab_size - 1) * softmax.other.probability_square - 1 / readout.vocab_size
     if np.max(peak) > _PEAKED:
         notes.append(
             f"head: the logits' variance {float(np.max(readout.variance)):.3g} makes the softmax "

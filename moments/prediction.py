@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from .composition import Chain
+    from .overlap import Overlaps
+
 POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_correlation")
 
 
@@ -92,9 +95,8 @@ class Prediction:
                 f"theory {self.theory!r} gives means over draws only; "
                 'use theory="refined" for what one draw does'
             )
-        declaration = declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
         batch = max(self.batch, self.layout.sequences)
-        spread = log_variance(declaration, self.trace, batch)
+        spread = log_variance(self._declaration(), self.trace, batch)
         return band(self.grad_variance, spread)
 
     def to_frame(self) -> pd.DataFrame:
@@ -132,11 +134,23 @@ class Prediction:
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
-        rows = sorted([*self.trace.weights(), *self.outer_weights()], key=lambda row: row[0])
+        inner = self.trace.weights(self._overlaps.attended if self.theory == "refined" else None)
+        rows = sorted([*inner, *self.outer_weights()], key=lambda row: row[0])
         return pd.DataFrame(
             [(layer, weight, float(np.sum(norm))) for layer, weight, norm in rows],
             columns=["layer", "weight", "squared_norm"],
         )
+
+    @functools.cached_property
+    def _overlaps(self) -> Overlaps:
+        """How much two tokens' overlap varies at every attention (refined theory)."""
+        from .overlap import stack_overlaps
+
+        memory = None if self.encoder is None else self.encoder._overlaps.last
+        return stack_overlaps(self._declaration(), self.trace, memory)
+
+    def _declaration(self) -> Chain:
+        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
 
     def attention(self) -> pd.DataFrame:
         """What attention does in every layer, averaged over rows (refined theory).

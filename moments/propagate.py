@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,39 +10,11 @@ import numpy as np
 from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Reader, Residual
 from .errors import DomainError
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
+from .trace import Norms, Point, Trace
+
+__all__ = ["BackwardPass", "Point", "Trace", "forward", "start"]
 
 BackwardPass = Callable[[Gradient], Gradient]
-
-
-@dataclass(slots=True)
-class Point:
-    """One site of the network with the moments that pass through it."""
-
-    layer: int
-    site: str
-    signal: Signal
-    gradient: Gradient | None = None
-
-
-@dataclass
-class Trace:
-    """Everything a pass saw, in the order of the forward pass."""
-
-    points: list[Point] = field(default_factory=list)
-    layer: int = 0
-    on_layer: Callable[[], None] | None = None  # called as each layer is passed, in either pass
-    memory: Signal | None = None  # what cross-attention reads
-    memory_gradients: list[Gradient] = field(default_factory=list)
-    _weights: list[tuple[int, Callable[[], Mapping[str, Array]]]] = field(default_factory=list)
-
-    def weights(self) -> list[tuple[int, str, Array]]:
-        """(layer, matrix, expected squared gradient norm), from the first layer to the last."""
-        norms = [(layer, *item) for layer, give in self._weights for item in give().items()]
-        return sorted(norms, key=lambda row: row[0])
-
-    def stream(self) -> list[Point]:
-        """The N + 1 points of the residual stream."""
-        return [point for point in self.points if point.site == "stream"]
 
 
 def forward(component: Component, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
@@ -86,7 +57,7 @@ def _leaf(leaf: Leaf, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPas
         point.gradient = gradient
         pulled = pullback(gradient)
         if pulled.weights is not None:
-            trace._weights.append((layer, pulled.weights))
+            trace.norms.append(Norms(layer, pulled, signal))
         return pulled.gradient
 
     return output, backward
@@ -201,7 +172,8 @@ def _bottom_to_top(node: BottomToTop, signal: Signal, trace: Trace) -> tuple[Sig
 def _reader(node: Reader, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
     if trace.memory is None:
         raise DomainError("cross-attention has nothing to read: declare model.encoder")
-    output, pullback = node.attend(signal, trace.memory)
+    memory = trace.memory
+    output, pullback = node.attend(signal, memory)
     layer = trace.layer
     point = Point(layer, node.label, output)
     trace.points.append(point)
@@ -211,7 +183,7 @@ def _reader(node: Reader, signal: Signal, trace: Trace) -> tuple[Signal, Backwar
         pulled, to_memory = pullback(gradient)
         trace.memory_gradients.append(to_memory)
         if pulled.weights is not None:
-            trace._weights.append((layer, pulled.weights))
+            trace.norms.append(Norms(layer, pulled, memory))
         return pulled.gradient
 
     return output, backward

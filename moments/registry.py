@@ -5,7 +5,7 @@ from __future__ import annotations
 from .activations import ACTIVATION_LAWS, activation_laws, activation_names, leaky_slope
 from .errors import domain_error
 from .law import ComponentLaws
-from .laws import attention, block, embedding, gated, linear, noci, normalization, softmax
+from .laws import attention, block, embedding, gated, head, linear, noci, normalization, softmax
 
 _ALL = (
     embedding.TOKEN_EMBEDDING,
@@ -30,6 +30,7 @@ _ALL = (
     attention.ATTENTION,
     block.ATTENTION_BLOCK,
     block.FFN_BLOCK,
+    head.CROSS_ENTROPY,
     noci.UNIFORM_ATTENTION_GRADIENTS,
 )
 

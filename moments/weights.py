@@ -169,7 +169,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Biases:
-    """Variances of the bias vectors' entries; each one number or one per layer.
+    """Variances of the bias vectors' entries; each one number, one per layer, or None: no bias.
 
     `Biases()` are biases that start at zero: they leave the moments alone and receive gradients.
 
@@ -177,17 +177,19 @@ class Biases:
         DomainError: a negative variance.
     """
 
-    query: PerLayer = 0.0
-    key: PerLayer = 0.0
-    value: PerLayer = 0.0
-    output: PerLayer = 0.0
-    ffn_in: PerLayer = 0.0
-    ffn_out: PerLayer = 0.0
-    gate: PerLayer = 0.0
+    query: PerLayer | None = 0.0
+    key: PerLayer | None = 0.0
+    value: PerLayer | None = 0.0
+    output: PerLayer | None = 0.0
+    ffn_in: PerLayer | None = 0.0
+    ffn_out: PerLayer | None = 0.0
+    gate: PerLayer | None = 0.0
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
+            if value is None:
+                continue
             check_in(f"biases.{f.name}", value, NONNEGATIVE, "pass a variance")
             object.__setattr__(self, f.name, frozen_layers(f"biases.{f.name}", value))
 
@@ -198,10 +200,23 @@ class Biases:
         of = {f.name: like.of(f.name) for f in dataclasses.fields(cls)}
         return cls(**of)  # type: ignore[arg-type]
 
+    @classmethod
+    def of(cls, *matrices: str) -> Biases:
+        """Biases that start at zero, on these matrices alone.
+
+        Raises:
+            DomainError: a matrix that can have none.
+        """
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in matrices:
+            check_choice("matrices", name, names)
+        return cls(**{name: 0.0 if name in matrices else None for name in names})
+
     def layer(self, number: int) -> dict[str, float]:
-        """Variances of layer `number`, counted from 1, by matrix."""
+        """Variances of layer `number`, counted from 1, by matrix; those without a bias left out."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {k: v if isinstance(v, float) else v[number - 1] for k, v in values.items()}
+        there = {k: v for k, v in values.items() if v is not None}
+        return {k: v if isinstance(v, float) else v[number - 1] for k, v in there.items()}
 
     def replace(self, **changes: Any) -> Biases:
         """A changed copy."""

@@ -77,7 +77,7 @@ def simulate(model: Transformer, ids: np.ndarray, targets: np.ndarray, draws: in
         x = embedding.scale * table[rows] + places
         x.retain_grad()
         gains = [torch.ones(WIDTH, dtype=x.dtype).requires_grad_() for _ in range(2)]
-        matrices = {"final.norm.gain": gains[0], "head.transform.norm.gain": gains[1]}
+        matrices = {"final.norm.gain": gains[0], "head.norm.gain": gains[1]}
         h = _normed(x, model, gains[0]) if head.norm else x
         if head.loss == "classification":
             h = h[:, 0] if head.pool == "first" else h.mean(1)
@@ -175,7 +175,7 @@ def test_language_model_heads(name: str) -> None:
             agree(weights[weight], values, 0.03)
     assert ("head" in weights) != head.tied
     assert ("final.norm.gain" in weights) == head.norm
-    assert ("head.transform.norm.gain" in weights) == (head.transform is not None)
+    assert ("head.norm.gain" in weights) == (head.transform is not None)
     assert ("head.bias" in weights) == head.bias
 
 

@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "swiglu, grouped heads": {"activation": "swiglu", "d_ff": 340, "kv_heads": 2},
     "rmsnorm": {"normalization": "rmsnorm", "d_ff": 100},
     "causal": {"causal": True, "activation": "silu"},
+    "b2t": {"norm": "b2t", "activation": "gelu"},
     "unnormalised": {"norm": "none", "activation": "tanh"},
 }
 
@@ -98,8 +99,8 @@ def test_simplified(gated: bool) -> None:
 
 
 def test_what_cannot_be_solved() -> None:
-    with pytest.raises(moments.DomainError, match="parallel"):
-        model(parallel=True).with_scheme("dslm", input_correlation=0.3)
+    with pytest.raises(moments.DomainError, match="normalises"):
+        model(norm="sandwich").with_scheme("dslm", input_correlation=0.3)
     with pytest.raises(moments.DomainError, match="solved"):
         model().with_scheme("dslm", variant="released", inputs={"correlation": 0.3})
     with pytest.raises(moments.DomainError, match="mean square"):

@@ -35,14 +35,21 @@ def solve(
         str,
         typer.Option(
             help="A scheme (`moments schemes`), or stream_variance, block_variance, "
-            "final_variance, gradient_ratio, final_correlation, query_value_balance, largest_k, "
-            "largest_depth."
+            "final_variance, gradient_ratio, final_correlation, query_value_balance, "
+            "query_value_balance_per_layer, flat_gradient, largest_k, largest_depth."
         ),
     ] = "dslm",
     target: Annotated[float, typer.Option(help="The wanted value.")] = 1.0,
     free: Annotated[
         list[str] | None,
         typer.Option(help="What to solve for; may be repeated.", show_default=False),
+    ] = None,
+    goal: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="OBJECTIVE=TARGET, such as final_variance=2; repeated, solved together.",
+            show_default=False,
+        ),
     ] = None,
     bound: Annotated[
         str | None,
@@ -52,6 +59,10 @@ def solve(
     seq_len: SeqLenOption = None,
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
+    tolerance: Annotated[float, typer.Option(help="Of the residual, relative.")] = 1e-9,
+    formulas: Annotated[
+        bool, typer.Option("--formulas", help="Show the laws inverted in layer 1.")
+    ] = False,
     as_json: JsonOption = False,
     csv: CsvOption = None,
 ) -> None:
@@ -59,15 +70,16 @@ def solve(
     from ..solver import solve as run
 
     declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
+    given = {"variance": variance, "correlation": correlation}
+    inputs: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
     plan = run(
         declared,
-        objective,
+        [_named(text, "goal") for text in goal] if goal else objective,
         target=target,
         free=free or None,
-        bound=None if bound is None else _bound(bound),
-        **{
-            k: v for k, v in (("variance", variance), ("correlation", correlation)) if v is not None
-        },
+        bound=None if bound is None else _named(bound, "bound"),
+        tolerance=tolerance,
+        **inputs,
     )
     if csv is not None:
         write_csv(plan.to_frame(), csv)
@@ -75,16 +87,19 @@ def solve(
         print(plan.to_json())
     else:
         out.print(plain(str(plan)), soft_wrap=True)
+        if formulas:
+            out.print(plain(str(plan.inversion())), soft_wrap=True)
     if not plan.feasible:
         raise typer.Exit(1)
 
 
-def _bound(text: str) -> tuple[str, float]:
-    goal, _, most = text.partition("=")
+def _named(text: str, option: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
     try:
-        return goal, float(most)
+        return name, float(number)
     except ValueError:
-        raise domain_error("bound", text, "GOAL=MOST, such as final_correlation=0.9") from None
+        allowed = "OBJECTIVE=NUMBER, such as final_correlation=0.9"
+        raise domain_error(option, text, allowed) from None
 
 
 @app.command()

@@ -114,12 +114,8 @@ class Entries:
         return token if table else None
 
     def biases(self, existing: tuple[str, ...]) -> Biases | None:
-        """Biases that start at zero; None where there are none.
-
-        A declaration has all of them or none, so that of a family with some of them the others are
-        declared too; at zero they change no moment, but each adds its own gradient.
-        """
-        return Biases() if existing else None
+        """Biases that start at zero, on those matrices that have one; None where none has."""
+        return Biases.of(*existing) if existing else None
 
     def cap(self, name: str) -> float | None:
         """An entry that is a positive number, or null where the config says so."""

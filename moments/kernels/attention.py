@@ -72,7 +72,7 @@ class KernelAttention:
     value paths, itself 1 % of the total, is up to 19 % low for clusters at 64 and 16.
 
     Rotary positions (L = 32, d_head = 32, base 1e4, the worse of a full and a causal mask, tau 1 /
-    tau 3, noise .2 to 1): traces of the output within 1 / 2 %, of key and query paths within 1 / 1 %
+    tau 3, noise .2 to 1): traces of the output within 1 / 2 %, of key and query paths within 1 %
     for uncorrelated tokens, 3 / 7 % for repeated ones and 2 / 6 % where tokens share .8 of their
     variance, where leaving rotation out errs by 30 to 65 %. Biases -slope |i - j| of
     slopes .03 to .5: key and query paths within 2 % at tau = 1 and within 12 % at tau = 3.
@@ -195,35 +195,46 @@ class KernelAttention:
         return DroppedAttention(self._closure, self._values)
 
     @functools.cached_property
-    def _forward(self) -> tuple[Array, Array]:
-        """O and Q/G, with the dropout of the attention weights on their diagonals."""
+    def _forward(self) -> tuple[Array, Array, Array]:
+        """O and Q/G, with the dropout of the attention weights on their diagonals; the tilt."""
         mean = self.mean_attention @ self.kernel @ self.mean_attention.T
         excess, query = self._closure.gather(self.kernel)
         output, query = mean + excess, query / self._norm
         own = np.diag(self.kernel)
+        tilt = self._tilt(self.mean_attention @ own - np.diag(output))
         if self._widths.d_model < math.inf:
-            tilt, spent = self._width_terms(mean, self.mean_attention @ own - np.diag(output))
-            output, query = output + tilt * self.logits.queries - spent, query + tilt
+            share = tilt / self._widths.d_model
+            output = output + share * self.logits.queries - self._spent(mean)
+            query = query + share
         if self._dropped > 0.0:
             _, _, noise = self._noise.gather(self.logits.within)
             output = output + self._dropped * np.diag(self._closure.squares @ own)
             query = query + self._dropped * self.logit_scale * np.diag(noise)
-        return output, query
+        return output, query, tilt
 
-    def _width_terms(self, mean: Array, shift: Array) -> tuple[Array, Array]:
-        """At order 1/d_model: what O gains per unit of kernel (and Q per unit of G), what O loses.
+    @property
+    def tilt(self) -> Array:
+        """(Lq, Lq) what Q gains per unit of G, and of the relative variance of two tokens' overlap:
+        1/d_model of it is in `backward` (see `moments.overlap`)."""
+        return self._forward[2]
+
+    def _tilt(self, shift: Array) -> Array:
+        """d_model times what O gains per unit of kernel (and Q per unit of G) at order 1/d_model.
 
         Given the direction w_i that row i looks in, token j has a component t_ij along it, and the
         values of the attended tokens share that component: E tr(J C) (`shift`) for either row.
-        Tokens of fixed norm pay for it: their overlap across is smaller by the fraction
-        (t_ij^2 + t_i'l^2)/2 - 1, and a token's overlap with itself is C_jj whatever t is.
         """
         shift = shift * np.sqrt(self._closure.softening)  # E tr J falls like theta^(-1/2)
-        tilt = self.logit_scale / self._widths.d_model * self._tilted(shift)
+        return np.asarray(self.logit_scale * self._tilted(shift))
+
+    def _spent(self, mean: Array) -> Array:
+        """What tokens of fixed norm pay for the tilt: their overlap across is smaller by the
+        fraction (t_ij^2 + t_i'l^2)/2 - 1, and a token's overlap with itself is C_jj whatever t is.
+        """
         once, twice = self._closure.logit_square / self._widths.d_model
         spent = 0.5 * mean * (once[:, None] + once)
         spent = spent + np.diag(self._closure.unshared * twice)
-        return tilt, self._widths.fixed_norm * spent
+        return np.asarray(self._widths.fixed_norm * spent)
 
     def _tilted(self, shift: Array) -> Array:
         """(Lq, Lq) products of two rows' shifts, turned where positions are rotated: a key's part

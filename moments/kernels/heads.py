@@ -90,6 +90,10 @@ class HeadAverage:
     def beyond_tables(self) -> NDArray[np.bool_]:
         return np.asarray(np.any([layer.beyond_tables for layer in self.layers], axis=0))
 
+    @property
+    def tilt(self) -> Array:
+        return self._mean("tilt")
+
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j."""
         parts = [layer.forward() for layer in self.layers]

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from moments.modules.causes import Cause, causes
 from moments.modules.entries import tail_probability
-from moments.modules.expectation import model_of_stack
 from moments.modules.findings import Finding, Measured
 from moments.modules.roles import TABLES
-from moments.modules.truncation import TRUNCATION, truncated_variance
 from moments.transformer import Transformer
-from moments.weights import MATRICES
 
 FIT = 1e-3
 """A cause is named where its worst layer is at least this probable (Bonferroni over the layers)."""
@@ -30,14 +28,6 @@ PAIRS = (
     (("query", "key"), ("value",)),
 )
 """Matrices among which one factor is easily put on the wrong side."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Predicted variance in every layer of the role, and the sentence it stands for."""
-
-    variances: tuple[float, ...]
-    words: str
 
 
 def advise(
@@ -57,8 +47,7 @@ def advise(
         name for name in groups if any(f.role == name and f.quantity in variances for f in failed)
     ]
     sentences = list(_crossed(groups, roles))
-    for name in roles:
-        sentences.append(_role_sentence(groups[name], groups, model, described))
+    sentences += _role_sentences([_diagnosis(groups[n], groups, model, described) for n in roles])
     sentences += list(_scale_sentences(failed, model))
     sentences += list(_other_sentences(failed, groups))
     return tuple(sentences)
@@ -72,38 +61,64 @@ def _where(layers: list[int], total: int) -> str:
     return f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
 
 
-def _role_sentence(
+class Diagnosis(NamedTuple):
+    """What is wrong with one role: where, by how much, and why."""
+
+    name: str
+    where: str
+    ratio: float
+    causes: tuple[str, ...]
+    instead: str = ""
+
+    def __str__(self) -> str:
+        if self.instead:
+            return f"{self.name} {self.instead}"
+        text = f"{self.name}{self.where} has {self.ratio:.3g} times the plan's variance"
+        return text + (
+            ": " + "; or ".join(self.causes) if self.causes else "; no common cause fits"
+        )
+
+
+def _role_sentences(found: list[Diagnosis]) -> Iterator[str]:
+    """One each, or one together where the same cause holds in the same layers."""
+    together: dict[Any, list[Diagnosis]] = {}
+    for number, diagnosis in enumerate(found):
+        shared = (diagnosis.where, diagnosis.causes) if diagnosis.causes else number
+        together.setdefault(shared, []).append(diagnosis)
+    for group in together.values():
+        if len(group) == 1:
+            yield str(group[0])
+            continue
+        names = ", ".join(diagnosis.name for diagnosis in group)
+        ratios = ", ".join(f"{diagnosis.ratio:.3g}" for diagnosis in group)
+        causes = "; or ".join(group[0].causes)
+        yield f"{names}{group[0].where} have {ratios} times the plan's variance: {causes}"
+
+
+def _diagnosis(
     group: list[Measured],
     groups: dict[str, list[Measured]],
     model: Transformer,
     described: Transformer | None,
-) -> str:
+) -> Diagnosis:
     name = group[0].role.full_name
     zeros = [m for m in group if m.expected and m.entries.square == 0]
     if zeros:
         where = _where([m.role.layer for m in zeros], model.layers)
         labels = ", ".join(m.role.label for m in zeros[:4])
         more = " ..." if len(zeros) > 4 else ""
-        return (
-            f"{name} is zero{where} ({labels}{more}): a zero initialisation, or storage that was "
-            "never filled"
-        )
+        why = "a zero initialisation, or storage that was never filled"
+        return Diagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
     bad = [m for m in group if m.expected and not _within(m, m.expected)] or group
     where = _where([m.role.layer for m in bad], model.layers)
-    ratio = _ratio(bad)
     found = [
         (score, cause.words)
         for cause in causes(bad, groups, model, described)
         if (score := _score(bad, cause)) > FIT / len(bad)
     ]
-    text = f"{name}{where} has {ratio:.3g} times the plan's variance"
-    if not found:
-        return f"{text}; no common cause fits"
-    words: list[str] = []
-    for _, word in sorted(found, key=lambda pair: -min(pair[0], 0.05)):
-        if word not in words:
-            words.append(word)
-    return f"{text}: " + "; or ".join(words[:2])
+    ranked = sorted(found, key=lambda pair: -min(pair[0], 0.05))
+    words = tuple(dict.fromkeys(word for _, word in ranked))[:2]
+    return Diagnosis(name, where, _ratio(bad), words)
 
 
 def _within(m: Measured, variance: float) -> bool:
@@ -124,83 +139,6 @@ def _ratio(group: list[Measured]) -> float:
     """Geometric mean of measured over expected."""
     logs = [math.log(m.entries.square / m.expected) for m in group if m.expected]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
-def causes(
-    group: list[Measured],
-    groups: dict[str, list[Measured]],
-    model: Transformer,
-    described: Transformer | None,
-) -> Iterator[Cause]:
-    """Hypotheses about one role, the more specific ones first."""
-    name, layers = group[0].role.name, [m.role.layer for m in group]
-    stack = group[0].role.stack
-    model = model_of_stack(model, stack)
-    if described is not None:
-        described = model_of_stack(described, stack)
-    expected = [float(m.expected or 0.0) for m in group]
-
-    def scaled(factor: float) -> tuple[float, ...]:
-        return tuple(factor * v for v in expected)
-
-    if name in MATRICES:
-        for other in MATRICES:
-            if other != name and stack + other in groups:
-                variances = tuple(getattr(model.layer_weights(n), other) for n in layers)
-                yield Cause(
-                    variances,
-                    f"it is what the plan gives {other}: {name} was skipped, or "
-                    "took the other's scale",
-                )
-        if described is not None:
-            variances = tuple(getattr(described.layer_weights(n), name) for n in layers)
-            yield Cause(variances, "it is the framework's own initialisation, unscaled")
-        for shift in (1, -1):
-            if all(1 <= n + shift <= model.layers for n in layers):
-                variances = tuple(getattr(model.layer_weights(n + shift), name) for n in layers)
-                yield Cause(
-                    variances,
-                    f"it is that of layer l {'+' if shift > 0 else '-'} 1: "
-                    "layers are counted from another number",
-                )
-    cut = truncated_variance(TRUNCATION)
-    yield Cause(scaled(cut), "a normal cut at two deviations without correcting its variance")
-    yield Cause(scaled(1 / cut), "a correction for truncation where nothing was cut")
-    yield Cause(scaled(cut**2), "a correction for truncation that went the wrong way")
-    yield Cause(tuple(v**2 for v in expected), "the variance was passed as a standard deviation")
-    yield Cause(tuple(v**0.5 for v in expected), "the standard deviation was used as a variance")
-    n = model.layers
-    for factor, words in (
-        (2.0, "1/N written for 1/(2N), or a factor 2 twice"),
-        (0.5, "1/(2N) written for 1/N, or a factor 2 missing"),
-        (float(n), "a factor 1/N is missing"),
-        (1 / n, "a factor 1/N too much"),
-        (2.0 * n, "a factor 1/(2N) is missing"),
-        (0.5 / n, "a factor 1/(2N) too much"),
-        (float(n) ** 0.5, "a scale 1/sqrt(N) was applied to the variance, not to the deviation"),
-        (1 / (1 - model.dropout), "the dropout correction is missing"),
-        (1 - model.dropout, "the dropout correction was applied twice"),
-        (4.0, "a factor 4"),
-        (0.25, "a factor 1/4"),
-    ):
-        if factor != 1:
-            yield Cause(scaled(factor), f"{words} (N = {n})" if "N" in words else words)
-    for fans, words in (
-        (lambda i, o: 1 / (3 * i), "torch's default 1/(3 fan_in)"),
-        (lambda i, o: 2 / (i + o), "Xavier's 2/(fan_in + fan_out)"),
-        (lambda i, o: 2 / (i + 3 * o), "Xavier's for query, key and value as one fused matrix"),
-        (lambda i, o: 2 / i, "Kaiming's 2/fan_in"),
-        (lambda i, o: 1 / i, "LeCun's 1/fan_in"),
-        (lambda i, o: 1 / o, "1/fan_out"),
-    ):
-        if group[0].role.is_matrix:
-            variances = tuple(fans(m.role.fan_in, m.role.fan_out) for m in group)
-            yield Cause(variances, f"it is {words}")
-    yield Cause(tuple(0.02**2 for _ in group), "it is 0.02^2, as most language models draw")
-    role = group[0].role
-    if role.is_matrix and role.fan_in != role.fan_out:
-        for factor in (role.fan_in / role.fan_out, role.fan_out / role.fan_in):
-            yield Cause(scaled(factor), "fan_in and fan_out are swapped")
 
 
 def _crossed(groups: dict[str, list[Measured]], roles: list[str]) -> Iterator[str]:

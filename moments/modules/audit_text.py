@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moments.modules.findings import Finding
 
 WIDTH = 120
+TABLE_WIDTH = 240  # parameter names stay whole
 OFFENDERS, GOOD = 40, 8
 
 
@@ -31,7 +32,7 @@ def text(report: AuditReport) -> str:
     shown = [*bad[:OFFENDERS], *open_checks[:GOOD]]
     good = [f for f in report.findings if f.passed]
     shown += good[:GOOD]
-    lines.append(render(_table(shown), WIDTH))
+    lines.append(render(_table(shown), TABLE_WIDTH))
     for rest, words in (
         (len(bad) - OFFENDERS, "more failed"),
         (len(good) - GOOD, "more passed"),
@@ -51,7 +52,7 @@ def text(report: AuditReport) -> str:
 def _table(findings: list[Finding]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    table.add_column("parameter", overflow="fold")
+    table.add_column("parameter", no_wrap=True)
     table.add_column("role")
     for name in ("quantity", "plan", "module", "ratio", "note"):
         table.add_column(name, justify="left" if name in ("quantity", "note") else "right")

@@ -31,7 +31,7 @@ def factors(
     changes = []
     for stack, wanted in _models(model):
         own = _own(stack, described, wanted)
-        for layer, holder, current in _temperatures(module, found, stack, wanted, own):
+        for layer, _, holder, current in _temperatures(module, found, stack, wanted, own):
             temperature = float(wanted.temperatures[layer - 1])
             if np.isclose(current, temperature, rtol=1e-6):
                 continue
@@ -51,10 +51,10 @@ def temperature_findings(
     """Every layer's temperature against the model's."""
     for stack, wanted in _models(model):
         own = _own(stack, described, wanted)
-        for layer, _, current in _temperatures(module, found, stack, wanted, own):
+        for layer, label, _, current in _temperatures(module, found, stack, wanted, own):
             expected = float(wanted.temperatures[layer - 1])
             passed = bool(np.isclose(current, expected, rtol=1e-6))
-            base = (layer, f"{stack}attention", "", "temperature", expected, current)
+            base = (layer, f"{stack}attention", label, "temperature", expected, current)
             yield Finding(*base, 0.0, float(passed), passed)
 
 
@@ -73,8 +73,8 @@ def _own(stack: str, described: Transformer | None, model: Transformer) -> np.nd
 
 def _temperatures(
     module: nn.Module, found: ModuleRoles, stack: str, model: Transformer, own: np.ndarray
-) -> Iterator[tuple[int, nn.Module | None, float]]:
-    """Layer, the module nearest to its query matrix that has a numeric `scaling`, temperature."""
+) -> Iterator[tuple[int, str, nn.Module | None, float]]:
+    """Layer, query matrix, the module nearest to it that has a numeric `scaling`, temperature."""
     for role in found.named("query", stack=stack):
         path, holder = role.parameter, None
         while holder is None and (path := path.rpartition(".")[0]):
@@ -82,7 +82,7 @@ def _temperatures(
             if isinstance(getattr(part, "scaling", None), float):
                 holder = part
         if holder is None:
-            yield role.layer, None, float(own[role.layer - 1])
+            yield role.layer, role.label, None, float(own[role.layer - 1])
         else:
             width = float(model.d_head or 1) ** 0.5
-            yield role.layer, holder, 1 / (width * float(holder.scaling))  # type: ignore[arg-type]
+            yield role.layer, role.label, holder, 1 / (width * float(holder.scaling))  # type: ignore[arg-type]

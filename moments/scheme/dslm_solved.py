@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import DomainError
-from ..state import Signal
 from ..transformer import Transformer
 from ..weights import Weights
 
@@ -70,22 +69,18 @@ def _with_attention(weights: Weights, model: Transformer, variance: Any) -> Weig
 
 
 def _once(model: Transformer, inputs: Mapping[str, Any], free: tuple[str, ...]) -> Transformer:
-    from ..passes import stack_of
+    from ..solver.entering import entered
     from ..solver.layerwise import solve_blocks
     from ..solver.variables import scaled_weights
 
-    own = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
-    stack = stack_of(model, **own)
-    memory: Signal | None = None
-    if model.encoder is not None:
-        outer = dict(inputs.get("encoder_inputs") or {})
-        other = stack_of(model.encoder, **outer)
-        resolved = stack.resolved or other.resolved
-        stack = stack_of(model, **own | {"tokens": resolved})
-        other = stack_of(model.encoder, **outer | {"tokens": resolved})
-        other.forward()
-        memory = other.read()
+    stack, memory = entered(model, inputs)
     found = solve_blocks(
         model, stack.enter(), stack.layout, free, lambda number, block: 1.0, False, memory
     )
+    if found.missed:
+        layer, block = found.missed[0]
+        raise DomainError(
+            f"dslm: no weights give the {block} block of layer {layer} variance 1, only "
+            f"{found.nearest:.3g}: its activation saturates or its input vanishes"
+        )
     return model.replace(weights=scaled_weights(model, found.factors))

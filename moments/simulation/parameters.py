@@ -34,6 +34,8 @@ def draw_weights(
         # Rows orthogonal to each other are no property of a vector.
         vector = "normal" if kind == "orthogonal" else kind
         for name, (_, width) in shapes.items():
+            if name.removeprefix(CROSS) not in of:
+                continue
             variance = of[name.removeprefix(CROSS)]
             drawn[f"{name}.bias"] = draw((width,), variance, generator, dtype, vector)
     for site in norm_sites(model, number):

@@ -222,41 +222,54 @@ def scaled(part: Any, own: tuple[str, ...], factor: float) -> Any:
 LIMIT = math.log(1e12)
 """Largest logarithm of a factor on a variance that is tried."""
 
+CLOSE = 1e-13
+"""Relative distance at which a root is one, a few roundings."""
+
+SECANTS = 12
+
 
 def factor_for(output: Callable[[float], float], aim: float, count: int) -> tuple[float, float]:
     """The factor on `count` variances at which `output` is `aim`, and the output there.
 
-    Where a power law holds, in one step; elsewhere a bracketed root; where there is none, the end
-    of the range that comes nearest.
+    In one step where the output is the factor to the power `count`; elsewhere by secants in
+    logarithms, and a bracketed root where they stray. Where there is none, the end of the range
+    that comes nearest.
 
     Raises:
         DomainError: the output does not depend on the factor.
     """
-    now = output(1.0)
-    if now > 0 and np.isfinite(now):
-        factor = (aim / now) ** (1 / count)
-        reached = output(factor)
-        if abs(reached / aim - 1) <= 1e-13:
-            return factor, reached
-    else:
-        factor = 1.0
 
     def distance(log: float) -> float:
         value = output(math.exp(log))
-        return math.log(value / aim) if value > 0 else -math.inf
+        return math.log(value / aim) if 0 < value < math.inf else math.copysign(math.inf, value - 1)
 
-    start, width = min(max(math.log(factor), -LIMIT), LIMIT), 1e-3
-    low = high = start
-    while distance(low) * distance(high) > 0 and max(-low, high) < LIMIT:
-        low, high = max(start - width, -LIMIT), min(start + width, LIMIT)
-        width *= 4
-    below, above = distance(low), distance(high)
-    if below * above > 0:
-        if abs(above - below) < 1e-9:
-            raise DomainError("a block's output does not depend on its free matrices")
-        log = low if abs(below) < abs(above) else high
-        return math.exp(log), output(math.exp(log))
+    before, far = 0.0, distance(0.0)
+    start = min(max(-far / count, -LIMIT), LIMIT)
+    log, slope = start, float(count)
+    for _ in range(SECANTS):
+        last, far = far, distance(log)
+        if abs(far) <= CLOSE:
+            return math.exp(log), output(math.exp(log))
+        if log != before and math.isfinite(far - last):
+            slope = (far - last) / (log - before)
+        if not (0.1 < slope / count < 10 and math.isfinite(far)):
+            break
+        before, log = log, min(max(log - far / slope, -LIMIT), LIMIT)
+    log = _bracketed(distance, start)
+    return math.exp(log), output(math.exp(log))
+
+
+def _bracketed(distance: Callable[[float], float], start: float) -> float:
+    """Where `distance` is 0, from an interval around `start` that grows; or the nearer end."""
     from scipy.optimize import brentq
 
-    log = float(brentq(distance, low, high, xtol=1e-15, rtol=1e-14))
-    return math.exp(log), output(math.exp(log))
+    width, below, above = 1e-2, 1.0, 1.0
+    low = high = start
+    while below * above > 0 and (low > -LIMIT or high < LIMIT):
+        low, high = max(start - width, -LIMIT), min(start + width, LIMIT)
+        below, above, width = distance(low), distance(high), 4 * width
+    if below * above <= 0:
+        return float(brentq(distance, low, high, xtol=1e-15, rtol=1e-14))
+    if abs(above - below) < 1e-9:
+        raise DomainError("a block's output does not depend on its free matrices")
+    return low if abs(below) < abs(above) else high

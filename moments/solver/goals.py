@@ -1,9 +1,10 @@
-"""What can be asked of a model as one number: each goal reads it off a prediction."""
+"""What can be asked of a model: numbers read off a prediction, one of all or one per layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,32 +14,48 @@ from ..symbols import CORRELATION, POSITIVE, Interval
 
 @dataclass(frozen=True)
 class Goal:
-    """A number of a prediction that a solver can steer.
+    """A number of a prediction that a solver can steer, or one per layer.
 
     Attributes:
         name: what `solve` takes.
         title: what it is.
-        value: reads it off a prediction.
+        value: reads it off a prediction; shape () or (N,).
         allowed: what targets make sense.
         free: what is solved for unless the user says otherwise.
+        at_most: whether a target is the most that is allowed, and not what must be met.
     """
 
     name: str
     title: str
-    value: Callable[[Prediction], float]
+    value: Callable[[Prediction], Any]
     allowed: Interval
     free: tuple[str, ...]
+    at_most: bool = False
+
+    def distance(self, value: Any, target: Any) -> Any:
+        """Signed and relative, 0 at the target: the logarithm of a positive quantity's ratio."""
+        if self.allowed is POSITIVE:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return np.log(np.asarray(value) / target)
+        return np.asarray(value) - target
 
 
 def _gradient_ratio(p: Prediction) -> float:
     return float(p.grad_variance[0] / p.grad_variance[-1])
 
 
+def query_value_ratios(p: Prediction) -> np.ndarray:
+    """E|dL/dW_q|^2 / E|dL/dW_v|^2 of self-attention in every layer, shape (N,)."""
+    norms = {(layer, name): float(np.sum(norm)) for layer, name, norm in p.trace.weights()}
+    layers = range(1, p.model.layers + 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        query, value = (np.array([norms[n, w] for n in layers]) for w in ("query", "value"))
+        return np.asarray(query / value)
+
+
 def _query_value(p: Prediction) -> float:
-    """Geometric mean over layers of E|dL/dW_q|^2 / E|dL/dW_v|^2."""
-    norms = p.weight_gradients().pivot_table(index="layer", columns="weight", values="squared_norm")
-    both = norms.loc[1 : p.model.layers]
-    return float(np.exp(np.mean(np.log(both["query"] / both["value"]))))
+    with np.errstate(divide="ignore"):
+        return float(np.exp(np.mean(np.log(query_value_ratios(p)))))
 
 
 GOALS = {
@@ -64,11 +81,32 @@ GOALS = {
             lambda p: float(p.correlation[-1]),
             CORRELATION,
             ("branch_scale",),
+            at_most=True,
         ),
         Goal(
             "query_value_balance",
             "squared gradient norm of the query over that of the value weights, geometric mean",
             _query_value,
+            POSITIVE,
+            ("temperature",),
+        ),
+    )
+}
+
+PROFILES = {
+    goal.name: goal
+    for goal in (
+        Goal(
+            "flat_gradient",
+            "gradient variance at every layer's input over that at its output",
+            lambda p: p.grad_variance[:-1] / p.grad_variance[1:],
+            POSITIVE,
+            ("output", "ffn_out"),
+        ),
+        Goal(
+            "query_value_balance_per_layer",
+            "squared gradient norm of the query over that of the value weights in every layer",
+            query_value_ratios,
             POSITIVE,
             ("temperature",),
         ),

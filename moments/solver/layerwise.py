@@ -20,12 +20,14 @@ from ..layout import Layout
 from ..propagate import Point, Trace, forward
 from ..state import Signal
 from ..transformer import Transformer
-from .block import LIMIT, MATRICES, Block, Given, factor_for, flat
+from .block import MATRICES, Block, Given, factor_for, flat
 
+LAYERWISE = {
+    "stream_variance": "variance of the stream after every layer",
+    "block_variance": "variance of every block's output",
+}
 NOTHING = 1e-12
 """Factor on a variance that stands for a block without output."""
-
-__all__ = ["LIMIT", "MATRICES", "NOTHING", "Found", "Reached", "reached", "solve_blocks"]
 
 Target = Callable[[int, str], float]
 
@@ -107,7 +109,8 @@ class _Walk:
         self.memory, self.layer = memory, 0
         self.factors: dict[str, list[float]] = {name: [] for name in free}
         self.met: set[str] = set()
-        self.shortfall, self.nearest = 0.0, None
+        self.shortfall = 0.0
+        self.nearest: float | None = None
         self.missed: list[tuple[int, str]] = []
 
     def step(self, part: Component, signal: Signal) -> Signal:
@@ -144,9 +147,7 @@ class _Walk:
             for matrix in block.own:
                 self.factors[matrix].append(factor)
                 self.met.add(matrix)
-        added = tuple(
-            Given(block.propagated(f)) for block, f in zip(blocks, chosen, strict=True)
-        )
+        added = tuple(Given(block.propagated(f)) for block, f in zip(blocks, chosen, strict=True))
         branch = added[0] if len(added) == 1 else Parallel(added)
         return dataclasses.replace(node, branch=branch)
 
@@ -160,9 +161,7 @@ class _Walk:
             name = node.label.partition(".")[0]
             return [self._block(name, node.branch, signal)]
         entering = self._forward(Chain(parts[:-1]), signal)
-        return [
-            self._block(_named(branch), branch, entering) for branch in parts[-1].branches
-        ]
+        return [self._block(_named(branch), branch, entering) for branch in parts[-1].branches]
 
     def _block(self, name: str, chain: Component, signal: Signal) -> Block:
         own = tuple(matrix for matrix in MATRICES[name] if matrix in self.free)

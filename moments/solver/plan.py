@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..errors import domain_error
 from ..transformer import Transformer
@@ -14,6 +16,8 @@ from ..weights import MATRICES
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from .inversion import Inversion
 
 FORMAT_VERSION = 1
 
@@ -24,23 +28,55 @@ class Plan:
 
     Attributes:
         model: the Transformer that carries them.
-        objective: what was asked for, in words.
+        objective: what was asked for: a scheme's or an objective's name, or several.
+        title: the same in words.
+        target: what was asked of it: one number, one per layer, or one per objective.
         free: names of what was solved for.
-        residual: largest relative distance to the target; 0 for a scheme, which has none.
-        feasible: whether the target is met, to `tolerance`.
-        nearest: the feasible value nearest to the target where it is not met, else None.
-        tolerance: of `residual`.
-        formula: LaTeX of the closed form that was inverted, "" where a root was bracketed.
+        residual: largest relative distance to the target of a prediction of `model`. Of the scheme
+            "dslm", that of its blocks' output variances to 1; 0 for other schemes, which have no
+            target.
+        feasible: whether the target is met to `tolerance`, by a value inside the range of the free
+            variables and not merely in its limit.
+        nearest: the value nearest to the target where it is not met, else None.
+        tolerance: of `residual`; None for a scheme of printed constants, which promises none.
+        inputs: what `predict` must be given to see what the solver saw.
     """
 
     model: Transformer
     objective: str
+    title: str = ""
+    target: float | tuple[float, ...] | None = None
     free: tuple[str, ...] = ()
     residual: float = 0.0
     feasible: bool = True
-    nearest: float | None = None
-    tolerance: float = 1e-9
-    formula: str = ""
+    nearest: float | tuple[float, ...] | None = None
+    tolerance: float | None = 1e-9
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", plain(self.inputs))
+
+    @property
+    def formula(self) -> str:
+        """LaTeX of the laws inverted, one per block; "" where no law was inverted by itself."""
+        return r" \\ ".join(step.latex for step in self.inversion().steps) if self._solved else ""
+
+    def inversion(self, layer: int = 1) -> Inversion:
+        """The laws of every block at one layer, solved for a weight variance, and the numbers.
+
+        Raises:
+            DomainError: the plan does not come from inverting laws block by block, or there is no
+                such layer.
+        """
+        from .inversion import invert
+
+        return invert(self, layer)
+
+    @property
+    def _solved(self) -> bool:
+        from .layerwise import LAYERWISE
+
+        return self.objective in LAYERWISE
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer: variances of the matrices, scales, temperature."""
@@ -74,7 +110,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads it back."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        data |= {"format": FORMAT_VERSION, "model": self.model.to_dict(), "free": list(self.free)}
+        data |= {"format": FORMAT_VERSION, "model": self.model.to_dict()}
         return json.dumps(data, indent=2, allow_nan=False)
 
     @classmethod
@@ -92,22 +128,48 @@ class Plan:
             raise domain_error("plan", text[:40], f"a plan of format {FORMAT_VERSION}")
         names = {f.name for f in dataclasses.fields(cls)}
         fields: dict[str, Any] = {name: value for name, value in data.items() if name in names}
+        for name in ("model", "objective"):
+            if name not in fields:
+                raise domain_error("plan", text[:40], f"a plan, which has {name!r}")
         fields["model"] = Transformer.from_dict(fields["model"])
-        fields["free"] = tuple(fields["free"])
+        for name in ("free", "target", "nearest"):
+            if isinstance(fields.get(name), list):
+                fields[name] = tuple(fields[name])
         return cls(**fields)
 
     def __str__(self) -> str:
-        head = f"Plan: {self.objective}"
+        head = f"Plan: {self.title or self.objective}"
         if self.free:
             head += f", by {', '.join(self.free)}"
-        state = f"residual {self.residual:.2g}"
-        if not self.feasible:
-            state = f"NOT FEASIBLE: the nearest value is {self.nearest:.6g}"
         frame = self.to_frame()
         short = frame if len(frame) <= 12 else frame.iloc[[0, 1, 2, -2, -1]]
-        return f"{head} ({state})\n{short.to_string(index=False, float_format='{:.4g}'.format)}"
+        table = short.to_string(index=False, float_format="{:.4g}".format)
+        return f"{head} ({self._state()})\n{table}"
+
+    def _state(self) -> str:
+        if self.feasible:
+            return f"residual {self.residual:.2g}"
+        return f"NOT FEASIBLE: the nearest value is {shown(self.nearest)}"
 
     def _repr_html_(self) -> str:
         from html import escape
 
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def shown(value: Any) -> str:
+    """A number, or a few."""
+    if np.ndim(value) == 0:
+        return f"{value:.6g}"
+    return ", ".join(f"{v:.6g}" for v in value)
+
+
+def plain(value: Any) -> Any:
+    """Arrays and tuples as lists, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {name: plain(entry) for name, entry in value.items() if entry is not None}
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value

@@ -16,7 +16,10 @@ Ends = tuple[float, float]
 FIRST_STEP = 0.25
 LARGE = 50.0
 """Distance that stands for numbers that overflow."""
-ROUNDS = 60
+PATIENCE = 4
+"""Rounds that may pass before the largest distance of any layer has halved."""
+FEW = 64
+"""Layers up to which a Jacobian of one column per layer is affordable."""
 
 
 class Search(NamedTuple):
@@ -92,58 +95,101 @@ def _probes(ends: Ends) -> list[float]:
     return [*probes, *(end for end in ends if end != start)]
 
 
+class _Met(Exception):
+    """All distances are well within the tolerance."""
+
+
+Distances = Callable[[np.ndarray], np.ndarray]
+
+
 def least_squares(
-    distances: Callable[[np.ndarray], np.ndarray], ends: list[Ends], tolerance: float
+    distances: Distances, ends: list[Ends], tolerance: float, start: Any = 0.0, most: int = 100
 ) -> Search:
-    """Where several distances are 0 together, or their squares' sum is least."""
+    """Where several distances are 0 together, or their squares' sum is least.
+
+    Args:
+        distances: signed, one or more; not a number where a model's numbers overflow.
+        ends: of every number's range.
+        tolerance: of the largest distance.
+        start: where the search starts.
+        most: derivatives that are taken at most, by differences.
+    """
     from scipy import optimize
 
-    def finite(x: np.ndarray) -> np.ndarray:
-        try:
-            return np.nan_to_num(distances(x), nan=LARGE, posinf=LARGE, neginf=-LARGE)
-        except DomainError:
-            return np.full(sizes, LARGE)
-
     low, high = np.array(ends).T
-    start = np.clip(np.zeros(len(ends)), low + 1e-3, high - 1e-3)
-    sizes = len(distances(start))
-    found = optimize.least_squares(
-        finite, start, bounds=(low, high), xtol=1e-15, ftol=1e-15, gtol=1e-15, max_nfev=100
-    )
-    inner = bool(np.all((found.x > low + 1e-6) & (found.x < high - 1e-6)))
-    return Search(found.x, inner and float(np.max(np.abs(found.fun))) <= tolerance)
+    at = np.clip(np.full(len(ends), start), low + 1e-3, high - 1e-3)
+    count = len(distances(at))
+
+    def finite(x: np.ndarray) -> np.ndarray:
+        nonlocal at
+        found = _or_large(distances, x, count)
+        far: np.ndarray = np.nan_to_num(found, nan=LARGE, posinf=LARGE, neginf=-LARGE)
+        if np.max(np.abs(far)) <= 1e-2 * tolerance:
+            at = x.copy()
+            raise _Met
+        return far
+
+    try:
+        found = optimize.least_squares(
+            finite, at, bounds=(low, high), xtol=1e-15, ftol=1e-15, gtol=1e-15, max_nfev=most
+        )
+    except _Met:
+        return Search(at, _inside(at, low, high))
+    met = float(np.max(np.abs(found.fun))) <= tolerance
+    return Search(found.x, met and _inside(found.x, low, high))
 
 
-def per_layer(
-    distances: Callable[[np.ndarray], np.ndarray], layers: int, ends: Ends, tolerance: float
-) -> Search:
+def _or_large(distances: Distances, x: np.ndarray, count: int) -> np.ndarray:
+    try:
+        return np.asarray(distances(x))
+    except DomainError:
+        return np.full(count, LARGE)
+
+
+def _inside(x: np.ndarray, low: Any, high: Any) -> bool:
+    return bool(np.all((x > low + 1e-6) & (x < high - 1e-6)))
+
+
+def per_layer(distances: Distances, layers: int, ends: Ends, tolerance: float) -> Search:
     """One number per layer, each mostly felt by its own layer's distance.
 
     Every layer takes a secant step of its own at once, with slopes that start from a step common to
-    all. Of a few layers, least squares finish what stalls.
+    all. Where that stalls, which layers that feel each other do, least squares with a full
+    derivative go on, or Newton's method in Krylov spaces where layers are many.
     """
-    x = np.zeros(layers)
-    far = distances(x)
-    trial = np.full(layers, 0.05)
-    slope = (distances(trial) - far) / trial
-    best, least = x, far
-    for _ in range(ROUNDS):
-        if np.max(np.abs(least)) <= 1e-1 * tolerance:
-            break
+    x, far = np.zeros(layers), distances(np.zeros(layers))
+    step = np.full(layers, 0.05)
+    slope = (distances(step) - far) / step
+    best, least, rounds = x, float(np.max(np.abs(far))), 0
+    while least > 1e-1 * tolerance and rounds < PATIENCE:
         steep = np.where(np.abs(slope) < 1e-3, np.where(slope < 0, -1e-3, 1e-3), slope)
         after = np.clip(x + np.clip(-far / steep, -2.0, 2.0), *ends)
-        try:
-            new = distances(after)
-        except DomainError:
-            after = (x + after) / 2
-            new = distances(after)
+        new = _or_large(distances, after, layers)
         moved = np.abs(after - x) > 1e-9
         secant = np.divide(new - far, after - x, out=slope.copy(), where=moved)
-        usable = (secant * slope > 0) & (np.abs(secant / slope) < 4) & (np.abs(secant / slope) > 0.25)
+        usable = (secant / steep > 0.25) & (secant / steep < 4)
         slope = np.where(usable, secant, slope)
-        x, far = after, new
-        if np.max(np.abs(far)) < np.max(np.abs(least)):
-            best, least = x, far
-    inner = bool(np.all((best > ends[0] + 1e-6) & (best < ends[1] - 1e-6)))
-    met = inner and float(np.max(np.abs(least))) <= tolerance
-    return Search(best, met)
+        x, far, rounds = after, new, rounds + 1
+        if np.max(np.abs(far)) < 0.5 * least:
+            rounds = 0
+        if np.max(np.abs(far)) < least:
+            best, least = x, float(np.max(np.abs(far)))
+    if least <= tolerance:
+        return Search(best, _inside(best, *ends))
+    if layers <= FEW:
+        return least_squares(distances, [ends] * layers, tolerance, best, 12)
+    return _krylov(distances, ends, tolerance, best)
+
+
+def _krylov(distances: Distances, ends: Ends, tolerance: float, start: np.ndarray) -> Search:
+    from scipy.optimize import root as many
+
+    def finite(x: np.ndarray) -> np.ndarray:
+        return _or_large(distances, np.clip(x, *ends), len(start))
+
+    options = {"fatol": 1e-1 * tolerance, "maxiter": 8}
+    found = np.clip(many(finite, start, method="krylov", options=options).x, *ends)
+    far, before = finite(found), finite(start)
+    if np.max(np.abs(far)) > np.max(np.abs(before)):
+        found, far = start, before
+    return Search(found, _inside(found, *ends) and float(np.max(np.abs(far))) <= tolerance)

@@ -40,6 +40,10 @@ here, equally often; see `orthogonal_array`. A level listed twice occurs twice a
 FACTORS = FACTORIAL | FRACTIONAL
 
 
+# Entries of Weights that say nothing: a matrix that is not there, Gaussian entries.
+_USUAL = (None, "normal")
+
+
 @dataclass(frozen=True)
 class Configuration:
     """One whole model with the moments at its two ends; input and last gradient have variance 1.
@@ -106,7 +110,7 @@ class Configuration:
         model = self.model
         assert model.weights is not None
         numbers = {
-            "weights": model.weights.to_dict(),
+            "weights": {k: v for k, v in model.weights.to_dict().items() if v not in _USUAL},
             "skip_scale": model.skip_scale,
             "branch_scale": model.branch_scale,
             "layernorm_scaling": bool(model.layernorm_scaling),

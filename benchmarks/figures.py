@@ -1,0 +1,72 @@
+"""Simulated points of the redrawn figures, stored in moments/figures/data/points.json.
+
+    python benchmarks/figures.py [NAME ...]
+
+Runs what is missing or was made with another declaration and stores it after every line; about ten
+minutes on one core for all. `moments.figures.draw(NAME, PATH)` then draws them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+import moments
+from moments.figures import names, setup
+from moments.figures.points import DATA, key
+from moments.figures.setup import SQUARED_NORM, Line, read
+
+MEASURED: dict[str, moments.Measurement] = {}  # two figures may read one simulation
+SWEPT = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
+
+
+def declaration(line: Line) -> dict[str, Any]:
+    """What the points were made with."""
+    inputs = {name: np.asarray(value).tolist() for name, value in line.inputs.items()}
+    return {"model": line.model.to_dict(), "inputs": inputs, "seeds": line.seeds}
+
+
+def simulate(line: Line) -> dict[str, Any]:
+    """x, value and stderr of one line."""
+    options = {"seeds": line.seeds, "batch": 1}
+    if line.site is not None:
+        found = [
+            line.at_site(moments.simulate(line.model, correlation=r, **options)) for r in SWEPT
+        ]
+        values, errors = np.array(found).T
+        return _entry(np.array(SWEPT), values, errors)
+    made = json.dumps(declaration(line))
+    if made not in MEASURED:
+        MEASURED[made] = moments.simulate(line.model, **line.inputs, **options)
+    measured = MEASURED[made]
+    values, stderr = read(measured, line.quantity, line.over)
+    first = 1 if line.quantity.startswith(SQUARED_NORM) else 0
+    errors = np.full(len(values), np.nan) if stderr is None else stderr
+    return _entry(np.arange(first, first + len(values)), values, errors)
+
+
+def _entry(x: np.ndarray, value: np.ndarray, stderr: np.ndarray) -> dict[str, Any]:
+    columns = {"x": x, "value": value, "stderr": np.nan_to_num(stderr)}
+    return {name: [float(f"{v:.5g}") for v in column] for name, column in columns.items()}
+
+
+def main(chosen: list[str]) -> None:
+    for name in chosen or names():
+        for index, panel in enumerate(setup(name).panels):
+            for line in panel.lines:
+                if not line.points:
+                    continue
+                data = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+                where, made = key(name, index, line.label), declaration(line)
+                if data.get(where, {}).get("made") == made:
+                    continue
+                data[where] = {**simulate(line), "made": made}
+                DATA.write_text(json.dumps(data) + "\n", encoding="utf-8")
+                print(where, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

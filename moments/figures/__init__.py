@@ -1,0 +1,9 @@
+"""The papers' figures, redrawn: predictions as lines, stored simulations as points over them.
+
+`draw(name, path)` draws one; `names()` lists them with what they show.
+"""
+
+from .catalogue import names, setup
+from .drawing import draw
+
+__all__ = ["draw", "names", "setup"]

@@ -1,0 +1,145 @@
+"""Figures of Kedia et al."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from ..laws.references import kedia
+from ..transformer import Transformer
+from .setup import Line, Panel, Setup
+
+DROPOUT = 0.1
+CORRELATION = 0.227  # of tables in equal parts at 32,000 words and 256 tokens, before dropout
+INPUT = {"correlation": (1 - DROPOUT) * CORRELATION}
+DEEP = (
+    "192 layers, d_model 256, 4 heads, 256 tokens, ReLU, dropout .1, input correlation .9 x .227; "
+    "the paper's BERT on text; heads, and a white gradient of variance 1 at the output, are ours"
+)
+
+
+def deep(norm: str) -> Transformer:
+    """The 192-layer model with Xavier weights."""
+    return Transformer(192, 256, 4, 256, norm=norm, dropout=DROPOUT)
+
+
+@cache
+def scaled(norm: str) -> Transformer:
+    """The same under DeepScaleLM."""
+    return deep(norm).with_scheme("dslm", input_correlation=CORRELATION)
+
+
+def _both(label: str, model: Transformer, quantity: str, over: str = "") -> tuple[Line, ...]:
+    """Our line with points, and the paper's full forms."""
+    printed = quantity.removesuffix("_typical")
+    return (
+        Line(f"{label}refined", model, quantity, INPUT, over=over, seeds=2),
+        Line(f"{label}paper's forms", model, printed, INPUT, theory="published", points=False),
+    )
+
+
+def _deep(
+    name: str, number: int, title: str, norm: str, quantity: str, label: str, log: bool
+) -> Setup:
+    panel = Panel("", _both("", deep(norm), quantity), y=label, log=log)
+    return Setup(name, title, kedia(f"Figure {number}"), DEEP, (panel,))
+
+
+def _conserved() -> Setup:
+    panels = []
+    for quantity, label in (
+        ("variance", "variance of the stream"),
+        ("grad_variance_typical", "variance of the gradient, typical draw"),
+    ):
+        lines = [_both(f"{norm.title()}-LN, ", scaled(norm), quantity) for norm in ("pre", "post")]
+        panels.append(Panel(label, (*lines[0], *lines[1])))
+    title = "DeepScaleLM conserves variances, forward and backward"
+    return Setup("kedia-4", title, kedia("Figure 4"), DEEP, tuple(panels))
+
+
+def _of_block(label: str, which: str, drop_prob: float, **changes: object) -> Line:
+    """Correlation of one block's output against that of its input; the other block adds nothing."""
+    scales = [[1.0, 0.0]] if which == "attention" else [[0.0, 1.0]]
+    model = Transformer(
+        1, 256, 4, 256, norm="none", dropout=drop_prob, branch_scale=scales, skip_scale=1.0
+    )
+    return Line(label, model, "correlation", site=f"{which}.dropout", **changes)  # type: ignore[arg-type]
+
+
+def _correlations() -> Setup:
+    lines = (
+        _of_block("attention block", "attention", DROPOUT, seeds=2),
+        _of_block("feed-forward block", "ffn", DROPOUT, seeds=2),
+    )
+    panel = Panel("p = .1", lines, "input correlation", "output correlation", diagonal=True)
+    title = "The feed-forward block lowers high correlations, dropout keeps attention's below 1"
+    settings = "d_model 256, 4 heads, 256 tokens, Xavier weights"
+    return Setup("kedia-7", title, kedia("Figure 7"), settings, (panel,))
+
+
+def _no_collapse() -> Setup:
+    base = Transformer(100, 256, 4, 256, dropout=DROPOUT)
+    models = {
+        "Xavier": base,
+        "Xavier, lambda = 1, beta^2 = 2/N": base.replace(branch_scale=math.sqrt(2 / 100)),
+        "DeepScaleLM": base.with_scheme("dslm", input_correlation=CORRELATION),
+    }
+    lines = tuple(
+        Line(name, model, "correlation", INPUT, seeds=2) for name, model in models.items()
+    )
+    title = "No rank collapse with Xavier weights and dropout"
+    settings = (
+        "100 layers Pre-LN, d_model 256, 4 heads, 256 tokens, ReLU, dropout .1; the paper gives "
+        "the axis and the three schemes"
+    )
+    panel = Panel("token correlation", lines)
+    return Setup("kedia-8", title, kedia("Figure 8"), settings, (panel,))
+
+
+def _polynomial() -> Setup:
+    lines = (
+        _of_block("exact", "ffn", 0.0, seeds=2),
+        _of_block("polynomial of Table 2", "ffn", 0.0, theory="simplified", points=False),
+    )
+    panel = Panel("no dropout", lines, "input correlation", "output correlation", diagonal=True)
+    title = "Correlation through the feed-forward block, and its polynomial"
+    settings = "d_model 256, Xavier weights"
+    return Setup("kedia-13", title, kedia("Figure 13"), settings, (panel,))
+
+
+def figures() -> tuple[Setup, ...]:
+    """Those this module declares."""
+    gradient = "variance of the gradient, typical draw"
+    return (
+        _deep(
+            "kedia-1",
+            1,
+            "Pre-LN: forward variance grows linearly",
+            "pre",
+            "variance",
+            "variance of the stream",
+            False,
+        ),
+        _deep(
+            "kedia-2",
+            2,
+            "Pre-LN: gradient variance grows hyperbolically",
+            "pre",
+            "grad_variance_typical",
+            gradient,
+            False,
+        ),
+        _deep(
+            "kedia-3",
+            3,
+            "Post-LN: gradient variance vanishes exponentially",
+            "post",
+            "grad_variance_typical",
+            gradient,
+            True,
+        ),
+        _conserved(),
+        _correlations(),
+        _no_collapse(),
+        _polynomial(),
+    )

@@ -1,0 +1,220 @@
+"""How much two tokens' overlap x_a.x_b/d varies over draws, beyond independent features.
+
+Gaussian features have overlaps o of covariance
+
+    Cov(o_ab, o_cd) = (C_ac C_bd + C_ad C_bc)/d.
+
+One over d, little as it is, meets L^2 pairs of tokens where their mean, C_ab, is 0 beside L terms
+C_aa: the gradients of queries and keys sum o_ab^2 over keys, and so gain L/d relative to that.
+A network's features are not independent: it moves the overlaps it is given, and a residual sum adds
+them up with their sign. Here the 1/d is followed as one number, the relative variance nu of the
+overlap of what two tokens have of their own. With T the skip connection's and B the branch's own
+variance of a token, and e the relative response of the branch's overlap to the stream's,
+
+    linear map          nu + 1/width
+    activation          e^2 (nu - 1/width) + 1/width
+    dropout             (nu u^2 + (u'^2 - u^2)/width)/u'^2, own variance u before and u' after
+    normalisation       nu: what the norms of two tokens do to C_ab is no overlap of their own
+    attention           nu + 1/width of the values; what its rows mix answers the stream's overlaps
+                        afresh
+    residual sum        (nu T^2 + nu_b B^2 + 2 (e nu + 1/width) T B)/(T + B)^2
+
+since the branch is turned at random, E (t_a.b_b)^2 = d T B. An activation's e is the slope of its
+covariance law times own variance in over own variance out (Price). Taken with averages over tokens;
+left out: what heads' realised weights add to their outputs' overlaps, and how features that two
+tokens share crowd activations (up to 1/width more, for tokens all but equal).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from .attention import SelfAttention
+from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Residual
+from .cross_attention import CrossAttention
+from .gated import GatedLinear
+from .normalization import DynamicTanh
+from .parts import Activation, Dropout, Linear
+from .propagate import Point, Trace
+from .state import Gradient, Kernel, Signal
+
+
+class Overlap(NamedTuple):
+    """At one point of a network.
+
+    Attributes:
+        variance: nu.
+        response: relative change of the overlap per relative change of the stack's input's.
+    """
+
+    variance: float
+    response: float = 1.0
+
+
+class Overlaps(NamedTuple):
+    """What attention attends to, over a whole stack.
+
+    Attributes:
+        attended: nu of what every attention attends to, by the identity of its `Signal`.
+        last: at the stack's output.
+    """
+
+    attended: dict[int, float]
+    last: float
+
+
+def stack_overlaps(stack: Component, trace: Trace, memory: float | None = None) -> Overlaps:
+    """Follow nu through a declaration along the trace of its forward pass.
+
+    Args:
+        stack: the layers, `architecture.declare`.
+        trace: of their forward pass, one configuration.
+        memory: nu of what cross-attention reads; None: 1/width of that.
+    """
+    points = iter(trace.points)
+    start = next(point for point in points if point.site == "stream").signal
+    walk = _Walk(points, {})
+    if trace.memory is not None:
+        walk.memory = memory if memory is not None else 1.0 / trace.memory.width
+        walk.attended[id(trace.memory)] = walk.memory
+    _, last = walk.through(stack, start, Overlap(1.0 / start.width))
+    return Overlaps(walk.attended, last.variance)
+
+
+def own_variance(signal: Signal) -> float:
+    """What a token's second moment has beyond what two tokens share, averaged."""
+    tokens = signal.second_moment()
+    return max(float(tokens.mean_diagonal()) - float(tokens.mean_pairs()), 0.0)
+
+
+def summed(
+    one: Overlap, other: Overlap, own: tuple[float, float], source: Overlap, width: float
+) -> Overlap:
+    """Of a sum of two tensors, independent in direction, that both depend on `source`.
+
+    Args:
+        one, other: of the two.
+        own: their own variances.
+        source: of what both are made from.
+        width: number of features.
+    """
+    first, second = own
+    total = first + second
+    if total == 0.0:
+        return one
+    moved = source.variance / source.response**2 * one.response * other.response
+    variance = one.variance * first**2 + other.variance * second**2
+    variance += 2.0 * (moved + 1.0 / width) * first * second
+    response = (one.response * first + other.response * second) / total
+    return Overlap(variance / total**2, response)
+
+
+def activated(before: Overlap, elasticity: float, widths: tuple[float, float]) -> Overlap:
+    """Of independent features' nonlinear images, (features in, features out)."""
+    moved = elasticity**2 * (before.variance - 1.0 / widths[0])
+    return Overlap(moved + 1.0 / widths[1], before.response * elasticity)
+
+
+def elasticity(leaf: Leaf, before: Signal, after: Signal) -> float:
+    """Relative change of two tokens' overlap behind an entrywise function per that before it."""
+    tokens = Kernel(float(before.kernel.mean_diagonal()), float(before.kernel.mean_pairs()))
+    mean = before.second_moment().mean_diagonal() - before.kernel.mean_diagonal()
+    entering = Signal(tokens, before.seq_len, float(max(mean, 0.0)) ** 0.5, before.width)
+    output, pullback = leaf.forward(entering)
+    own = own_variance(output)
+    if own == 0.0:
+        return 1.0
+    sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.pairs
+    return float(float(sent) * before.width / after.width * own_variance(entering) / own)
+
+
+_Walked = Callable[..., tuple[Signal, Overlap]]
+
+
+class _Walk:
+    """The declaration once more, beside the points that its forward pass left."""
+
+    def __init__(self, points: Iterator[Point], attended: dict[int, float]) -> None:
+        self._points, self.attended = points, attended
+        self.memory = 0.0
+
+    def through(self, component: Component, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
+        """The signal behind a component, and its overlap."""
+        walks: dict[type, _Walked] = {
+            Chain: self._chain,
+            Residual: self._residual,
+            Layer: self._layer,
+            Parallel: self._parallel,
+            BottomToTop: self._bottom_to_top,
+        }
+        walk: _Walked = walks.get(type(component), self._leaf)
+        return walk(component, signal, at)
+
+    def _passed(self) -> Signal:
+        return next(self._points).signal
+
+    def _chain(self, chain: Chain, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
+        for part in chain.parts:
+            signal, at = self.through(part, signal, at)
+        return signal, at
+
+    def _layer(self, layer: Layer, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
+        _, at = self.through(layer.body, signal, at)
+        return self._passed(), at
+
+    def _residual(self, node: Residual, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
+        branch, inner = self.through(node.branch, signal, at)
+        own = own_variance(signal) * node.skip_scale**2, own_variance(branch) * node.branch_scale**2
+        return self._passed(), summed(at, inner, own, at, signal.width)
+
+    def _parallel(self, node: Parallel, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
+        total, own, output = at, 0.0, signal
+        for index, branch in enumerate(node.branches):
+            output, inner = self.through(branch, signal, at)
+            added = own_variance(output)
+            total = summed(total, inner, (own, added), at, output.width) if index else inner
+            own += added
+        # The sum itself is no point of the trace: its moments are those of the branches.
+        return _of_own_variance(output, own), total
+
+    def _bottom_to_top(
+        self, node: BottomToTop, signal: Signal, at: Overlap
+    ) -> tuple[Signal, Overlap]:
+        for part in (node.attention, node.norm, node.ffn):
+            signal, at = self.through(part, signal, at)
+        return self._passed(), at
+
+    def _leaf(self, leaf: Any, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
+        output = self._passed()
+        if isinstance(leaf, (SelfAttention, CrossAttention)):
+            attended = self.memory
+            if isinstance(leaf, SelfAttention):
+                attended = self.attended[id(signal)] = at.variance
+            groups = leaf.kv_heads
+            kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
+            return output, Overlap(attended + 1.0 / (kept * output.width), 0.0)
+        if isinstance(leaf, Linear):
+            return output, Overlap(at.variance + 1.0 / output.width, at.response)
+        if isinstance(leaf, GatedLinear):
+            # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
+            inner = Overlap(at.variance + 1.0 / output.width, at.response)
+            widths = output.width, output.width
+            return output, activated(inner, elasticity(leaf, signal, output), widths)
+        if isinstance(leaf, (Activation, DynamicTanh)):
+            widths = signal.width, output.width
+            return output, activated(at, elasticity(leaf, signal, output), widths)
+        if isinstance(leaf, Dropout):
+            return output, _dropped(at, own_variance(signal), own_variance(output), output.width)
+        return output, at
+
+
+def _dropped(at: Overlap, before: float, after: float, width: float) -> Overlap:
+    if after == 0.0:
+        return at
+    kept = before / after
+    return Overlap(at.variance * kept**2 + (1.0 - kept**2) / width, at.response * kept)
+
+
+def _of_own_variance(signal: Signal, own: float) -> Signal:
+    return Signal(Kernel(own, 0.0), signal.seq_len, width=signal.width)

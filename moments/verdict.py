@@ -1,0 +1,74 @@
+"""Whether the growth along the depth is what a model is expected to do, in words."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .comparison import Comparison
+
+NAMES = {"variance": "variance", "grad_variance": "gradient variance"}
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence per quantity, after whether it is expected."""
+    from .comparison import CLEAR
+
+    frame = comparison.points()
+    judged = frame[frame["deviations"].notna()]
+    if judged.empty:
+        return (
+            "whether the growth you see is expected cannot be told: one draw, and a theory that "
+            'states no spread (theory="refined" does)'
+        )
+    beyond = judged[judged["deviations"].abs() > CLEAR]
+    outside = int((~judged["inside"]).sum())
+    sentences = [
+        _growth(part, str(stack), str(quantity))
+        for (stack, quantity), part in frame.groupby(["stack", "quantity"], sort=False)
+    ]
+    if beyond.empty:
+        where = (
+            f"{len(judged) - outside} of {len(judged)} points lie in their 95 % band, "
+            f"none further out than {CLEAR:g} standard deviations"
+        )
+        return f"the growth you see is expected: {'; '.join(sentences)}; {where}"
+    worst = [
+        _worst(part, str(stack), str(quantity))
+        for (stack, quantity), part in beyond.groupby(["stack", "quantity"], sort=False)
+    ]
+    return f"the growth you see is not expected: {'; '.join(worst)}; {'; '.join(sentences)}"
+
+
+def _name(stack: str, quantity: str) -> str:
+    return f"{'encoder ' if stack else ''}{NAMES[quantity]}"
+
+
+def _growth(part: Any, stack: str, quantity: str) -> str:
+    """From the first point to the last; a gradient travels the other way."""
+    first, last = part.iloc[0], part.iloc[-1]
+    way = "from input to output"
+    if quantity.startswith("grad"):
+        first, last, way = last, first, "from output to input"
+    factors = [_ratio(last[kind], first[kind]) for kind in ("measured", "predicted")]
+    name = _name(stack, quantity)
+    return f"{name} x {factors[0]:.3g} {way}, x {factors[1]:.3g} predicted"
+
+
+def _ratio(above: float, below: float) -> float:
+    return float(above / below) if below else math.nan
+
+
+def _worst(part: Any, stack: str, quantity: str) -> str:
+    index = int(np.argmax(np.abs(np.nan_to_num(part["deviations"].to_numpy(), posinf=1e9))))
+    worst = part.iloc[index]
+    layers = part["layer"].tolist()
+    where = f"point {layers[0]}" if len(layers) == 1 else f"points {layers[0]} to {layers[-1]}"
+    times = _ratio(worst["measured"], worst["predicted"])
+    return (
+        f"{_name(stack, quantity)} is out of its band at {where}, most at {worst['layer']}, "
+        f"{times:.3g} times the prediction ({worst['deviations']:+.1f} standard deviations)"
+    )
