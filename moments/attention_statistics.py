@@ -7,23 +7,8 @@ key weights), and with |x_i|^2. It is replaced by a gamma variable of the same r
 2/nu, and the average by a Gauss rule. Two rows fluctuate together: with w, w' = sqrt((1+r)/2) p +-
 sqrt((1-r)/2) q, what enters are |p|^2 and |q|^2.
 
-Keys. Given w, logits of Gaussian tokens are Gaussian. Tokens whose norm is fixed, by a
-normalisation, lack the fluctuation 2/d of |x_j|^2, or the part 2 delta of it:
-delta = 1/d - Var|x|^2 / (2 E^2|x|^2). To first order in delta, from the covariance of sample
-correlations (Isserlis' theorem for the inner products, the delta method for the norms),
-
-    the own logit variance, 1 - r, fluctuates with all overlaps: relative variance 2 r^2 delta;
-    own logits given that have fourth cumulant -6 (1-r)^2 delta times their variance squared;
-
-and the overlaps of two queries fluctuate less (`_norms`). A fourth cumulant 3 z theta^2 acts as an
-independent fluctuation z of each key's own variance. On P_2 = 1 - 2 d/dtheta E log sum e^s that is,
-exactly,
-
-    dP_2 = -(z theta^2 / 4) d/dtheta (1 - 7 P_2 + 12 P_3 - 6 P_4).
-
-For many keys it replaces the logit covariance psi of two rows by log E e^{s+s'} - log E e^s -
-log E e^s', with s on a sphere. Finite rows are taken at that psi with its shift scaled by dP_2 over
-the limit of dP_2: first order is exact for P_2, and the limit of many keys for all statistics.
+Keys. Given w, logits of Gaussian tokens are Gaussian; what tokens of fixed norm change is derived in
+`softmax.fixed_norms`, which here is given tokens whose queries and keys share the fraction r alike.
 """
 
 from __future__ import annotations
@@ -112,17 +97,15 @@ class _Norms(NamedTuple):
 def _norms(r: Any, d_model: Any, d_head: Any, norm_spread: Any, deficit: Any) -> _Norms:
     """Wishart weights 2/d_head + 2/d, Gaussian overlaps 2/d, less what fixed norms take away.
 
-    With o = x_i.x_k/d and phi the relative fluctuation of the keys' own variance, over delta:
-    Var phi = 2 r^2, Var o = (1 - r^2)^2, Cov = -2 r^2 (1-r); |p|^2 = (1+o)(1+phi)/(1+r) and
-    |q|^2 = (1-o)(1+phi)/(1-r). The part that depends on r rescales the nodes about their mean.
+    What depends on the correlation rescales the nodes about their mean.
     """
+    from .softmax.fixed_norms import pair_spreads
+
     common = 2 / d_head + 2 / d_model + norm_spread
     rule = _rules(common)
     r = _positive_part(r)  # negative correlations are at most 1/(L-1)
     share = deficit / common
-    total = 1 + share * (1 - r - 3 * r**2 + 7 * r**3) / (1 + r)
-    difference = 1 + share * (1 + 2 * r + 7 * r**2)
-    along = share * (-1 - r + 3 * r**2 + 7 * r**3) / ((1 + r) * total)
+    total, difference, along = pair_spreads(r, r, share)
     apart = (difference - along**2 * total) ** 0.5
     first = _lift(total**0.5) * (rule.first - 1)
     return _Norms(
@@ -143,56 +126,7 @@ def _lift(x: Any) -> Any:
     return x[..., None] if np.ndim(x) else x
 
 
-def _sphere(variance: Any, dimension: Any) -> Any:
-    """log E e^s for s of this variance, a coordinate of a point on a sphere: leading order in 1/D.
-
-    v/2 - v^2/(4 D) + ...: the saddle point of the Bessel integral.
-    """
-    stretch = 4 * variance / dimension
-    excess = stretch / (np.sqrt(1 + stretch) + 1)
-    return dimension / 2 * (excess - np.log1p(excess / 2))
-
-
-class _Keys(NamedTuple):
-    """Corrections for keys of fixed norm."""
-
-    dimension: Any
-    share: Any
-    curvature: Any
-
-    def covariance(self, theta: Any, psi: Any) -> Any:
-        """The logit covariance at which Gaussian keys have these keys' statistics."""
-        joint = _sphere(2 * (theta + psi), self.dimension) - 2 * _sphere(theta, self.dimension)
-        return psi + self.share * (joint - psi)
-
-
-_STIFFNESS_LEAST = 1e-12  # stands for 0: Gaussian keys
-_RELATIVE_STEP = 0.02
-_THETA_LEAST, _THETA_LARGEST = 1e-4, 30.0  # corrections vanish below; statistics end soon above
-
-
-def _keys(rows: SquareRows, theta: Any, dimension: Any) -> _Keys:
-    """The share and the curvature of rows, from derivatives of row moments in theta (shape (...,)).
-
-    The curvature is theta sum_l E d^2 (D^2)_ll / ds_l^2. Written in power sums S_m = sum a^m, its
-    S_2 S_3 and S_2 S_4 are those of dP_3/dtheta and dP_4/dtheta, which leaves P_5: the least value
-    that P_2, P_3 and P_4 allow stands for it.
-    """
-    theta = np.minimum(theta, _THETA_LARGEST)
-    inside = np.maximum(theta, _THETA_LEAST)
-    h = _RELATIVE_STEP
-    around = rows.single(np.stack([inside * (1 - h), inside, inside * (1 + h)]))
-    moments = np.stack([around.sum_square, around.sum_cube, around.sum_fourth])
-    p2, p3, p4 = moments[:, 1]
-    slope2, slope3, slope4 = (moments[:, 2] - moments[:, 0]) / (2 * h * inside)
-    share = 1 - (12 * slope3 - 6 * slope4) / (7 * np.maximum(slope2, 1e-300))
-    # a_j-weighted moments of a_j are 1, P2, P3, ...: their Hankel determinant is not negative.
-    p5 = p3**2 + (p4 - p2 * p3) ** 2 / np.maximum(p3 - p2**2, 1e-300)
-    square_square = np.asarray(around.trace_square)[1] - 1 + 2 * p2
-    curvature = (
-        4 * p2 - 18 * p3 + 18 * p4 - 10 / 3 * slope3 + 2 * slope4 + 4 * square_square - 8 * p5
-    )
-    return _Keys(_lift(dimension), _lift(share), theta * curvature)
+_THETA_LARGEST = 30.0  # statistics end soon above
 
 
 def attention_statistics(
@@ -212,6 +146,8 @@ def attention_statistics(
         d_model, d_head: widths that make the queries' norms fluctuate.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token; 0 after a normalisation.
     """
+    from .softmax.fixed_norms import STIFFNESS_LEAST, key_corrections
+
     scalar = type(logit_scale) is float
     deficit = _positive_part(1 / d_model - norm_spread / 2)
     r = np.asarray(correlation, dtype=float)[..., None]
@@ -221,9 +157,10 @@ def attention_statistics(
     row_theta, pair_theta, psi = theta * norms.row, theta * (plus + minus), theta * (plus - minus)
     rows = _rows(seq_len)
     # Fourth cumulant -6/(D+2) of a coordinate on a sphere in D dimensions.
-    dimension = 1 / (deficit * (1 - correlation) ** 2 + _STIFFNESS_LEAST) + 2
-    keys = _keys(rows, theta[..., 0], dimension)
-    seen = keys.covariance(
+    dimension = 1 / (deficit * (1 - correlation) ** 2 + STIFFNESS_LEAST) + 2
+    keys = key_corrections(rows.single, theta[..., 0], dimension, _THETA_LARGEST)
+    keys_of_nodes = keys._replace(dimension=_lift(keys.dimension), share=_lift(keys.share))
+    seen = keys_of_nodes.covariance(
         np.concatenate([row_theta, pair_theta, pair_theta], -1),
         np.concatenate([row_theta, pair_theta, psi], -1),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from .laws.block import ATTENTION_BLOCK, FFN_BLOCK
 from .laws.linear import DROPOUT, LINEAR, SCALE
 from .laws.normalization import LAYERNORM, RMSNORM
 from .normalization import DynamicTanh, FiniteNormalization
+from .normalized_attention import NormalizedAttention
 from .parts import Activation, Dropout, Lawful, Linear, Scale
 from .transformer import Transformer
 
@@ -105,6 +107,10 @@ class Blocks:
     def attention(self) -> Chain:
         """Self-attention, its output projection and dropout."""
         model, weights = self.model, self.model.layer_weights(self.number)
+        if model.identity_attention:
+            width = model.heads * (model.d_head or 0)
+            values = self._linear("attention.heads", "value", model.d_model, width)
+            return self._projected("attention", "output", values)
         temperature = float(model.temperatures[self.number - 1])
         if self.theory != "refined":
             # The papers treat the block as one unit.
@@ -138,6 +144,12 @@ class Blocks:
             window=model.windows[self.number - 1],
             **self._projections(),
         )
+        if model.placements[self.number - 1] == "hybrid":
+            kind = "rmsnorm" if model.normalization == "rmsnorm" else "layernorm"
+            own = dataclasses.replace(
+                heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
+            )
+            return self._projected("attention", "output", NormalizedAttention(own))
         return self._projected("attention", "output", heads)
 
     def cross(self) -> Chain:
@@ -195,7 +207,7 @@ class Blocks:
             (
                 *parts,
                 self._linear("ffn.out", "ffn_out", d_ff, d_model),
-                dropout(theory, "ffn.dropout", model.dropout),
+                dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0),
             )
         )
 
@@ -266,6 +278,8 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "qk_norm": model.qk_norm,
         "logit_softcap": model.logit_softcap,
         "windows": any(model.windows),
+        "identity_attention": model.identity_attention,
+        "ffn_dropout": model.ffn_dropout != model.dropout,
         "an encoder": model.encoder is not None,
         "activation_dropout": model.activation_dropout,
         "norm_groups": model.norm_groups > 1,

@@ -40,7 +40,15 @@ def check(model: Transformer) -> None:
     """
     for name in ("layers", "d_model", "heads", "seq_len", "norm_groups", "parallel_norms"):
         check_count(name, getattr(model, name), least=2 if name in ("d_model", "seq_len") else 1)
-    for name in ("causal", "norm_affine", "norm_bias", "gated", "parallel", "alibi"):
+    for name in (
+        "causal",
+        "norm_affine",
+        "norm_bias",
+        "gated",
+        "parallel",
+        "alibi",
+        "identity_attention",
+    ):
         check_flag(name, getattr(model, name))
     check_choice("norm", model.norm, NORM_PLACEMENTS)
     check_choice("normalization", model.normalization, NORMALIZATIONS)
@@ -72,7 +80,7 @@ def check(model: Transformer) -> None:
 
 
 def _resolve_defaults(model: Transformer) -> None:
-    names = ("d_ff", "attention_dropout", "weights", "d_head", "kv_heads")
+    names = ("d_ff", "attention_dropout", "ffn_dropout", "weights", "d_head", "kv_heads")
     _set(model, "_defaulted", frozenset(n for n in names if getattr(model, n) is None))
     if model.d_ff is None:
         _set(model, "d_ff", 4 * model.d_model)
@@ -95,6 +103,9 @@ def _resolve_defaults(model: Transformer) -> None:
     if model.attention_dropout is None:
         _set(model, "attention_dropout", model.dropout)
     check_in("attention_dropout", model.attention_dropout, PROBABILITY)
+    if model.ffn_dropout is None:
+        _set(model, "ffn_dropout", model.dropout)
+    check_in("ffn_dropout", model.ffn_dropout, PROBABILITY)
     if model.weights is None:
         weights = Weights.xavier(model.d_model, model.heads, model.d_ff, model.d_head)
         _set(model, "weights", weights)
@@ -172,6 +183,10 @@ def _check_together(model: Transformer) -> None:
         raise domain_error("post_layers", model.post_layers, f"at most layers = {model.layers}")
     if model.parallel and model.placements[0] not in ("pre", "none"):
         raise domain_error("parallel", True, "False, or norm='pre' or 'none'")
+    if model.identity_attention and model.norm == "hybrid":
+        raise domain_error(
+            "identity_attention", True, "False where queries and keys are normalised"
+        )
     if model.parallel_norms not in (1, 2):
         raise domain_error("parallel_norms", model.parallel_norms, "1 or 2")
     if model.encoder is not None and model.parallel:

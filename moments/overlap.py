@@ -15,8 +15,7 @@ variance of a token, and e the relative response of the branch's overlap to the 
     activation          e^2 (nu - 1/width) + 1/width
     dropout             (nu u^2 + (u'^2 - u^2)/width)/u'^2, own variance u before and u' after
     normalisation       nu: what the norms of two tokens do to C_ab is no overlap of their own
-    attention           nu + 1/width of the values; what its rows mix answers the stream's overlaps
-                        afresh
+    attention           nu + 1/width of the values; e as far as averages meet their own tokens
     residual sum        (nu T^2 + nu_b B^2 + 2 (e nu + 1/width) T B)/(T + B)^2
 
 since the branch is turned at random, E (t_a.b_b)^2 = d T B. An activation's e is the slope of its
@@ -30,7 +29,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .attention import SelfAttention
+from .attention_by_token import self_masks
 from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Residual
 from .cross_attention import CrossAttention
 from .gated import GatedLinear
@@ -129,6 +131,27 @@ def elasticity(leaf: Leaf, before: Signal, after: Signal) -> float:
     return float(float(sent) * before.width / after.width * own_variance(entering) / own)
 
 
+def averaging_elasticity(leaf: SelfAttention, tokens: Signal) -> float:
+    """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
+
+    Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
+    Rows that see the same keys alike have nothing of a token's own; those of a causal mask have.
+    """
+    if not tokens.resolved:
+        return 0.0
+    kernel = tokens.second_moment().pairs
+    mask = self_masks(leaf, len(kernel), 1)[0]
+    weights = mask / mask.sum(1, keepdims=True)
+    met = weights @ kernel
+    owns = [_own(matrix) for matrix in (met, kernel, met @ weights.T)]
+    return max(owns[0], 0.0) ** 2 / (owns[1] * owns[2]) if min(owns[1:]) > 0.0 else 0.0
+
+
+def _own(matrix: np.ndarray) -> float:
+    count, trace = len(matrix), float(np.trace(matrix))
+    return trace / count - (float(matrix.sum()) - trace) / (count * (count - 1))
+
+
 _Walked = Callable[..., tuple[Signal, Overlap]]
 
 
@@ -188,12 +211,13 @@ class _Walk:
     def _leaf(self, leaf: Any, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
         output = self._passed()
         if isinstance(leaf, (SelfAttention, CrossAttention)):
-            attended = self.memory
+            attended, response = self.memory, 0.0
             if isinstance(leaf, SelfAttention):
                 attended = self.attended[id(signal)] = at.variance
+                response = at.response * averaging_elasticity(leaf, signal)
             groups = leaf.kv_heads
             kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
-            return output, Overlap(attended + 1.0 / (kept * output.width), 0.0)
+            return output, Overlap(attended + 1.0 / (kept * output.width), response)
         if isinstance(leaf, Linear):
             return output, Overlap(at.variance + 1.0 / output.width, at.response)
         if isinstance(leaf, GatedLinear):

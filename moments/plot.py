@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .comparison import Comparison
     from .prediction import Prediction
 
-FORWARD, BACKWARD, MEASURED = "#1b6ca8", "#c8553d", "#222222"
+FORWARD, BACKWARD, MEASURED, OUTSIDE = "#1b6ca8", "#c8553d", "#222222", "#d00000"
 
 
 class Picture(Figure):
@@ -95,15 +95,20 @@ def plot_prediction(prediction: Prediction) -> Figure:
 
 
 def plot_comparison(comparison: Comparison) -> Figure:
-    """Prediction as lines, measurement as points with bars of two standard errors."""
+    """Prediction as lines, measurement as points with bars of two standard errors.
+
+    The variances' bands are where 95 % of measurements of as many draws are expected; points out of
+    them are rings.
+    """
     prediction, measurement = comparison.prediction, comparison.measurement
-    figure, axes = _panels(_describe(prediction))
+    figure, axes = _panels(_describe(prediction) + _losses(comparison))
     layers = np.arange(prediction.model.layers + 1)
     for quantity, ax in axes.items():
         curve = getattr(prediction, quantity)
         points = getattr(measurement, quantity)
         stderr = np.nan_to_num(getattr(measurement, f"{quantity}_stderr"))
         ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, label="predicted")
+        outside = _shade_range(ax, comparison, quantity)
         ax.errorbar(
             layers,
             points,
@@ -115,6 +120,46 @@ def plot_comparison(comparison: Comparison) -> Figure:
             capsize=2,
             label="measured ± 2 s.e.",
         )
+        if np.any(outside):
+            ax.plot(
+                layers[outside],
+                points[outside],
+                "o",
+                markersize=10,
+                markerfacecolor="none",
+                markeredgecolor=OUTSIDE,
+                label="out of its band",
+            )
         _scale(ax, quantity, curve, points)
-    axes["variance"].legend(frameon=False, fontsize=9)
+    for quantity in ("variance", "grad_variance"):
+        axes[quantity].legend(frameon=False, fontsize=9)
     return figure
+
+
+def _shade_range(ax: Axes, comparison: Comparison, quantity: str) -> np.ndarray:
+    """The band in which the measurement is expected; which points lie outside, (N + 1,)."""
+    expected = comparison.ranges.get(quantity)
+    layers = np.arange(comparison.prediction.model.layers + 1)
+    if expected is None or not np.any(np.isfinite(expected.deviation)):
+        return np.zeros(layers.size, dtype=bool)
+    ax.fill_between(
+        layers,
+        expected.low,
+        expected.high,
+        color=_color(quantity),
+        alpha=0.15,
+        linewidth=0,
+        label="95 % expected",
+    )
+    measured = np.asarray(getattr(comparison.measurement, quantity))
+    return (measured < expected.low) | (measured > expected.high)
+
+
+def _losses(comparison: Comparison) -> str:
+    """Both losses, as a second line of the title."""
+    outputs = comparison.outputs().set_index("quantity")
+    if "loss" not in outputs.index:
+        return ""
+    loss = outputs.loc["loss"]
+    noise = "" if not loss["stderr"] > 0 else f" ± {loss['stderr']:.2g}"
+    return f"\nloss {loss['measured']:.4g}{noise} measured, {loss['predicted']:.4g} predicted"

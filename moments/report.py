@@ -74,19 +74,60 @@ def _batch_table(prediction: Prediction) -> Table:
     return table
 
 
-def comparison_tables(comparison: Comparison) -> tuple[Table, Table]:
-    """Stream points, predicted beside measured: the signal, and its gradient."""
-    frame = comparison.to_frame()
-    stream = frame[frame["site"] == "stream"]
-    signal = _side_by_side(stream, STREAM_QUANTITIES[:2], "signal along the residual stream")
-    gradient = _side_by_side(stream, STREAM_QUANTITIES[2:], "gradient along the residual stream")
-    return signal, gradient
+def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
+    """Stream points, predicted beside measured: the signal and its gradient, the encoder's first,
+    then the loss where there is one."""
+    tables: list[Table] = []
+    for name, part in (("encoder, ", comparison.encoder), ("", comparison)):
+        if part is not None:
+            frame = part.to_frame()
+            frame = frame[frame["site"] == "stream"].merge(
+                _inside(part), on=["layer", "quantity"], how="left"
+            )
+            title = "{}{} along the residual stream"
+            signal, gradient = STREAM_QUANTITIES[:2], STREAM_QUANTITIES[2:]
+            tables.append(_side_by_side(frame, signal, title.format(name, "signal")))
+            tables.append(_side_by_side(frame, gradient, title.format(name, "gradient")))
+    outputs = comparison.outputs()
+    if len(outputs):
+        tables.append(_outputs_table(outputs))
+    return tuple(tables)
+
+
+def _inside(comparison: Comparison) -> Any:
+    """Whether the stream's points lie in their band."""
+    points = comparison.points()
+    return points[points["stack"] == ""][["layer", "quantity", "inside"]]
+
+
+def _outputs_table(outputs: Any) -> Table:
+    table = Table(title="at the output", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in ("predicted", "measured", "error", "deviations"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in outputs.to_dict("records"):
+        error = row["measured"] / row["predicted"] - 1 if row["predicted"] else math.nan
+        table.add_row(
+            row["quantity"].replace("_", " "),
+            number(row["predicted"]),
+            _measured(row["measured"], row["stderr"], 4),
+            f"{100 * error:+.2f}%",
+            f"{row['deviations']:+.1f}" if math.isfinite(row["deviations"]) else "-",
+        )
+    return table
+
+
+def _measured(value: float, stderr: float | None, digits: int = 3) -> str:
+    """With its standard error where there is one."""
+    text = _short(value, digits)
+    return text if stderr is None or math.isnan(stderr) else f"{text} ±{_short(stderr, 1)}"
 
 
 def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table:
     table = Table(
         title=title,
-        caption="measured ± one standard error over seeds; errors of correlations absolute",
+        caption="measured ± one standard error over seeds; error of the prediction, of correlations "
+        "absolute; * out of its 95 % band",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -101,8 +142,9 @@ def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table
         cells: list[str] = []
         for name in quantities:
             row = rows[rows["quantity"] == name].iloc[0]
-            measured = f"{_short(row['measured'])} ±{_short(row['stderr'], 1)}"
-            cells += [_short(row["predicted"]), measured, _error(name, row["error"])]
+            mark = "*" if row["inside"] is False else ""
+            measured = _measured(row["measured"], row["stderr"])
+            cells += [_short(row["predicted"]), measured, _error(name, row["error"]) + mark]
         table.add_row(str(layer), *cells)
     return table
 

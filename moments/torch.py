@@ -23,6 +23,7 @@ with optional("torch", "torch"):
 
     from moments.modules.audit import AuditReport, audit
     from moments.modules.describe import describe, weight_statistics
+    from moments.modules.diagnose import diagnose
     from moments.modules.fold import fold
     from moments.modules.initialize import Initialization, initialize
     from moments.modules.scales import AppliedScales
@@ -37,6 +38,7 @@ __all__ = [
     "Initialization",
     "audit",
     "describe",
+    "diagnose",
     "fold",
     "hook_points",
     "initialize",

@@ -51,7 +51,7 @@ class Transformer:
             normalised output; "before-norm": on the normalisation's input; "after-block": on the
             block's output; "after-residual": on the sum; "attention-only" and "ffn-only": after the
             norm of that block alone.
-        weights: variances of the weight matrices; None: Weights.xavier(d_model, heads, d_ff, d_head).
+        weights: variances of the weight matrices; None: Weights.xavier of these widths.
         embedding: what feeds layer 1; None: the moments are given to `predict`.
         head: what follows the last layer, down to the loss; None: its gradient is given.
         d_head: width of a head; None: d_model / heads.
@@ -68,6 +68,9 @@ class Transformer:
         post_layers: layers of norm="mix" that are Post-LN.
         gated: whether the feed-forward block multiplies two maps, activation(x W_gate) * (x W_in).
         activation_dropout: dropout on the feed-forward hidden layer.
+        ffn_dropout: `dropout` of the feed-forward block where it is another; None: the same.
+        identity_attention: whether every token attends to itself alone and no logits are formed
+            (where Value-SkipInit starts).
         biases: variances of the bias vectors; None: there are none.
         parallel: whether attention and feed-forward block read the same stream and share one sum.
         parallel_norms: 1 where they then share a norm, 2 where each has its own.
@@ -113,6 +116,8 @@ class Transformer:
     post_layers: int = field(default=0, kw_only=True)
     gated: bool = field(default=False, kw_only=True)
     activation_dropout: float = field(default=0.0, kw_only=True)
+    ffn_dropout: float | None = field(default=None, kw_only=True)
+    identity_attention: bool = field(default=False, kw_only=True)
     biases: Biases | None = field(default=None, kw_only=True)
     parallel: bool = field(default=False, kw_only=True)
     parallel_norms: int = field(default=1, kw_only=True)

@@ -112,8 +112,6 @@ def test_an_entry_nobody_knows_is_named(kind: str) -> None:
         ("llama", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
         ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("deberta-v2", "pos_att_type", ["c2p"]),
-        ("stablelm", "hidden_dropout", 0.1),
-        ("distilbert", "dropout", 0.2),
     ],
 )
 def test_what_is_not_modelled_is_named(kind: str, entry: str, value: Any) -> None:
@@ -434,7 +432,7 @@ def test_dropout_is_where_the_declaration_has_it(kind: str, variant: str) -> Non
     p = run(build_module(config, seed=2), kind, variant)
     error = 5 * (0.25 / p.tensors[1, "stream"].numel()) ** 0.5
     if "dropout" in FAMILIES[kind].defaults or "hidden_dropout" in FAMILIES[kind].defaults:
-        assert max(model.dropout, kind == "stablelm") > 0
+        assert max(model.dropout, model.ffn_dropout) > 0
     entering, leaving = p.tensors[0, "stream"], p.tensors[1, "stream"]
     embedded = float((entering == 0).double().mean())
     assert embedded == pytest.approx(model.embedding.dropout, abs=error)
@@ -442,20 +440,17 @@ def test_dropout_is_where_the_declaration_has_it(kind: str, variant: str) -> Non
         before, after = (p.tensors[1, f"ffn.activation{end}"] for end in ("", "_dropout"))
         kept = float((after[before != 0] == 0).double().mean())
         assert kept == pytest.approx(model.activation_dropout, abs=error)
-    if kind == "stablelm":
-        return  # left out, as the config's note says
     if model.parallel:
         # Falcon drops the sum of both blocks, the others each of them.
-        share = model.dropout if kind == "falcon" else model.dropout**2
+        share = model.dropout if kind == "falcon" else model.dropout * model.ffn_dropout
         assert equal_share(leaving, entering) == pytest.approx(share, abs=error)
         return
     middle, last = p.tensors[1, "attention.sum"], p.tensors[1, "ffn.sum"]
     between = p.tensors.get((1, "cross.sum"), middle)
     if model.norm == "post":
         between = p.tensors[1, "attention.norm"]
-    if kind != "distilbert":
-        assert equal_share(middle, entering) == pytest.approx(model.dropout, abs=error)
-    assert equal_share(last, between) == pytest.approx(model.dropout, abs=error)
+    assert equal_share(middle, entering) == pytest.approx(model.dropout, abs=error)
+    assert equal_share(last, between) == pytest.approx(model.ffn_dropout, abs=error)
 
 
 @EACH

@@ -16,7 +16,7 @@ LNS = {"layernorm_scaling": True}
 
 
 def model(**changes: Any) -> moments.Transformer:
-    fields = {"layers": 8, "d_model": 64, "heads": 4, "seq_len": 16}
+    fields = {"layers": 8, "d_model": 128, "heads": 1, "seq_len": 32}
     return moments.Transformer(**{**fields, **changes})
 
 

@@ -181,13 +181,21 @@ def test_value_skipinit() -> None:
         assert "value-skipinit" not in names
 
 
-def test_nocis_temperature_balances_the_gradients() -> None:
-    base = model(6, norm="post", activation="identity")
-    found = base.with_scheme("noci", correlation=0.2)
+def imbalance(found: moments.Transformer) -> np.ndarray:
+    """log E|dL/dW_q|^2 / E|dL/dW_v|^2 of every layer."""
     gradients = moments.predict(found, correlation=0.2).weight_gradients()
     norms = gradients.pivot_table(index="layer", columns="weight", values="squared_norm")
-    ratio = np.log(norms.loc[1:6, "query"] / norms.loc[1:6, "value"])
-    assert abs(ratio.mean()) < 1e-5
+    layers = norms.loc[1 : found.layers]
+    return np.log(np.asarray(layers["query"] / layers["value"]))
+
+
+def test_nocis_temperature_balances_the_gradients() -> None:
+    base = model(3, norm="post", heads=1, activation="identity")
+    found = base.with_scheme("noci", correlation=0.2)
+    assert abs(np.mean(imbalance(found))) < 0.02
+    each = base.with_scheme("noci", correlation=0.2, temperature="per-layer")
+    assert np.max(np.abs(imbalance(each))) < 0.02
+    assert np.max(imbalance(base)) < -1.0
     printed = base.with_scheme("noci", correlation=0.2, temperature="printed").temperatures
     # tau^2 = d n (1 + rho (n - 1)) / ((1 - rho)^2 (n + d) (n - 1)) at layer 1's rho = .2
     square = 256 * 32 * (1 + 0.2 * 31) / (0.64 * 288 * 31)

@@ -15,7 +15,7 @@ from moments.scheme_table import compare_schemes
 
 
 def model(**changes: Any) -> moments.Transformer:
-    fields = {"layers": 4, "d_model": 64, "heads": 4, "seq_len": 16, "dropout": 0.1}
+    fields = {"layers": 3, "d_model": 128, "heads": 1, "seq_len": 32, "dropout": 0.1}
     return moments.Transformer(**{**fields, **changes})
 
 
@@ -41,7 +41,7 @@ def test_every_scheme_has_a_row() -> None:
 
 def test_a_choice_and_what_cannot_be_applied() -> None:
     base = model(d_model=60, causal=True, embedding=moments.Embedding(50, 0.02, dropout=0.1))
-    compared = compare_schemes(base, ["xavier", "group-ln", "dslm"], token_ids=np.arange(16) % 5)
+    compared = compare_schemes(base, ["xavier", "group-ln", "dslm"], token_ids=np.arange(32) % 5)
     assert list(compared.predictions) == ["xavier", "dslm"]
     assert "norm_groups" in compared.left_out["group-ln"]
     assert "without group-ln" in str(compared)

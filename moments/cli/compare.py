@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,25 +19,38 @@ from .base import (
     TheoryName,
     TheoryOption,
     app,
-    declared_model,
     out,
+    plain,
     write_csv,
     write_plot,
 )
 
 if TYPE_CHECKING:
     from ..measurement import Measurement
+    from ..transformer import Transformer
+
+SEQ_LEN = 128
 
 
 @app.command()
 def compare(
     model: ModelArgument = None,
     layers: LayersOption = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
-    batch: Annotated[int, typer.Option(help="Sequences per seed.")] = 2,
+    seq_len: Annotated[
+        int | None, typer.Option(help=f"Tokens per sequence of a text; {SEQ_LEN} unless given.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences or pictures per seed.")] = 2,
     seeds: Annotated[int, typer.Option(help="Draws of the weights.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
     theory: TheoryOption = TheoryName.refined,
+    measured_gradient: Annotated[
+        bool,
+        typer.Option(
+            "--measured-gradient",
+            help="Start the backward pass from the gradient measured at the last layer, "
+            "not from the predicted loss.",
+        ),
+    ] = False,
     max_error: Annotated[
         float | None,
         typer.Option(help="Exit 1 if the stream's mean forward-variance error exceeds this."),
@@ -46,26 +60,23 @@ def compare(
     plot: PlotOption = None,
     picture: Annotated[bool, typer.Option(help="Draw the picture.")] = True,
 ) -> None:
-    """Predict a model, measure the real module on real text, and put both side by side.
+    """Predict a model, measure the real module on real input, and put both side by side.
 
-    The module is a randomly initialised Hugging Face model built from the same config; the gradient
-    measured at its last layer is where the prediction's backward pass starts.
+    The module is a randomly initialised Hugging Face model built from the same config; it reads
+    English text or pictures and its own loss is differentiated. Where the theory covers the head,
+    loss and gradients are predicted absolutely; else the gradient measured at the last layer is
+    where the prediction's backward pass starts.
     """
     from ..comparison import compare as put_beside
-    from ..comparison import last_gradient
     from ..passes import predict as run
 
     if model is None:
         raise DomainError("no MODEL given: name a preset or a config.json")
-    declared = declared_model(model, {"layers": layers, "seq_len": seq_len})
-    measurement, ids = _measure(model, layers, seq_len, batch, seeds, seed)
-    entering: dict[str, Any] = {"grad_kernel": last_gradient(measurement)}
-    if theory is not TheoryName.refined:
-        entering = {
-            "grad_variance": float(measurement.grad_variance[-1]),
-            "grad_correlation": float(measurement.grad_correlation[-1]),
-        }
-    prediction = run(declared, token_ids=ids, theory=theory.value, progress=True, **entering)
+    config = _config(model, layers)
+    declared, data = _declared(config, seq_len, batch, seed)
+    measurement = _measured(config, data, seeds, seed)
+    given = _given(declared, data, measurement, theory.value, measured_gradient)
+    prediction = run(declared, theory=theory.value, progress=True, **given)
     comparison = put_beside(prediction, measurement)
     summary = comparison.summary()
     if csv is not None:
@@ -75,16 +86,24 @@ def compare(
     if plot is not None:
         write_plot(comparison.plot(), plot)
     if as_json:
+        frames = {
+            "summary": summary,
+            "points": comparison.points(),
+            "outputs": comparison.outputs(),
+            "weight_gradients": comparison.weight_gradients(),
+        }
         data = {
             "prediction": json.loads(prediction.to_json()),
             "measurement": json.loads(measurement.to_json()),
-            "summary": json.loads(summary.to_json(orient="records")),
+            "verdict": comparison.verdict(),
+            **{name: json.loads(f.to_json(orient="records")) for name, f in frames.items()},
         }
         print(json.dumps(data, indent=2))
     else:
         from ..report import comparison_tables, summary_table
 
         out.print(*comparison_tables(comparison), summary_table(comparison))
+        out.print(plain(comparison.verdict()))
         if plot is not None:
             out.print(f"picture: {plot}")
     stream = summary[(summary["points"] == "stream") & (summary["quantity"] == "variance")]
@@ -92,13 +111,66 @@ def compare(
         raise typer.Exit(1)
 
 
-def _measure(
-    name: str, layers: int | None, seq_len: int, batch: int, seeds: int, seed: int
-) -> tuple[Measurement, Any]:
-    from ..huggingface_modules import measure_config
+def _config(name: str, layers: int | None) -> dict[str, Any]:
+    """The entries of a preset's or a file's config, at another depth where one is given."""
+    from ..families.sizes import at_depth
+    from ..huggingface import read_config
     from ..presets import preset
 
-    config: Any = preset.config(name) if name in preset.names() else name
-    return measure_config(
-        config, layers=layers, seq_len=seq_len, batch=batch, seeds=seeds, seed=seed, progress=True
-    )
+    known = name in preset.names()
+    if not known and not Path(name).exists() and not name.endswith(".json"):
+        raise DomainError(
+            f"MODEL = {name!r}: neither a file nor a preset; presets: {', '.join(preset.names())}"
+        )
+    entries = dict(preset.config(name)) if known else read_config(name)
+    return entries if layers is None else at_depth(entries, layers)
+
+
+def _declared(
+    config: dict[str, Any], seq_len: int | None, batch: int, seed: int
+) -> tuple[Transformer, dict[str, Any]]:
+    """The declaration of a config, and what its module reads."""
+    from ..huggingface import family, from_huggingface
+    from ..huggingface_modules import module_batch
+
+    if family(config.get("model_type")).task == "images":
+        if seq_len is not None:
+            raise DomainError("--seq-len is for a model that reads text: leave it out")
+    else:
+        seq_len = SEQ_LEN if seq_len is None else seq_len
+    data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
+    return from_huggingface(config, seq_len=seq_len), data
+
+
+def _measured(config: dict[str, Any], data: Any, seeds: int, seed: int) -> Measurement:
+    from ..huggingface_modules import build_module
+    from ..torch import measure
+
+    build = functools.partial(build_module, config)
+    return measure(build, data, seeds=seeds, seed=seed, progress=True)
+
+
+def _given(
+    declared: Transformer,
+    data: dict[str, Any],
+    measurement: Measurement,
+    theory: str,
+    measured: bool,
+) -> dict[str, Any]:
+    """What `predict` is told of the input and of the gradient."""
+    from ..batches import inputs_of, measured_gradient
+
+    given = inputs_of(declared, data)
+    refined = theory == "refined"
+    if not refined:
+        given.pop("tokens", None)
+    own = declared.head is not None and declared.head.loss is not None
+    if own and refined and measurement.loss is not None and not measured:
+        return given
+    given.pop("targets", None)
+    if refined:
+        return given | measured_gradient(declared, measurement, given)
+    return given | {
+        "grad_variance": float(measurement.grad_variance[-1]),
+        "grad_correlation": float(measurement.grad_correlation[-1]),
+    }

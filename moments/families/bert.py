@@ -90,13 +90,11 @@ def _roberta(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
-    """BERT without segments and without dropout behind attention's output projection, which a
-    declaration has on both blocks or on none; every epsilon is written into the code."""
+    """BERT without segments and without dropout behind attention's output projection; every epsilon
+    is written into the code."""
     fixed = read.flag("sinusoidal_pos_embds", False)
     variance = read.variance()
     dropout = read.number("dropout")
-    if dropout:
-        read.leave_out("dropout", dropout, "the attention block's output is dropped too")
     activation = read.activation("activation")
     epsilon = 1e-12
     return Transformer(
@@ -107,7 +105,8 @@ def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
         d_ff=read("hidden_dim"),
         norm="post",
         activation=activation,
-        dropout=dropout,
+        dropout=0.0,
+        ffn_dropout=dropout,
         attention_dropout=read.number("attention_dropout"),
         weights=Weights.normal(variance),
         biases=Biases(),

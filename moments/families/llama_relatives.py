@@ -50,14 +50,12 @@ def _starcoder2(read: Entries, seq_len: int | None) -> Transformer:
 def _stablelm(read: Entries, seq_len: int | None) -> Transformer:
     """LayerNorm; dropout on the feed-forward block's output alone."""
     read.refuse("qk_layernorm", False, "a norm with gains of its own for every head")
-    dropout = read.number("hidden_dropout")
-    if dropout:
-        read.leave_out("hidden_dropout", dropout, "it acts on one of the two blocks alone")
     return decoder(
         read,
         seq_len,
         norm="layernorm",
         epsilon="layer_norm_eps",
+        ffn_dropout=read.number("hidden_dropout"),
         parallel=read.flag("use_parallel_residual"),
         biases=read.biases(("query", "key", "value") if read.flag("use_qkv_bias") else ()),
     )

@@ -37,7 +37,7 @@ def sees_ahead(
 
     None where that cannot be told: a module of pictures, two stacks, one token.
     """
-    changed = _changed(batch)
+    changed = _changed(batch, _batch_first(module))
     if changed is None:
         return None
     one, other = (_stream(module, given, sites, layers) for given in (batch, changed))
@@ -47,25 +47,27 @@ def sees_ahead(
     return bool(moved[0] > UNSEEN) if moved[1] > UNSEEN else None
 
 
-def _changed(batch: Any) -> Any:
+def _changed(batch: Any, batch_first: bool) -> Any:
     """The batch with another second token in every sequence."""
     if not isinstance(batch, Mapping):
-        return _another(batch)
+        return _another(batch, batch_first)
     if "decoder_input_ids" in batch or "pixel_values" in batch:
         return None
     read = (name for name, value in batch.items() if np.ndim(value) == 3 and "mask" not in name)
     name = "input_ids" if "input_ids" in batch else next(read, None)
-    return None if name is None else {**batch, name: _another(batch[name])}
+    return None if name is None else {**batch, name: _another(batch[name], batch_first)}
 
 
-def _another(tokens: Any) -> Tensor:
-    """(B, L) ids or (B, L, features); of one laid out (L, B, features) the rows are sequences."""
-    ids = torch.as_tensor(tokens).clone()
-    if ids.ndim < 2 or ids.shape[1] < 3:
-        return ids
-    # Another token stands in for the second, so that no id leaves the vocabulary.
-    ids[:, 1] = -ids[:, 1] if ids.is_floating_point() else _different(ids)
-    return ids
+def _another(tokens: Any, batch_first: bool) -> Tensor:
+    """(B, L) ids or (B, L, features), or (L, B, features)."""
+    given = torch.as_tensor(tokens).clone()
+    if given.ndim < 2:
+        return given
+    rows = given if batch_first or given.ndim == 2 else given.transpose(0, 1)
+    if rows.shape[1] > 2:
+        # Another token stands in for the second, so that no id leaves the vocabulary.
+        rows[:, 1] = -rows[:, 1] if rows.is_floating_point() else _different(rows)
+    return given
 
 
 def _different(ids: Tensor) -> Tensor:
@@ -103,9 +105,12 @@ def _stream(
             return None
     if not seen or seen[0].ndim != 3:
         return None
-    first = all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))
-    tensor = seen[0] if first else seen[0].transpose(0, 1)
+    tensor = seen[0] if _batch_first(module) else seen[0].transpose(0, 1)
     return np.asarray(tensor.double().cpu().numpy())
+
+
+def _batch_first(module: nn.Module) -> bool:
+    return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))
 
 
 def _run(module: nn.Module, batch: Any) -> None:

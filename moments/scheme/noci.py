@@ -24,11 +24,12 @@ def _noci(
     Args:
         model: its placement stays; the authors' is "post".
         temperature: "solved": one for all layers, at which this model's query and value weights
-            receive the same gradient (geometric mean over layers); "printed": the authors' closed
-            form for uniform attention in every layer, from the moments that enter it; None: stays.
+            receive the same gradient (geometric mean over layers); "per-layer": each layer's own;
+            "printed": the authors' closed form for uniform attention in every layer, from the
+            moments that enter it; None: stays.
         correlation: of the input's tokens; None: that of the embedding, else 0.
     """
-    check_choice("temperature", temperature, ("solved", "printed", None))
+    check_choice("temperature", temperature, ("solved", "per-layer", "printed", None))
     scaled = model.replace(branch_scale=1 / math.sqrt(model.layers), skip_scale=1.0)
     if temperature == "printed":
         return scaled.replace(temperature=_printed(scaled, correlation))
@@ -36,9 +37,8 @@ def _noci(
         return scaled
     from ..solver import solve
 
-    return solve(
-        scaled, "query_value_balance", free="temperature", correlation=correlation, tolerance=1e-6
-    ).model
+    goal = "query_value_balance" + ("_per_layer" if temperature == "per-layer" else "")
+    return solve(scaled, goal, free="temperature", correlation=correlation, tolerance=1e-6).model
 
 
 def _printed(model: Transformer, correlation: float | None) -> list[float]:

@@ -35,6 +35,10 @@ def self_attention(
         table: of relative biases, (buckets, heads); None: there is none.
         generator: draws the dropout mask.
     """
+    if model.identity_attention:
+        value = _split(project(x, "value"), model.d_head or 0)
+        every = value.repeat_interleave(model.heads // value.shape[1], dim=1)
+        return every.transpose(1, 2).flatten(-2)
     query, key, value = (
         _split(project(x, name), model.d_head or 0) for name in ("query", "key", "value")
     )

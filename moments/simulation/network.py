@@ -100,7 +100,8 @@ class _Layer:
             z = self.ffn(z)
         else:
             z = self.attention(z) if block == "attention" else self.cross(z)
-        return self.watch(dropout(z, self.model.dropout, self.generator), f"{block}.dropout")
+        drop_prob = self.model.ffn_dropout if block == "ffn" else self.model.dropout
+        return self.watch(dropout(z, drop_prob or 0.0, self.generator), f"{block}.dropout")
 
     def attention(self, z: Tensor) -> Tensor:
         table = self.weights.get("relative_bias")

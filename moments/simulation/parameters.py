@@ -95,6 +95,8 @@ def _shapes(model: Transformer) -> Mapping[str, tuple[int, int]]:
         "ffn_in": (d_model, d_ff),
         "ffn_out": (d_ff, d_model),
     }
+    if model.identity_attention:
+        del shapes["query"], shapes["key"]
     if model.gated:
         shapes["gate"] = (d_model, d_ff)
     if model.encoder is not None:

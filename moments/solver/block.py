@@ -22,7 +22,7 @@ from ..gated import GatedLinear
 from ..laws.gated import gated
 from ..laws.linear import BIASED_LINEAR
 from ..layout import Layout
-from ..parts import Lawful, Linear
+from ..parts import Activation, Lawful, Linear
 from ..propagate import Trace, forward
 from ..state import Signal
 
@@ -86,6 +86,7 @@ class Block:
         self._stages = [self._stage(part) for part in self.tail]
         self._behind = [self._stage(part) for part in self.rest]
         self._start = self.entering.mean, self.entering.kernel.diagonal
+        self.ends = -LIMIT, min(LIMIT, self._resolved())
 
     def output(self, factor: float) -> float:
         """Variance of the block's output, before any scale of the branch; averaged over tokens."""
@@ -114,6 +115,22 @@ class Block:
             for stage in stages:
                 moments = stage(moments, factor)
         return average(self.layout, moments[1])
+
+    def _resolved(self) -> float:
+        """Logarithm of the factor up to which an activation's laws are resolved."""
+        moments = self._start
+        for part, stage in zip(self.tail, self._stages, strict=True):
+            laws = None
+            if isinstance(part, Activation):
+                laws, variance = part.laws.under(part.theory), moments[1]
+            elif isinstance(part, GatedLinear):
+                laws = gated(part.activation).under("refined")
+                variance = _mapped(part, moments, self.entering.algebra, part.gate, part.gate_bias)
+            if laws is not None:
+                upper = laws["variance"].domain["x_variance"].upper
+                return math.log(upper / float(np.max(variance))) if upper < math.inf else LIMIT
+            moments = stage(moments, 1.0)
+        return LIMIT
 
     def _attend(self) -> None:
         """The heads' variance is affine in that of the value matrix: its bias is the constant."""
@@ -153,17 +170,24 @@ class Block:
         return stage
 
 
+def _mapped(part: GatedLinear, moments: Moments, algebra: Any, weight: Any, bias: Any) -> Any:
+    """Variance behind one of a gated block's two maps."""
+    law = BIASED_LINEAR.law("variance")
+    values = {
+        "fan_in": part.fan_in,
+        "x_mean": moments[0],
+        "x_variance": moments[1],
+        "weight_variance": weight,
+        "bias_variance": bias,
+    }
+    return law.formula(algebra, *law.pick(values))
+
+
 def _gated(part: GatedLinear, moments: Moments, algebra: Any) -> Any:
-    linear, product = BIASED_LINEAR.law("variance"), gated(part.activation).law("variance")
-    values = {"fan_in": part.fan_in, "x_mean": moments[0], "x_variance": moments[1]}
-
-    def one(weight: Any, bias: Any) -> Any:
-        bound = values | {"weight_variance": weight, "bias_variance": bias}
-        return linear.formula(algebra, *linear.pick(bound))
-
+    product = gated(part.activation).under("refined")["variance"]
     both = {
-        "x_variance": one(part.gate, part.gate_bias),
-        "factor_variance": one(part.ffn_in, part.bias),
+        "x_variance": _mapped(part, moments, algebra, part.gate, part.gate_bias),
+        "factor_variance": _mapped(part, moments, algebra, part.ffn_in, part.bias),
         "x_mean": 0.0,
     }
     return product.formula(algebra, *product.pick(both))
@@ -228,12 +252,20 @@ CLOSE = 1e-13
 SECANTS = 12
 
 
-def factor_for(output: Callable[[float], float], aim: float, count: int) -> tuple[float, float]:
+def factor_for(
+    output: Callable[[float], float], aim: float, count: int, ends: tuple[float, float]
+) -> tuple[float, float]:
     """The factor on `count` variances at which `output` is `aim`, and the output there.
 
     In one step where the output is the factor to the power `count`; elsewhere by secants in
     logarithms, and a bracketed root where they stray. Where there is none, the end of the range
     that comes nearest.
+
+    Args:
+        output: of a factor.
+        aim: positive.
+        count: matrices that the factor is on.
+        ends: logarithms of the smallest and the largest factor.
 
     Raises:
         DomainError: the output does not depend on the factor.
@@ -243,8 +275,10 @@ def factor_for(output: Callable[[float], float], aim: float, count: int) -> tupl
         value = output(math.exp(log))
         return math.log(value / aim) if 0 < value < math.inf else math.copysign(math.inf, value - 1)
 
-    before, far = 0.0, distance(0.0)
-    start = min(max(-far / count, -LIMIT), LIMIT)
+    low, high = ends
+    before = min(0.0, high)
+    far = distance(before)
+    start = min(max(before - far / count, low), high)
     log, slope = start, float(count)
     for _ in range(SECANTS):
         last, far = far, distance(log)
@@ -254,19 +288,21 @@ def factor_for(output: Callable[[float], float], aim: float, count: int) -> tupl
             slope = (far - last) / (log - before)
         if not (0.1 < slope / count < 10 and math.isfinite(far)):
             break
-        before, log = log, min(max(log - far / slope, -LIMIT), LIMIT)
-    log = _bracketed(distance, start)
+        before, log = log, min(max(log - far / slope, low), high)
+    log = _bracketed(distance, start, ends)
     return math.exp(log), output(math.exp(log))
 
 
-def _bracketed(distance: Callable[[float], float], start: float) -> float:
+def _bracketed(
+    distance: Callable[[float], float], start: float, ends: tuple[float, float]
+) -> float:
     """Where `distance` is 0, from an interval around `start` that grows; or the nearer end."""
     from scipy.optimize import brentq
 
     width, below, above = 1e-2, 1.0, 1.0
     low = high = start
-    while below * above > 0 and (low > -LIMIT or high < LIMIT):
-        low, high = max(start - width, -LIMIT), min(start + width, LIMIT)
+    while below * above > 0 and (low > ends[0] or high < ends[1]):
+        low, high = max(start - width, ends[0]), min(start + width, ends[1])
         below, above, width = distance(low), distance(high), 4 * width
     if below * above <= 0:
         return float(brentq(distance, low, high, xtol=1e-15, rtol=1e-14))

@@ -32,6 +32,10 @@ TEX = {
 }
 
 
+INSIDE = (".heads", ".projection", ".dropout", ".scale")
+"""Ends of the names of sites that only their own block reads."""
+
+
 class Numbers:
     """Variances of a layer's points, averaged over tokens."""
 
@@ -42,9 +46,14 @@ class Numbers:
         return next(point for point in self.points if point.site == site)
 
     def before(self, site: str) -> Point:
-        """What the component at a site reads."""
+        """What the component at a site reads: nothing inside another block, such as a parallel."""
         sites = [point.site for point in self.points]
-        return self.points[sites.index(site) - 1]
+        block = site.partition(".")[0]
+        return next(
+            point
+            for point in reversed(self.points[: sites.index(site)])
+            if point.site.partition(".")[0] == block or not point.site.endswith(INSIDE)
+        )
 
     def square(self, signal: Signal) -> float:
         """Second moment."""

@@ -46,10 +46,12 @@ def _gradient_ratio(p: Prediction) -> float:
 
 def query_value_ratios(p: Prediction) -> np.ndarray:
     """E|dL/dW_q|^2 / E|dL/dW_v|^2 of self-attention in every layer, shape (N,)."""
-    norms = {(layer, name): float(np.sum(norm)) for layer, name, norm in p.trace.weights()}
-    layers = range(1, p.model.layers + 1)
+    frame = p.weight_gradients()
+    inside = frame[(frame.layer >= 1) & (frame.layer <= p.model.layers)]
+    query, value = (
+        inside[inside.weight == name].squared_norm.to_numpy() for name in ("query", "value")
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
-        query, value = (np.array([norms[n, w] for n in layers]) for w in ("query", "value"))
         return np.asarray(query / value)
 
 

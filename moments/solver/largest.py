@@ -20,6 +20,7 @@ LARGEST = {
     "largest_depth": "the largest number of layers within a bound",
 }
 DEPTH_MAX = 4096
+"""Depth at which a search ends."""
 HALVINGS = 50
 
 Predict = Callable[[Transformer], Prediction]
@@ -43,6 +44,8 @@ def largest(model: Transformer, objective: str, bound: Any, predict: Predict, in
 
     search = _depth if what == "depth" else _k
     found, kept, spread = search(model, lambda candidate: value(candidate) <= most)
+    if what == "depth" and found.layers == DEPTH_MAX:
+        title += ", of those up to this depth"
     free = ("layers",) if what == "depth" else ("k",)
     return Plan(
         found,

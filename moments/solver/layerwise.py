@@ -169,7 +169,7 @@ class _Walk:
 
     def _of_output(self, block: Block) -> float:
         wanted = self.target(self.layer, block.name)
-        factor, reached = factor_for(block.output, wanted, len(block.own))
+        factor, reached = factor_for(block.output, wanted, len(block.own), block.ends)
         self._note(block.name, reached, wanted, abs(reached / wanted - 1) > 1e-9)
         return factor
 
@@ -187,6 +187,7 @@ class _Walk:
             lambda f: sum(block.added(f) for block in free),
             (wanted - kept) / scale,
             min(len(block.own) for block in free),
+            (free[0].ends[0], min(block.ends[1] for block in free)),
         )
         total = kept + scale * added
         self._note(name, total, wanted, abs(total / wanted - 1) > 1e-9)

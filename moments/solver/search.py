@@ -72,8 +72,9 @@ def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Se
     finite = {log: abs(far) for log, far in seen.items() if math.isfinite(far)}
     if not finite:
         raise DomainError("the numbers overflow whatever the free variables are")
-    inside = sorted(finite)
-    best = min(finite, key=lambda log: finite[log])
+    inside, least = sorted(finite), min(finite.values())
+    # Where nothing depends on the factor, it stays what it is.
+    best = next(log for log in finite if finite[log] <= least * (1 + 1e-9) + 1e-15)
     index = inside.index(best)
     low, high = inside[max(index - 1, 0)], inside[min(index + 1, len(inside) - 1)]
     if low < high:

@@ -1,0 +1,116 @@
+"""`moments audit`: whether a module or a checkpoint has the weights and scales that a plan says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import DomainError
+from .base import CsvOption, JsonOption, LayersOption, app, out, plain, write_csv
+
+if TYPE_CHECKING:
+    from ..transformer import Transformer
+
+
+@app.command()
+def audit(
+    module: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint's folder or .safetensors file with config.json beside it, or a "
+            "preset or config.json, whose module is then drawn afresh.",
+            show_default=False,
+        ),
+    ],
+    scheme: Annotated[
+        str | None, typer.Option(help="A published scheme; `moments schemes` lists them.")
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="A plan or model as JSON, as `moments solve --json` prints it."),
+    ] = None,
+    layers: LayersOption = None,
+    seed: Annotated[int, typer.Option(help="Of a fresh module's weights.")] = 0,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+) -> None:
+    """Check a module's weights, gains and residual multipliers against a scheme or plan.
+
+    Without either, against the initialisation that its own config promises. Exit status 1 where
+    the audit fails.
+    """
+    from ..modules.audit import audit as check
+
+    if scheme is not None and plan is not None:
+        raise DomainError("--scheme and --plan both say what is right: give one")
+    target = _module(module, layers, seed)
+    expected: Any = scheme if scheme is not None else _model(plan, target)
+    report = check(target, expected)
+    if csv is not None:
+        write_csv(report.to_frame(), csv)
+    if as_json:
+        data = {
+            "passed": report.passed,
+            "source": report.source,
+            "advice": list(report.advice),
+            "unidentified": list(report.unidentified),
+            "undeclared": list(report.undeclared),
+            "findings": [_finite(row) for row in report.to_frame().to_dict("records")],
+        }
+        print(json.dumps(data, indent=2, allow_nan=False))
+    else:
+        out.print(plain(str(report)), soft_wrap=True)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _finite(row: dict[Any, Any]) -> dict[str, Any]:
+    """Numbers that JSON has no word for as null."""
+    return {
+        str(name): None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+
+
+def _module(name: str, layers: int | None, seed: int) -> Any:
+    from ..huggingface_modules import build_module
+    from ..modules.checkpoints import load
+    from ..presets import preset
+
+    path = Path(name)
+    if name in preset.names():
+        return build_module(preset.config(name), seed, layers=layers)
+    stored = path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors")))
+    if stored:
+        if layers is not None:
+            raise DomainError("--layers is for a module drawn afresh: a checkpoint has its own")
+        return load(path)
+    if path.exists():
+        return build_module(name, seed, layers=layers)
+    raise DomainError(
+        f"MODULE = {name!r}: neither a checkpoint, a config nor a preset; presets: "
+        f"{', '.join(preset.names())}"
+    )
+
+
+def _model(plan: Path | None, module: Any) -> Transformer:
+    """The model of a plan's JSON, or the module's own architecture."""
+    from ..modules.architecture import architecture_of
+    from ..transformer import Transformer
+
+    if plan is None:
+        model = architecture_of(module)
+        if model is None:
+            raise DomainError("the module's architecture is not known: pass --plan")
+        return model
+    try:
+        stored = json.loads(plan.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DomainError(f"--plan {plan}: {error}") from None
+    if not isinstance(stored, dict):
+        raise DomainError(f"--plan {plan}: not a JSON object")
+    return Transformer.from_dict(stored.get("model", stored))

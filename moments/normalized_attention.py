@@ -1,0 +1,73 @@
+"""Attention whose queries, keys and values are all normalised, head by head (HybridNorm)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .attention import SelfAttention
+from .composition import Leaf, Pullback, Pulled
+from .laws.normalization import RMSNORM
+from .normalization import FiniteNormalization
+from .state import Array, Gradient, Signal
+
+
+@dataclass(frozen=True)
+class NormalizedAttention(Leaf):
+    """Self-attention on q/|q|, k/|k| and v/|v|.
+
+    What is normalised has no scale, so the tokens' own may be taken off first, where their width
+    makes it exact, and the values' weights then are 1/d_model. What normalising values does to a
+    gradient beside is applied to all of it, an error of order 1/d_head in the query and key paths;
+    correlations of values are those of infinitely wide heads.
+
+    Attributes:
+        attention: with `qk_norm`; its `value` is the variance of the unnormalised projection.
+    """
+
+    attention: SelfAttention
+
+    mixes_tokens: ClassVar[bool] = True
+    normalises: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return self.attention.label
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        own = self.attention
+        unit = FiniteNormalization(RMSNORM, own.label, own.norm_epsilon, centres=False)
+        inner, back_norm = unit.forward(signal)
+        gain = own.d_model * own.value
+        plain = dataclasses.replace(own, value=1 / own.d_model, value_bias=own.value_bias / gain)
+        output, back = plain.forward(inner)
+        factor = _value_factor(float(own.d_head), own.qk_norm == "layernorm")
+        both = 1 + 0.5 / own.d_head
+
+        def pullback(gradient: Gradient) -> Pulled:
+            pulled = back(gradient)
+            kernel = pulled.gradient.kernel.weighted(factor, both)
+            sent = back_norm(Gradient(kernel, gradient.seq_len))
+
+            def weights() -> dict[str, Array]:
+                found: dict[str, Any] = dict(pulled.weights()) if pulled.weights else {}
+                for name in ("value", "value.bias"):
+                    if name in found:
+                        found[name] = found[name] * factor / gain
+                return found
+
+            return Pulled(sent.gradient, weights)
+
+        return output, pullback
+
+
+def _value_factor(d_head: float, centred: bool) -> float:
+    """E d/|v|^2 of a Gaussian head, times the share of a gradient orthogonal to what is lost.
+
+    |v|^2 is chi-square of n = d_head degrees of freedom (n - 1 centred), so E d/|v|^2 =
+    d/(n - 2), and n - 1 directions of d are left: (n - 1)/(n - 2). Narrow heads have no mean;
+    theirs is held at n = 4.
+    """
+    freedom = max(d_head - 1 if centred else d_head, 4.0)
+    return (freedom - 1) / (freedom - 2)

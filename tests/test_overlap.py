@@ -1,0 +1,216 @@
+"""How much two tokens' overlap varies, and what that does to query and key gradients. About 6 s.
+
+The Monte Carlo draws networks in numpy and shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import moments
+from moments.activations import activation_laws
+from moments.attention import SelfAttention
+from moments.composition import Chain, Component, Layer, Parallel, Residual
+from moments.gated import GatedLinear
+from moments.inputs import alike, gaussian
+from moments.laws.linear import DROPOUT, LINEAR
+from moments.laws.normalization import LAYERNORM
+from moments.normalization import FiniteNormalization
+from moments.overlap import stack_overlaps
+from moments.parts import Activation, Dropout, Linear
+from moments.propagate import Trace, forward, start
+from moments.state import Gradient, Kernel
+
+TOKENS, WIDTH, HIDDEN = 48, 64, 96
+Draw = np.random.Generator
+Map = Callable[[np.ndarray, Draw], np.ndarray]
+
+
+# --- the variance of overlaps -----------------------------------------------------------------
+
+
+def measured(network: Map, draws: int = 150) -> float:
+    """nu from the overlaps of what tokens have of their own, their mean P taken away.
+
+    With Cov(o_ab, o_cd) = nu u^2 (1_ac 1_bd + 1_ad 1_bc),
+    E sum_(a != b) (PoP)_ab^2 = u^2 (n - 1) (1/n + nu (n - 2 + 2/n)).
+    """
+    random = np.random.default_rng(5)
+    first, second = 0.0, 0.0
+    for _ in range(draws):
+        x = network(random.normal(size=(TOKENS, WIDTH)), random)
+        x = x - x.mean(0)
+        overlap = x @ x.T / x.shape[1]
+        first += np.trace(overlap) / draws
+        second += ((overlap**2).sum() - (np.diag(overlap) ** 2).sum()) / draws
+    own = first / (TOKENS - 1)
+    mean = second / (own**2 * (TOKENS - 1)) - 1 / TOKENS
+    return float(mean / (TOKENS - 2 + 2 / TOKENS))
+
+
+def predicted(*parts: Component) -> float:
+    trace = Trace()
+    signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, WIDTH, True)
+    start(signal, trace)
+    stack = Chain((Layer(Chain(parts), 1),))
+    forward(stack, signal, trace)
+    return stack_overlaps(stack, trace).last
+
+
+def linear(fan_in: int, fan_out: int, gain: float) -> Linear:
+    values = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": gain / fan_in}
+    return Linear(LINEAR, "refined", "linear", values, fan_out, "weight")
+
+
+def matrix(x: np.ndarray, width: int, gain: float, random: Draw) -> np.ndarray:
+    return x @ random.normal(scale=math.sqrt(gain / x.shape[1]), size=(x.shape[1], width))
+
+
+def normalised(x: np.ndarray) -> np.ndarray:
+    x = x - x.mean(1, keepdims=True)
+    return x / x.std(1, keepdims=True)
+
+
+NORM = FiniteNormalization(LAYERNORM, "norm")
+RELU = Activation(activation_laws("relu"), "refined", "relu")
+GATED = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
+
+
+def relu_block(gain: float) -> Residual:
+    inner = linear(WIDTH, HIDDEN, 2.0), RELU, linear(HIDDEN, WIDTH, gain)
+    return Residual(Chain((NORM, *inner)))
+
+
+def relu_sum(x: np.ndarray, random: Draw, gain: float) -> np.ndarray:
+    hidden = np.maximum(matrix(normalised(x), HIDDEN, 2.0, random), 0)
+    return x + matrix(hidden, WIDTH, gain, random)
+
+
+def gated_sum(x: np.ndarray, random: Draw) -> np.ndarray:
+    gate, factor = (matrix(normalised(x), HIDDEN, 1.0, random) for _ in range(2))
+    return x + matrix(gate / (1 + np.exp(-gate)) * factor, WIDTH, 4.0, random)
+
+
+def parallel_sum(x: np.ndarray, random: Draw) -> np.ndarray:
+    one = matrix(np.maximum(matrix(x, HIDDEN, 2.0, random), 0), WIDTH, 1.0, random)
+    return x + one + matrix(matrix(x, WIDTH, 1.0, random), WIDTH, 1.0, random)
+
+
+def dropped(x: np.ndarray, random: Draw) -> np.ndarray:
+    x = matrix(x, WIDTH, 1.0, random)
+    return x * (random.random(x.shape) < 0.5) / 0.5
+
+
+TWICE = Chain((linear(WIDTH, WIDTH, 1.0), linear(WIDTH, WIDTH, 1.0)))
+PARALLEL = Parallel((Chain((linear(WIDTH, HIDDEN, 2.0), RELU, linear(HIDDEN, WIDTH, 1.0))), TWICE))
+CASES: dict[str, tuple[tuple[Component, ...], Map]] = {
+    "tokens": ((), lambda x, random: x),
+    "one matrix": ((linear(WIDTH, WIDTH, 1.0),), lambda x, g: matrix(x, WIDTH, 1.0, g)),
+    "Pre-LN block": ((relu_block(0.5),), lambda x, g: relu_sum(x, g, 0.5)),
+    "two blocks": (
+        (relu_block(2.0), relu_block(2.0)),
+        lambda x, g: relu_sum(relu_sum(x, g, 2.0), g, 2.0),
+    ),
+    "gated block": ((Residual(Chain((NORM, GATED, linear(HIDDEN, WIDTH, 4.0)))),), gated_sum),
+    "parallel": ((Residual(PARALLEL),), parallel_sum),
+    "dropout": (
+        (linear(WIDTH, WIDTH, 1.0), Dropout(DROPOUT, "refined", "drop", {"drop_prob": 0.5})),
+        dropped,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_overlaps_vary_as_predicted(name: str) -> None:
+    parts, network = CASES[name]
+    assert predicted(*parts) == pytest.approx(measured(network), rel=0.05)
+
+
+# --- query and key gradients ------------------------------------------------------------------
+
+HEADS, HEAD_WIDTH = 2, 16
+SMALL = 32
+
+
+def attention_gradients(
+    causal: bool, scale: float, keep: np.ndarray, draws: int
+) -> dict[str, tuple[float, float]]:
+    """Mean squared norms of dLoss/dW and of a query bias's gradient, with standard errors.
+
+    Tokens x = mixture of Gaussian rows, gradients at the heads Gaussian with kernel `keep`.
+    """
+    random = np.random.default_rng(11)
+    found: dict[str, list[float]] = {"query": [], "key": [], "query.bias": []}
+    root = np.linalg.cholesky(keep)
+    for _ in range(draws):
+        x = root @ random.normal(size=(TOKENS, SMALL))
+        total = dict.fromkeys(found, 0.0)
+        for _ in range(HEADS):
+            wq, wk = random.normal(scale=math.sqrt(scale / SMALL), size=(2, SMALL, HEAD_WIDTH))
+            v = matrix(x, HEAD_WIDTH, 1.0, random)
+            g = root @ random.normal(size=(TOKENS, HEAD_WIDTH))
+            logits = (x @ wq) @ (x @ wk).T / math.sqrt(HEAD_WIDTH)
+            if causal:
+                logits = np.where(np.tri(TOKENS, dtype=bool), logits, -np.inf)
+            a = np.exp(logits - logits.max(1, keepdims=True))
+            a /= a.sum(1, keepdims=True)
+            sent = g @ v.T
+            ds = a * (sent - (a * sent).sum(1, keepdims=True)) / math.sqrt(HEAD_WIDTH)
+            dq, dk = ds @ x @ wk, ds.T @ x @ wq
+            total["query"] += ((x.T @ dq) ** 2).sum()
+            total["key"] += ((x.T @ dk) ** 2).sum()
+            total["query.bias"] += (dq.sum(0) ** 2).sum()
+        for key, value in total.items():
+            found[key].append(float(value))
+    return {
+        key: (float(np.mean(each)), float(np.std(each) / math.sqrt(draws)))
+        for key, each in found.items()
+    }
+
+
+@pytest.mark.parametrize("resolved", [False, True])
+@pytest.mark.parametrize("logits", [0.1, 0.7])
+def test_query_and_key_gradients_at_small_width(resolved: bool, logits: float) -> None:
+    scale = math.sqrt(logits)
+    kernel = 0.8 * np.eye(TOKENS) + 0.2
+    simulated = attention_gradients(resolved, scale, kernel, 500)
+    leaf = SelfAttention(
+        "heads",
+        SMALL,
+        HEADS,
+        HEAD_WIDTH,
+        scale / SMALL,
+        scale / SMALL,
+        1 / SMALL,
+        0.0,
+        causal=resolved,
+        has_bias=True,
+    )
+    tokens = Kernel.of_matrix(kernel) if resolved else alike(1.0, 0.2, TOKENS, False)
+    _, pullback = leaf.forward(gaussian(tokens, TOKENS, SMALL, True))
+    pulled = pullback(Gradient(tokens, TOKENS))
+    assert pulled.weights is not None
+    weights = pulled.weights()
+    for name, (mean, error) in simulated.items():
+        assert weights[name] == pytest.approx(mean, abs=0.04 * mean + 2 * error), name
+    assert weights["key.bias"] == 0.0
+
+
+def test_query_and_key_gradients_deep_in_a_network() -> None:
+    """Overlaps vary by more than 1/d above two layers; without that, norms fall short."""
+    model = moments.Transformer(3, 48, 2, 64, temperature=4.0)
+    inputs = {"correlation": 0.0, "grad_variance": 1.0, "grad_correlation": 0.0}
+    seen = moments.simulate(model, seeds=16, batch=1, **inputs).weight_gradients()
+    prediction = moments.predict(model, **inputs)
+    rows = prediction.weight_gradients().merge(seen, on=["layer", "weight"], suffixes=("", "_seen"))
+    last = rows[(rows.layer == 3) & rows.weight.isin(["query", "key"])]
+    noise = last.squared_norm_stderr / last.squared_norm_seen
+    assert len(last) == 2
+    assert ((last.squared_norm / last.squared_norm_seen - 1).abs() < 0.08 + 2 * noise).all()
+    plain = {(layer, name): norm for layer, name, norm in prediction.trace.weights()}
+    without = np.array([plain[3, name] for name in last.weight])
+    assert (without / last.squared_norm_seen - 1 < -0.08 - noise).all()
