@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,8 +99,10 @@ def measured_gradient(
     }
 
 
-def measured_dropout(measurement: Measurement) -> float | None:
-    """Probability with which entries of the blocks' outputs were dropped; None where not seen.
+def measured_dropout(measurement: Measurement) -> tuple[float, float] | None:
+    """Probability with which entries of the blocks' outputs were dropped, and its standard error.
+
+    None where blocks have no sites on both sides of it.
 
     Kept entries are divided by 1 - p, so that dropout divides the variance by 1 - p.
     """
@@ -116,4 +119,7 @@ def measured_dropout(measurement: Measurement) -> float | None:
             both = table[[before, after]].dropna()
             both = both[(both > 0).all(axis=1)]
             ratios += (both[before] / both[after]).tolist()
-    return max(0.0, 1 - float(np.mean(ratios))) if ratios else None
+    if len(ratios) < 2:
+        return None
+    stderr = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios))
+    return max(0.0, 1 - float(np.mean(ratios))), stderr

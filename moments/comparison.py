@@ -126,7 +126,7 @@ class Comparison:
         """Every point of the stream, the encoder's first, beside the band in which it is expected.
 
         Columns: stack ("" or "encoder."), layer, quantity ("variance" or "grad_variance"),
-        predicted, measured, error (relative, measured over predicted less 1), low and high (95 % of
+        predicted, measured, error (relative, as in `to_frame`), low and high (95 % of
         measurements of as many draws; of one draw and without `tolerance` they are
         `grad_variance_band`), deviations (standard deviations from what is expected) and inside.
         Under theories that state no spread the measured standard error takes its place; with one
@@ -141,7 +141,7 @@ class Comparison:
             measured = np.asarray(getattr(self.measurement, quantity))
             predicted = range_.mean
             deviations = range_.deviations(measured)
-            scale = np.where(predicted > 0, predicted, 1.0)
+            scale = np.where(measured > 0, measured, 1.0)
             frames.append(
                 pd.DataFrame(
                     {
@@ -150,7 +150,7 @@ class Comparison:
                         "quantity": quantity,
                         "predicted": predicted,
                         "measured": measured,
-                        "error": (measured - predicted) / scale,
+                        "error": (predicted - measured) / scale,
                         "low": range_.low,
                         "high": range_.high,
                         "deviations": deviations,

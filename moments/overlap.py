@@ -37,6 +37,7 @@ from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, R
 from .cross_attention import CrossAttention
 from .gated import GatedLinear
 from .normalization import DynamicTanh
+from .overlap_units import unit_growth, units
 from .parts import Activation, Dropout, Linear
 from .propagate import Point, Trace
 from .state import Gradient, Kernel, Signal
@@ -59,10 +60,12 @@ class Overlaps(NamedTuple):
 
     Attributes:
         attended: nu of what every attention attends to, by the identity of its `Signal`.
-        last: at the stack's output.
+        growth: factors on squared gradient norms around entrywise units, by layer and name.
+        last: nu at the stack's output.
     """
 
     attended: dict[int, float]
+    growth: dict[tuple[int, str], float]
     last: float
 
 
@@ -76,12 +79,12 @@ def stack_overlaps(stack: Component, trace: Trace, memory: float | None = None) 
     """
     points = iter(trace.points)
     start = next(point for point in points if point.site == "stream").signal
-    walk = _Walk(points, {})
+    walk = _Walk(points)
     if trace.memory is not None:
         walk.memory = memory if memory is not None else 1.0 / trace.memory.width
         walk.attended[id(trace.memory)] = walk.memory
     _, last = walk.through(stack, start, Overlap(1.0 / start.width))
-    return Overlaps(walk.attended, last.variance)
+    return Overlaps(walk.attended, walk.growth, last.variance)
 
 
 def own_variance(signal: Signal) -> float:
@@ -158,8 +161,10 @@ _Walked = Callable[..., tuple[Signal, Overlap]]
 class _Walk:
     """The declaration once more, beside the points that its forward pass left."""
 
-    def __init__(self, points: Iterator[Point], attended: dict[int, float]) -> None:
-        self._points, self.attended = points, attended
+    def __init__(self, points: Iterator[Point]) -> None:
+        self._points, self._layer = points, 0
+        self.attended: dict[int, float] = {}
+        self.growth: dict[tuple[int, str], float] = {}
         self.memory = 0.0
 
     def through(self, component: Component, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
@@ -167,7 +172,7 @@ class _Walk:
         walks: dict[type, _Walked] = {
             Chain: self._chain,
             Residual: self._residual,
-            Layer: self._layer,
+            Layer: self._numbered,
             Parallel: self._parallel,
             BottomToTop: self._bottom_to_top,
         }
@@ -175,14 +180,25 @@ class _Walk:
         return walk(component, signal, at)
 
     def _passed(self) -> Signal:
-        return next(self._points).signal
+        self._point = next(self._points)
+        return self._point.signal
 
     def _chain(self, chain: Chain, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
-        for part in chain.parts:
+        starts = {unit.first: unit for unit in units(chain.parts)}
+        ends = {unit.last: unit for unit in starts.values()}
+        tokens, entering = signal, at
+        for index, part in enumerate(chain.parts):
+            if index in starts:
+                tokens, entering = signal, at
             signal, at = self.through(part, signal, at)
+            received = self._point.gradient
+            if index in ends and received is not None:
+                grown = unit_growth(ends[index], tokens, received, entering.variance)
+                self.growth |= {(self._layer, name): factor for name, factor in grown.items()}
         return signal, at
 
-    def _layer(self, layer: Layer, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
+    def _numbered(self, layer: Layer, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
+        self._layer = layer.number
         _, at = self.through(layer.body, signal, at)
         return self._passed(), at
 

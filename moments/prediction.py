@@ -134,12 +134,20 @@ class Prediction:
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
-        inner = self.trace.weights(self._overlaps.attended if self.theory == "refined" else None)
-        rows = sorted([*inner, *self.outer_weights()], key=lambda row: row[0])
+        rows = sorted([*self._inner_weights(), *self.outer_weights()], key=lambda row: row[0])
         return pd.DataFrame(
             [(layer, weight, float(np.sum(norm))) for layer, weight, norm in rows],
             columns=["layer", "weight", "squared_norm"],
         )
+
+    def _inner_weights(self) -> list[tuple[int, str, Any]]:
+        if self.theory != "refined":
+            return self.trace.weights()
+        overlaps = self._overlaps
+        return [
+            (layer, name, norm * overlaps.growth.get((layer, name), 1.0))
+            for layer, name, norm in self.trace.weights(overlaps.attended)
+        ]
 
     @functools.cached_property
     def _overlaps(self) -> Overlaps:

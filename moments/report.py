@@ -36,6 +36,16 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _caption(prediction: Prediction) -> str:
+    text = "index 0 enters layer 1; gradients are means over draws of the weights"
+    if prediction.loss is None:
+        return text
+    return (
+        f"{text}\nloss {prediction.loss:.4g} +- {prediction.loss_stderr:.2g} (one draw), "
+        f"logit variance {number(prediction.logit_variance or 0.0)}; gradients are of this loss"
+    )
+
+
 def prediction_table(prediction: Prediction) -> Table:
     """The stream layer by layer; for a batch, one row per configuration."""
     if prediction.variance.ndim > 1:
@@ -43,7 +53,7 @@ def prediction_table(prediction: Prediction) -> Table:
     model = prediction.model
     table = Table(
         title=f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}",
-        caption="index 0 enters layer 1; gradients are means over draws of the weights",
+        caption=_caption(prediction),
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -106,7 +116,7 @@ def _outputs_table(outputs: Any) -> Table:
     for name in ("predicted", "measured", "error", "deviations"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in outputs.to_dict("records"):
-        error = row["measured"] / row["predicted"] - 1 if row["predicted"] else math.nan
+        error = row["predicted"] / row["measured"] - 1 if row["measured"] else math.nan
         table.add_row(
             row["quantity"].replace("_", " "),
             number(row["predicted"]),
@@ -126,8 +136,8 @@ def _measured(value: float, stderr: float | None, digits: int = 3) -> str:
 def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table:
     table = Table(
         title=title,
-        caption="measured ± one standard error over seeds; error of the prediction, of correlations "
-        "absolute; * out of its 95 % band",
+        caption="measured ± one standard error over seeds; error of the prediction, of "
+        "correlations absolute; * out of its 95 % band",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -142,7 +152,7 @@ def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table
         cells: list[str] = []
         for name in quantities:
             row = rows[rows["quantity"] == name].iloc[0]
-            mark = "*" if row["inside"] is False else ""
+            mark = "*" if row["inside"] == 0 else ""  # nan where nothing is expected
             measured = _measured(row["measured"], row["stderr"])
             cells += [_short(row["predicted"]), measured, _error(name, row["error"]) + mark]
         table.add_row(str(layer), *cells)

@@ -32,7 +32,8 @@ from .layout import Layout
 from .state import Gradient, Kernel, Signal
 from .transformer import Transformer
 
-BY_TOKEN = "attention resolved by token"
+KERNEL = "attention kernel"
+GAIN = "gain"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Step:
         site: of the network.
         way: "forward" or "backward".
         component, quantity: names under which `moments.component(...).law(...)` finds the law.
-        law: the formula with its source; None for attention resolved by token, whose moments are
-            sums over all pairs of tokens instead of one formula.
+        law: the formula with its source; None for an "attention kernel", whose moments are sums
+            over all pairs of tokens instead of one formula, and for a norm's "gain".
         values: what its symbols were, averaged over tokens where resolved by token.
         result: what it gave, likewise.
     """
@@ -59,6 +60,8 @@ class Step:
 
     @property
     def source(self) -> str:
+        if self.component == GAIN:
+            return "definition, times the mean square of the gain"
         if self.law is None:
             return "derived here, softmax of Gaussian logits over an arbitrary token kernel"
         return f"{self.law.source} [{self.law.status}]"
@@ -112,12 +115,17 @@ class Log:
         matrix = np.broadcast_to(value, (count, count))
         return float(self.layout.token_average(Kernel.of_matrix(matrix))[1])
 
-    def by_token(self, site: str, way: str, kernel: Any) -> None:
-        """A component that evaluated no law."""
-        variance, covariance = self.layout.token_average(kernel)
+    def complete(self, leaf: Component, way: str, kernel: Kernel, steps: list[Step]) -> None:
+        """Add what a component gives where none of its laws said so."""
         prefix = "" if way == "forward" else "grad_"
-        for quantity, value in (("variance", variance), ("covariance", covariance)):
-            self.steps.append(Step(site, way, BY_TOKEN, prefix + quantity, None, {}, float(value)))
+        component = KERNEL if getattr(leaf, "mixes_tokens", False) else GAIN
+        for quantity, value in zip(
+            ("variance", "covariance"), self.layout.token_average(kernel), strict=True
+        ):
+            name, given = prefix + quantity, float(value)
+            said = [step.result for step in steps if step.quantity == name]
+            if not said or abs(said[-1] - given) > 1e-9 * max(abs(given), 1e-12):
+                self.steps.append(Step(leaf.label, way, component, name, None, {}, given))
 
     def sum(self, node: Residual, way: str, kept: Kernel, added: Kernel, total: Any) -> None:
         """A residual addition: what is kept, what the branch adds, and the sum."""
@@ -220,14 +228,12 @@ class _WatchedLeaf(Leaf):
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         with self.log.at(self.label, "forward") as steps:
             output, pull = self.leaf.forward(signal)
-        if not steps:
-            self.log.by_token(self.label, "forward", output.kernel)
+        self.log.complete(self.leaf, "forward", output.kernel, steps)
 
         def pullback(gradient: Gradient) -> Pulled:
             with self.log.at(self.label, "backward") as steps:
                 pulled = pull(gradient)
-            if not steps:
-                self.log.by_token(self.label, "backward", pulled.gradient.kernel)
+            self.log.complete(self.leaf, "backward", pulled.gradient.kernel, steps)
             return pulled
 
         return output, pullback
@@ -241,14 +247,12 @@ class _WatchedReader(Reader):
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         with self.log.at(self.label, "forward") as steps:
             output, pull = self.reader.attend(signal, memory)
-        if not steps:
-            self.log.by_token(self.label, "forward", output.kernel)
+        self.log.complete(self.reader, "forward", output.kernel, steps)
 
         def pullback(gradient: Gradient) -> tuple[Pulled, Gradient]:
             with self.log.at(self.label, "backward") as steps:
                 pulled, to_memory = pull(gradient)
-            if not steps:
-                self.log.by_token(self.label, "backward", pulled.gradient.kernel)
+            self.log.complete(self.reader, "backward", pulled.gradient.kernel, steps)
             return pulled, to_memory
 
         return output, pullback

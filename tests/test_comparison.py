@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import moments
+from moments.cli import app
 from moments.comparison import last_gradient
+from moments.expected import over_draws, signal_log_variance
 
 torch = pytest.importorskip("torch")
 
@@ -78,6 +85,174 @@ def test_only_like_is_compared_with_like(measured: moments.Measurement) -> None:
     batch = moments.predict(MODEL, correlation=np.array([0.1, 0.2]))
     with pytest.raises(moments.DomainError, match="single configuration"):
         moments.compare(batch, measured)
+
+
+# --- the band -------------------------------------------------------------------------------------
+
+
+def one_draw(measured: moments.Measurement, **changes: object) -> moments.Measurement:
+    """As if one draw had given these numbers."""
+    nothing = np.full_like(measured.variance, math.nan)
+    quantities = ("variance", "correlation", "grad_variance", "grad_correlation")
+    unknown = {f"{name}_stderr": nothing for name in quantities}
+    return dataclasses.replace(measured, seeds=1, **unknown, **changes)  # type: ignore[arg-type]
+
+
+def test_one_draw_is_judged_by_the_predicted_band(measured: moments.Measurement) -> None:
+    prediction = moments.predict(MODEL, correlation=0.3, batch=2)
+    points = moments.compare(prediction, one_draw(measured), tolerance=0).points()
+    gradient = points[points.quantity == "grad_variance"]
+    np.testing.assert_allclose([gradient.low, gradient.high], prediction.grad_variance_band)
+    wider = moments.compare(moments.predict(MODEL, correlation=0.3), one_draw(measured))
+    gradient_two = wider.points().query("quantity == 'grad_variance'")
+    assert (gradient_two.high.to_numpy() > gradient.high.to_numpy()).all(), "tolerance adds"
+    assert (gradient_two.high < 1.1 * gradient.high.to_numpy()).all(), "the batch is taken over"
+
+
+def test_the_mean_of_draws_has_the_variance_of_a_mean() -> None:
+    log_variance = np.array([0.01, 0.5, 2.0])
+    np.testing.assert_allclose(over_draws(log_variance, 1), log_variance)
+    relative = np.expm1(over_draws(log_variance, 7))
+    np.testing.assert_allclose(relative, np.expm1(log_variance) / 7)
+
+
+def test_the_scatter_of_the_signal_is_the_simulated_one(measured: moments.Measurement) -> None:
+    """Twelve draws leave 20 % of the deviation to chance."""
+    prediction = moments.predict(MODEL, correlation=0.3, batch=2)
+    deviation = np.sqrt(signal_log_variance(prediction))
+    seen = np.log(measured.samples["variance"]).std(0, ddof=1)
+    assert np.all(np.abs(np.log(deviation / seen)) < math.log(2))
+
+
+def test_outliers_are_the_points_that_were_moved(measured: moments.Measurement) -> None:
+    prediction = moments.predict(MODEL, correlation=0.3, batch=2)
+    right = one_draw(measured, variance=prediction.variance, grad_variance=prediction.grad_variance)
+    comparison = moments.compare(prediction, right)
+    assert comparison.outliers().empty
+    assert comparison.verdict().startswith("the growth you see is expected: variance x 3.18 from")
+    moved = prediction.grad_variance * np.array([3.0, 1.0, 1.0])
+    comparison = moments.compare(
+        prediction, one_draw(measured, variance=prediction.variance, grad_variance=moved)
+    )
+    (row,) = comparison.outliers(3.0).to_dict("records")
+    assert (row["layer"], row["quantity"]) == (0, "grad_variance")
+    assert row["error"] == pytest.approx(1 / 3 - 1)
+    assert "gradient variance is out of its band at point 0" in comparison.verdict()
+    assert "3 times the prediction" in comparison.verdict()
+    assert "*" in comparison.table()
+
+
+def test_weights_in_common_are_one_draw(measured: moments.Measurement) -> None:
+    prediction = moments.predict(MODEL, correlation=0.3)
+    both = [moments.compare(prediction, measured, same_weights=s) for s in (False, True)]
+    narrow, wide = (c.ranges["grad_variance"].deviation[0] for c in both)
+    assert wide > 2 * narrow
+    with pytest.raises(moments.DomainError, match="tolerance"):
+        moments.compare(prediction, measured, tolerance=-1)
+
+
+def test_a_published_theory_has_the_measured_errors_alone(measured: moments.Measurement) -> None:
+    prediction = moments.predict(MODEL, correlation=0.3, theory="published")
+    deviation = moments.compare(prediction, measured, tolerance=0).ranges["variance"].deviation
+    np.testing.assert_allclose(deviation, measured.variance_stderr / measured.variance)
+    blind = moments.compare(prediction, one_draw(measured), tolerance=0)
+    assert blind.points().deviations.isna().all()
+    assert "cannot be told" in blind.verdict()
+
+
+def test_loss_logits_and_weight_gradients() -> None:
+    small = moments.Transformer(
+        2,
+        48,
+        4,
+        12,
+        causal=True,
+        embedding=moments.Embedding(vocab_size=80, token_variance=0.01),
+        head=moments.Head(),
+    )
+    ids = np.random.default_rng(0).integers(0, 80, (2, 12))
+    measured = moments.simulate(small, token_ids=ids, seeds=4, seed=3)
+    comparison = moments.compare(moments.predict(small, token_ids=ids), measured)
+    outputs = comparison.outputs().set_index("quantity")
+    assert list(outputs.index) == ["loss", "logit_variance", "gradient_norm"]
+    assert abs(outputs.deviations["loss"]) < 4
+    assert outputs.predicted["gradient_norm"] == pytest.approx(
+        outputs.measured["gradient_norm"], rel=0.2
+    )
+    norms = comparison.weight_gradients()
+    row = norms[(norms.layer == 2) & (norms.weight == "ffn_out")].iloc[0]
+    table = measured.weight_gradients()
+    expected = table[(table.layer == 2) & (table.weight == "ffn_out")].squared_norm.iloc[0]
+    assert row.measured == expected
+    assert row.error == pytest.approx(row.predicted / row.measured - 1)
+    assert "loss" in comparison.table()
+    assert "loss" in comparison.plot().get_suptitle()
+
+
+def test_an_encoder_is_compared_too() -> None:
+    encoder = moments.Transformer(1, 32, 2, 6)
+    model = moments.Transformer(1, 32, 2, 8, causal=True, encoder=encoder)
+    measured = moments.simulate(model, seeds=3, batch=1)
+    comparison = moments.compare(moments.predict(model), measured)
+    assert comparison.encoder is not None
+    assert list(comparison.points()["stack"].unique()) == ["encoder.", ""]
+    assert set(comparison.weight_gradients()["stack"]) == {"encoder.", ""}
+    assert "encoder variance" in comparison.verdict()
+    assert "encoder, signal along" in comparison.table()
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+TINY = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
+CONFIGS = {
+    "llama": {"vocab_size": 300, "num_key_value_heads": 2},
+    "vit": {"image_size": 16, "patch_size": 4, "num_labels": 10},
+}
+
+
+def command(*arguments: str) -> tuple[int, dict[str, object]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_compare_predicts_the_real_loss(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": kind} | TINY | CONFIGS[kind]))
+    length = [] if kind == "vit" else ["--seq-len", "16"]
+    status, printed = command("compare", str(file), *length, "--seeds", "3", "--max-error", "0.2")
+    assert status == 0
+    (loss,) = (row for row in printed["outputs"] if row["quantity"] == "loss")  # type: ignore[attr-defined]
+    assert abs(loss["deviations"]) < 4
+    assert len(printed["points"]) == 6  # type: ignore[arg-type]
+    assert str(printed["verdict"]).startswith("the growth you see is")
+
+
+def test_audit_tells_a_scheme_from_the_default(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "bert", "vocab_size": 200} | TINY))
+    status, printed = command("audit", str(file))
+    assert (status, printed["passed"]) == (0, True)
+    status, printed = command("audit", str(file), "--scheme", "ds-init")
+    assert (status, printed["passed"]) == (1, False)
+    assert "framework's own initialisation" in " ".join(printed["advice"])  # type: ignore[arg-type]
+    model = moments.from_huggingface(str(file))
+    assert model.weights is not None
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"model": model.to_dict()}))
+    assert command("audit", str(file), "--plan", str(plan))[0] == 0
+    result = CliRunner().invoke(app, ["audit", "nothing"])
+    assert isinstance(result.exception, moments.DomainError)
 
 
 BERT = {

@@ -18,7 +18,7 @@ from moments.composition import Chain, Component, Layer, Parallel, Residual
 from moments.gated import GatedLinear
 from moments.inputs import alike, gaussian
 from moments.laws.linear import DROPOUT, LINEAR
-from moments.laws.normalization import LAYERNORM
+from moments.laws.normalization import LAYERNORM, RMSNORM
 from moments.normalization import FiniteNormalization
 from moments.overlap import stack_overlaps
 from moments.parts import Activation, Dropout, Linear
@@ -128,6 +128,64 @@ CASES: dict[str, tuple[tuple[Component, ...], Map]] = {
 def test_overlaps_vary_as_predicted(name: str) -> None:
     parts, network = CASES[name]
     assert predicted(*parts) == pytest.approx(measured(network), rel=0.05)
+
+
+# --- entrywise units ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradients_around_a_unit(gated: bool) -> None:
+    """Tokens of fixed norm and r = 0, gradients correlated by 1/2: L r_g/d is not small."""
+    width, hidden, draws = 32, 64, 600
+    keep = 0.5 * np.eye(TOKENS) + 0.5
+    first = ("gate", "ffn_in") if gated else ("ffn_in",)
+    random, root = np.random.default_rng(3), np.linalg.cholesky(keep)
+    names = (*first, "ffn_out", "norm.gain")
+    found = np.zeros((draws, len(names)))
+    for draw in range(draws):
+        x = normalised(random.normal(size=(TOKENS, width)))
+        w = [random.normal(scale=width**-0.5, size=(width, hidden)) for _ in first]
+        out = random.normal(scale=hidden**-0.5, size=(hidden, width))
+        given = root @ random.normal(size=(TOKENS, width))
+        y, sent = [x @ one for one in w], given @ out.T
+        if gated:
+            sigmoid = 1 / (1 + np.exp(-y[0]))
+            features = y[0] * sigmoid * y[1]
+            slope = sigmoid * (1 + y[0] * (1 - sigmoid))
+            back = [sent * slope * y[1], sent * y[0] * sigmoid]
+        else:
+            features, back = np.maximum(y[0], 0), [sent * (y[0] > 0)]
+        at_tokens = sum(b @ one.T for b, one in zip(back, w, strict=True))
+        norms = [((x.T @ b) ** 2).sum() for b in back]
+        norms += [((features.T @ given) ** 2).sum(), ((x * at_tokens).sum(0) ** 2).sum()]
+        found[draw] = norms
+    mean, error = found.mean(0), found.std(0) / math.sqrt(draws)
+
+    norm = FiniteNormalization(RMSNORM, "norm", centres=False, affine=True)
+    if gated:
+        inner: tuple[Component, ...] = (
+            GatedLinear("gated", activation_laws("silu"), width, hidden, 1 / width, 1 / width),
+        )
+    else:
+        values = {"fan_in": width, "fan_out": hidden, "weight_variance": 1 / width}
+        inner = (Linear(LINEAR, "refined", "in", values, hidden, "ffn_in"), RELU)
+    values = {"fan_in": hidden, "fan_out": width, "weight_variance": 1 / hidden}
+    last = Linear(LINEAR, "refined", "out", values, width, "ffn_out")
+    stack = Chain((Layer(Chain((norm, *inner, last)), 1),))
+    trace = Trace()
+    signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, width, True)
+    start(signal, trace)
+    _, back_pass = forward(stack, signal, trace)
+    back_pass(Gradient(Kernel(1.0, 0.5), TOKENS))
+    growth = stack_overlaps(stack, trace).growth
+    plain = {name: value for _, name, value in trace.weights()}
+    expected = np.array([plain[name] * growth[1, name] for name in names])
+    print(expected / mean - 1, np.array([plain[n] for n in names]) / mean - 1, error / mean)
+    assert np.abs(expected / mean - 1) == pytest.approx(0, abs=0.06 + 2 * (error / mean).max())
+    without = np.array([plain[name] for name in names])
+    assert np.all(without[:-1] < expected[:-1])
+    if gated:
+        assert np.all(without / mean < 0.9)
 
 
 # --- query and key gradients ------------------------------------------------------------------

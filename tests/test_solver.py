@@ -487,8 +487,8 @@ def test_what_a_placement_fixes_is_no_target() -> None:
         solve(BASE.replace(norm="sandwich"), "block_variance")
     with pytest.raises(moments.DomainError, match="what follows the sum"):
         solve(BASE.replace(norm="post"), "stream_variance")
+    deep = BASE.replace(branch_scale=[1.0, 0.5, 0.2])
     with pytest.raises(moments.DomainError, match="any depth"):
-        deep = BASE.replace(branch_scale=[1.0, 0.5, 0.2])
         solve(deep, "largest_depth", bound=("final_variance", 2.0))
     with pytest.raises(moments.DomainError, match="Transformer"):
         solve("bert-base", "dslm")  # type: ignore[arg-type]

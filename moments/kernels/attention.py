@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moments.errors import domain_error
-from moments.kernels.calibration import Widths
 from moments.kernels.closure import OverlapClosure
 from moments.kernels.independent_noise import DroppedAttention
 from moments.kernels.logits import Logits, prior_weights
 from moments.kernels.rotation import Rotation
+from moments.kernels.width_terms import WidthTerms
+from moments.kernels.widths import Widths
 from moments.softmax.chebyshev import THETA_MAX
 
 Array = NDArray[np.float64]
@@ -198,58 +199,23 @@ class KernelAttention:
     def _forward(self) -> tuple[Array, Array, Array]:
         """O and Q/G, with the dropout of the attention weights on their diagonals; the tilt."""
         mean = self.mean_attention @ self.kernel @ self.mean_attention.T
-        excess, query = self._closure.gather(self.kernel)
-        output, query = mean + excess, query / self._norm
-        own = np.diag(self.kernel)
-        tilt = self._tilt(self.mean_attention @ own - np.diag(output))
+        closure, own = self._closure, np.diag(self.kernel)
+        excess, slope = closure.gather(self.kernel)
+        factor = closure.pairs.query
+        masks: Array | float = 1.0
+        output, query = mean + excess, factor * slope / self._norm
         if self._widths.d_model < math.inf:
-            share = tilt / self._widths.d_model
-            output = output + share * self.logits.queries - self._spent(mean)
-            query = query + share
+            terms = WidthTerms(closure, self.logits, self._widths, mean, excess, slope)
+            output, query = output + terms.output, query + terms.query
+            group = closure.group[closure.pattern]
+            common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
+            query = query + np.diag(common)
+            masks = 1.0 + closure.calibration.masks[group]
         if self._dropped > 0.0:
             _, _, noise = self._noise.gather(self.logits.within)
-            output = output + self._dropped * np.diag(self._closure.squares @ own)
+            output = output + self._dropped * np.diag(masks * (closure.squares @ own))
             query = query + self._dropped * self.logit_scale * np.diag(noise)
-        return output, query, tilt
-
-    @property
-    def tilt(self) -> Array:
-        """(Lq, Lq) what Q gains per unit of G, and of the relative variance of two tokens' overlap:
-        1/d_model of it is in `backward` (see `moments.overlap`)."""
-        return self._forward[2]
-
-    def _tilt(self, shift: Array) -> Array:
-        """d_model times what O gains per unit of kernel (and Q per unit of G) at order 1/d_model.
-
-        Given the direction w_i that row i looks in, token j has a component t_ij along it, and the
-        values of the attended tokens share that component: E tr(J C) (`shift`) for either row.
-        """
-        shift = shift * np.sqrt(self._closure.softening)  # E tr J falls like theta^(-1/2)
-        return np.asarray(self.logit_scale * self._tilted(shift))
-
-    def _spent(self, mean: Array) -> Array:
-        """What tokens of fixed norm pay for the tilt: their overlap across is smaller by the
-        fraction (t_ij^2 + t_i'l^2)/2 - 1, and a token's overlap with itself is C_jj whatever t is.
-        """
-        once, twice = self._closure.logit_square / self._widths.d_model
-        spent = 0.5 * mean * (once[:, None] + once)
-        spent = spent + np.diag(self._closure.unshared * twice)
-        return np.asarray(self._widths.fixed_norm * spent)
-
-    def _tilted(self, shift: Array) -> Array:
-        """(Lq, Lq) products of two rows' shifts, turned where positions are rotated: a key's part
-        of the shift, w_ij (C_jj - sum_l w_il C_lj), turns with its position."""
-        rotation = self.logits.rotation
-        if rotation is None:
-            return np.outer(shift, shift)
-        parts = self.mean_attention * (np.diag(self.kernel) - self.mean_attention @ self.kernel)
-        total = parts.sum(1)
-        usable = np.abs(total) > 1e-300
-        parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
-        phases = np.multiply.outer(rotation.key_positions, 1j * rotation.frequencies)
-        turned = parts @ np.exp(phases)
-        turned *= np.exp(-np.multiply.outer(rotation.query_positions, 1j * rotation.frequencies))
-        return np.asarray(np.real((turned * rotation.shares) @ turned.conj().T))
+        return output, query
 
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""
@@ -269,9 +235,8 @@ class KernelAttention:
             DomainError: `gradient` is not a finite (Lq, Lq) matrix.
         """
         gradient = _square("gradient", gradient, len(self.allowed))
-        value, key = self._closure.spread(gradient)
+        value, key, cross = self._closure.spread(gradient)
         value = value + self.mean_attention.T @ gradient @ self.mean_attention
-        cross = self._closure.cross * key
         if self._dropped > 0.0:
             own = np.diag(gradient)
             value = value + self._dropped * np.diag(self._closure.squares.T @ own)
@@ -304,7 +269,7 @@ class KernelAttention:
         value, _ = self._closure.gather(sensitivity)
         key = self._closure.gather_keys(sensitivity)
         mean = self.mean_attention @ sensitivity @ self.mean_attention.T
-        total = mean + value + (1.0 + self._closure.cross) * key
+        total = mean + value + key
         if not self._separate:
             total += sensitivity * self._forward[1]
         if self._dropped > 0.0:

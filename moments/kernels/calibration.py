@@ -11,103 +11,53 @@ For rows of different length or variance the geometric mean of the two log odds 
 first order in rho, and within 1 % of the exact log odds for theta <= 1, 3 % for theta <= 3 (the
 worst case being a row of two or three keys against a long one).
 
-Finite widths enter here and nowhere else. The realised query products q_i.q_i'/d_head fluctuate: in
-distribution the sum and the difference of two queries have independent chi-square norms of relative
-variance 2/nu (`Widths.freedom`), so every exact statistic is averaged over two two-point
-rules. The gradient paths carry the width terms of an exchangeable layer divided by the closure's
-own derivative dC2/drho, as factors.
+Finite widths enter here and in `width_terms`. The realised query products q_i.q_i'/d_head
+fluctuate: in distribution the sum and the difference of two queries have independent chi-square
+norms of relative variance 2/nu (`Widths.freedom`), less what tokens of fixed norm take away
+(`softmax.fixed_norms`, which also says at what covariance their keys' logits are to be read), so
+every exact statistic is averaged over two two-point rules. The gradient paths carry the width terms
+of an exchangeable layer, derived in `laws.attention_refined`, divided by the closure's own
+derivative dC2/drho, as factors; with u = 1 - b/C_jj what a key does not share with the others and
+delta the deficit of its norm's fluctuation.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.polynomial import chebyshev
 from numpy.typing import NDArray
 
 from moments.kernels import exact_rows
+from moments.kernels.nodes import Nodes
+from moments.kernels.widths import Widths
 from moments.softmax import chi_square_rule
+from moments.softmax.chebyshev import THETA_MAX
+from moments.softmax.fixed_norms import (
+    STIFFNESS_LEAST,
+    KeyCorrections,
+    key_corrections,
+    pair_spreads,
+)
 
 Array = NDArray[np.float64]
 
 
-class Widths(NamedTuple):
-    """What makes a finite layer fluctuate.
-
-    Attributes:
-        d_model, d_head: widths, inf allowed.
-        norm_spread: Var|x|^2 / E^2|x|^2 of a token: 0 after a normalisation, 2/d_model if Gaussian.
-    """
-
-    d_model: float
-    d_head: float
-    norm_spread: float
-
-    @property
-    def freedom(self) -> float:
-        """nu: degrees of freedom of a row's logit variance."""
-        inverse = 1.0 / self.d_head + 1.0 / self.d_model + 0.5 * self.norm_spread
-        return 1.0 / inverse if inverse > 1e-12 else math.inf
-
-    @property
-    def fixed_norm(self) -> float:
-        """1 for tokens of fixed norm, 0 for Gaussian ones (or an infinite d_model)."""
-        if self.d_model == math.inf:
-            return 0.0
-        return max(0.0, 1.0 - 0.5 * self.d_model * self.norm_spread)
-
-
-class Nodes(NamedTuple):
-    """Chebyshev-Lobatto nodes in the query correlation, from 1 downwards.
-
-    Attributes:
-        low: the other end of the interval.
-        rho: (nodes,) correlations.
-        to_coefficients: (nodes, nodes) matrix from values at the nodes to Chebyshev coefficients.
-    """
-
-    low: float
-    rho: Array
-    to_coefficients: Array
-
-    def basis(self, rho: Array) -> tuple[Array, Array]:
-        """Each (nodes, *rho.shape): what multiplies values at the nodes to give the value at rho,
-        and the derivative at rho."""
-        unit = np.clip((2.0 * rho - 1.0 - self.low) / (1.0 - self.low), -1.0, 1.0)
-        terms = np.moveaxis(chebyshev.chebvander(unit, len(self.rho) - 1), -1, 0)
-        derivative = chebyshev.chebder(self.to_coefficients) * 2.0 / (1.0 - self.low)
-        value = np.tensordot(self.to_coefficients.T, terms, 1)
-        return value, np.tensordot(derivative.T, terms[:-1], 1)
-
-
-def nodes_for(correlation: Array, theta: float) -> Nodes:
-    """As many nodes as e^{theta rho} needs on the interval of correlations that occur.
-
-    Its Chebyshev coefficients on a half width h decay like (theta h/2)^m/m!; the derivative, which
-    the gradient needs, multiplies that by m. The interval ends at 1, where every row meets itself.
-    """
-    low = float(min(correlation.min(), 0.9))
-    half = 0.25 * theta * (1.0 - low)
-    order, term = 1, half
-    while order < 10 and term * (order + 1) > 4e-3:
-        order += 1
-        term *= half / order
-    unit = np.cos(np.pi * np.arange(order + 1) / order)
-    inverse = np.linalg.inv(chebyshev.chebvander(unit, order))
-    rho = 0.5 * (1.0 + low) + 0.5 * (1.0 - low) * unit
-    return Nodes(low, rho, np.asarray(inverse, dtype=np.float64))
-
-
 class Calibration(NamedTuple):
-    """One row per class; a column per node unless stated.
+    """One row per class; a column per node where two are stated.
 
     Attributes:
-        log_odds: log[(n-1) C2/(1-C2)], averaged over the widths' fluctuations inside C2.
-        key: multiplies dF/drho in the key path; rho at infinite width.
-        query: multiplies dF/drho in the query path; 1 at infinite width.
-        cross: (classes,) correlation of the key and value paths over the key path, at rho = 1.
+        log_odds: (classes, r) log[(n-1) C2/(1-C2)], averaged over the widths' fluctuations in C2.
+        key: (classes, r) multiplies dF/drho in the key path; rho at infinite width.
+        query: (classes, r) multiplies dF/drho in the query path; 1 at infinite width.
+        growth: (classes, r) dF/dlog theta at fixed rho, over dF/drho.
+        tilt, query_tilt: (classes, r) E of two rows' shifts along the direction that both look in,
+            over their product, in the output and in the query path.
+        common: (classes,) what the keys' own variance, fluctuating, adds to `query` for a row with
+            itself.
+        stiffness: (classes,) x, where fixed norms leave the fraction e^{-x (1 + rho)} of C2.
+        against: (classes,) fraction of what two rows' keys share that fixed norms take away.
+        masks: (classes,) relative change of what a dropped value weighs.
         noise_key, noise_query, noise_cross: (classes,) what the widths do to the response to
             dropped attention in the paths and in the correlation of the key and value paths; 1, 1
             and 0 at infinite width.
@@ -116,10 +66,42 @@ class Calibration(NamedTuple):
     log_odds: Array
     key: Array
     query: Array
-    cross: Array
+    growth: Array
+    tilt: Array
+    query_tilt: Array
+    common: Array
+    stiffness: Array
+    against: Array
+    masks: Array
     noise_key: Array
     noise_query: Array
     noise_cross: Array
+
+
+class _Pairs(NamedTuple):
+    """Statistics of two rows, averaged: (classes, r); `drive` those times the logit covariance."""
+
+    overlap: Array
+    jacobian: Array
+    radial: Array
+    growth: Array
+    drive: Array
+    drive_radial: Array
+
+
+class _Rows(NamedTuple):
+    """Statistics of one row, averaged: (classes,); `dropped` is theta (2 P2 - 5 P3 + 3 P4)."""
+
+    square: Array
+    cube: Array
+    fourth: Array
+    vacancy: Array
+    jacobian: Array
+    radial: Array
+    tilt: Array
+    weighted: Array
+    driven: Array
+    dropped: Array
 
 
 def calibrate(
@@ -133,60 +115,129 @@ def calibrate(
 
     Args:
         theta, keys: (classes,) reference rows.
-        unshared: (classes,) 1 - b/C_jj, the fraction a key does not share with the others.
+        unshared: (classes,) u.
         nodes: correlations.
         widths: of the layer.
     """
-    rho = nodes.rho
-    d_model, d_head = widths.d_model, widths.d_head
-    rule = chi_square_rule(widths.freedom)
-    overlap, jacobian, radial, drive, drive_radial, slope = np.zeros((6, len(theta), len(rho)))
-    for xi, weight in zip(rule.nodes, rule.weights, strict=True):
-        for xi2, weight2 in zip(rule.nodes, rule.weights, strict=True):
-            plus, minus = 0.5 * (1.0 + rho) * xi, 0.5 * (1.0 - rho) * xi2
-            scale, cosine = plus + minus, (plus - minus) / (plus + minus)
-            scaled = exact_rows.tabulated(theta[:, None] * scale)
-            lengths = np.broadcast_to(keys[:, None], scaled.shape).ravel()
-            angle = np.broadcast_to(cosine, scaled.shape).reshape(-1, 1)
-            exact = exact_rows.pairs(scaled.ravel(), lengths, angle)
-            share = weight * weight2
-            statistics = [np.reshape(field, scaled.shape) for field in exact[:4]]
-            overlap += share * statistics[0]
-            jacobian += share * statistics[1]
-            radial += share * statistics[2]
-            drive += share * scaled * cosine * statistics[1]
-            drive_radial += share * scaled * cosine * statistics[2]
-            slope += share * statistics[3]
-    theta, keys = theta[:, None], keys[:, None]
-    closure = overlap @ nodes.basis(rho)[1]
-    still = (keys <= 1.0) | (closure <= 0.0)
-    closure = np.where(still, 1.0, closure)
-    overlap = np.clip(overlap, 1e-12, 1.0 - 1e-12)
-    key = drive * (1.0 - 1.0 / d_model) + drive_radial / d_model
-    # overlaps of keys with themselves, which fixed norms keep from fluctuating
-    fixed = widths.fixed_norm * unshared[:, None] ** 2
-    query = jacobian * np.maximum(1.0 - 2.0 * (1.0 + fixed) / d_model - 1.0 / d_head, 0.0)
-    noise_query = query + radial * (2.0 / d_model + 1.0 / d_head)
-    query = theta * (query + radial * (3.0 / d_model + 1.0 / d_head)) / closure
-    alone = exact_rows.rows(theta[:, 0], keys[:, 0])
-    single = keys[:, 0] <= 1.0
-    noise = np.where(single, 1.0, alone.jacobian_square)
-    mean_theta = drive[:, 0] / np.where(single, 1.0, jacobian[:, 0])
-    noise_key = drive[:, 0] / (theta[:, 0] * noise)
-    noise_key *= 1.0 + 4.0 * mean_theta * unshared / d_model
-    noise_query = noise_query[:, 0] / noise
-    noise_query *= 1.0 + (2.0 + 4.0 * mean_theta) * unshared / d_model
-    # E sum (2 a^2 - 5 a^3 + 3 a^4): a dropped value and the key that it shares
-    shared = 2.0 * alone.sum_square - 5.0 * alone.sum_cube + 3.0 * alone.sum_fourth
-    log_odds = np.log(np.maximum(keys - 1.0, 1e-12) * overlap / (1.0 - overlap))
-    cross = 2.0 / d_model * slope / np.where(np.abs(key) < 1e-300, 1.0, key)
-    key = np.where(still, rho, key / closure)
-    return Calibration(
-        np.where(keys <= 1.0, 0.0, log_odds),
-        key,
-        np.where(still, 1.0, query),
-        np.where(single, 0.0, cross[:, 0]),
-        np.where(single, 1.0, noise_key),
-        np.where(single, 1.0, noise_query),
-        np.where(single, 0.0, 2.0 / d_model * unshared * shared / noise),
+    narrow, wide, deficit = 1.0 / widths.d_head, 1.0 / widths.d_model, widths.deficit
+    single, rho, column = keys <= 1.0, nodes.rho, theta[:, None]
+    dimension = 1.0 / (deficit * unshared**2 + STIFFNESS_LEAST) + 2.0
+    corrections = key_corrections(
+        lambda around: exact_rows.rows(around, keys), theta, dimension, 0.95 * THETA_MAX
     )
+    pair, row = _averages(theta, keys, unshared, nodes, widths, corrections)
+    square = np.maximum(row.square, 1e-300)
+    straight_row = np.where(single, 1.0, np.maximum(row.jacobian, 1e-300))
+    curvature = np.where(single, 0.0, corrections.curvature) / straight_row
+    diagonal = (row.square - 2.0 * row.cube + row.fourth) / straight_row
+    stiff = unshared**2 * deficit
+    shared = np.maximum(1.0 - unshared, 0.0)
+    fluctuating = unshared * (wide - deficit)
+    between = 0.5 * (1.0 + rho)
+
+    closure = pair.overlap @ nodes.basis(rho)[1]
+    still = single[:, None] | (closure <= 0.0)
+    closure = np.where(still, 1.0, closure)
+    key = pair.drive * (1.0 - wide) + pair.drive_radial * wide
+    key = key * np.exp(-np.outer(stiff * curvature, between))
+    query = pair.jacobian * max(1.0 - 2.0 * wide - narrow, 0.0)
+    query = query + pair.radial * (narrow + 3.0 * wide)
+    spent = diagonal[:, None] + np.outer(curvature, between)
+    query = query * np.exp(-2.0 * stiff[:, None] * spent)
+    common = shared**2 * deficit * (4.0 * row.radial - 2.0 * row.jacobian)
+
+    masked = row.jacobian * max(1.0 - 2.0 * wide - narrow, 0.0)
+    masked = masked + row.radial * (narrow + 2.0 * wide)
+    masked = masked * np.exp(-stiff * curvature)
+    masked = masked + fluctuating * straight_row * (2.0 * diagonal + curvature)
+    masked = masked + 2.0 * shared**2 * deficit * (row.radial - row.jacobian)
+    noise = np.where(single, 1.0, exact_rows.jacobian_square(row.square, keys))
+    noise_key = row.driven / (theta * noise) * (1.0 + fluctuating * curvature)
+    noise_cross = 2.0 * wide * unshared * row.dropped / (theta * noise)
+
+    tilt, query_tilt = _tilts(pair, row, theta, rho)
+    skewness = theta * (1.0 - 3.0 * row.square + 2.0 * row.cube)
+    odds = np.clip(pair.overlap, 1e-12, 1.0 - 1e-12)
+    odds = np.log(np.maximum(keys - 1.0, 1e-12)[:, None] * odds / (1.0 - odds))
+    return Calibration(
+        np.where(single[:, None], 0.0, odds),
+        np.where(still, rho, key / closure),
+        np.where(still, 1.0, column * query / closure),
+        np.where(still, 0.0, pair.growth / closure),
+        np.where(single[:, None], 1.0, tilt),
+        np.where(single[:, None], 1.0, query_tilt),
+        np.where(still[:, 0], 0.0, theta * common / closure[:, 0]),
+        np.where(single, 0.0, stiff * row.dropped / square),
+        np.where(single, 0.0, deficit * unshared * (1.0 + unshared) * skewness),
+        np.where(single, 0.0, fluctuating * (row.weighted / square - 1.0)),
+        np.where(single, 1.0, noise_key),
+        np.where(single, 1.0, masked / noise),
+        np.where(single, 0.0, noise_cross),
+    )
+
+
+def _averages(
+    theta: Array,
+    keys: Array,
+    unshared: Array,
+    nodes: Nodes,
+    widths: Widths,
+    corrections: KeyCorrections,
+) -> tuple[_Pairs, _Rows]:
+    """Averages over the norms of the sum and the difference of two queries, and over one's own."""
+    rule = chi_square_rule(widths.freedom)
+    count, share = len(rule.nodes), widths.deficit_share
+    first, second = np.repeat(rule.nodes, count), np.tile(rule.nodes, count)
+    shared = np.clip(1.0 - unshared, 0.0, 1.0)
+    rho = nodes.rho
+    spreads = pair_spreads(np.maximum(rho, 0.0), shared[:, None], share)
+    apart = np.maximum(spreads.difference - spreads.along**2 * spreads.total, 0.0)
+    total = np.sqrt(spreads.total)[..., None] * (first - 1.0)
+    apart = np.sqrt(apart)[..., None] * (second - 1.0)
+    plus = 0.5 * (1.0 + rho[:, None]) * np.maximum(1.0 + total, 0.0)
+    along = np.asarray(spreads.along)[..., None] * total
+    minus = 0.5 * (1.0 - rho[:, None]) * np.maximum(1.0 + apart + along, 0.0)
+    norm = np.maximum(plus + minus, 1e-12)
+    size = exact_rows.tabulated(theta[:, None, None] * norm)
+    psi = size * (plus - minus) / norm
+    own = np.sqrt(1.0 + 2.0 * share * shared**2)[:, None] * (rule.nodes - 1.0)
+    own = np.maximum(1.0 + own, 0.0)
+    alone = exact_rows.tabulated(theta[:, None] * own)
+    size_seen, psi_seen, alone_seen = size, psi, alone
+    if widths.deficit > 0.0:
+        lifted = corrections._replace(
+            dimension=corrections.dimension[:, None], share=corrections.share[:, None]
+        )
+        alone_seen = exact_rows.tabulated(lifted.covariance(alone, alone))
+        lifted = corrections._replace(
+            dimension=corrections.dimension[:, None, None], share=corrections.share[:, None, None]
+        )
+        size_seen = exact_rows.tabulated(lifted.covariance(size, size))
+        psi_seen = lifted.covariance(size, psi)
+    cosine = np.clip(psi_seen / size_seen, -1.0, 1.0)
+    flat = (len(theta), -1)
+    exact = exact_rows.pairs(size_seen.reshape(flat), keys, cosine.reshape(flat))
+    weights = np.outer(rule.weights, rule.weights).ravel()
+    fields = [np.reshape(field, size.shape) for field in exact[:4]]
+    averaged = [field @ weights for field in fields]
+    pair = _Pairs(*averaged, (psi * fields[1]) @ weights, (psi * fields[2]) @ weights)
+    rows = exact_rows.rows(alone_seen, keys[:, None])
+    cube, fourth = np.asarray(rows.sum_cube), np.asarray(rows.sum_fourth)
+    dropped = alone * (2.0 * np.asarray(rows.sum_square) - 5.0 * cube + 3.0 * fourth)
+    entries = (*rows[:6], rows.mean_logit_square, rows.weighted_logit_square)
+    driven = alone * np.asarray(rows.jacobian_square)
+    found = [np.asarray(one) @ rule.weights for one in (*entries, driven, dropped)]
+    return pair, _Rows(*found)
+
+
+def _tilts(pair: _Pairs, row: _Rows, theta: Array, rho: Array) -> tuple[Array, Array]:
+    """E of two rows' shifts over their product: E tr D tr D' and E (a'.a^2 - a.a' sum a^2)
+    interpolate between independent and equal rows."""
+    product = np.maximum((1.0 - row.square) ** 2, 1e-300)
+    own, cosine = row.vacancy / product, rho * rho
+    query = 1.0 + cosine * (own[:, None] - 1.0)
+    rest = 4.0 * (row.cube - (row.vacancy - 1.0 + 2.0 * row.square))
+    tilt = query + (pair.jacobian - rest[:, None]) / product[:, None]
+    # equal rows: exactly E (a.s)^2 - theta P2, logits averaged with it
+    exact = (row.tilt - row.square) / (theta * product)
+    return tilt + np.outer(exact - tilt[:, 0], cosine), query

@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from moments.kernels import exact_rows
 from moments.kernels.balance import self_overlap
 from moments.kernels.blocks import Block, by_shape
-from moments.kernels.calibration import Widths, calibrate, nodes_for
+from moments.kernels.calibration import calibrate
 from moments.kernels.logits import Logits
+from moments.kernels.nodes import nodes_for
 from moments.kernels.pair_weights import PairWeights, geometric_mean, row_scale
 from moments.kernels.row_classes import (
     RowClass,
@@ -41,6 +42,7 @@ from moments.kernels.row_classes import (
     window,
 )
 from moments.kernels.row_statistics import mean_attention, row_statistics
+from moments.kernels.widths import Widths
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -107,7 +109,7 @@ class OverlapClosure:
         self._row_scale = row_scale(stats, self.group, self.classes, self._kernel, self._nodes)
         self._blocks = self._make_blocks()
         norm = np.sqrt(temperature / pattern_temperature[self.pattern])
-        self._pairs = PairWeights.of(
+        self.pairs = PairWeights.of(
             logits,
             stats,
             self.pattern,
@@ -115,6 +117,7 @@ class OverlapClosure:
             self._row_scale[:, self.pattern] * norm,
             self._nodes,
             self.calibration,
+            widths,
             self._turned(logits.values),
         )
 
@@ -189,10 +192,10 @@ class OverlapClosure:
         parity = np.append(1.0, rotation.parity)
         return self._gathered("turned", kernel, len(parity), parity)
 
-    def gather(self, kernel: Array) -> Array:
-        """(2, Lq, Lq): tr((F_ii' - w_i w_i'^T) kernel^T), and for the values' kernel the query
-        path's multiple of its derivative in the correlation of i and i'."""
-        pairs = self._pairs
+    def gather(self, kernel: Array) -> tuple[Array, Array]:
+        """Two (Lq, Lq): tr((F_ii' - w_i w_i'^T) kernel^T), and for the values' kernel its
+        derivative in the correlation of i and i'."""
+        pairs = self.pairs
         values = self._gathered("overlap", kernel, len(self._nodes.rho))
         excess = np.einsum("rij,rij->ij", pairs.value, values)
         slope = np.einsum("rij,rij->ij", pairs.slope, values) * pairs.turn
@@ -200,20 +203,19 @@ class OverlapClosure:
         if pairs.terms is not None and rest is not None:
             rest = np.einsum("tij,tij->ij", pairs.terms, rest)
             excess, slope = excess + pairs.bare * rest, slope + rest
-        total = np.stack([excess, pairs.query * slope])
-        return np.asarray(0.5 * (total + total.swapaxes(1, 2)))
+        return 0.5 * (excess + excess.T), 0.5 * (slope + slope.T)
 
     def gather_keys(self, kernel: Array) -> Array:
-        """(Lq, Lq): transpose of the key path of `spread`."""
-        pairs, rotation = self._pairs, self.logits.rotation
-        count = len(self._nodes.rho)
+        """(Lq, Lq): transpose of the key path and of its correlation with the value path."""
+        pairs, rotation = self.pairs, self.logits.rotation
+        count, both = len(self._nodes.rho), pairs.key + pairs.cross
         if self.logits.aligned:
             values = self._gathered("overlap", kernel, count)
-            total = pairs.key * np.einsum("rij,rij->ij", pairs.slope, values)
+            total = both * np.einsum("rij,rij->ij", pairs.slope, values)
             return np.asarray(0.5 * (total + total.T))
         turned = kernel if rotation is None else kernel * rotation.keys
         values = self._gathered("response", turned, count)
-        total = pairs.key * np.einsum("rij,rij->ij", pairs.value, values)
+        total = both * np.einsum("rij,rij->ij", pairs.value, values)
         if pairs.terms is not None and rotation is not None:
             met = kernel * rotation.key_terms
             rest = self._gathered("plain", met, len(met), rotation.parity)
@@ -221,24 +223,25 @@ class OverlapClosure:
         return np.asarray(0.5 * (total + total.T))
 
     def spread(self, gradient: Array) -> Array:
-        """(2, Lk, Lk): sum_ii' G_ii' times F_ii' - w_i w_i'^T, and times the key path's multiple of
-        its derivative."""
-        pairs, rotation = self._pairs, self.logits.rotation
-        total = np.zeros((2, *self._kernel.shape))
-        value, sloped = gradient * pairs.value, gradient * pairs.key
+        """(3, Lk, Lk): sum_ii' G_ii' times F_ii' - w_i w_i'^T, and its derivative times what the
+        key path and the correlation of the key and value paths have of it."""
+        pairs, rotation = self.pairs, self.logits.rotation
+        total = np.zeros((3, *self._kernel.shape))
+        value = (gradient * pairs.value)[None]
+        driven = gradient * np.stack([pairs.key, pairs.cross])
         if self.logits.aligned:
-            weights = self._compress(np.stack([value, sloped * pairs.slope]))
+            weights = self._compress(np.concatenate([value, driven[:, None] * pairs.slope]))
             for block in self._blocks:
                 block.add_to_keys(total, block.overlap.spread(block.of_patterns(weights)))
             return total
-        weights = self._compress(value[None])
-        onward = self._compress((sloped * pairs.value)[None])
+        weights = self._compress(value)
+        onward = self._compress(driven[:, None] * pairs.value)
         for block in self._blocks:
             assert block.response is not None
             block.add_to_keys(total[:1], block.overlap.spread(block.of_patterns(weights)))
             block.add_to_keys(total[1:], block.response.spread(block.of_patterns(onward)))
         if rotation is not None:
-            total[1] *= rotation.keys
+            total[1:] *= rotation.keys
         if pairs.terms is not None and rotation is not None:
             terms = self._compress(gradient * pairs.bare * pairs.terms)
             for block in self._blocks:
@@ -247,37 +250,20 @@ class OverlapClosure:
                 part = block.of_patterns(terms)
                 block.add_to_keys(total[:1], block.turned.spread(part[:, None]))
                 keys = block.plain.spread(part[:, 1:, None]) * block.of_keys(rotation.key_terms)
-                block.add_to_keys(total[1:], keys.sum(1, keepdims=True))
+                block.add_to_keys(total[1:2], keys.sum(1, keepdims=True))
         return total
-
-    @property
-    def cross(self) -> float:
-        """Correlation of the key and value paths per unit of the key path, averaged over rows."""
-        return float(self.calibration.cross[self.group[self.pattern]].mean())
 
     # --- single rows ---------------------------------------------------------------------------
 
     @property
-    def unshared(self) -> Array:
-        """(Lq,) what a row's keys do not share: C_jj - b of its reference row."""
-        return np.asarray(self.rows.unshared[self.pattern])
+    def unshared_fraction(self) -> Array:
+        """(Lq,) the fraction of a key that it does not share with the row's others."""
+        return np.asarray(self.rows.unshared_fraction[self.pattern])
 
     @property
     def softening(self) -> Array:
         """(Lq,) 1, and below 1 for rows beyond the tables: the factor on their logit variance."""
         return np.asarray(self.rows.softening[self.pattern])
-
-    @property
-    def logit_square(self) -> Array:
-        """(2, Lq): E sum_j a_ij (t_ij^2 - 1) and E sum_j a_ij^2 (t_ij^2 - 1).
-
-        t_ij is the component of token j along the direction that row i looks in, in units of its
-        root mean square: attended tokens point that way.
-        """
-        stats = self.rows
-        once = stats.unshared_fraction * stats.logit_square
-        twice = stats.unshared_fraction * (stats.weighted_logit_square - stats.sum_square)
-        return np.stack([once[self.pattern], twice[self.pattern]])
 
     @functools.cached_property
     def squares(self) -> Array:

@@ -6,6 +6,8 @@ and lengths at once, with the variance moved to the edge of the table where it l
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +18,7 @@ from moments.softmax.chebyshev import (
     length_coordinate,
     theta_coordinate,
 )
-from moments.softmax.encoding import decode_square_pair
+from moments.softmax.encoding import decode_participation, decode_square_pair
 
 Array = NDArray[np.float64]
 
@@ -30,31 +32,65 @@ def tabulated(theta: Array) -> Array:
 
 
 def rows(theta: Array, keys: Array) -> RowStatistics:
-    """Statistics of single rows; `theta` within the table, arguments of one shape."""
+    """Statistics of single rows; `theta` within the table, arguments that broadcast."""
     return SquareTable.load().single(theta, keys)
+
+
+@functools.cache
+def _by_length(functions: int) -> Array:
+    """(log n, theta * functions * rho) coefficients of the first functions of a pair."""
+    pair = SquareTable.load().pair[:, :, :functions].swapaxes(0, 1)
+    return np.ascontiguousarray(pair.reshape(len(pair), -1))
+
+
+def _functions(theta: Array, keys: Array, rho: Array, count: int) -> Array:
+    """(count, m, s) of the tabulated functions; arguments as those of `pairs`."""
+    thetas, lengths, _, orders = SquareTable.load().pair.shape
+    in_length = chebyshev_basis(length_coordinate(keys), lengths).T @ _by_length(count)
+    in_length = in_length.reshape(len(keys), thetas, count * orders)
+    in_theta = chebyshev_basis(theta_coordinate(theta.ravel()), thetas)
+    in_theta = in_theta.reshape(thetas, *theta.shape).transpose(1, 2, 0)  # (m, s or 1, thetas)
+    in_rho = (in_theta @ in_length).reshape(*theta.shape, count, orders)
+    basis = chebyshev_basis(rho.ravel(), orders).reshape(orders, *rho.shape)
+    if theta.shape[1] == 1 and rho.ndim == 1:
+        return np.asarray((in_rho[:, 0] @ basis).swapaxes(0, 1))
+    if rho.ndim == 1:
+        return np.asarray(np.einsum("msfo,os->fms", in_rho, basis))
+    return np.asarray(np.einsum("msfo,oms->fms", in_rho, basis))
 
 
 def pairs(theta: Array, keys: Array, rho: Array) -> PairStatistics:
     """Statistics of two alike rows at several correlations.
 
     Args:
-        theta, keys: (m,) logit variance within the table and number of keys of either row.
-        rho: (r,) correlations of their logits, or (m, r) where each row has its own.
+        theta: (m, 1) or (m, s) logit variance within the table.
+        keys: (m,) number of keys of either row.
+        rho: (s,) correlations of their logits, or (m, s) where each row has its own.
 
     Returns:
-        (m, r) arrays.
+        (m, s) arrays.
     """
-    table = SquareTable.load().pair
-    thetas, lengths, functions, orders = table.shape
-    in_theta = chebyshev_basis(theta_coordinate(theta), thetas)
-    in_length = chebyshev_basis(length_coordinate(keys), lengths)
-    both = (in_theta[:, None] * in_length[None]).reshape(thetas * lengths, -1)
-    in_rho = both.T @ table.reshape(thetas * lengths, functions * orders)
-    in_rho = in_rho.reshape(-1, functions, orders)
-    basis = chebyshev_basis(rho.ravel(), orders)
-    if rho.ndim == 1:
-        values = in_rho @ basis
-    else:
-        values = np.einsum("mfo,omr->mfr", in_rho, basis.reshape(orders, *rho.shape))
-    psi = theta[:, None] * rho
-    return decode_square_pair(psi, keys[:, None], values.swapaxes(0, 1), True)
+    functions = _functions(theta, keys, rho, 4)
+    return decode_square_pair(theta * rho, keys[:, None], functions, True)
+
+
+def overlaps(theta: Array, keys: Array, rho: Array) -> Array:
+    """(m, s): C2 = E sum a a' alone; arguments as those of `pairs`."""
+    functions = _functions(theta, keys, rho, 1)
+    return decode_participation(theta * rho, keys[:, None], functions)[0]
+
+
+def jacobian_square(sum_square: Array, count: Array) -> Array:
+    """E tr J^2 of exchangeable rows of `count` keys with the given E sum a^2; one shape.
+
+    Newton's method for the logit variance, in its logarithm.
+    """
+    keys = np.maximum(count, 1.0 + 1e-9)
+    sum_square = np.clip(sum_square, (1.0 + 1e-9) / keys, 1.0 - 1e-9)
+    odds = (keys - 1.0) * sum_square / (1.0 - sum_square)
+    theta = tabulated(np.log(np.maximum(odds, 1.0)))
+    for _ in range(6):
+        row = rows(theta, keys)
+        error = (row.sum_square - sum_square) / np.maximum(row.sum_square_slope, 1e-300)
+        theta = tabulated(theta * np.exp(np.clip(-error, -1.0, 1.0)))
+    return np.where(count > 1.0 + 1e-6, np.asarray(rows(theta, keys).jacobian_square), 0.0)

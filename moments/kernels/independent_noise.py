@@ -43,24 +43,6 @@ def marginal_free(joint: Array, direction: Array, weights: Array) -> Array:
     return np.asarray(joint * (direction + shift[:, None] + shift))
 
 
-def jacobian_square(sum_square: Array, count: Array) -> Array:
-    """E tr J^2 of exchangeable rows of `count` keys with the given E sum a^2; one shape.
-
-    Newton's method for the logit variance, in its logarithm.
-    """
-    keys = np.maximum(count, 1.0 + 1e-9)
-    sum_square = np.clip(sum_square, (1.0 + 1e-9) / keys, 1.0 - 1e-9)
-    odds = (keys - 1.0) * sum_square / (1.0 - sum_square)
-    theta = exact_rows.tabulated(np.log(np.maximum(odds, 1.0)))
-    for _ in range(6):
-        row = exact_rows.rows(theta, keys)
-        error = (row.sum_square - sum_square) / np.maximum(row.sum_square_slope, 1e-300)
-        theta = exact_rows.tabulated(theta * np.exp(np.clip(-error, -1.0, 1.0)))
-    return np.where(
-        count > 1.0 + 1e-6, np.asarray(exact_rows.rows(theta, keys).jacobian_square), 0.0
-    )
-
-
 class NoiseResponse(NamedTuple):
     """The rows of one class.
 
@@ -111,7 +93,7 @@ class DroppedAttention:
         self._shape = (len(variance), len(variance))
         patterns = len(closure.group)
         members = np.unique(closure.pattern, return_index=True)[1]
-        trace = jacobian_square(closure.squares[members].sum(1), closure.rows.count[:patterns])
+        trace = exact_rows.jacobian_square(closure.squares[members].sum(1), closure.rows.count[:patterns])
         trace = trace * np.sqrt(closure.softening[members])  # beyond the tables: near ties only
         trace = trace * (closure.weights[members] @ variance)  # tr J D J, were D uniform
         joints = closure.own_joints()

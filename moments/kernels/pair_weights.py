@@ -8,11 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moments.kernels import exact_rows
-from moments.kernels.calibration import Calibration, Nodes
+from moments.kernels.calibration import Calibration
 from moments.kernels.logits import Logits
+from moments.kernels.nodes import Nodes
 from moments.kernels.rotation import Rotation
 from moments.kernels.row_classes import RowClass, window
 from moments.kernels.row_statistics import RowStatistics
+from moments.kernels.widths import Widths
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -29,6 +31,10 @@ class PairWeights:
         value, slope: (r, ...) interpolation weights of the nodes for the excess and for its
             derivative in the correlation.
         key, query: width factors of the key and query paths; the first includes the correlation.
+        cross: that of the correlation of the key and value paths.
+        growth: of the joint law in the logits' variance, over that in the correlation.
+        tilt, query_tilt: as in `calibration.Calibration`.
+        correlation: at which the joint law is read.
         turn: the correlation at which the joint law is read, over that of the queries.
         bare: correlation of the queries.
         terms: (1 + t, ...) covariance per unit of `bare` along each of `Rotation.kernels` that this
@@ -39,6 +45,11 @@ class PairWeights:
     slope: Array
     key: Array
     query: Array
+    cross: Array
+    growth: Array
+    tilt: Array
+    query_tilt: Array
+    correlation: Array
     turn: Array | float
     bare: Array
     terms: Array | None
@@ -53,6 +64,7 @@ class PairWeights:
         scale: Array,
         nodes: Nodes,
         calibration: Calibration,
+        widths: Widths,
         overlaps: Array | None,
     ) -> PairWeights:
         """Weights at the correlations of the layer's queries.
@@ -62,7 +74,7 @@ class PairWeights:
             stats: of the patterns, then of the classes' own rows.
             pattern, group: (Lq,) pattern of every row and (P,) class of every pattern.
             scale: (r, Lq) amplitude of every row at the nodes over its class's.
-            nodes, calibration: of the closure.
+            nodes, calibration, widths: of the closure.
             overlaps: (1 + t, Lq, Lq) what each of `Rotation.kernels` adds to the overlap of two
                 rows' outputs, to first order; None without rotation.
         """
@@ -72,27 +84,38 @@ class PairWeights:
             turn = _turn(rotation, overlaps, bare, nodes.low)
         correlation = bare * turn
         value, slope = nodes.basis(correlation)
-        scales = scale[:, :, None] * scale[:, None, :]
+        basis = value
         sharpened = _sharpening(stats, pattern, correlation)
 
         def between(values: Array) -> Array:
-            factor = np.einsum("rij,ir->ij", value, values[own])
+            factor = np.einsum("rij,ir->ij", basis, values[own])
             return np.asarray(0.5 * (factor + factor.T))
 
-        query = between(calibration.query) * sharpened
+        query, growth = between(calibration.query) * sharpened, between(calibration.growth)
+        tilts = between(calibration.tilt), between(calibration.query_tilt)
+        scales = scale[:, :, None] * scale[:, None, :]
+        value, slope = scales * value, scales * slope
+        shared = 2.0 / widths.d_model  # of the overlap that values and keys of one token have
         if rotation is None:
-            key = between(calibration.key) * sharpened
-            return cls(scales * value, scales * slope, key, query, turn, bare, None)
+            key, cross = between(calibration.key) * sharpened, shared * growth * sharpened
+            rest = growth, *tilts, correlation, turn, bare, None
+            return cls(value, slope, key, query, cross, *rest)
         apart = np.abs(nodes.rho) > RHO_MIN
-        widths = np.where(apart, calibration.key / np.where(apart, nodes.rho, 1.0), 1.0)
-        key = between(widths) * sharpened * bare * rotation.queries
+
+        def over_correlation(values: Array) -> Array:
+            ratio = np.where(apart, values / np.where(apart, nodes.rho, 1.0), 1.0)
+            return np.asarray(between(ratio) * sharpened * bare * rotation.queries)
+
+        key = over_correlation(calibration.key)
+        cross = shared * over_correlation(calibration.growth)
         classes = slice(len(group), None)
-        growth = np.sqrt(_growth(stats.theta[classes], stats.keys[classes], nodes))
-        growth = np.einsum("rij,ir->ij", value, growth[own])
+        risen = np.sqrt(_growth(stats.theta[classes], stats.keys[classes], nodes))
+        risen = np.einsum("rij,ir->ij", basis, risen[own])
         amplitude = np.sqrt(logits.scale * logits.temperature * stats.softening[pattern])
-        size = growth * growth.T * np.outer(amplitude, amplitude)
+        size = risen * risen.T * np.outer(amplitude, amplitude)
         terms = size * np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
-        return cls(scales * value, scales * slope, key, query, turn, bare, terms)
+        rest = growth, *tilts, correlation, turn, bare, terms
+        return cls(value, slope, key, query, cross, *rest)
 
 
 def _turn(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array:
@@ -111,7 +134,7 @@ def _turn(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array
 def _growth(theta: Array, keys: Array, nodes: Nodes) -> Array:
     """(classes, r): E tr J J' of exchangeable rows at the nodes over its value at correlation 0."""
     rho = np.append(0.0, nodes.rho)
-    exact = exact_rows.pairs(theta, np.maximum(keys, 1.0), rho)
+    exact = exact_rows.pairs(theta[:, None], np.maximum(keys, 1.0), rho)
     overlap = np.maximum(np.asarray(exact.jacobian_overlap), 1e-300)
     ratio = overlap[:, 1:] / overlap[:, :1]
     return np.where(keys[:, None] > 1.0, ratio, 1.0)
@@ -159,8 +182,8 @@ def row_scale(
 
     def excess(theta: Array, inverse_keys: Array) -> Array:
         keys = 1.0 / np.clip(inverse_keys, 1e-8, 1.0 - 1e-9)
-        exact = exact_rows.pairs(exact_rows.tabulated(theta), keys, rho)
-        return np.asarray((np.transpose(exact.overlap) * keys - 1.0) / (1.0 - 1.0 / keys))
+        overlap = exact_rows.overlaps(exact_rows.tabulated(theta)[:, None], keys, rho)
+        return np.asarray((overlap.T * keys - 1.0) / (1.0 - 1.0 / keys))
 
     own = excess(stats.theta[leader] * relative, inverse)
     shared = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, group]

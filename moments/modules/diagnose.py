@@ -87,6 +87,9 @@ def diagnose(
     if declared.layers != measurement.layers:
         raise domain_error("layers of the model", declared.layers, f"{measurement.layers}")
     found, notes = _described(target, batch, measurement, own or declared, names, sites)
+    if model is None and declared.biases is None and found is not None:
+        # An architecture read off layers says nothing of biases: what is there is its framework's.
+        declared = declared.replace(biases=found.biases)
     arrays = _arrays(batch)
     case, features = _case(declared, arrays, measurement, inputs, loss is not None)
     if found is not None:
@@ -231,6 +234,8 @@ def _with_dropout(
     seen = measured_dropout(measurement)
     if seen is None:
         return model
-    if abs(seen - declared.dropout) < DROPOUT:
+    value, stderr = seen
+    unclear = max(DROPOUT, 4 * stderr)
+    if abs(value - declared.dropout) < unclear:
         return model.replace(dropout=declared.dropout)
-    return model.replace(dropout=round(seen, 3) if seen >= DROPOUT else 0.0)
+    return model.replace(dropout=round(value, 3) if value >= unclear else 0.0)

@@ -52,20 +52,21 @@ class PairSpreads(NamedTuple):
 
 
 def pair_spreads(rho: Any, shared: Any, share: Any) -> PairSpreads:
-    """Fluctuations of two queries of correlation rho over keys that share the fraction `shared`.
+    """Fluctuations of two queries of correlation rho over keys that share the fraction k.
 
     With o = x_i.x_k/d and phi the relative fluctuation of the keys' own variance, over delta:
-    Var phi = 2 k^2, Var o = (1 - rho^2)^2, Cov = -2 k^2 (1 - rho); |p|^2 = (1+o)(1+phi)/(1+rho) and
-    |q|^2 = (1-o)(1+phi)/(1-rho).
+    Var phi = 2 k^2, Var o = (1 - rho^2)^2, Cov = -2 s^2 (1 - rho), where queries and keys correlate
+    by s; |p|^2 = (1+o)(1+phi)/(1+rho) and |q|^2 = (1-o)(1+phi)/(1-rho). Queries being tokens of the
+    same kind, s^2 = k rho stands for what they share with the keys: exact for tokens alike.
 
     Args:
-        rho, shared: in [0, 1].
+        rho, shared: rho and k, in [0, 1].
         share: delta over the relative variance of |w|^2 without it.
     """
-    plus, minus, square = 1 + rho, 1 - rho, shared * shared
-    total = 1 + share * (minus**2 + 2 * square - 4 * square * minus / plus)
-    difference = 1 + share * (plus**2 + 6 * square)
-    along = share * (-plus * minus + 2 * square + 4 * square * rho / plus) / total
+    plus, minus, square, met = 1 + rho, 1 - rho, shared * shared, 4 * shared * rho
+    total = 1 + share * (minus**2 + 2 * square - met * minus / plus)
+    difference = 1 + share * (plus**2 + 2 * square + met)
+    along = share * (-plus * minus + 2 * square + met * rho / plus) / total
     return PairSpreads(total, difference, along)
 
 

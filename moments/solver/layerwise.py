@@ -20,7 +20,8 @@ from ..layout import Layout
 from ..propagate import Point, Trace, forward
 from ..state import Signal
 from ..transformer import Transformer
-from .block import MATRICES, Block, Given, factor_for, flat
+from .block import MATRICES, Block, Given, flat
+from .factor import factor_for
 
 LAYERWISE = {
     "stream_variance": "variance of the stream after every layer",

@@ -87,7 +87,8 @@ def solve(
 
     known = [scheme.name for scheme in schemes()]
     if isinstance(objective, str) and objective in known:
-        plan = from_scheme(model, objective, options or {}, inputs)
+        with _collector_paused():
+            plan = from_scheme(model, objective, options or {}, inputs)
     else:
         names = names_of(free)
         if names is not None:

@@ -1,0 +1,90 @@
+"""What finite widths do to an attention layer's outputs, at order 1/d_model.
+
+Derived for tokens alike in `laws.attention_refined`; here per pair of rows. Given the direction w_i
+that row i looks in, token j has a component along it, and the values of the attended tokens share
+that component: E tr(J C) for either row. Tokens of fixed norm pay for it. With delta the deficit of
+their norm's fluctuation and u the fraction of a key that it does not share with the others,
+
+    a token's overlap with itself does not fluctuate: of what rows hold in common of the same token
+    remains the fraction e^{-x (1 + rho)}, x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;
+    the overlap of different tokens falls where both are attended to, by the fraction
+    u (1 + u) delta theta (1 - 3 P2 + 2 P3) of what the rows' tokens share;
+    and with the keys' own variance, which gives back 2 (1 - u)^2 delta dO/dlog theta.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moments.kernels.closure import OverlapClosure
+from moments.kernels.logits import Logits
+from moments.kernels.widths import Widths
+
+Array = NDArray[np.float64]
+
+
+class WidthTerms:
+    """The terms of one layer.
+
+    Attributes:
+        query: (Lq, Lq) what the query path gains per unit of gradient.
+        output: (Lq, Lq) what O gains.
+    """
+
+    def __init__(
+        self,
+        closure: OverlapClosure,
+        logits: Logits,
+        widths: Widths,
+        mean: Array,
+        excess: Array,
+        slope: Array,
+    ) -> None:
+        """Evaluate them.
+
+        Args:
+            closure, logits, widths: of the layer.
+            mean: (Lq, Lq) overlap W C W^T of mean outputs.
+            excess: (Lq, Lq) what the joint laws add to it.
+            slope: (Lq, Lq) its derivative in the correlation of two queries.
+        """
+        weights, pairs = closure.weights, closure.pairs
+        calibration, own_class = closure.calibration, closure.group[closure.pattern]
+        own = np.diagonal(logits.values)
+        shift = weights @ own - np.diagonal(mean + excess)
+        shift = shift * np.sqrt(closure.softening)  # E tr J falls like theta^(-1/2)
+        tilt = logits.scale / widths.d_model * _tilted(weights, logits, shift)
+        self.query = tilt * pairs.query_tilt
+        self.output = tilt * pairs.tilt * logits.queries
+        if widths.deficit <= 0.0:
+            return
+        square = (weights * weights).sum(1)
+        several = square < 1.0 - 1e-9
+        unshared = weights @ own - np.diagonal(mean)
+        unshared = np.where(several, unshared / np.where(several, 1.0 - square, 1.0), 0.0)
+        rooted = weights * np.sqrt(np.maximum(unshared, 0.0))[:, None]
+        held = rooted @ rooted.T  # of the same token, by mean weights
+        stiffness = 0.5 * calibration.stiffness[own_class]
+        exponent = np.add.outer(stiffness, stiffness) * (1.0 + pairs.correlation)
+        against = 0.5 * calibration.against[own_class]
+        self.output += np.expm1(-exponent) * (held + excess)
+        self.output -= np.add.outer(against, against) * (mean - held)
+        shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - closure.unshared_fraction, 0.0, 1.0)
+        self.output += np.outer(shared, shared) * pairs.growth * slope
+
+
+def _tilted(weights: Array, logits: Logits, shift: Array) -> Array:
+    """(Lq, Lq) products of two rows' shifts, turned where positions are rotated: a key's part
+    of the shift, w_ij (C_jj - sum_l w_il C_lj), turns with its position."""
+    rotation = logits.rotation
+    if rotation is None:
+        return np.outer(shift, shift)
+    parts = weights * (np.diagonal(logits.values) - weights @ logits.values)
+    total = parts.sum(1)
+    usable = np.abs(total) > 1e-300
+    parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
+    phases = np.multiply.outer(rotation.key_positions, 1j * rotation.frequencies)
+    turned = parts @ np.exp(phases)
+    turned *= np.exp(-np.multiply.outer(rotation.query_positions, 1j * rotation.frequencies))
+    return np.asarray(np.real((turned * rotation.shares) @ turned.conj().T))

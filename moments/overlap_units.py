@@ -1,0 +1,109 @@
+"""What the variance of two tokens' overlap does to the gradients around an entrywise unit.
+
+Between two tokens of realised overlap o, hidden units have the covariance F(o) and send the
+gradient G b(o) back to them (Price). The gradients of the matrices before and behind, and of the
+gain of a norm before, sum o b(o) and F(o) over pairs of tokens, whose mean is not that at E o:
+gated units have both in proportion to o^2, so that L^2 pairs gain Var(o). The mean is taken of the
+two values at E o +- sqrt(Var o), exact to third order in o. Var o_ab is nu (C_aa C_bb + C_ab^2), and
+nu C_aa C_bb (1 - r^2)^2 where tokens have a fixed norm. The kernels themselves stay those at E o.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .composition import Component, Leaf
+from .gated import GatedLinear
+from .normalization import FiniteNormalization
+from .parts import Activation, Dropout, Linear, Scale
+from .state import Array, Gradient, Kernel, Signal
+
+
+class Unit(NamedTuple):
+    """A unit in a chain.
+
+    Attributes:
+        first, last: index of its first and last part.
+        leaves: of which it is made, from tokens to hidden features.
+        before: name of the gain that sums o b(o); None: there is none.
+        behind: name of the matrix that sums F(o); None: there is none.
+    """
+
+    first: int
+    last: int
+    leaves: tuple[Leaf, ...]
+    before: str | None
+    behind: str | None
+
+
+def units(parts: Sequence[Component]) -> Iterator[Unit]:
+    """The units of a chain."""
+    for index, part in enumerate(parts):
+        if isinstance(part, GatedLinear):
+            first, leaves = index, (part,)
+        elif isinstance(part, Activation) and index and isinstance(parts[index - 1], Linear):
+            first, leaves = index - 1, (parts[index - 1], part)  # type: ignore[assignment]
+        else:
+            continue
+        before = next((p for p in parts[first - 1 :: -1] if not isinstance(p, Scale)), None)
+        behind = next((p for p in parts[index + 1 :] if not isinstance(p, Dropout)), None)
+        gain = isinstance(before, FiniteNormalization) and before.affine and first > 0
+        yield Unit(
+            first,
+            index,
+            leaves,
+            f"{before.label}.gain" if gain and before is not None else None,
+            behind.weight if isinstance(behind, Linear) else None,
+        )
+
+
+def unit_growth(
+    unit: Unit, tokens: Signal, gradient: Gradient, variance: float
+) -> dict[str, float]:
+    """Factors on squared gradient norms, by name.
+
+    Args:
+        unit: of a chain.
+        tokens: what enters it.
+        gradient: at its output.
+        variance: nu of the tokens' overlaps (`overlap`).
+    """
+    kernel = tokens.second_moment()
+    first, second = kernel.over_tokens(kernel.diagonal)
+    square = kernel.pairs * kernel.pairs
+    fixed = tokens.spread is not None and not np.any(tokens.spread.diagonal)
+    product = first * second
+    spread = (product - square) ** 2 / product if fixed else product + square
+    step = np.sqrt(variance * spread)
+    at, above, below = (
+        _norms(unit, kernel, kernel.pairs + side * step, tokens, gradient) for side in (0, 1, -1)
+    )
+    return {
+        name: 0.5 * (above[name] + below[name]) / norm for name, norm in at.items() if norm > 0.0
+    }
+
+
+def _norms(
+    unit: Unit, kernel: Kernel, pairs: Array, tokens: Signal, gradient: Gradient
+) -> dict[str, float]:
+    moved = Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
+    signal = Signal(moved, tokens.seq_len, mean=0.0 * kernel.diagonal, width=tokens.width)
+    pullbacks = []
+    for leaf in unit.leaves:
+        signal, pullback = leaf.forward(signal)
+        pullbacks.append(pullback)
+    found: dict[str, Array] = {}
+    if unit.behind is not None:
+        hidden = signal.second_moment() * gradient.kernel
+        found[unit.behind] = hidden.total(tokens.seq_len)
+    for pullback in reversed(pullbacks):
+        pulled = pullback(gradient)
+        gradient = pulled.gradient
+        if pulled.weights is not None:
+            found |= pulled.weights()
+    if unit.before is not None:
+        found[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
+    return {name: float(np.sum(norm)) for name, norm in found.items()}

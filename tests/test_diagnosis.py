@@ -1,0 +1,254 @@
+"""Planted faults are found: in noise-free predictions, in simulations and in live modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moments
+from moments import Transformer
+from moments.batches import inputs_of, measured_dropout, shifted_left, shifted_right
+from moments.diagnosis import Diagnosis, diagnose_case
+from moments.differences import Case, differences
+
+torch = pytest.importorskip("torch")
+
+DECLARED = Transformer(layers=4, d_model=48, heads=4, seq_len=12, dropout=0.1)
+INPUT = {"correlation": 0.3}
+
+
+def with_matrix(model: Transformer, matrix: str, factor: float, layer: int) -> Transformer:
+    """One matrix of one layer at another variance."""
+    assert model.weights is not None
+    values = [float(model.weights.of(matrix))] * model.layers  # type: ignore[arg-type]
+    values[layer - 1] *= factor
+    return model.replace(weights=model.weights.replace(**{matrix: values}))
+
+
+@pytest.fixture(scope="module")
+def template() -> moments.Measurement:
+    return moments.simulate(DECLARED, **INPUT, seeds=1, batch=1)
+
+
+def as_measured(template: moments.Measurement, model: Transformer) -> moments.Measurement:
+    """What a measurement of `model` is without any noise."""
+    p = moments.predict(model, **INPUT)
+    return dataclasses.replace(template, variance=p.variance, grad_variance=p.grad_variance)
+
+
+def diagnosed(measured: moments.Measurement, found: Transformer, **options: Any) -> Diagnosis:
+    features = differences(DECLARED, found)
+    return diagnose_case(Case(DECLARED, dict(INPUT)), measured, features, **options)
+
+
+# --- the features ---------------------------------------------------------------------------------
+
+
+def test_what_differs_is_named_with_its_layers_and_numbers() -> None:
+    (feature,) = differences(DECLARED, with_matrix(DECLARED, "ffn_out", 15.8, 3))
+    assert feature.name == "ffn_out"
+    assert feature.layers == (3,)
+    assert feature.ratio == pytest.approx(15.8)
+    assert feature.words == "ffn_out in layer 3: variance 0.132, declared 0.00833 (15.8x)"
+    (feature,) = differences(DECLARED.replace(branch_scale=0.2), DECLARED)
+    expected = "missing branch multiplier (beta) in every layer: 1, declared 0.2 (5x)"
+    assert feature.words == expected
+    halves = DECLARED.replace(branch_scale=[(1.0, 0.5)] * 4)
+    (feature,) = differences(DECLARED, halves)
+    assert "feed-forward block" in feature.words
+    (feature,) = differences(DECLARED, DECLARED.replace(causal=True))
+    assert feature.words == "attention mask: causal, declared full"
+    assert [f.name for f in differences(DECLARED, DECLARED.replace(norm="post"))] == ["norm"]
+    assert differences(DECLARED, DECLARED) == []
+
+
+def test_sampling_noise_is_no_difference() -> None:
+    """The mean square of n normal entries has the relative variance 2/n."""
+    random = np.random.default_rng(0)
+    weights = DECLARED.weights
+    assert weights is not None
+    entries = DECLARED.d_model**2
+    drawn = {
+        name: [float(getattr(weights, name)) * random.chisquare(entries) / entries for _ in "1234"]
+        for name in ("query", "key", "value", "output")
+    }
+    assert differences(DECLARED, DECLARED.replace(weights=weights.replace(**drawn))) == []
+    shifted = {name: [1.15 * v for v in values] for name, values in drawn.items()}
+    found = differences(DECLARED, DECLARED.replace(weights=weights.replace(**shifted)))
+    assert [f.name for f in found] == ["query", "key", "value", "output"], "15 % on average are"
+
+
+def test_features_of_an_encoder_change_the_encoder() -> None:
+    model = DECLARED.replace(causal=True, encoder=Transformer(2, 48, 4, 10))
+    assert model.encoder is not None
+    other = model.replace(encoder=model.encoder.replace(activation="gelu"))
+    (feature,) = differences(model, other)
+    assert feature.words.startswith("encoder activation: gelu, declared relu")
+    assert feature.apply(Case(model)).model == other
+
+
+# --- the ranking ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [
+        (with_matrix(DECLARED, "ffn_out", 40.0, 2), "ffn_out"),
+        (DECLARED.replace(branch_scale=0.3), "branch_scale"),
+        (DECLARED.replace(skip_scale=0.7), "skip_scale"),
+        (DECLARED.replace(dropout=0.5), "dropout"),
+        (DECLARED.replace(norm="post"), "norm"),
+    ],
+    ids=["matrix", "branch", "skip", "dropout", "norm"],
+)
+def test_one_fault_explains_all(
+    template: moments.Measurement, found: Transformer, name: str
+) -> None:
+    diagnosis = diagnosed(as_measured(template, found), found)
+    assert not diagnosis.expected
+    assert diagnosis.causes[0].feature == name
+    assert diagnosis.causes[0].explains > 0.85
+    assert diagnosis.explained > 0.85
+    frame = diagnosis.to_frame()
+    assert (frame.cause == diagnosis.causes[0].words).mean() > 0.8
+    assert diagnosis.causes[0].words in str(diagnosis).replace("\n   ", " ")
+
+
+def test_a_fault_is_told_from_what_differs_besides(template: moments.Measurement) -> None:
+    """The query's variance hardly moves uniform attention; the value's does."""
+    found = with_matrix(with_matrix(DECLARED, "query", 0.5, 3), "value", 50.0, 2)
+    diagnosis = diagnosed(as_measured(template, found), found)
+    by_name = {cause.feature: cause.explains for cause in diagnosis.causes}
+    assert diagnosis.causes[0].feature == "value"
+    assert by_name["value"] > 0.9
+    assert abs(by_name["query"]) < 0.05
+    assert "not as declared either, without an effect" in str(diagnosis)
+
+
+def test_faults_that_make_up_for_each_other_are_both_seen(template: moments.Measurement) -> None:
+    found = with_matrix(DECLARED, "ffn_out", 30.0, 4).replace(branch_scale=0.45)
+    diagnosis = diagnosed(as_measured(template, found), found)
+    by_name = {cause.feature: cause.explains for cause in diagnosis.causes}
+    assert by_name["branch_scale"] > 0.2
+    assert abs(by_name["ffn_out"]) > 0.05
+    assert diagnosis.explained > 0.9
+
+
+def test_what_nothing_explains_is_said(template: moments.Measurement) -> None:
+    diagnosis = diagnosed(as_measured(template, DECLARED.replace(skip_scale=0.6)), DECLARED)
+    assert not diagnosis.expected
+    assert diagnosis.causes == ()
+    assert (diagnosis.to_frame().cause == "").all()
+    assert "no difference found explains it" in str(diagnosis).replace("\n   ", " ")
+
+
+def test_a_right_network_is_expected(template: moments.Measurement) -> None:
+    diagnosis = diagnosed(template, DECLARED.replace(activation="gelu"))
+    assert diagnosis.expected
+    assert math.isnan(diagnosis.explained) or diagnosis.explained < 0.5
+    assert "is expected" in str(diagnosis)
+
+
+def test_a_fault_in_a_simulation() -> None:
+    found = with_matrix(DECLARED, "output", 30.0, 3).replace(causal=True)
+    measured = moments.simulate(found, **INPUT, seeds=1, batch=2, seed=4)
+    diagnosis = diagnosed(measured, found)
+    assert diagnosis.causes[0].feature == "output"
+    assert diagnosis.explained > 0.6
+    assert diagnosis.differences().feature.iloc[0] == "output"
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def test_a_batch_in_the_words_of_predict() -> None:
+    labels = np.array([[5, 6, -100, 7]])
+    assert shifted_left(labels).tolist() == [[6, -100, 7, -100]]
+    assert shifted_right(labels, 1).tolist() == [[1, 5, 6, 1]]
+    embedding = moments.Embedding(vocab_size=10, token_variance=1.0)
+    model = Transformer(1, 8, 2, 4, causal=True, embedding=embedding, head=moments.Head())
+    batch = {"input_ids": labels % 10, "labels": labels, "attention_mask": np.ones((1, 4))}
+    given = inputs_of(model, batch)
+    assert set(given) == {"token_ids", "targets", "tokens"}
+    np.testing.assert_array_equal(given["targets"], shifted_left(labels))
+    assert inputs_of(model.replace(embedding=None, head=None), batch) == {}
+
+
+def test_dropout_is_read_off_the_blocks_outputs(template: moments.Measurement) -> None:
+    found = measured_dropout(template)
+    assert found is not None
+    value, stderr = found
+    assert 0 < stderr < 0.05
+    assert abs(value - 0.1) < 4 * stderr
+
+
+# --- live modules ---------------------------------------------------------------------------------
+
+
+def encoder(**options: Any) -> Any:
+    torch.manual_seed(1)
+    layer = torch.nn.TransformerEncoderLayer(
+        48, 4, 96, **{"dropout": 0.1, "norm_first": True, "batch_first": True} | options
+    )
+    return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def test_a_live_module_with_one_wrong_matrix() -> None:
+    module = encoder()
+    batch = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2))
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    right = moments.torch.diagnose(module, batch)
+    assert right.expected
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+    total = right.comparison.outputs().set_index("quantity").loc["gradient_norm"]
+    assert total.predicted == pytest.approx(total.measured, rel=0.1)
+    with torch.no_grad():
+        module.layers[1].linear2.weight.mul_(12)
+    wrong = moments.torch.diagnose(module, batch)
+    assert not wrong.expected
+    assert wrong.causes[0].feature == "ffn_out"
+    assert wrong.causes[0].layers == (2,)
+    assert wrong.causes[0].explains > 0.7
+
+
+def test_a_live_module_with_a_mask_and_without_dropout() -> None:
+    batch = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2)) + 2.0
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(12)
+    declared = moments.torch.diagnose(encoder(dropout=0.0), {"src": batch, "mask": mask}, None)
+    assert "causal" in {cause.feature for cause in declared.causes}
+    model = declared.comparison.prediction.model.replace(dropout=0.3)
+    found = moments.torch.diagnose(encoder(dropout=0.0), batch, model)
+    by_name = {cause.feature: cause for cause in found.causes}
+    assert "causal" not in by_name
+    assert by_name["dropout"].words == "dropout: 0, declared 0.3"
+
+
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")  # its authors use Post-LN
+def test_a_scheme_that_was_never_applied() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=3,
+        n_embd=48,
+        n_head=4,
+        vocab_size=200,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    module = transformers.GPT2LMHeadModel(config)
+    ids = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(3))
+    assert moments.torch.diagnose(module, {"input_ids": ids}).expected
+    diagnosis = moments.torch.diagnose(module, {"input_ids": ids}, "ds-init")
+    assert not diagnosis.expected
+    assert {"value", "output", "ffn_in", "ffn_out"} <= {c.feature for c in diagnosis.causes}
+    assert diagnosis.explained > 0.8
+
+
+def test_what_cannot_be_diagnosed_says_why() -> None:
+    with pytest.raises(moments.DomainError, match="layers of the model"):
+        moments.torch.diagnose(encoder(), torch.randn(1, 8, 48), DECLARED)
