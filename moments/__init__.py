@@ -15,8 +15,10 @@ _PUBLIC = {
     "Biases": "weights",
     "Comparison": "comparison",
     "ComponentLaws": "law",
+    "Diagnosis": "diagnosis",
     "DomainError": "errors",
     "Embedding": "embedding",
+    "Explanation": "explanation",
     "Head": "head",
     "Law": "law",
     "Measurement": "measurement",
@@ -30,8 +32,11 @@ _PUBLIC = {
     "ValidityWarning": "errors",
     "Weights": "weights",
     "compare": "comparison",
+    "compare_schemes": "scheme_table",
     "component": "registry",
     "components": "registry",
+    "diagnose": "modules.diagnose",
+    "explain": "explanation",
     "from_huggingface": "huggingface",
     "predict": "passes",
     "preset": "presets",
@@ -45,8 +50,10 @@ __all__ = [
     "Biases",
     "Comparison",
     "ComponentLaws",
+    "Diagnosis",
     "DomainError",
     "Embedding",
+    "Explanation",
     "Head",
     "Law",
     "Measurement",
@@ -61,8 +68,11 @@ __all__ = [
     "Weights",
     "__version__",
     "compare",
+    "compare_schemes",
     "component",
     "components",
+    "diagnose",
+    "explain",
     "from_huggingface",
     "predict",
     "preset",
@@ -75,12 +85,15 @@ __all__ = [
 if TYPE_CHECKING:
     from .activations import register_activation
     from .comparison import Comparison, compare
+    from .diagnosis import Diagnosis
     from .embedding import Embedding
     from .errors import DomainError, MomentsError, ValidityWarning
+    from .explanation import Explanation, explain
     from .head import Head
     from .huggingface import from_huggingface
     from .law import ComponentLaws, Law
     from .measurement import Measurement
+    from .modules.diagnose import diagnose
     from .passes import predict
     from .patches import PatchEmbedding
     from .positions import RelativeBias, Rotary
@@ -88,6 +101,7 @@ if TYPE_CHECKING:
     from .presets import preset
     from .registry import component, components
     from .scheme.registry import schemes
+    from .scheme_table import compare_schemes
     from .simulation.run import simulate
     from .solver.plan import Plan
     from .solver.solve import solve

@@ -8,7 +8,7 @@ theta = tau q k_own and of correlation rho between rows, and by symmetry between
     Q_ii' = G_ii' tau v_own k_own T,    K_jj = sum_ii' G_ii' tau q_ii' v_own T/n = (1 - n) K_jl,
 
 with the exact C2 = E sum a a' and T = E tr J J' at rho, or at 1 for i = i'. Orders 1/d_model and
-1/d_head as in `kernels.KernelAttention`.
+1/d_head as by token (`kernels.finite_rows`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .softmax import SquareRows, SquareTable, chi_square_rule
+from .kernels.finite_rows import finite_rows
+from .kernels.widths import Widths
+from .softmax import PairStatistics, RowStatistics, SquareTable
 from .state import Array, Kernel
+
+THETA_LEAST, THETA_MOST = 1e-6, 32.0
+"""Logit variances that the exact evaluator is asked for; its tables end at 8."""
+
+
+class _Tables:
+    """Exact statistics of rows of one length, beyond the tables too."""
+
+    def __init__(self, keys: int) -> None:
+        self._rows = SquareTable.load().at_length(keys)
+
+    def tabulated(self, theta: Array) -> Array:
+        return np.asarray(np.clip(theta, THETA_LEAST, THETA_MOST))
+
+    def rows(self, theta: Array, keys: Array) -> RowStatistics:  # noqa: ARG002
+        return self._rows.single(theta)
+
+    def pairs(self, theta: Array, keys: Array, rho: Array) -> PairStatistics:  # noqa: ARG002
+        return self._rows.pair(theta, rho)
 
 
 @functools.lru_cache(maxsize=256)
-def _table(keys: int) -> SquareRows:
-    return SquareTable.load().at_length(keys)
+def _tables(keys: int) -> _Tables:
+    return _Tables(keys)
 
 
 class AlikePaths(NamedTuple):
@@ -71,103 +92,82 @@ class AlikeAttention:
         self._masked = values.diagonal + value_bias
         theta = np.asarray(scale * queries.diagonal * self._own[1], dtype=np.float64)
         correlation = np.clip(queries.pairs / queries.diagonal, -1.0, 1.0)
-        fluctuation = 2.0 / d_head + 2.0 / d_model + np.mean(norm_spread)
-        nodes, weights = chi_square_rule(2.0 / fluctuation)
-        rows = _table(key_count)
-
-        def pair(rho: Array) -> dict[str, Array]:
-            """Averages over the norms of the sum and the difference of two queries."""
-            total: dict[str, Array] = {}
-            for first, share in zip(nodes, weights, strict=True):
-                for second, share2 in zip(nodes, weights, strict=True):
-                    plus, minus = 0.5 * (1 + rho) * first, 0.5 * (1 - rho) * second
-                    size = theta * (plus + minus)
-                    cosine = np.clip((plus - minus) / (plus + minus), -1.0, 1.0)
-                    found = rows.pair(size, cosine * np.ones_like(size))
-                    turned = size * cosine
-                    entries = {
-                        "overlap": found.overlap,
-                        "jacobian": found.jacobian_overlap,
-                        "radial": found.radial_overlap,
-                        "drive": turned * found.jacobian_overlap,
-                        "drive_radial": turned * found.radial_overlap,
-                        "slope": found.overlap_slope,
-                    }
-                    for name, value in entries.items():
-                        total[name] = total.get(name, 0.0) + share * share2 * np.asarray(value)
-            return total
-
-        self._same, self._apart = pair(np.ones_like(theta)), pair(correlation + 0 * theta)
-        self._widths = 1.0 / d_model, 1.0 / d_head
-        self.logit_variance = theta[()]
-        self.sum_square = self._same["overlap"]
-        self.entropy = np.asarray(rows.single(theta).entropy)[()]
-        own, wide = self._own[0], self._widths[0]
-        single = rows.single(theta)
-        # Tokens of fixed norm: none of their overlaps with themselves fluctuate (KernelAttention).
-        unshared = self._own[1] / keys.diagonal
-        fixed = np.maximum(1 - 0.5 * d_model * np.mean(norm_spread), 0.0) * wide
-        self._fixed = fixed * unshared**2
-        self._lifted = 4 * wide * unshared * theta
-        self._stretch = wide * unshared + 0.5 * self._lifted
-        cube, fourth = np.asarray(single.sum_cube), np.asarray(single.sum_fourth)
-        self._dropped = theta * (2 * np.asarray(single.sum_square) - 5 * cube + 3 * fourth)
-        skew = theta * (1 - 3 * np.asarray(single.sum_square) + 2 * cube)
-        lifted = fixed * unshared * skew * (values.pairs + own / key_count)
-        squared = np.asarray(single.weighted_logit_square) - single.sum_square
-        spent = lifted + fixed * unshared * own * squared
-        # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
-        self._tilt = scale * self._own[1] * (1 - self.sum_square) ** 2
-        tilt = self._tilt * wide
-        mixed = own * (self.sum_square + tilt * queries.diagonal)
-        dropped = self._noise * values.diagonal * self.sum_square
-        self.forward = Kernel(
-            values.pairs + mixed - spent + dropped,
-            values.pairs + own * (self._apart["overlap"] + tilt * queries.pairs) - lifted,
+        flat = np.broadcast_arrays(theta, correlation, self._own[1] / keys.diagonal)
+        sizes, cosines, unshared = (np.ravel(one) for one in flat)
+        tables = _tables(key_count)
+        widths = Widths(float(d_model), float(d_head), float(np.mean(norm_spread)))
+        self._rows = rows = finite_rows(
+            tables.tabulated(sizes),
+            np.full(len(sizes), float(key_count)),
+            np.clip(unshared, 0.0, 2.0),
+            np.column_stack([np.ones_like(cosines), cosines]),
+            widths,
+            tables,
         )
+        self._shape = np.shape(flat[0])
+        self._wide = 1.0 / widths.d_model
+        self.logit_variance = theta[()]
+        same, apart = self._at(rows.overlap)
+        self.sum_square = same
+        self.entropy = np.asarray(tables.rows(theta, theta).entropy)[()]
+        own = self._own[0]
+        stiffness = self._of(rows.stiffness)
+        shared = np.maximum(1 - self._of(unshared), 0.0)
+        returned = 2 * widths.deficit * shared**2
+        # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
+        tilt = scale * self._own[1] * (1 - same) ** 2
+        self._tilts = [tilt * one for one in self._at(rows.query_tilt)]
+        tilts, growth = self._at(rows.tilt), self._at(rows.growth)
+        against = self._of(rows.against) * values.pairs
+        mixed = same * np.exp(-2 * stiffness) + returned * growth[0]
+        mixed = own * (mixed + tilt * tilts[0] * self._wide * queries.diagonal) - against
+        dropped = self._noise * values.diagonal * same * (1 + self._of(rows.masks))
+        others = apart * np.exp(-stiffness * (1 + correlation)) + returned * growth[1]
+        others = own * (others + tilt * tilts[1] * self._wide * queries.pairs) - against
+        self.forward = Kernel(values.pairs + mixed + dropped, values.pairs + others)
         self.mean_output = averaged(values, key_count)
 
     def backward(self, gradient: Kernel) -> AlikePaths:
         """Paths for a gradient at the averaged values, their weights' gain included."""
         queries, keys = self._counts
         own_value, own_key = self._own
-        wide, narrow = self._widths
-        noise = self._noise
+        rows, wide, noise = self._rows, self._wide, self._noise * self._masked
         one = gradient.diagonal * queries
         two = gradient.pairs * queries * (queries - 1)
-        same, apart = self._same, self._apart
-        held = one * same["overlap"] + two * apart["overlap"]
-        spread = one * (1 - same["overlap"]) + two * (1 - apart["overlap"])
+        same, apart = self._at(rows.overlap)
+        held = one * same + two * apart
+        spread = one * (1 - same) + two * (1 - apart)
         others = max(keys - 1, 1)
-        masked = noise * one * same["overlap"] / keys
+        masked = self._noise * one * same / keys
         value = Kernel(held / keys + masked, spread / (keys * others))
-
-        def straight(part: dict[str, Array]) -> Array:
-            bare = part["jacobian"] * np.maximum(1 - 2 * (wide + self._fixed) - narrow, 0.0)
-            return bare + part["radial"] * (narrow + 3 * wide)
-
         scale = self._scale * own_key
-        tilted = gradient.scaled(self._tilt * own_value)
-        bare = same["jacobian"] * np.maximum(1 - 2 * (wide + self._fixed) - narrow, 0.0)
-        masks = (bare + same["radial"] * (narrow + 2 * wide)) * (1 + 2 * self._stretch)
-        moved = scale * (own_value * straight(same) + noise * self._masked * masks)
+        tilted = Kernel(
+            gradient.diagonal * self._tilts[0] * own_value,
+            gradient.pairs * self._tilts[1] * own_value,
+        )
+        moved, beside = self._at(rows.query)
+        moved = own_value * (moved + self._of(rows.common)) + noise * self._of(rows.dropped_query)
         query = Kernel(
-            gradient.diagonal * moved,
-            gradient.pairs * scale * own_value * straight(apart),
+            gradient.diagonal * scale * moved,
+            gradient.pairs * scale * own_value * beside,
         ).mixed(1.0, tilted, wide)
-
-        def driven(part: dict[str, Array]) -> Array:
-            """tau q rho T, its logit covariance averaged with T."""
-            full = part["drive"] * (1 - wide) + part["drive_radial"] * wide
-            return full / np.maximum(own_key, 1e-300)
-
-        undriven = same["drive"] / np.maximum(own_key, 1e-300) * (1 + self._lifted)
-        pushed = one * (driven(same) * own_value + noise * self._masked * undriven)
-        pushed = (pushed + two * driven(apart) * own_value) / keys
+        driven, driven_apart = self._at(rows.key)
+        pushed = one * (driven * own_value + noise * self._of(rows.dropped_key))
+        pushed = (pushed + two * driven_apart * own_value) / keys
+        pushed = pushed / np.maximum(own_key, 1e-300)
         key = Kernel(pushed, -pushed / others)
-        shared = one * (same["slope"] + noise * self._dropped) + two * apart["slope"]
+        growth, growth_apart = self._at(rows.growth)
+        shared = one * (growth + self._noise * self._of(rows.dropped_cross)) + two * growth_apart
         shared = 2 * wide * shared / keys
         return AlikePaths(value, query, key, Kernel(shared, -shared / others), tilted)
+
+    def _of(self, values: Array) -> Array:
+        """A number per row, in the shape of the configurations."""
+        return np.asarray(values.reshape(self._shape)[()])
+
+    def _at(self, values: Array) -> tuple[Array, Array]:
+        """For a row with itself and with another."""
+        return self._of(values[:, 0]), self._of(values[:, 1])
 
 
 def averaged(tokens: Kernel, length: int) -> Kernel:

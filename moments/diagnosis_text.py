@@ -39,7 +39,9 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
             yield f"{number}. {cause}"
     if math.isfinite(diagnosis.explained) and len(causes) > 1:
         yield f"together they explain {100 * diagnosis.explained:.0f} %"
-    if not diagnosis.expected and not diagnosis.explained > ENOUGH:
+    for note in diagnosis.notes:
+        yield f"note: {note}"
+    if not diagnosis.expected and not diagnosis.explained > ENOUGH and not diagnosis.notes:
         yield (
             "what is left comes from something that neither weights nor scales nor the causal mask "
             "show: a mask or code of the module's own, dropout elsewhere, features that are not "
@@ -54,8 +56,6 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         keys = ["stack", "quantity", "cause"]
         for (stack, quantity, words), part in frame.groupby(keys, sort=False):
             yield _points(str(stack), str(quantity), str(words), part.to_dict("records"))
-    for note in diagnosis.notes:
-        yield f"note: {note}"
 
 
 def _points(stack: str, quantity: str, cause: str, rows: list[Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .law import QUANTITIES, THEORIES, ComponentLaws, Law
-from .registry import component, components
+from .registry import STACKS, component, components
 from .symbols import SYMBOLS
 
 _INTRODUCTION = """# Formulas
@@ -19,13 +19,17 @@ def formula_page() -> str:
     """Markdown of every component's laws, with sources, domains and notes, and of all symbols."""
     parts = [_INTRODUCTION]
     parts += [_component(component(name)) for name in components()]
+    parts.append("# Whole networks\n")
+    parts += [_component(record) for record in STACKS.values()]
     parts.append(_symbols())
     return "\n".join(parts)
 
 
 def _component(record: ComponentLaws) -> str:
     lines = [f"## {record.title}\n", f"`moments.component({record.name!r})`\n"]
-    for quantity, meaning in QUANTITIES.items():
+    own = [name for theory in THEORIES for name in record.under(theory)]
+    meanings = QUANTITIES | {n: n.replace("_", " ") for n in own if n not in QUANTITIES}
+    for quantity, meaning in meanings.items():
         for law, theories in _variants(record, quantity):
             lines.append(_law(quantity, meaning, law, theories))
     return "\n".join(lines)

@@ -4,8 +4,16 @@ Between two tokens of realised overlap o, hidden units have the covariance F(o) 
 gradient G b(o) back to them (Price). The gradients of the matrices before and behind, and of the
 gain of a norm before, sum o b(o) and F(o) over pairs of tokens, whose mean is not that at E o:
 gated units have both in proportion to o^2, so that L^2 pairs gain Var(o). The mean is taken of the
-two values at E o +- sqrt(Var o), exact to third order in o. Var o_ab is nu (C_aa C_bb + C_ab^2), and
-nu C_aa C_bb (1 - r^2)^2 where tokens have a fixed norm. The kernels themselves stay those at E o.
+two values at E o +- sqrt(Var o), exact to third order in o. Var o_ab is nu (C_aa C_bb + C_ab^2),
+and nu C_aa C_bb (1 - r^2)^2 where tokens have a fixed norm. The kernels themselves stay at E o.
+
+A gain's gradient sums x_ak x_bk g_ak g_bk feature by feature, and what a unit sends back has a part
+along the tokens. With K(o, |x_a|^2/d, |x_b|^2/d) the covariance of hidden units,
+
+    d^2 sum_k x_ak x_bk (d/dx_ak) (d/dx_bk) K = d^2 o b + (K_oo + 4 K_qq) sum_k x_ak^2 x_bk^2 + ...
+
+where sum_k is d (C_aa C_bb + 2 C_ab^2) and b = d K_o. An entrywise function has 4 K_qq = K_oo; of a
+gated unit's K_oo that is the smaller part, left out.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from .composition import Component, Leaf
 from .gated import GatedLinear
 from .normalization import FiniteNormalization
 from .parts import Activation, Dropout, Linear, Scale
-from .state import Array, Gradient, Kernel, Signal
+from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 
 
 class Unit(NamedTuple):
@@ -30,6 +38,7 @@ class Unit(NamedTuple):
         leaves: of which it is made, from tokens to hidden features.
         before: name of the gain that sums o b(o); None: there is none.
         behind: name of the matrix that sums F(o); None: there is none.
+        along: (K_oo + 4 K_qq)/K_oo.
     """
 
     first: int
@@ -37,6 +46,7 @@ class Unit(NamedTuple):
     leaves: tuple[Leaf, ...]
     before: str | None
     behind: str | None
+    along: float
 
 
 def units(parts: Sequence[Component]) -> Iterator[Unit]:
@@ -57,6 +67,7 @@ def units(parts: Sequence[Component]) -> Iterator[Unit]:
             leaves,
             f"{before.label}.gain" if gain and before is not None else None,
             behind.weight if isinstance(behind, Linear) else None,
+            1.0 if isinstance(part, GatedLinear) else 2.0,
         )
 
 
@@ -81,14 +92,20 @@ def unit_growth(
     at, above, below = (
         _norms(unit, kernel, kernel.pairs + side * step, tokens, gradient) for side in (0, 1, -1)
     )
-    return {
-        name: 0.5 * (above[name] + below[name]) / norm for name, norm in at.items() if norm > 0.0
-    }
+    grown = {name: 0.5 * (above[0][name] + below[0][name]) for name in at[0]}
+    if unit.before is not None:
+        slope = ratio_or_zero(0.5 * (above[1] - below[1]), step)  # a token with itself has no step
+        along = (product + 2.0 * square) * slope / tokens.width
+        diagonal = 0.0 * kernel.diagonal
+        total = Kernel.joined(diagonal, along, kernel.resolved).total(tokens.seq_len)
+        grown[unit.before] += unit.along * float(np.sum(total))
+    return {name: grown[name] / norm for name, norm in at[0].items() if norm > 0.0}
 
 
 def _norms(
     unit: Unit, kernel: Kernel, pairs: Array, tokens: Signal, gradient: Gradient
-) -> dict[str, float]:
+) -> tuple[dict[str, float], Array]:
+    """Squared norms, or what they are in proportion to, and the gradient's pairs at the tokens."""
     moved = Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
     signal = Signal(moved, tokens.seq_len, mean=0.0 * kernel.diagonal, width=tokens.width)
     pullbacks = []
@@ -106,4 +123,4 @@ def _norms(
             found |= pulled.weights()
     if unit.before is not None:
         found[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
-    return {name: float(np.sum(norm)) for name, norm in found.items()}
+    return {name: float(np.sum(norm)) for name, norm in found.items()}, gradient.kernel.pairs

@@ -5,7 +5,19 @@ from __future__ import annotations
 from .activations import ACTIVATION_LAWS, activation_laws, activation_names, leaky_slope
 from .errors import domain_error
 from .law import ComponentLaws
-from .laws import attention, block, embedding, gated, head, linear, noci, normalization, softmax
+from .laws import (
+    attention,
+    block,
+    embedding,
+    gated,
+    head,
+    kedia_chain,
+    linear,
+    noci,
+    normalization,
+    softmax,
+    sun,
+)
 
 _ALL = (
     embedding.TOKEN_EMBEDDING,
@@ -36,6 +48,20 @@ _ALL = (
 
 COMPONENTS: dict[str, ComponentLaws] = {record.name: record for record in _ALL}
 
+# Statements about whole networks, which no component of a network is.
+STACKS: dict[str, ComponentLaws] = {
+    record.name: record
+    for record in (
+        kedia_chain.PRE_LN_CHAIN,
+        kedia_chain.POST_LN_CHAIN,
+        kedia_chain.DSLM_CHAIN,
+        kedia_chain.CORRELATED_RESIDUAL,
+        sun.CURSE_OF_DEPTH,
+        noci.UNIFORM_ATTENTION_STACK,
+        noci.UNIFORM_ATTENTION_JACOBIAN,
+    )
+}
+
 
 def component(name: str) -> ComponentLaws:
     """The laws of one component.
@@ -46,8 +72,9 @@ def component(name: str) -> ComponentLaws:
     Raises:
         DomainError: no component of that name.
     """
-    if name in COMPONENTS:
-        return COMPONENTS[name]
+    for known in (COMPONENTS, STACKS):
+        if name in known:
+            return known[name]
     if name in activation_names() or leaky_slope(name) is not None:
         return activation_laws(name)
     raise domain_error("component", name, f"one of {', '.join(components())}")

@@ -189,12 +189,23 @@ def test_dropout_is_read_off_the_blocks_outputs(template: moments.Measurement) -
 # --- live modules ---------------------------------------------------------------------------------
 
 
-def encoder(**options: Any) -> Any:
+def encoder(copies: bool = False, **options: Any) -> Any:
+    """Three layers drawn one by one; nn.TransformerEncoder by itself holds copies of one."""
     torch.manual_seed(1)
-    layer = torch.nn.TransformerEncoderLayer(
-        48, 4, 96, **{"dropout": 0.1, "norm_first": True, "batch_first": True} | options
-    )
-    return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    options = {"dropout": 0.1, "norm_first": True, "batch_first": True} | options
+    layers = [torch.nn.TransformerEncoderLayer(48, 4, 96, **options) for _ in range(3)]
+    module = torch.nn.TransformerEncoder(layers[0], 3, enable_nested_tensor=False)
+    if not copies:
+        module.layers = torch.nn.ModuleList(layers)
+    return module
+
+
+def test_layers_that_are_copies_of_one_are_told() -> None:
+    batch = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2))
+    diagnosis = moments.torch.diagnose(encoder(copies=True), batch)
+    assert not diagnosis.expected
+    assert "hold the same entries in layers 1, 2, 3" in diagnosis.notes[0]
+    assert diagnosis.notes[0].startswith("query, key, value, output, ffn_in, ffn_out")
 
 
 def test_a_live_module_with_one_wrong_matrix() -> None:
@@ -231,7 +242,7 @@ def test_a_live_module_with_a_mask_and_without_dropout() -> None:
 def test_a_scheme_that_was_never_applied() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=3,
+        n_layer=2,
         n_embd=48,
         n_head=4,
         vocab_size=200,
@@ -241,7 +252,7 @@ def test_a_scheme_that_was_never_applied() -> None:
     )
     torch.manual_seed(0)
     module = transformers.GPT2LMHeadModel(config)
-    ids = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(200, (2, 8), generator=torch.Generator().manual_seed(3))
     assert moments.torch.diagnose(module, {"input_ids": ids}).expected
     diagnosis = moments.torch.diagnose(module, {"input_ids": ids}, "ds-init")
     assert not diagnosis.expected

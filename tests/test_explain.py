@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import moments
 from moments.cli import app
-from moments.explain import Explanation, Step, explain
+from moments.explanation import Explanation, Step, explain
 
 BASE = moments.Transformer(3, 64, 4, 16, dropout=0.1)
 RUNNER = CliRunner()

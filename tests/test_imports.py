@@ -55,7 +55,7 @@ def test_declaring_and_the_table_need_no_pandas() -> None:
 
 def test_every_public_name_loads() -> None:
     assert set(moments.__all__) <= set(dir(moments))
-    core = [name for name in moments.__all__ if name != "simulate"]
+    core = [name for name in moments.__all__ if name not in ("simulate", "diagnose")]
     assert "torch" not in loaded(f"import moments; [getattr(moments, n) for n in {core!r}]")
     with pytest.raises(AttributeError, match="no attribute 'perdict'"):
         moments.perdict  # noqa: B018
@@ -105,8 +105,12 @@ ORDER = (
     ("prediction",),
     ("stack",),
     ("passes",),
-    ("explain", "analysis"),
+    ("watched",),
+    ("explanation", "analysis"),
+    ("expected", "gradient_norms", "measured"),
     ("comparison",),
+    ("differences", "batches"),
+    ("diagnosis",),
     ("report", "plot"),
     ("cli",),
 )

@@ -509,3 +509,17 @@ def test_a_refusal_changes_nothing():
     undropped = opt(dropout=0.0)
     initialize(undropped, scaled(undropped))
     assert audit(undropped, scaled(undropped)).passed
+
+
+def test_an_infeasible_plan_is_refused() -> None:
+    model = moments.Transformer(2, 32, 4, 16)
+    with pytest.warns(moments.ValidityWarning, match="not feasible"):
+        plan = moments.solve(model, "final_variance", target=0.5)
+    assert not plan.feasible
+    module = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(32, 4, 128, norm_first=True, batch_first=True),
+        2,
+        enable_nested_tensor=False,
+    )
+    with pytest.raises(moments.DomainError, match="not feasible"):
+        moments.torch.initialize(module, plan)

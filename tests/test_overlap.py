@@ -180,10 +180,9 @@ def test_gradients_around_a_unit(gated: bool) -> None:
     growth = stack_overlaps(stack, trace).growth
     plain = {name: value for _, name, value in trace.weights()}
     expected = np.array([plain[name] * growth[1, name] for name in names])
-    print(expected / mean - 1, np.array([plain[n] for n in names]) / mean - 1, error / mean)
-    assert np.abs(expected / mean - 1) == pytest.approx(0, abs=0.06 + 2 * (error / mean).max())
+    assert np.abs(expected / mean - 1) == pytest.approx(0, abs=0.05 + 2 * (error / mean).max())
     without = np.array([plain[name] for name in names])
-    assert np.all(without[:-1] < expected[:-1])
+    assert np.all(without < expected)
     if gated:
         assert np.all(without / mean < 0.9)
 

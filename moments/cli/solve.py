@@ -116,7 +116,7 @@ def explain(
     csv: CsvOption = None,
 ) -> None:
     """One layer law by law: the formulas, the numbers in them, and where each comes from."""
-    from ..explain import explain as run
+    from ..explanation import explain as run
 
     declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
     inputs: dict[str, Any] = {"variance": variance, "correlation": correlation}

@@ -201,21 +201,24 @@ class KernelAttention:
         mean = self.mean_attention @ self.kernel @ self.mean_attention.T
         closure, own = self._closure, np.diag(self.kernel)
         excess, slope = closure.gather(self.kernel)
-        factor = closure.pairs.query
-        masks: Array | float = 1.0
-        output, query = mean + excess, factor * slope / self._norm
-        if self._widths.d_model < math.inf:
-            terms = WidthTerms(closure, self.logits, self._widths, mean, excess, slope)
-            output, query = output + terms.output, query + terms.query
-            group = closure.group[closure.pattern]
-            common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
-            query = query + np.diag(common)
-            masks = 1.0 + closure.calibration.masks[group]
+        terms = WidthTerms(closure, self.logits, self._widths, mean, excess, slope)
+        output = mean + excess + terms.output
+        query = closure.pairs.query * slope / self._norm + terms.tilt / self._widths.d_model
+        group = closure.group[closure.pattern]
+        common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
+        query = query + np.diag(common)
         if self._dropped > 0.0:
             _, _, noise = self._noise.gather(self.logits.within)
-            output = output + self._dropped * np.diag(masks * (closure.squares @ own))
+            masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ own)
+            output = output + self._dropped * np.diag(masks)
             query = query + self._dropped * self.logit_scale * np.diag(noise)
-        return output, query
+        return output, query, terms.tilt
+
+    @property
+    def tilt(self) -> Array:
+        """(Lq, Lq) what Q gains per unit of G, and of the relative variance of two tokens' overlap:
+        1/d_model of it is in `backward` (see `moments.overlap`)."""
+        return self._forward[2]
 
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""

@@ -25,12 +25,10 @@ class RowStatistics:
         temperature: C_ii of the query (the class mean for a class's own row).
         logit_variance: theta of the reference row.
         unshared: the same per unit of logit scale and query norm: C_jj - b.
-        unshared_fraction: the same over the mean C_jj of the row's keys.
+        unshared_fraction: the same over the mean C_jj of the row's keys; 2 for two opposite keys.
         theta: the same within the tables, where the exact statistics were taken.
         keys: effective number of keys n_e.
         sum_square: P2 = E sum a^2 of the reference row.
-        weighted_logit_square: E sum a^2 s^2 / theta of the reference row.
-        logit_square: E sum a (s^2/theta - 1) of the reference row, s relative to its common part.
         entropy: E[-sum a log a] in nats, over all allowed keys.
         strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
         own_response: x, the response of a mean weight to its key's own logit, in odds per logit
@@ -47,8 +45,6 @@ class RowStatistics:
     theta: Array
     keys: Array
     sum_square: Array
-    weighted_logit_square: Array
-    logit_square: Array
     entropy: Array
     strength: Array
     own_response: Array
@@ -98,12 +94,10 @@ def row_statistics(
         temperature,
         variance,
         unshared,
-        unshared / (prior @ np.diag(kernel)),
+        np.clip(unshared / (prior @ np.diag(kernel)), 0.0, 2.0),
         theta,
         reference.keys,
         square,
-        np.asarray(exact.weighted_logit_square),
-        np.where(several, theta * curvature, 0.0),
         np.asarray(exact.entropy) + uniform - np.log(reference.keys),
         strength,
         np.maximum(own, 1e-3),

@@ -28,7 +28,7 @@ class WidthTerms:
     """The terms of one layer.
 
     Attributes:
-        query: (Lq, Lq) what the query path gains per unit of gradient.
+        tilt: (Lq, Lq) what the query path gains per unit of its gradient and of 1/d_model.
         output: (Lq, Lq) what O gains.
     """
 
@@ -54,9 +54,9 @@ class WidthTerms:
         own = np.diagonal(logits.values)
         shift = weights @ own - np.diagonal(mean + excess)
         shift = shift * np.sqrt(closure.softening)  # E tr J falls like theta^(-1/2)
-        tilt = logits.scale / widths.d_model * _tilted(weights, logits, shift)
-        self.query = tilt * pairs.query_tilt
-        self.output = tilt * pairs.tilt * logits.queries
+        tilt = logits.scale * _tilted(weights, logits, shift)
+        self.tilt = tilt * pairs.query_tilt
+        self.output = tilt * pairs.tilt * logits.queries / widths.d_model
         if widths.deficit <= 0.0:
             return
         square = (weights * weights).sum(1)

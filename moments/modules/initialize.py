@@ -109,6 +109,11 @@ def initialize(
     check_count("seed", seed, least=0)
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, "an nn.Module")
+    if not getattr(plan, "feasible", True):
+        raise DomainError(
+            f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for another "
+            "target, or pass plan.model to take the nearest model all the same"
+        )
     found = roles_of(module, names, sites)
     model, described = resolve(module, plan, names, architecture)
     check_fits(model, found, described)
