@@ -77,6 +77,11 @@ class Case:
         return DATA / f"{self.name}.json"
 
     @property
+    def in_band(self) -> bool:
+        """Whether gradients are held to the band of one draw: in deep Post-LN."""
+        return self.layers >= DEPTHS[-1] and self.declared().norm == "post"
+
+    @property
     def config(self) -> dict[str, Any]:
         """Everything but its size, and the deviation in a "unit" case, is the family's own."""
         if self.size == "full":
@@ -98,11 +103,13 @@ class Case:
     def stored(self) -> dict[str, Any]:
         return json.loads(self.file.read_text()) if self.file.exists() else {"chunks": []}
 
+    def declared(self) -> moments.Transformer:
+        images = FAMILIES[self.kind].task == "images"
+        return moments.from_huggingface(self.config, seq_len=None if images else self.seq_len)
+
     def predicted(self) -> moments.Prediction:
         """The config declared and predicted on the same tokens."""
-        data, task = self.data(), FAMILIES[self.kind].task
-        seq_len = None if task == "images" else self.seq_len
-        model = moments.from_huggingface(self.config, seq_len=seq_len)
+        data, task, model = self.data(), FAMILIES[self.kind].task, self.declared()
         if task == "images":
             return moments.predict(model, pixels=data["pixel_values"], targets=data["labels"])
         if task == "translation":

@@ -48,7 +48,8 @@ class Comparison:
         missing: parameters that are not predicted.
         measured: loss, mean squared logit, and the entering tensor's variance and correlation.
         predicted: the same.
-        outside_band: places where the measured mean gradient is outside the band of one draw.
+        outside_band: places where the measured mean gradient is outside the band of one draw, of
+            cases that are held to it.
     """
 
     seeds: int
@@ -81,8 +82,11 @@ def compare_case(case: Case) -> Comparison:
         means[name], error = samples.mean(0), samples.std(0, ddof=1) / math.sqrt(seeds)
         scale = 1.0 if name == "correlation" else means[name]
         stream[name] = Gap((np.asarray(getattr(p, name)) - means[name]) / scale, error / scale)
-    low, high = np.asarray(p.grad_variance_band)
-    gradient = means["grad_variance"]
+    outside = 0
+    if case.in_band:
+        low, high = np.asarray(p.grad_variance_band)
+        gradient = means["grad_variance"]
+        outside = int(((gradient < low) | (gradient > high)).sum())
     loss, error = pooled(np.array([c["loss"] for c in chunks]))
     logit, _ = pooled(np.array([c["logit_variance"] for c in chunks]))
     weights = compare_weights(p, chunks)
@@ -96,7 +100,7 @@ def compare_case(case: Case) -> Comparison:
         | {name: float(means[name][0]) for name in QUANTITIES[:2]},
         predicted={"loss": float(p.loss), "logit": float(p.logit_variance)}
         | {name: float(getattr(p, name)[0]) for name in QUANTITIES[:2]},
-        outside_band=int(((gradient < low) | (gradient > high)).sum()),
+        outside_band=outside,
         warnings=list(p.warnings),
     )
 

@@ -9,9 +9,6 @@ from typing import NamedTuple
 from real_modules import BATCH, D_MODEL, DEPTHS, FULL, HEADS, SEQ_LEN, VOCAB, Case, cases
 from real_modules_compare import Comparison, Gap, compare_case
 
-import moments
-from moments.families import FAMILIES
-
 PAGE = Path(__file__).parent.parent / "docs" / "real-modules.md"
 # Errors beyond twice the simulation's standard error; twice as much at weights of variance 1/d.
 BOUNDS = {
@@ -44,18 +41,12 @@ def failures(row: Row) -> list[str]:
     failed = []
     for name, bound in BOUNDS.items():
         gap: Gap = getattr(row.found, name)
-        if name == "grad_variance" and _post(row.case) and row.case.layers >= DEEP:
+        fails = gap.beyond > factor * bound
+        if name == "grad_variance" and row.case.in_band:
             fails = row.found.outside_band > 0
-        else:
-            fails = gap.beyond > factor * bound
         if fails:
             failed.append(name)
     return failed
-
-
-def _post(case: Case) -> bool:
-    seq_len = None if FAMILIES[case.kind].task == "images" else case.seq_len
-    return moments.from_huggingface(case.config, seq_len=seq_len).norm == "post"
 
 
 def rows_of(chosen: Iterable[Case]) -> Iterator[Row]:

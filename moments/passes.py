@@ -99,7 +99,7 @@ def predict(
     try:
         with (
             np.errstate(over="ignore", invalid="ignore", divide="ignore"),
-            _collector_paused(),
+            collector_paused(),
             _layer_bar([s.trace for s in stacks], sum(s.model.layers for s in stacks), progress),
         ):
             if model.encoder is not None:
@@ -194,14 +194,22 @@ def positional(model: Transformer) -> bool:
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No garbage collection while a trace grows: many small objects, and no cycles among them."""
+def collector_paused() -> Iterator[None]:
+    """No garbage collection while a trace grows: many small objects, and no cycles among them.
+
+    What was made then is handed to the oldest generation as it is: frozen and thawed at once, which
+    moves lists instead of walking through all of it. A program that froze objects of its own keeps
+    them so, and pays for the walk.
+    """
     running = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if running:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

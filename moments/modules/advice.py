@@ -170,12 +170,14 @@ def _scale_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]
         "branch_scale": "the residual multiplier beta",
         "norm_output_scale": "the norm's output scale",
         "norm_input_scale": "the norm's input scale",
+        "output_scale": "the factor on the logits",
     }
     for quantity, words in names.items():
         rows = [f for f in failed if f.quantity == quantity]
         if not rows:
             continue
-        where = _where(sorted({f.layer for f in rows}), model.layers)
+        inside = sorted({f.layer for f in rows if f.layer <= model.layers})
+        where = _where(inside or [0], model.layers)
         blocks = " and ".join(sorted({f.role.partition(".")[0] for f in rows}))
         values = [f.measured for f in rows]
         if all(math.isnan(v) for v in values):

@@ -16,9 +16,11 @@ from moments.modules.findings import (
     measure_roles,
     norm_findings,
     scale_findings,
+    slope_finding,
     unprobed_findings,
     variance_findings,
 )
+from moments.modules.logits import logits_path, measured_scale
 from moments.modules.probe import default_batch, probe
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from moments.modules.temperature import temperature_findings
@@ -141,6 +143,7 @@ def audit(
     findings += norm_findings(measured, _carried(model))
     findings += _probed(module, found, model, batch)
     findings += temperature_findings(module, found, model, described)
+    findings += _logits(module, found, model, batch)
     findings.sort(key=lambda finding: -finding.severity)
     undeclared = tuple(m.role.label for m in measured if m.expected is None)
     return AuditReport(
@@ -158,6 +161,17 @@ def _probed(module: nn.Module, found: ModuleRoles, model: Transformer, batch: An
         return list(unprobed_findings(model))
     probes = probe(module, found.blocks, batch, epsilon=model.norm_epsilon)
     return list(scale_findings(model, probes))
+
+
+def _logits(module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any) -> list[Finding]:
+    """What multiplies the logits against the head's output scale."""
+    path = logits_path(module, found)
+    if path is None or model.head is None:
+        return []
+    batch = default_batch(module) if batch is None else batch
+    wanted = model.head.output_scale
+    slope = measured_scale(module, found, model, batch)
+    return [slope_finding(model.layers + 1, "head", path, "output_scale", slope, wanted)]
 
 
 def _entries(module: nn.Module, role: Role, tensors: Mapping[str, Any]) -> Entries:

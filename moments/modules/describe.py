@@ -14,6 +14,7 @@ from moments.modules.architecture import architecture_of
 from moments.modules.assumptions import WeightStatistics, alignment_note, gain_notes, notes
 from moments.modules.checkpoints import load
 from moments.modules.expectation import check_fits, model_of_stack
+from moments.modules.logits import measured_scale
 from moments.modules.probe import BlockProbe, Slope, default_batch, probe
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from moments.modules.structure import ENCODER
@@ -137,6 +138,7 @@ class _Reading:
         tensors = tensors_of(module)
         self.blocks = {role: block_of(tensors, role) for role in found.roles}
         batch = default_batch(module) if batch is None else batch
+        self.batch = batch
         self.probes: list[BlockProbe] = []
         if batch is not None and found.blocks:
             self.probes = probe(module, found.blocks, batch, epsilon=model.norm_epsilon)
@@ -232,6 +234,11 @@ class _Reading:
                 if (layer, role) in roles and getattr(part, name, None) is not None
             }
             changes[field] = part.replace(**values)
+        if "head" in changes and not stack and self.batch is not None:
+            scale = measured_scale(self.module, self.found, model, self.batch)
+            wanted = changes["head"].output_scale
+            if scale is not None and abs(scale.value / wanted - 1) > EXACT:
+                changes["head"] = changes["head"].replace(output_scale=scale.value)
         return changes
 
     def _table(self, role: Role) -> float:

@@ -225,13 +225,17 @@ def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator
             ("branch_scale", p.branch, branch),
         ):
             path = block.branch.path if quantity == "branch_scale" else block.path
-            yield _slope(block.layer, block.stack + block.name, path, quantity, slope, target)
+            yield slope_finding(
+                block.layer, block.stack + block.name, path, quantity, slope, target
+            )
         if block.norm is not None and block.placement == wanted:
             output *= float(own.norm_gains[block.layer - 1, block.column])
             norm = f"{block.stack}{block.name}.norm"
-            yield _slope(block.layer, norm, block.norm, "norm_output_scale", p.norm_output, output)
+            yield slope_finding(
+                block.layer, norm, block.norm, "norm_output_scale", p.norm_output, output
+            )
             if entering != 1 or (p.norm_input is not None and abs(p.norm_input.value - 1) > SLACK):
-                yield _slope(
+                yield slope_finding(
                     block.layer,
                     norm,
                     block.norm,
@@ -241,9 +245,10 @@ def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator
                 )
 
 
-def _slope(
+def slope_finding(
     layer: int, role: str, path: str, quantity: str, slope: Slope | None, expected: float
 ) -> Finding:
+    """A probed multiplier against the one that is wanted."""
     if slope is None:
         note = "what it multiplies is 0 throughout, so that it cannot be measured"
         return Finding(layer, role, path, quantity, expected, math.nan, math.nan, 1.0, None, note)

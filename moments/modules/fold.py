@@ -7,7 +7,8 @@ e / L^2. Branches take beta / L', norms e / L^2, the final norm included, and no
 Post-LN. norm(lambda x + beta f) at e equals norm(x + (beta / lambda) f) at e / lambda^2; L is 1
 again behind it.
 
-LayerNorm Scaling behind a norm goes into that norm's gain and bias.
+LayerNorm Scaling behind a norm goes into that norm's gain and bias, a factor on the logits into the
+head's matrix, or, where that is the token table, into the norm before it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from moments.errors import DomainError, domain_error
 from moments.modules.architecture import resolve
 from moments.modules.expectation import Scales, check_fits, scales_of
+from moments.modules.logits import LogitFactor, logit_factor
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from moments.modules.scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
 from moments.modules.structure import Block
@@ -68,12 +70,15 @@ def fold(
     check_fits(model, found, described)
     if not found.blocks:
         raise DomainError("sites are needed: where the module's sums and norms sit is not known")
-    _check_hooks(module, model)
+    logits = logit_factor(module, found, model, described)
+    _check_hooks(module, model, logits)
     steps = [
         step
         for stack, scales in scales_of(model).items()
         for step in _Plan(module, found, stack, scales).steps()
     ]
+    if logits is not None:
+        steps += list(_Plan(module, found, "", scales_of(model)[""]).logits(logits.factor))
     remove_scales(module)
     with torch.no_grad():
         for step in steps:
@@ -82,11 +87,16 @@ def fold(
     return module
 
 
-def _check_hooks(module: nn.Module, model: Transformer) -> None:
+def _check_hooks(module: nn.Module, model: Transformer, logits: LogitFactor | None) -> None:
     """The hooks at work, if any, must be the plan's."""
     applied = applied_scales(module)
     if applied is None:
         return
+    if applied.logits != 1 and (logits is None or applied.logits != logits.factor):
+        wanted = 1.0 if logits is None else logits.factor
+        raise domain_error(
+            "factor on the logits", wanted, f"the {applied.logits:g} that the module's hook applies"
+        )
     scales = scales_of(model)
     for row in applied.rows:
         wanted = scales[row.stack].at(row.layer, int(row.block == "ffn"))
@@ -172,6 +182,28 @@ class _Plan:
                 "the stream, which the skip scales set, would be lost"
             )
         yield self._epsilon(role.parameter.rpartition(".")[0], size)
+
+    def logits(self, factor: float) -> Iterable[Step]:
+        """Into the head's own matrix; where that is the token table, into the norm before it."""
+        after = self.last + 1
+        bias = self.roles.get((after, "head.bias"))
+        if bias is not None:
+            yield self._multiply(block_of(self.tensors, bias), factor)
+        own = self.roles.get((after, "head"))
+        if own is not None:
+            yield self._multiply(block_of(self.tensors, own), factor)
+            return
+        named = ((after, f"{site}.norm.gain") for site in ("head", "final"))
+        gain = next((self.roles[key] for key in named if key in self.roles), None)
+        if gain is None:
+            raise DomainError(
+                "the head's matrix is the token table and no norm with a gain stands before it, so "
+                f"that the factor {factor:g} on the logits has no place"
+            )
+        yield self._scaled_gain(gain, factor)
+        norm_bias = self.roles.get((after, gain.name.replace(".gain", ".bias")))
+        if norm_bias is not None:
+            yield self._multiply(block_of(self.tensors, norm_bias), factor)
 
     def _epsilon(self, path: str, size: float) -> Step:
         norm = self.module.get_submodule(path)

@@ -19,6 +19,7 @@ from moments.modules.expectation import (
     expected_variance,
     scales_of,
 )
+from moments.modules.logits import logit_factor
 from moments.modules.probe import drops_behind
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from moments.modules.scales import FOLDED, AppliedScales, apply_scales
@@ -86,7 +87,8 @@ def initialize(
     the plan declares them), norms gain 1 and bias 0. Embedding tables, their padding rows kept at
     zero, and an untied head are written where the plan declares them. Residual scales and LayerNorm
     Scaling become forward hooks, held in `module.moments_scales`, unless the module has parameters
-    for them; attention temperatures go into the attention modules' `scaling`.
+    for them, and so does the head's output scale; attention temperatures go into the attention
+    modules' `scaling`.
 
     Args:
         module: a module of a known family, or any with `names`.
@@ -135,7 +137,8 @@ def initialize(
 
     if hasattr(module, FOLDED):
         delattr(module, FOLDED)
-    applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held)
+    logits = logit_factor(module, found, model, described)
+    applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held, logits=logits)
     for part, scaling in scalings:
         part.scaling = scaling
     rows = []

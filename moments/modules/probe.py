@@ -68,17 +68,12 @@ def probe(
     """
     seen = _Seen()
     parts = dict(module.named_modules())
-    device = next(module.parameters()).device
     with ExitStack() as stack:
-        stack.enter_context(_in_mode(module, training))
+        stack.enter_context(in_mode(module, training))
         for block in blocks:
             for hook in _watch(parts, block, seen):
                 stack.callback(hook.remove)
-        stack.enter_context(torch.no_grad())
-        if isinstance(batch, Mapping):
-            module(**{name: _on(value, device) for name, value in batch.items()})
-        else:
-            module(_on(batch, device))
+        run(module, batch)
     return [_measured(parts, block, blocks, seen, epsilon) for block in blocks]
 
 
@@ -234,12 +229,21 @@ def regress(target: Tensor, columns: list[Tensor]) -> list[Slope | None]:
     return slopes
 
 
+def run(module: nn.Module, batch: Any) -> Any:
+    """What a module makes of a batch, on its own device and without a graph."""
+    device = next(module.parameters()).device
+    with torch.no_grad():
+        if isinstance(batch, Mapping):
+            return module(**{name: _on(value, device) for name, value in batch.items()})
+        return module(_on(batch, device))
+
+
 def _on(value: Any, device: torch.device) -> Any:
     return torch.as_tensor(value, device=device) if not isinstance(value, str | None) else value
 
 
 @contextmanager
-def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """With or without dropout; afterwards modes and torch's random state are what they were."""
     modes = {part: part.training for part in module.modules()}
     module.train(training)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from moments.errors import DomainError, MomentsError
 from moments.hook_points import Side
 from moments.modules.expectation import Scales
+from moments.modules.logits import LogitFactor
 from moments.modules.structure import Block, Point
 from moments.modules.tensors import first_tensor, with_first_tensor
 from moments.optional import optional
@@ -128,10 +129,12 @@ class AppliedScales:
 
     Attributes:
         rows: one per block whose sum or norm is scaled.
+        logits: what the logits are multiplied by.
     """
 
     rows: tuple[ScaleRow, ...]
     handles: list[RemovableHandle]
+    logits: float = 1.0
 
     def remove(self) -> None:
         """Take every hook off; the module then runs as its own code says."""
@@ -139,19 +142,22 @@ class AppliedScales:
             handle.remove()
         self.handles.clear()
         self.rows = ()
+        self.logits = 1.0
 
     def __str__(self) -> str:
         lines = [f"{len(self.handles)} hooks scale {len(self.rows)} blocks"]
         for row in self.rows:
             factors = [f"{name} {value:.6g}" for name, value in list(row._asdict().items())[3:]]
             lines.append(f"  {row.stack}layer {row.layer} {row.block}: {', '.join(factors)}")
+        if self.logits != 1:
+            lines.append(f"  logits: {self.logits:.6g}")
         return "\n".join(lines)
 
 
 def applied_scales(module: nn.Module) -> AppliedScales | None:
     """The handle of a module's scale hooks; None where it has none."""
     found = getattr(module, ATTRIBUTE, None)
-    return found if isinstance(found, AppliedScales) and found.rows else None
+    return found if isinstance(found, AppliedScales) and found.handles else None
 
 
 def remove_scales(module: nn.Module) -> None:
@@ -169,6 +175,7 @@ def apply_scales(
     *,
     drops: Callable[[], set[Block]],
     held: Iterable[tuple[int, int]] = (),
+    logits: LogitFactor | None = None,
 ) -> AppliedScales | None:
     """Hook a model's scales onto a module; None where there is nothing to scale.
 
@@ -177,6 +184,7 @@ def apply_scales(
         scales: by stack, of every layer and block.
         drops: finds the blocks whose output passes a dropout that no hook can get behind.
         held: (layer, column) of blocks whose scales the module holds in parameters of its own.
+        logits: what the logits must be multiplied by, and where.
 
     Raises:
         DomainError: a scale that no hook can apply to this module, with the reason.
@@ -184,12 +192,15 @@ def apply_scales(
     parts = dict(module.named_modules())
     planned = _planned(parts, list(blocks), scales, drops, set(held))
     remove_scales(module)
-    if not planned:
+    if not planned and logits is None:
         return None
     handles = [
         _place(parts[point.path], point.side, hook) for _, hooks in planned for point, hook in hooks
     ]
-    applied = AppliedScales(tuple(row for row, _ in planned), handles)
+    if logits is not None:
+        handles.append(_place(parts[logits.path], "output", ScaleOutput(logits.factor)))
+    factor = 1.0 if logits is None else logits.factor
+    applied = AppliedScales(tuple(row for row, _ in planned), handles, factor)
     setattr(module, ATTRIBUTE, applied)
     return applied
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..checks import check_in
 from ..errors import DomainError, ValidityWarning, domain_error
-from ..passes import _collector_paused, predict
+from ..passes import collector_paused, predict
 from ..prediction import Prediction
 from ..symbols import POSITIVE
 from ..transformer import Transformer
@@ -87,7 +87,7 @@ def solve(
 
     known = [scheme.name for scheme in schemes()]
     if isinstance(objective, str) and objective in known:
-        with _collector_paused():
+        with collector_paused():
             plan = from_scheme(model, objective, options or {}, inputs)
     else:
         names = names_of(free)
@@ -97,7 +97,7 @@ def solve(
         if not isinstance(objective, str):
             plan = task.several(_pairs(objective), names)
         elif objective in LAYERWISE:
-            with _collector_paused():
+            with collector_paused():
                 plan = by_block(model, objective, target, names, tolerance, inputs)
         elif objective in GOALS:
             plan = task.goal(GOALS[objective], target, names)
