@@ -125,17 +125,26 @@ def table(layers: int) -> str:
             found = moments.predict(model, **INPUTS, batch=2)
         growth = float(found.variance[-1] / found.variance[0])
         mean = float(found.grad_variance[0] / found.grad_variance[-1])
-        typical = float(found.grad_variance_typical[0] / found.grad_variance_typical[-1])
+        typical = _typical(found)
         r = float(found.correlation[-1])
         cells = [f"`{scheme.name}`", model.norm]
         cells += [_short(growth), _measured(run["variance_growth"])]
         cells += [_percent(growth, run["variance_growth"])]
-        cells += [_short(mean), _short(typical), _measured(run["typical_ratio"])]
-        cells += [_percent(typical, run["typical_ratio"])]
+        cells += [_short(mean), "-" if typical is None else _short(typical)]
+        cells += [_measured(run["typical_ratio"])]
+        cells += [_percent(mean if typical is None else typical, run["typical_ratio"])]
         cells += [f"{r:.3f}", _measured(run["final_correlation"])]
         cells += [f"{r - run['final_correlation'][0]:+.3f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _typical(found: moments.Prediction) -> float | None:
+    """The gradient ratio of a typical draw; None where no spread of draws is predicted."""
+    try:
+        return float(found.grad_variance_typical[0] / found.grad_variance_typical[-1])
+    except moments.MomentsError:
+        return None
 
 
 def _short(value: float) -> str:

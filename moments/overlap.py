@@ -19,9 +19,16 @@ variance of a token, and e the relative response of the branch's overlap to the 
     residual sum        (nu T^2 + nu_b B^2 + 2 (e nu + 1/width) T B)/(T + B)^2
 
 since the branch is turned at random, E (t_a.b_b)^2 = d T B. An activation's e is the slope of its
-covariance law times own variance in over own variance out (Price). Taken with averages over tokens;
-left out: what heads' realised weights add to their outputs' overlaps, and how features that two
-tokens share crowd activations (up to 1/width more, for tokens all but equal).
+covariance law times own variance in over own variance out (Price); attention's is that of averages
+of rows taken uniform. Left out: how heads' realised weights move their outputs' overlaps, and how
+features that two tokens share crowd activations (up to 1/width more, for tokens all but equal).
+
+nu is one number for all pairs of tokens. In six layers of width 128 on a text of 2 x 64 tokens,
+overlaps vary by 1, 1.3, 1.6, 1.8, 2.0, 2.1 over d in GPT-2 (here 1, 1.4, 1.7, 1.9, 2.1, 2.3) and
+by 1 to 2.8 in Llama at deviation .02 (2.6). There causal averages fill the stream, what tokens have
+of their own lies in few directions whose sizes vary by more (up to 6/d), and query and key norms
+stay 12 to 14 percent low (standard error 4) in the fifth layer; elsewhere, for fan-in
+initialisation and for BERT, within 8 percent.
 """
 
 from __future__ import annotations

@@ -256,6 +256,11 @@ class OverlapClosure:
     # --- single rows ---------------------------------------------------------------------------
 
     @property
+    def effective_keys(self) -> Array:
+        """(Lq,) n_e of a row's reference."""
+        return np.asarray(self.rows.keys[self.pattern])
+
+    @property
     def unshared_fraction(self) -> Array:
         """(Lq,) the fraction of a key that it does not share with the row's others."""
         return np.asarray(self.rows.unshared_fraction[self.pattern])

@@ -59,12 +59,15 @@ class WidthTerms:
         self.output = tilt * pairs.tilt * logits.queries / widths.d_model
         if widths.deficit <= 0.0:
             return
-        square = (weights * weights).sum(1)
-        several = square < 1.0 - 1e-9
+        # Keys that move together count as one: n_e of them, of which a row holds 1/n_e in common
+        # with itself. Rows of one key have nothing to fluctuate.
+        keys = np.maximum(closure.effective_keys, 1.0)
+        several = keys > 1.0 + 1e-6
         unshared = weights @ own - np.diagonal(mean)
-        unshared = np.where(several, unshared / np.where(several, 1.0 - square, 1.0), 0.0)
-        rooted = weights * np.sqrt(np.maximum(unshared, 0.0))[:, None]
-        held = rooted @ rooted.T  # of the same token, by mean weights
+        unshared = np.where(several, unshared / np.where(several, keys - 1.0, 1.0), 0.0)
+        unshared = np.maximum(unshared, 0.0) / (weights * weights).sum(1)
+        rooted = weights * np.sqrt(unshared)[:, None]
+        held = rooted @ rooted.T
         stiffness = 0.5 * calibration.stiffness[own_class]
         exponent = np.add.outer(stiffness, stiffness) * (1.0 + pairs.correlation)
         against = 0.5 * calibration.against[own_class]

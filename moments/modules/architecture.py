@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moments.errors import DomainError, ValidityWarning
-from moments.hook_points import layers_of, stacks_of
+from moments.head import Head
+from moments.hook_points import stacks_of
 from moments.huggingface import from_huggingface
 from moments.modules.expectation import model_of
 from moments.modules.structure import ENCODER
@@ -52,7 +53,8 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     that the module holds.
 
     Args:
-        module: a Hugging Face module, or one with nn.TransformerEncoderLayers.
+        module: a Hugging Face module, or one with nn.TransformerEncoderLayers, or with these and
+            nn.TransformerDecoderLayers, which are taken for causal.
         seq_len: tokens per sequence; None: what the config allows, or 128.
 
     Raises:
@@ -65,34 +67,63 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
             model = from_huggingface(config, seq_len=seq_len)
         alone = model.encoder is not None and ENCODER not in stacks_of(module)
         return model.encoder if alone else model
-    layers = [module.get_submodule(path) for path, _ in layers_of(module)]
-    if isinstance(layers[0], nn.TransformerEncoderLayer) and _activation(layers[0]):
-        return _encoder(layers[0], len(layers), seq_len)
-    return None
+    stacks = {
+        stack: [module.get_submodule(path) for path, _ in rows]
+        for stack, rows in stacks_of(module).items()
+    }
+    main, encoder = stacks[""], stacks.get(ENCODER)
+    kinds = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+    if not isinstance(main[0], kinds) or not _activation(main[0]):
+        return None
+    if isinstance(main[0], nn.TransformerEncoderLayer):
+        return _of_torch(main, seq_len, together=False)
+    if encoder is None:
+        return None  # what such a decoder reads, nothing in it says
+    both = isinstance(module, nn.Transformer)
+    normed = any(
+        part.norm is not None
+        for part in module.modules()
+        if isinstance(part, nn.TransformerEncoder)
+    )
+    read = _of_torch(encoder, seq_len, together=both)
+    read = read.replace(head=Head(norm=normed, loss=None))
+    return _of_torch(main, seq_len, together=both).replace(encoder=read, causal=True)
 
 
-def _encoder(layer: Any, layers: int, seq_len: int | None) -> Transformer:
+def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Transformer:
+    """A stack of torch's own encoder or decoder layers, which are alike.
+
+    Args:
+        layers: of the stack.
+        seq_len: tokens per sequence.
+        together: whether nn.Transformer drew the weights, every matrix by Xavier's rule.
+    """
+    layer = layers[0]
     d_model, d_ff = layer.self_attn.embed_dim, layer.linear1.out_features
-    heads = layer.self_attn.num_heads
-    xavier = 2 / (d_model + 3 * d_model)  # in_proj_weight is one (3 d, d) matrix to its initialiser
-    rest = Weights.torch_default(d_model, d_ff)
+    fused = 2 / (d_model + 3 * d_model)  # in_proj_weight is one (3 d, d) matrix to its initialiser
+    if together:
+        square, hidden = 1 / d_model, 2 / (d_model + d_ff)
+        weights = Weights(fused, fused, fused, square, hidden, hidden, distribution="uniform")
+    else:
+        rest = Weights.torch_default(d_model, d_ff)
+        weights = rest.replace(query=fused, key=fused, value=fused)
     return Transformer(
-        layers=layers,
+        layers=len(layers),
         d_model=d_model,
-        heads=heads,
+        heads=layer.self_attn.num_heads,
         seq_len=SEQ_LEN if seq_len is None else seq_len,
         d_ff=d_ff,
         norm="pre" if layer.norm_first else "post",
         activation=_activation(layer) or "",
         dropout=layer.dropout1.p,
         attention_dropout=layer.self_attn.dropout,
-        weights=rest.replace(query=xavier, key=xavier, value=xavier),
+        weights=weights,
         norm_epsilon=layer.norm1.eps,
         norm_affine=layer.norm1.elementwise_affine,
     )
 
 
 def _activation(layer: Any) -> str | None:
-    """Of an nn.TransformerEncoderLayer, which holds a function or a module."""
+    """Of one of torch's layers, which holds a function or a module."""
     name = getattr(layer.activation, "__name__", type(layer.activation).__name__).lower()
     return name if name in _ACTIVATIONS else None

@@ -93,9 +93,11 @@ def _check_hooks(module: nn.Module, model: Transformer, logits: LogitFactor | No
     if applied is None:
         return
     if applied.logits != 1 and (logits is None or applied.logits != logits.factor):
-        wanted = 1.0 if logits is None else logits.factor
+        planned = 1.0 if logits is None else logits.factor
         raise domain_error(
-            "factor on the logits", wanted, f"the {applied.logits:g} that the module's hook applies"
+            "factor on the logits",
+            planned,
+            f"the {applied.logits:g} that the module's hook applies",
         )
     scales = scales_of(model)
     for row in applied.rows:

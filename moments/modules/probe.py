@@ -23,6 +23,13 @@ with optional("torch", "torch"):
 
 TOKENS = 16
 
+_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (nn.TransformerEncoder, ("src",)),
+    (nn.TransformerDecoder, ("tgt", "memory")),
+    (nn.Transformer, ("src", "tgt")),
+)
+"""torch's own modules and the arguments of their forward that hold tokens."""
+
 
 @dataclass(frozen=True)
 class Slope:
@@ -110,9 +117,11 @@ def default_batch(module: nn.Module) -> Any:
         both = getattr(config, "is_encoder_decoder", False)
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if both else {})
     attention = next((p for p in module.modules() if isinstance(p, nn.MultiheadAttention)), None)
-    if isinstance(module, nn.TransformerEncoder) and attention is not None:
-        return torch.randn((2, TOKENS, attention.embed_dim), generator=generator).to(dtype)
-    return None
+    names = next((given for kind, given in _TORCH if isinstance(module, kind)), ())
+    if attention is None or not names:
+        return None
+    tokens = (2, TOKENS, attention.embed_dim)
+    return {name: torch.randn(tokens, generator=generator).to(dtype) for name in names}
 
 
 class _Seen:
