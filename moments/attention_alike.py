@@ -36,10 +36,10 @@ class _Tables:
     def tabulated(self, theta: Array) -> Array:
         return np.asarray(np.clip(theta, THETA_LEAST, THETA_MOST))
 
-    def rows(self, theta: Array, keys: Array) -> RowStatistics:  # noqa: ARG002
+    def rows(self, theta: Array, keys: Array) -> RowStatistics:
         return self._rows.single(theta)
 
-    def pairs(self, theta: Array, keys: Array, rho: Array) -> PairStatistics:  # noqa: ARG002
+    def pairs(self, theta: Array, keys: Array, rho: Array) -> PairStatistics:
         return self._rows.pair(theta, rho)
 
 

@@ -7,8 +7,8 @@ key weights), and with |x_i|^2. It is replaced by a gamma variable of the same r
 2/nu, and the average by a Gauss rule. Two rows fluctuate together: with w, w' = sqrt((1+r)/2) p +-
 sqrt((1-r)/2) q, what enters are |p|^2 and |q|^2.
 
-Keys. Given w, logits of Gaussian tokens are Gaussian; what tokens of fixed norm change is derived in
-`softmax.fixed_norms`, which here is given tokens whose queries and keys share the fraction r alike.
+Keys. Given w, logits of Gaussian tokens are Gaussian; what tokens of fixed norm change is derived
+in `softmax.fixed_norms`, here for queries and keys that share the same fraction r.
 """
 
 from __future__ import annotations

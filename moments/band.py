@@ -40,13 +40,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .block_noise import Addition, Modes, ratio, sequence_overlaps
+from .block_noise import Addition, Modes, ratio
 from .composition import Chain, Layer
 from .linearisation import Linearised, linearise, part_starts
 from .propagate import Point, Trace
+from .sequence_overlap import sequence_overlaps
 from .state import Array, Kernel, Signal
 from .token_band import log_variance_by_token
-from .token_parts import sequences_in
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -90,7 +90,8 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1) -> Array:
 
 def _by_token(declaration: Chain, trace: Trace, batch: int) -> Array:
     layers = [part for part in declaration.parts if isinstance(part, Layer)]
-    batch = max(1, batch // sequences_in(layers))
+    first = trace.stream()[0].signal
+    batch = max(1, batch // (first.kernel.pairs.shape[-1] // first.seq_len))
     overlaps: list[Array] = [0.0] * (part_starts(layers)[-1] + 1)
     if batch > 1:
         # what sequences share, followed with moments averaged over tokens
@@ -110,7 +111,11 @@ def _alike(trace: Trace) -> Trace:
         kernel = _averaged(point.signal.kernel)
         signal = Signal(kernel, point.signal.seq_len, width=point.signal.width)
         found.append(Point(point.layer, point.site, signal, received))
-    return Trace(found)
+    memory = trace.memory
+    if memory is not None:
+        kernel = _averaged(memory.second_moment())
+        memory = Signal(kernel, memory.seq_len, width=memory.width)
+    return Trace(found, memory=memory)
 
 
 def _averaged(kernel: Kernel) -> Kernel:

@@ -1,4 +1,4 @@
-"""What one draw of a block's matrices adds at random, and what several sequences share of it.
+"""What one draw of a block's matrices adds at random.
 
 Tokens alike have two kinds of modes: the token mean, with eigenvalue v + (L - 1) c, and L - 1
 differences with eigenvalue v - c. A Gaussian matrix onto w features makes the realised eigenvalue
@@ -15,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import SelfAttention
-from .composition import Chain, Component, Layer, Leaf, Residual
-from .errors import MomentsError
-from .parts import Dropout
+from .branches import last_matrix
+from .composition import BottomToTop, Chain, Component, Parallel, Residual
+from .logits import logit_law
+from .normalized_attention import NormalizedAttention
 from .propagate import Trace
 from .softmax import SquareTable
 from .softmax.chebyshev import THETA_MAX
-from .state import Array, Gradient, Kernel, Signal
+from .state import Array, Kernel
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Modes:
 
 
 class Addition(NamedTuple):
-    """What one residual addition adds at random; nothing is added where a part is no residual.
+    """What the addition of a branch, or of several, adds at random; nothing where a part has none.
 
     Attributes:
         carried, added: (..., 2) modes of the skip connection and of the branch.
@@ -80,6 +81,28 @@ def addition(
     """Modes that fluctuate one by one: carried and added are independent in direction."""
     alone = (4 * carried + kappa[..., None] * added) * added / width
     return Addition(carried, added, alone, 0.0 * gain, kept, gain, kappa)
+
+
+def one_after_the_other(additions: Sequence[Addition], modes: Modes) -> Addition:
+    """Of parallel branches, each of which finds what those before it have left.
+
+    Two branches are independent in direction, so that |B + B'|^2 varies by 4 B B'/d beside what
+    each does.
+    """
+    first = additions[0]
+    if len(additions) == 1:
+        return first
+    sizes = [one.added @ modes.average for one in additions]
+    total = np.add.reduce(sizes)
+    # (sum B)^2 - sum B^2 is twice the sum over pairs
+    own = sum((one.kappa - 2) * size**2 for one, size in zip(additions, sizes, strict=True))
+    return first._replace(
+        added=sum(one.added for one in additions),
+        alone=sum(one.alone for one in additions),
+        coherent=sum(one.coherent for one in additions),
+        gain=sum(one.gain for one in additions),
+        kappa=2 + ratio(own, total**2),
+    )
 
 
 def attention_addition(
@@ -111,8 +134,9 @@ def attention_addition(
     direct = np.stack([plain.added[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1)
     alone = (4 * plain.carried * plain.added + 2 * direct**2) / width
     # a_j^2 over its sum is the softmax of the doubled logits (no further than the table goes)
-    scale = tokens.diagonal * width**2 * attention.query * attention.key
-    theta = np.clip(4 * (tokens.diagonal - tokens.pairs) * scale, 0.0, THETA_MAX)
+    law = logit_law(attention, tokens, tokens, (width, width))
+    own = law.keys.kernel.diagonal - law.keys.kernel.pairs
+    theta = np.clip(4 * law.scale * law.queries.kernel.diagonal * own, 0.0, THETA_MAX)
     squares = SquareTable.load().at_length(modes.seq_len).single(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
     coherent = stage @ np.swapaxes(returned, -1, -2)
@@ -131,18 +155,23 @@ def logit_variance(attention: SelfAttention, base: Array, received: Array, modes
     return alike * 2 * (1 / attention.d_head + 1 / attention.d_model) / attention.heads
 
 
-def attention_of(component: Component) -> SelfAttention | None:
-    """The attention in a branch, if there is one."""
-    return next((part for part in _leaves(component) if isinstance(part, SelfAttention)), None)
+def attending(path: Chain, inner: Trace, entering: Kernel) -> Kernel:
+    """Kernel of the tokens that reach the attention on a path, unchanged moments."""
+    attends = (SelfAttention, NormalizedAttention)
+    before = [isinstance(leaf, attends) for leaf in path.parts].index(True)
+    if isinstance(path.parts[before], NormalizedAttention):
+        # its tokens are those of unit norm
+        return Kernel(1.0 + 0.0 * entering.diagonal, _reached(inner, before, entering)[1])
+    return Kernel(*_reached(inner, before, entering)[0])
 
 
-def attending(branch: Component, inner: Trace, entering: Kernel) -> Kernel:
-    """Kernel of the tokens that reach the attention in a branch, unchanged moments."""
-    before = [isinstance(part, SelfAttention) for part in _leaves(branch)].index(True)
-    if before == 0:
-        return entering
-    reached = inner.points[before - 1].signal.kernel
-    return Kernel(reached.diagonal[0], reached.pairs[0])
+def _reached(inner: Trace, before: int, entering: Kernel) -> tuple[tuple[Array, Array], Array]:
+    """Variance and covariance of the tokens before a leaf, and their correlation."""
+    found = entering.diagonal, entering.pairs
+    if before:
+        kernel = inner.points[before - 1].signal.kernel
+        found = kernel.diagonal[0], kernel.pairs[0]
+    return found, ratio(found[1], found[0])
 
 
 def with_logits(component: Component, factor: Array) -> Component:
@@ -150,24 +179,27 @@ def with_logits(component: Component, factor: Array) -> Component:
     if isinstance(component, Chain):
         parts = tuple(with_logits(part, factor) for part in component.parts)
         return dataclasses.replace(component, parts=parts)
+    if isinstance(component, Parallel):
+        branches = tuple(with_logits(branch, factor) for branch in component.branches)
+        return dataclasses.replace(component, branches=branches)
+    if isinstance(component, Residual):
+        return dataclasses.replace(component, branch=with_logits(component.branch, factor))
+    if isinstance(component, BottomToTop):
+        inner = with_logits(component.attention, factor)
+        return dataclasses.replace(component, attention=inner)  # type: ignore[arg-type]
     if isinstance(component, SelfAttention):
         return dataclasses.replace(component, query=component.query * factor)
     return component
 
 
-def _leaves(component: Component) -> tuple[Component, ...]:
-    return component.parts if isinstance(component, Chain) else (component,)
-
-
-def own_fluctuation(branch: Component, inner: Trace) -> Array:
+def own_fluctuation(path: Chain, inner: Trace) -> Array:
     """Relative variance of |branch|^2 that its own matrices add, the same in both directions.
 
     A Gaussian matrix onto w features adds 2/w; an activation makes it (kurtosis - 1)/w. Backward
     the kurtosis is that of slope times Gaussian, equal for functions of degree 1 (at unit variance
     6.3 against 7.2 forward for GELU). Dropout's masks are fresh for every token and average out.
     """
-    last = max(i for i, leaf in enumerate(_leaves(branch)) if not isinstance(leaf, Dropout))
-    reached = inner.points[last].signal
+    reached = inner.points[last_matrix(path.parts)].signal
     assert reached.spread is not None
     moment = reached.second_moment().diagonal
     relative: Array = reached.spread.diagonal / moment**2
@@ -178,73 +210,3 @@ def ratio(numerator: Array, denominator: Array) -> Array:
     """A ratio; 0 where there is no such mode (tokens identical, or of zero sum)."""
     numerator, denominator = np.broadcast_arrays(numerator, denominator)
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator != 0)
-
-
-def parts_of(layer: Layer) -> tuple[Component, ...]:
-    """What follows one another in a layer."""
-    return layer.body.parts if isinstance(layer.body, Chain) else (layer.body,)
-
-
-def sites(layers: Sequence[Layer], trace: Trace) -> list[list[tuple[Kernel, Kernel]]]:
-    """Kernels of signal and gradient before, between and after the parts of every layer."""
-    by_place = {(point.layer, point.site): point for point in trace.points}
-    stream = trace.stream()
-    found = []
-    for index, layer in enumerate(layers):
-        inner = [by_place[layer.number, part.label] for part in parts_of(layer)]
-        points = [stream[index], *inner]
-        found.append([(p.signal.kernel, p.gradient.kernel) for p in points if p.gradient])
-    return found
-
-
-def coherent_gain(component: Component, kernel: Kernel, overlap: Array, width: Array) -> Array:
-    """Factor (..., 2, 2) on a small overlap between two modes, the same in both directions."""
-    _, across = _pair(component, Signal(Kernel(kernel.diagonal, overlap), 2, width=width))
-    if attention_of(component) is not None:
-        within = 0.0 * across  # differences between tokens do not survive averaging over them
-    else:
-        _, within = _pair(component, Signal(kernel, 2, width=width))
-    within, across = np.broadcast_arrays(within, across)
-    return np.stack([np.stack([across, within], -1), np.stack([within, within], -1)], -1)
-
-
-def _pair(component: Component, pair: Signal) -> tuple[Array, Array]:
-    """Covariance of two tokens of different sequences at the output, and its pullback's factor."""
-    factor = 1.0 + 0.0 * pair.kernel.pairs
-    for part in _leaves(component):
-        if isinstance(part, SelfAttention):
-            # Weights sum to 1 within each sequence, and all pairs across have one covariance.
-            inner = part.heads * part.d_head
-            pair = Signal(pair.kernel.scaled(part.d_model * part.value), 2, width=inner)
-            factor = factor * inner * part.value
-        elif isinstance(part, Leaf):
-            pair, pullback = part.forward(pair)
-            one = 1.0 + 0.0 * factor
-            unit = Gradient(Kernel(one, one), 2)
-            factor = factor * pullback(unit).gradient.kernel.pairs
-        else:
-            raise MomentsError(f"no overlap of sequences through a {type(part).__name__}")
-    return pair.kernel.pairs, factor
-
-
-def sequence_overlaps(layers: Sequence[Layer], trace: Trace) -> list[Array]:
-    """Covariance of two tokens of different sequences before every part and after the last.
-
-    Independent inputs start at 0, texts read by one embedding as two tokens of one sequence. What
-    grows from there is the mean of the activations, which all tokens share.
-    """
-    entering = trace.stream()[0].signal
-    start = entering.kernel.pairs
-    read = any(point.layer == 0 and point.site != "stream" for point in trace.points)
-    overlap = start if read else 0.0 * start
-    found = [overlap]
-    for layer, points in zip(layers, sites(layers, trace), strict=True):
-        for part, (kernel, _) in zip(parts_of(layer), points, strict=False):
-            pair = Signal(Kernel(0.0 * overlap + kernel.diagonal, overlap), 2, width=entering.width)
-            if isinstance(part, Residual):
-                added, _ = _pair(part.branch, pair)
-                overlap = part.skip_scale**2 * overlap + part.branch_scale**2 * added
-            else:
-                overlap, _ = _pair(part, pair)
-            found.append(overlap)
-    return found

@@ -12,24 +12,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .attention import SelfAttention
 from .block_noise import (
     Addition,
     Modes,
     addition,
     attending,
     attention_addition,
-    attention_of,
-    coherent_gain,
     logit_variance,
+    one_after_the_other,
     own_fluctuation,
-    parts_of,
     ratio,
-    sites,
     with_logits,
 )
-from .composition import Chain, Component, Layer, Residual
-from .propagate import Trace, forward
-from .state import Array, Gradient, Kernel, Signal
+from .branch_passes import Branch, Passes, branches_of
+from .branches import attention_of, cross_attention_of, cross_back_kappa, parts_of
+from .composition import BottomToTop, Chain, Component, Layer, Parallel, Residual
+from .propagate import Trace
+from .sequence_overlap import sites
+from .state import Array, Kernel, Signal
 
 STEP = 1e-5
 """Relative step of the one-sided differences, whose error is of this order."""
@@ -94,6 +95,7 @@ def linearise(
                 _stack([points[index][position][0] for index, position in places]),
                 _stack([points[index][position + 1][1] for index, position in places]),
                 np.stack([overlaps[k] for k in here], axis=-1),
+                _by_layer(trace.memory),
             )
         )
         order += here
@@ -133,9 +135,24 @@ def _structure(component: Component) -> Any:
     """What components must share to be stacked."""
     if isinstance(component, Chain):
         return tuple(_structure(part) for part in component.parts)
+    if isinstance(component, Parallel):
+        return ("parallel", *(_structure(branch) for branch in component.branches))
     if isinstance(component, Residual):
         return (component.label, _structure(component.branch))
+    if isinstance(component, BottomToTop):
+        inner = (component.attention, component.norm, component.ffn)
+        return (component.label, *(_structure(part) for part in inner))
     return (type(component), component.label)
+
+
+def _by_layer(memory: Signal | None) -> Signal | None:
+    """What cross-attention reads, with a last axis where stacked layers have theirs."""
+    if memory is None:
+        return None
+    kernel, spread = memory.second_moment(), memory.spread
+    one = [None if k is None else _stack([k]) for k in (kernel, spread)]
+    assert one[0] is not None
+    return Signal(one[0], memory.seq_len, width=memory.width, spread=one[1])
 
 
 def _stack(kernels: Sequence[Kernel]) -> Kernel:
@@ -169,65 +186,100 @@ def _linearise(
     kernel: Kernel,
     gradient: Kernel,
     overlap: Array,
+    memory: Signal | None,
 ) -> Linearised:
     """One stacked part, whose signal enters with `kernel` and whose output receives `gradient`."""
     base, received = np.broadcast_arrays(
         modes.of(kernel), modes.of(gradient) / gradient.diagonal[..., None]
     )
     axes = (1,) * (base.ndim - 1)
-    residual = isinstance(part, Residual)
-    node = part.branch if isinstance(part, Residual) else part
-    skip = np.asarray(part.skip_scale**2 if isinstance(part, Residual) else 0.0)
-    scale = np.asarray(part.branch_scale**2 if isinstance(part, Residual) else 1.0)
-    attention = attention_of(node)
+    attention = attention_of(part)
 
     # Rows: unchanged; either mode of the signal a little larger; the logits a little larger.
     steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0]])[: 3 if attention is None else 4]
     nudged = base * (1 + steps.reshape(-1, *axes, 2))
     if attention is not None:
-        node = with_logits(node, 1 + STEP * np.array([0, 0, 0, 1]).reshape(-1, *axes))
-    entering = modes.kernel(nudged)
-    inner = Trace()
-    signal = Signal(entering, modes.seq_len, width=width, spread=entering.scaled(0.0))
-    output, back = forward(node, signal, inner)
-    carried, added = skip[..., None] * nudged, scale[..., None] * modes.of(output.kernel)
-    leaving = carried + added
+        part = with_logits(part, 1 + STEP * np.array([0, 0, 0, 1]).reshape(-1, *axes))
+    passes = Passes(modes, width, memory, len(axes))
+    branches = branches_of(part, passes, nudged, kernel, overlap)
+    if isinstance(part, BottomToTop):
+        whole, returned, _ = passes.through(part, passes.signal(modes.kernel(nudged)), nudged.shape)
+        leaving = modes.of(whole.kernel)
+    else:
+        skip = np.asarray(part.skip_scale**2 if isinstance(part, Residual) else 0.0)
+        leaving = skip[..., None] * nudged + sum(one.added for one in branches)
+        returned = skip[..., None, None] * np.eye(2) + sum(one.returned for one in branches)
     response = ratio(leaving[1:] - leaving[0], STEP * leaving[0])
 
-    basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
-    pulled = modes.of(back(Gradient(basis, modes.seq_len)).kernel)
-    returned = scale[..., None, None] * np.moveaxis(
-        np.broadcast_to(pulled, (2, *leaving.shape)), 0, -1
-    )
-    sent = np.einsum("...ij,...j->...i", returned, received) + skip[..., None] * received
+    sent = np.einsum("...ij,...j->...i", returned, received)
     # The pass itself took 1/d off for directions that gradients lose: only shapes count here.
     size = sent[0] @ modes.average
     one, two = size[..., None], size[..., None, None]
-    pull = (returned[0] + skip[..., None, None] * np.eye(2)) / two
-    exposure = (sent[1:] - sent[0]) / (STEP * one)
+    pull, exposure = returned[0] / two, (sent[1:] - sent[0]) / (STEP * one)
 
-    like = np.ones_like(size)
-    gain = scale[..., None, None] * coherent_gain(node, kernel, overlap, width)
-    kappa = (own_fluctuation(node, inner) * width if residual else 0.0) * like
-    up = addition(carried[0], residual * added[0], skip * like, gain, kappa, width)
-    down = addition(
-        skip[..., None] * received / one,
-        residual * (returned[0] @ received[..., None])[..., 0] / one,
-        skip / size,
-        gain / two,
-        kappa,
-        width,
-    )
-    variance, moved = 0.0 * like, (np.zeros_like(base), np.zeros_like(base))
+    moments = leaving[0], sent[0] / one, received, size
+    up, down = _additions(part, attention, branches, moments, modes, width)
+    variance, moved = 0.0 * np.ones_like(size), (np.zeros_like(base), np.zeros_like(base))
     if attention is not None:
-        tokens = attending(node, inner, kernel)
-        down = attention_addition(attention, down, returned[0] / two, received, tokens, modes)
-        variance = logit_variance(attention, base, received, modes)
+        variance = variance + logit_variance(attention, base, received, modes)
         moved = (response[2], exposure[2])
     response, exposure = (np.moveaxis(entry[:2], 0, -1) for entry in (response, exposure))
-    whole = Linearised(response, pull, exposure, up, down, Logits(variance, *moved))
-    found: Linearised = _layers_first(whole, base.ndim - 2)
+    whole_part = Linearised(response, pull, exposure, up, down, Logits(variance, *moved))
+    found: Linearised = _layers_first(whole_part, base.ndim - 2)
     return found
+
+
+def _additions(
+    part: Component,
+    attention: SelfAttention | None,
+    branches: Sequence[Branch],
+    moments: tuple[Array, Array, Array, Array],
+    modes: Modes,
+    width: Array,
+) -> tuple[Addition, Addition]:
+    """What a part adds at random to the signal and to the gradient.
+
+    Args:
+        part: of a layer.
+        attention: what it has of it.
+        branches: of the part.
+        moments: modes of the signal that leaves, of the gradient sent over its variance and of
+            that received, and the former's variance per unit of the latter's.
+        modes: of the tokens.
+        width: d_model.
+    """
+    leaving, sent, received, size = moments
+    like = np.ones_like(size)
+    random = isinstance(part, Residual | BottomToTop)
+    added = [random * one.added[0] for one in branches]
+    back = [random * (one.returned[0] @ received[..., None])[..., 0] for one in branches]
+    back = [entry / size[..., None] for entry in back]
+    carried, carried_back = leaving - sum(added), sent - sum(back)
+    if not random:
+        carried, carried_back = 0.0 * leaving, 0.0 * sent
+    # what a kernel keeps: of a bottom-to-top connection on average over the modes
+    kept = like * (part.skip_scale**2 if isinstance(part, Residual) else 0.0)
+    if isinstance(part, BottomToTop):
+        kept = ratio(carried_back @ modes.average, received @ modes.average) * size
+    above, below = carried, carried_back
+    up, down = [], []
+    for branch, own, own_back in zip(branches, added, back, strict=True):
+        kappa = (own_fluctuation(branch.path, branch.trace) * width if random else 0.0) * like
+        up.append(addition(above, own, kept, branch.gain, kappa, width))
+        crossed = cross_attention_of(branch.path)
+        if crossed is not None:
+            assert branch.trace.memory is not None
+            kappa = cross_back_kappa(crossed, branch.trace.memory.seq_len) * like
+        plain = addition(
+            below, own_back, kept / size, branch.gain / size[..., None, None], kappa, width
+        )
+        if attention is not None and attention_of(branch.path) is not None:
+            tokens = attending(branch.path, branch.trace, branch.entering)
+            returned = branch.returned[0] / size[..., None, None]
+            plain = attention_addition(attention, plain, returned, received, tokens, modes)
+        down.append(plain)
+        above, below = above + own, below + own_back
+    return one_after_the_other(up, modes), one_after_the_other(down, modes)
 
 
 def _layers_first(entries: Any, axis: int) -> Any:

@@ -82,9 +82,13 @@ class _Network:
     ) -> None:
         self.parts, self.first, self.batch, self.overlaps = parts, first, batch, overlaps
         self.width = float(first.width)
+        self._coherence: Sequence[Array] = ()
 
     def variance(self, starts: Sequence[int]) -> Array:
-        """(starts, ...): of y at the inputs of these parts (or the network's output), in order."""
+        """(starts, ...): of y at the inputs of these parts (or the network's output), in order.
+
+        The first call has the input of the first part among them.
+        """
         parts = self.parts
         shape = parts[0].sent.shape
         identity = np.broadcast_to(np.eye(shape[-1], dtype=SINGLE), (1, *shape))
@@ -108,9 +112,10 @@ class _Network:
                 sensitivity = step.sensitivity
         top = parts[-1].received
         noise += 2 / self.width * paired(sensitivity, top, top) / self.batch
-        coherence = [entry[4][:1] for entry in shares]
+        if not self._coherence:
+            self._coherence = [entry[4][:1] for entry in shares]
         noise += self._gradient_floor(shares, noise)
-        return noise + self._signal(ascents, sensitivity, coherence)
+        return noise + self._signal(ascents, sensitivity, self._coherence)
 
     # --- gradient ------------------------------------------------------------------------------
 

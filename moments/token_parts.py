@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .attention import SelfAttention
-from .block_noise import parts_of
+from .branches import parts_of
 from .composition import Chain, Component, Layer, Parallel, Residual
 from .part_response import in_units, response
 from .parts import Dropout

@@ -217,6 +217,18 @@ def test_points_between_those_followed() -> None:
     assert np.any(found != exact)
 
 
+def test_points_are_followed_one_by_one_or_together() -> None:
+    model = small("post").replace(layers=3, seq_len=8, causal=True)
+    declared = declare(model, "refined")
+    trace = predict(model, correlation=0.3, batch=2).trace
+    together = log_variance(declared, trace, 2)
+    entries, token_band.CHUNK_ENTRIES = token_band.CHUNK_ENTRIES, 1
+    try:
+        assert log_variance(declared, trace, 2) == pytest.approx(together, rel=1e-5)
+    finally:
+        token_band.CHUNK_ENTRIES = entries
+
+
 def test_several_configurations_by_token() -> None:
     model = small("pre").replace(layers=3, seq_len=8, causal=True)
     correlation, shared = np.array([0.1, 0.5]), np.array([0.0, 0.2])

@@ -18,8 +18,6 @@ from scipy import integrate, stats
 
 from moments.errors import DomainError
 from moments.softmax import (
-    PairStatistics,
-    RectangularTable,
     RowStatistics,
     SquareTable,
     chi_square_pair_rule,
@@ -32,10 +30,9 @@ from moments.softmax.chebyshev import (
     chebyshev_coefficients,
     gauss_nodes,
     length_at,
-    ratio_at,
     theta_at,
 )
-from moments.softmax.encoding import encode_pair, encode_row, encode_square_pair
+from moments.softmax.encoding import encode_row, encode_square_pair
 from moments.softmax.exact import THETA_EXACT
 
 
@@ -295,28 +292,6 @@ def test_square_pairs_against_evaluator(theta_max, rho_min, bound):
         assert pair_errors(table, pair_statistics(*point), point[0] * point[2]).max() < bound
 
 
-@pytest.mark.parametrize(("theta_max", "bound"), [(2.0, 5e-4), (6.0, 1e-3)])
-def test_rectangular_pairs_against_evaluator(theta_max, bound):
-    theta, n, rho, rng = random_points(90, theta_max, seed=5)
-    k = n * np.exp(rng.uniform(0, 8, n.size))
-    table = RectangularTable.load().pairs(theta, n, rho, k)
-    exact = np.array(
-        [pair_statistics(a, b, c, a, d) for a, b, c, d in zip(theta, n, rho, k, strict=True)]
-    ).T
-    errors = pair_errors(table, exact, theta * rho)
-    assert errors.max() < bound
-    assert np.median(errors) < 1e-5
-
-
-def test_square_and_rectangular_tables_agree():
-    theta, n, rho, _ = random_points(200, 4.0, seed=6)
-    square = SquareTable.load()
-    pairs = [square.at_length(m).pair(t, r) for t, m, r in zip(theta, n, rho, strict=True)]
-    a = PairStatistics(*np.array(pairs).T)
-    b = RectangularTable.load().pairs(theta, n, rho, n)
-    assert pair_errors(b, a, theta * rho).max() < 5e-4
-
-
 def test_shapes_and_paths_agree():
     """Scalars, broadcasting, one theta with many n, many theta with one n: the same numbers."""
     table = SquareTable.load()
@@ -334,42 +309,6 @@ def test_shapes_and_paths_agree():
     assert pair.overlap.shape == (70, 2)
     # at rho = 1 the pair is the row
     assert pair.overlap[:, 1] == pytest.approx(full.sum_square[:, 2], rel=1e-5)
-
-
-def test_staged_is_pairs():
-    n, k = (1.0 + i for i in np.triu_indices(60))
-    table = RectangularTable.load()
-    a, b = table.staged(1.3, 0.6, n, k), table.pairs(1.3, n, 0.6, k)
-    for left, right in zip(a, b, strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-11, atol=1e-15)
-    assert np.all(a.overlap[n == 1] == 1 / k[n == 1])
-    assert np.all(a.jacobian_overlap[n == 1] == 0.0)
-
-
-def test_unequal_variances():
-    """Equal variances: nothing changes. Unequal: exact for small psi, else the stated errors."""
-    table, square = RectangularTable.load(), SquareTable.load()
-    rng = np.random.default_rng(8)
-    theta, n = rng.uniform(0.1, 2.0, 60), np.exp(rng.uniform(0.5, 6, 60))
-    k, rho = n * np.exp(rng.uniform(0, 3, 60)), rng.uniform(-0.2, 1, 60)
-    same = table.general(theta, n, theta, k, rho * theta)
-    for left, right in zip(same, table.pairs(theta, n, rho, k), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-9)
-    theta2 = theta * np.exp(rng.uniform(-0.35, 0.35, 60))
-    mean = np.sqrt(theta * theta2)
-    small = table.general(theta, n, theta2, k, 1e-6 * mean).jacobian_overlap
-    product = (1 - square.single(theta, n).sum_square) * (1 - square.single(theta2, k).sum_square)
-    np.testing.assert_allclose(small, product / (k - 1), rtol=1e-4)
-    psi = rho * mean
-    approximate = table.general(theta, n, theta2, k, psi)
-    exact = np.array(
-        [pair_statistics(*point) for point in zip(theta, n, rho, theta2, k, strict=True)]
-    ).T
-    errors = pair_errors(approximate, exact, psi)
-    assert np.median(errors[0]) < 1e-5
-    assert errors[0].max() < 3e-3
-    assert np.median(errors) < 2e-4
-    assert errors.max() < 3e-2
 
 
 @given(
@@ -418,9 +357,7 @@ def test_beyond_the_tables():
     long = SquareTable.load().at_length(1e9)
     assert long.single(1.0).sum_square == pytest.approx(1e-9 * math.e, rel=1e-6)
     mixed = SquareTable.load().single([1.0, 9.0], [1e10, 5.0])
-    clipped = RectangularTable.load().pairs([9.0, 1e9, 1.0], [4.0, 4.0, 1e9], 0.5, 1e10)
-    assert not clipped.valid.any()
-    for result in (row, pair, mixed, clipped):
+    for result in (row, pair, mixed):
         assert all(np.all(np.isfinite(field)) for field in result)
 
 
@@ -443,10 +380,8 @@ def build_script():
 def test_shipped_tables_are_what_the_script_builds():
     """At the script's own nodes the shipped interpolants return the encoded evaluator's values."""
     script, square = build_script(), SquareTable.load()
-    rectangular = RectangularTable.load().pair
     assert square.row.shape[:2] == script.ROW_NODES
     assert (*square.pair.shape[:2], square.pair.shape[3]) == script.SQUARE_NODES
-    assert (*rectangular.shape[:2], *rectangular.shape[3:]) == script.RECTANGULAR_NODES
 
     def at_nodes(coefficients, axes, indices):
         for axis, i in reversed(list(zip(axes, indices, strict=True))):
@@ -455,7 +390,7 @@ def test_shipped_tables_are_what_the_script_builds():
             coefficients = np.tensordot(coefficients, basis, (axis, 0))
         return coefficients
 
-    for a, b, c, d in [(0, 0, 0, 0), (3, 11, 5, 7), (15, 23, 13, 11), (8, 17, 9, 2)]:
+    for a, b, c in [(0, 0, 0), (3, 11, 5), (15, 23, 13), (8, 17, 9)]:
         t, n = theta_at(gauss_nodes(28)[a]), length_at(gauss_nodes(44)[b])
         np.testing.assert_allclose(
             at_nodes(square.row, (0, 1), (a, b)), encode_row(t, n), rtol=1e-7
@@ -463,10 +398,6 @@ def test_shipped_tables_are_what_the_script_builds():
         t, n, rho = theta_at(gauss_nodes(20)[a]), length_at(gauss_nodes(32)[b]), gauss_nodes(18)[c]
         expected = encode_square_pair(t, n, float(rho))
         found = at_nodes(square.pair, (0, 1, 3), (a, b, c))
-        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
-        t, n, rho = theta_at(gauss_nodes(16)[a]), length_at(gauss_nodes(24)[b]), gauss_nodes(14)[c]
-        expected = encode_pair(t, n, float(rho), n / ratio_at(gauss_nodes(12)[d]))
-        found = at_nodes(rectangular, (0, 1, 3, 4), (a, b, c, d))
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
@@ -483,8 +414,7 @@ def test_chebyshev_interpolation():
 
 def test_shipped_tables_are_small():
     folder = resources.files("moments").joinpath("data")
-    files = [folder.joinpath(f"softmax_{name}.npz") for name in ("square", "rectangular")]
-    assert sum(len(file.read_bytes()) for file in files) < 2_000_000
+    assert len(folder.joinpath("softmax_square.npz").read_bytes()) < 300_000
 
 
 # ------------------------------------------------------------------ the chi-square average
@@ -562,9 +492,6 @@ def test_pair_rule_is_two_independent_gammas():
         lambda: SquareTable.load().at_length(8).pair(1.0, [0.2, math.nan]),
         lambda: SquareTable.load().at_length(8).pair(math.inf, 0.2),
         lambda: SquareTable.load().single(1.0, [2.0, 0.5]),
-        lambda: RectangularTable.load().pairs(1.0, 8.0, 0.5, 7.0),
-        lambda: RectangularTable.load().staged(1.0, 1.5, 8.0, 9.0),
-        lambda: RectangularTable.load().general(1.0, 8.0, 1.0, 9.0, 1.1),
         lambda: chi_square_rule(0.0),
         lambda: chi_square_rule(10.0, 0),
         lambda: chi_square_pair_rule(1.0, 1.5, 10.0),

@@ -25,8 +25,8 @@ def deep(norm: str) -> Transformer:
 
 @cache
 def scaled(norm: str) -> Transformer:
-    """The same under DeepScaleLM."""
-    return deep(norm).with_scheme("dslm", input_correlation=CORRELATION)
+    """The same under DeepScaleLM, on fewer tokens."""
+    return deep(norm).replace(seq_len=64).with_scheme("dslm", input_correlation=CORRELATION)
 
 
 def _both(label: str, model: Transformer, quantity: str, over: str = "") -> tuple[Line, ...]:
@@ -54,7 +54,8 @@ def _conserved() -> Setup:
         lines = [_both(f"{norm.title()}-LN, ", scaled(norm), quantity) for norm in ("pre", "post")]
         panels.append(Panel(label, (*lines[0], *lines[1])))
     title = "DeepScaleLM conserves variances, forward and backward"
-    return Setup("kedia-4", title, kedia("Figure 4"), DEEP, tuple(panels))
+    settings = DEEP.replace("256 tokens", "64 tokens")
+    return Setup("kedia-4", title, kedia("Figure 4"), settings, tuple(panels))
 
 
 def _of_block(label: str, which: str, drop_prob: float, **changes: object) -> Line:
@@ -78,7 +79,7 @@ def _correlations() -> Setup:
 
 
 def _no_collapse() -> Setup:
-    base = Transformer(100, 256, 4, 256, dropout=DROPOUT)
+    base = Transformer(100, 128, 4, 64, dropout=DROPOUT)
     models = {
         "Xavier": base,
         "Xavier, lambda = 1, beta^2 = 2/N": base.replace(branch_scale=math.sqrt(2 / 100)),
@@ -89,8 +90,8 @@ def _no_collapse() -> Setup:
     )
     title = "No rank collapse with Xavier weights and dropout"
     settings = (
-        "100 layers Pre-LN, d_model 256, 4 heads, 256 tokens, ReLU, dropout .1; the paper gives "
-        "the axis and the three schemes"
+        "100 layers, dropout .1, ReLU and the three schemes as in the paper; Pre-LN, d_model 128, "
+        "4 heads and 64 tokens are ours"
     )
     panel = Panel("token correlation", lines)
     return Setup("kedia-8", title, kedia("Figure 8"), settings, (panel,))

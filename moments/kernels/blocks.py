@@ -15,7 +15,65 @@ from moments.kernels.row_classes import RowClass, window
 
 Array = NDArray[np.float64]
 
+Single = NDArray[np.float32]
+
 Pair = tuple[RowClass, RowClass]
+
+STACK_ENTRIES = 1 << 18
+"""Entries of the joint laws treated at a time, at all nodes: a megabyte, which stays in cache."""
+
+
+class ProjectedKernels(NamedTuple):
+    """(1 - A) C (1 - A')^T of kernels C and of every two classes.
+
+    Attributes:
+        mixed: by a class's row, (t, n, Lk): (1 - A) C.
+    """
+
+    mixed: dict[int, Single]
+
+    @classmethod
+    def of_classes(cls, classes: list[RowClass], kernels: Array) -> ProjectedKernels:
+        """Of (t, Lk, Lk) kernels."""
+        whole: Single = kernels.astype(np.float32)
+        several = [one for one in classes if len(one.own_weights) > 1]
+        return cls(
+            {one.row: one.response.astype(np.float32) @ whole[..., one.keys, :] for one in several}
+        )
+
+    def of(self, pairs: list[Pair]) -> Single:
+        """(c, t, n, k)."""
+        parts = [
+            self.mixed[one.row][..., two.keys] @ two.response.T.astype(np.float32)
+            for one, two in pairs
+        ]
+        return parts[0][None] if len(parts) == 1 else np.stack(parts)
+
+
+class Projected(NamedTuple):
+    """Projected kernels of one layer.
+
+    Attributes:
+        within: of the keys within a row.
+        values: of the values; None where moving along the queries' correlation moves along them.
+        turned: of each of `Rotation.kernels`; None without rotation.
+    """
+
+    within: ProjectedKernels
+    values: ProjectedKernels | None
+    turned: ProjectedKernels | None
+
+    @classmethod
+    def of_layer(cls, classes: list[RowClass], logits: Logits) -> Projected:
+        """Form the products that all pairs share."""
+        within = ProjectedKernels.of_classes(classes, logits.within[None])
+        if logits.aligned:
+            return cls(within, None, None)
+        values = ProjectedKernels.of_classes(classes, logits.values[None])
+        if logits.rotation is None:
+            return cls(within, values, None)
+        kernels = logits.rotation.kernels(logits.keys)
+        return cls(within, values, ProjectedKernels.of_classes(classes, kernels))
 
 
 class Block(NamedTuple):
@@ -39,55 +97,55 @@ class Block(NamedTuple):
     plain: PairSum | None
 
     @classmethod
-    def of(cls, pairs: list[Pair], exponents: Array, slopes: Array, logits: Logits) -> Block:
+    def of(cls, pairs: list[Pair], exponents: Array, slopes: Array, projected: Projected) -> Block:
         """Form the joint laws.
 
         Args:
             pairs: of classes, all of one shape.
             exponents: (c, r) beta at the nodes.
             slopes: (c, r) its derivative in the correlation.
-            logits: of the layer.
+            projected: kernels of the layer.
         """
         first = np.stack([one.own_weights for one, _ in pairs])
         second = np.stack([two.own_weights for _, two in pairs])
         rows = np.stack([one.weights for one, _ in pairs])
         rows2 = np.stack([two.weights for _, two in pairs])
-        single = [side.astype(np.float32)[:, None] for side in (first, second)]
-        projected = _projected(pairs, logits.within[None])
-        joint = exponents[..., None, None].astype(np.float32) * projected.astype(np.float32)
+        shares = [side.astype(np.float32)[:, None] for side in (first, second)]
+        joint = exponents[..., None, None].astype(np.float32) * projected.within.of(pairs)
         np.exp(np.minimum(joint, EXPONENT_MAX, out=joint), out=joint)
-        joint = balanced(joint, single[0], single[1], 3)
+        joint = balanced(joint, shares[0], shares[1], 3)
         response = turned = plain = None
-        if not logits.aligned:
-            along = _projected(pairs, logits.values[None])
-            step = slopes[..., None, None].astype(np.float32) * along.astype(np.float32)
-            response = PairSum.of(tangent(joint, step, single[0], single[1]), rows, rows2)
-            if logits.rotation is not None:
-                terms = _projected(pairs, logits.rotation.kernels(logits.keys))
-                turned = PairSum.of(terms.astype(np.float32), rows, rows2)
-                plain = PairSum.of(along.astype(np.float32), rows, rows2)
+        if projected.values is not None:
+            along = projected.values.of(pairs)
+            step = slopes[..., None, None].astype(np.float32) * along
+            response = PairSum.of(tangent(joint, step, shares[0], shares[1]), rows, rows2)
+            if projected.turned is not None:
+                turned = PairSum.of(projected.turned.of(pairs), rows, rows2)
+                plain = PairSum.of(along, rows, rows2)
         joint -= 1.0
         own = pairs[0][0] is pairs[0][1]
         return cls(pairs, own, PairSum.of(joint, rows, rows2), response, turned, plain)
 
-    def of_keys(self, kernel: Array) -> Array:
+    def of_keys(self, kernel: Single) -> Single:
         """(c, ..., n, k): the parts of a (..., Lk, Lk) kernel that the pairs meet."""
         parts = [kernel[window(one.keys, two.keys)] for one, two in self.pairs]
         return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
-    def of_patterns(self, weights: Array) -> Array:
+    def of_patterns(self, weights: Single) -> Single:
         """(c, ..., a, b): the parts of (..., P, P) weights on pairs of patterns."""
         parts = [weights[..., one.patterns, two.patterns] for one, two in self.pairs]
         return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
-    def add_to_keys(self, total: Array, parts: Array) -> None:
-        """Add (c, ..., n, k) to a (..., Lk, Lk) total, in both orders of a pair."""
+    def add_to_keys(self, total: Single, parts: Single, parity: Single | None = None) -> None:
+        """Add (c, m, n, k) to a (m, Lk, Lk) total, in both orders of a pair: those of parity -1
+        change sign when it turns."""
         for (one, two), part in zip(self.pairs, parts, strict=True):
             total[window(one.keys, two.keys)] += part
             if not self.own:
-                total[window(two.keys, one.keys)] += part.swapaxes(-1, -2)
+                turned = part if parity is None else parity[:, None, None] * part
+                total[window(two.keys, one.keys)] += turned.swapaxes(-1, -2)
 
-    def put_patterns(self, total: Array, parts: Array, parity: Array | None) -> None:
+    def put_patterns(self, total: Single, parts: Single, parity: Array | None) -> None:
         """Write (c, r, a, b) into a (r, P, P) total, in both orders of a pair: those of parity -1
         change sign when it turns."""
         sign = 1.0 if parity is None else parity[:, None, None]
@@ -97,15 +155,9 @@ class Block(NamedTuple):
                 total[..., two.patterns, one.patterns] = sign * part.swapaxes(-1, -2)
 
 
-def _projected(pairs: list[Pair], kernels: Array) -> Array:
-    """(c, t, n, k): (1 - A) C (1 - A')^T of (t, Lk, Lk) kernels C."""
-    parts = [
-        one.response @ kernels[window(one.keys, two.keys)] @ two.response.T for one, two in pairs
-    ]
-    return parts[0][None] if len(parts) == 1 else np.stack(parts)
-
-
-def by_shape(classes: list[RowClass]) -> Iterator[tuple[list[tuple[int, int]], list[Pair]]]:
+def by_shape(
+    classes: list[RowClass], nodes: int
+) -> Iterator[tuple[list[tuple[int, int]], list[Pair]]]:
     """All pairs of classes with more than one key, in stacks of one shape."""
     stacks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     several = [index for index, group in enumerate(classes) if len(group.own_weights) > 1]
@@ -113,5 +165,8 @@ def by_shape(classes: list[RowClass]) -> Iterator[tuple[list[tuple[int, int]], l
         for two in several[position:]:
             shape = (*classes[one].weights.shape, *classes[two].weights.shape, one == two)
             stacks.setdefault(shape, []).append((one, two))
-    for indices in stacks.values():
-        yield indices, [(classes[one], classes[two]) for one, two in indices]
+    for shape, indices in stacks.items():
+        most = max(1, STACK_ENTRIES // (shape[1] * shape[3] * nodes))
+        for start in range(0, len(indices), most):
+            part = indices[start : start + most]
+            yield part, [(classes[one], classes[two]) for one, two in part]

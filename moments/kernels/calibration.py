@@ -64,6 +64,7 @@ def calibrate(
     theta: Array,
     keys: Array,
     unshared: Array,
+    own: Array,
     nodes: Nodes,
     widths: Widths,
 ) -> Calibration:
@@ -71,18 +72,21 @@ def calibrate(
 
     Args:
         theta, keys: (classes,) reference rows.
-        unshared: (classes,) fraction of a key that it does not share with the others.
+        unshared, own: (classes,) fraction of a key that it does not share with the others, by the
+            variance of the logits and by the mean overlap of the keys.
         nodes: correlations.
         widths: of the layer.
     """
     single, column = (keys <= 1.0)[:, None], theta[:, None]
     rho = np.broadcast_to(nodes.rho, (len(theta), len(nodes.rho)))
-    found = finite_rows(theta, keys, unshared, rho, widths)
+    found = finite_rows(theta, keys, own, rho, widths)
     closure = found.overlap @ nodes.basis(nodes.rho)[1]
     still = single | (closure <= 0.0)
     closure = np.where(still, 1.0, closure)
     odds = np.clip(found.overlap, 1e-12, 1.0 - 1e-12)
     odds = np.log(np.maximum(keys - 1.0, 1e-12)[:, None] * odds / (1.0 - odds))
+    # First order in what one key's logit varies: by its own part, where the keys are not alike.
+    lift = np.where(unshared > 0.0, own / np.where(unshared > 0.0, unshared, 1.0), 1.0)
     alone, noise = keys <= 1.0, found.jacobian
     cross = 2.0 / widths.d_model * unshared * found.dropped_cross / (theta * noise)
     return Calibration(
@@ -93,8 +97,8 @@ def calibrate(
         found.tilt,
         found.query_tilt,
         np.where(still[:, 0], 0.0, theta * found.common / closure[:, 0]),
-        found.stiffness,
-        found.against,
+        lift * found.stiffness,
+        lift * found.against,
         found.masks,
         np.where(alone, 1.0, found.dropped_key / (theta * noise)),
         np.where(alone, 1.0, found.dropped_query / noise),

@@ -28,24 +28,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moments.kernels import exact_rows
-from moments.kernels.balance import self_overlap
-from moments.kernels.blocks import Block, by_shape
 from moments.kernels.calibration import calibrate
+from moments.kernels.contractions import single
+from moments.kernels.joint_laws import JointLaws
 from moments.kernels.logits import Logits
 from moments.kernels.nodes import nodes_for
-from moments.kernels.pair_weights import PairWeights, geometric_mean, row_scale
-from moments.kernels.row_classes import (
-    RowClass,
-    as_slice,
-    find_patterns,
-    group_patterns,
-    window,
-)
-from moments.kernels.row_statistics import mean_attention, row_statistics
+from moments.kernels.pair_weights import PairWeights, row_scale
+from moments.kernels.row_classes import window
+from moments.kernels.row_layout import RowLayout
 from moments.kernels.widths import Widths
 
 Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 
 class OverlapClosure:
@@ -53,136 +46,50 @@ class OverlapClosure:
 
     Attributes:
         logits: of the layer.
-        rows: reference statistics of the patterns, then of the classes' own rows.
-        pattern: (Lq,) the pattern of every row.
-        group: (P,) the class of every pattern.
-        classes: all classes.
+        rows, pattern, group, classes, weights: as in `row_layout.RowLayout`, `rows` its statistics.
         calibration: what exact rows say about every class.
-        weights: (Lq, Lk) mean attention.
+        pairs: what the joint laws are read at.
     """
 
     def __init__(self, logits: Logits, widths: Widths) -> None:
         self.logits = logits
-        self._kernel = logits.within
-        temperature = logits.temperature
-        first, pattern = find_patterns(logits.prior, temperature, logits.biased)
-        groups = group_patterns(logits.prior[first], _means(temperature, pattern), logits.biased)
-        order = np.concatenate(groups)  # patterns numbered class by class
-        self.pattern = np.argsort(order)[pattern]
-        patterns = logits.prior[first[order]]
-        pattern_temperature = _means(temperature, self.pattern)
-        ends = np.cumsum([len(group) for group in groups])
-        spans = [
-            slice(int(end) - len(group), int(end)) for end, group in zip(ends, groups, strict=True)
-        ]
-        extended = np.vstack([patterns, *[self._shared(patterns[span]) for span in spans]])
-        means = [pattern_temperature[span].mean() for span in spans]
-        self.rows = row_statistics(
-            self._kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
-        )
-        self.classes = [
-            self._make_class(span, len(patterns) + index, extended)
-            for index, span in enumerate(spans)
-        ]
-        compact = np.zeros(patterns.shape)
-        self.group = np.empty(len(patterns), dtype=np.intp)
-        for index, group in enumerate(self.classes):
-            compact[window(group.patterns, group.keys)] = group.weights
-            self.group[group.patterns] = index
-        self.weights = compact[self.pattern]
-
+        layout = RowLayout.of(logits)
+        self.rows = stats = layout.statistics
+        self.pattern, self.group, self.classes = layout.pattern, layout.group, layout.classes
+        self.weights = layout.weights
         correlation = logits.correlation()
         if logits.rotation is not None:
             correlation = np.minimum(correlation * logits.rotation.queries, 0.0)
-        self._nodes = nodes_for(correlation, float(self.rows.theta.max()))
-        stats, own = self.rows, slice(len(patterns), None)
+        self._nodes = nodes = nodes_for(correlation, float(stats.theta.max()))
+        own = slice(len(self.group), None)
         self.calibration = calibrate(
             stats.theta[own],
             stats.keys[own],
             stats.unshared_fraction[own],
-            self._nodes,
+            stats.own_fraction[own],
+            nodes,
             widths,
         )
         variance = np.maximum(stats.logit_variance[own], exact_rows.THETA_LEAST)
         gap = variance * stats.strength[own] ** 2
         self._exponent_per_logit = self.calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        self._row_scale = row_scale(stats, self.group, self.classes, self._kernel, self._nodes)
-        self._blocks = self._make_blocks()
-        norm = np.sqrt(temperature / pattern_temperature[self.pattern])
+        self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
+        exponents = self._exponent_per_logit * logits.scale * stats.temperature[own, None]
+        derivative = nodes.basis(nodes.rho)[1]
+        self._laws = JointLaws(self.classes, self.pattern, exponents, derivative, logits)
         self.pairs = PairWeights.of(
             logits,
             stats,
             self.pattern,
             self.group,
-            self._row_scale[:, self.pattern] * norm,
-            self._nodes,
+            self._row_scale[:, self.pattern] * layout.norm,
+            nodes,
             self.calibration,
             widths,
             self._turned(logits.values),
         )
 
-    # --- construction --------------------------------------------------------------------------
-
-    def _shared(self, patterns: Array) -> Array:
-        """The prior of a class's own row: over every key that its patterns attend to."""
-        if self.logits.biased:
-            return np.asarray(patterns.mean(0))
-        union = (patterns > 0.0).any(0)
-        return np.asarray(union / union.sum())
-
-    def _make_class(self, span: slice, own: int, extended: Array) -> RowClass:
-        keys = as_slice(np.flatnonzero(extended[own]))
-        members = np.append(np.arange(span.start, span.stop), own)
-        kernel = self._kernel[window(keys, keys)]
-        stats = self.rows
-        prior = extended[members][:, keys]
-        weights = mean_attention(kernel, prior, stats, members, self.logits.scale)
-        response = np.zeros_like(kernel)
-        if len(kernel) > 1:
-            pull = stats.own_response[own]
-            tau = self.logits.scale * stats.temperature[own] * stats.softening[own]
-            guess = np.exp(pull * tau * (kernel - kernel.max(1, keepdims=True))) * prior[-1]
-            exponent = pull * tau / max(stats.strength[own], 1e-6) ** 2
-            response = self_overlap(kernel, weights[-1], guess, exponent)
-        return RowClass(span, keys, own, weights[:-1], weights[-1], response)
-
-    def _make_blocks(self) -> list[Block]:
-        exponents = self._exponent_per_logit * self.logits.scale
-        exponents = exponents * self.rows.temperature[len(self.group) :, None]
-        derivative = self._nodes.basis(self._nodes.rho)[1]
-        blocks = []
-        for indices, pairs in by_shape(self.classes):
-            one, two = np.transpose(indices)
-            exponent = geometric_mean(exponents[one], exponents[two])
-            blocks.append(Block.of(pairs, exponent, exponent @ derivative, self.logits))
-        return blocks
-
     # --- sums over pairs of rows ---------------------------------------------------------------
-
-    def _is_identity(self) -> bool:
-        return len(self.group) == len(self.pattern) and bool(np.all(np.diff(self.pattern) == 1))
-
-    def _compress(self, pairs: Array) -> Array:
-        """(..., P, P) sums over the rows of every two patterns."""
-        if self._is_identity():
-            return pairs
-        member = np.equal.outer(np.arange(len(self.group)), self.pattern).astype(np.float64)
-        return np.asarray(member @ pairs @ member.T)
-
-    def _expand(self, values: Array) -> Array:
-        """(..., Lq, Lq) values of the rows' patterns."""
-        if self._is_identity():
-            return values
-        return np.asarray(values[..., self.pattern[:, None], self.pattern])
-
-    def _gathered(self, law: str, kernel: Array, count: int, parity: Array | None = None) -> Array:
-        """(r, Lq, Lq): tr(P_i g_r P_i' X^T) of one of the blocks' laws, for X (Lk, Lk) or one X
-        (r, Lk, Lk) for every g_r."""
-        values = np.zeros((count, len(self.group), len(self.group)))
-        for block in self._blocks:
-            part = getattr(block, law).gather(block.of_keys(kernel))
-            block.put_patterns(values, part, parity)
-        return self._expand(values)
 
     def _turned(self, kernel: Array) -> Array | None:
         """(1 + t, Lq, Lq): tr(E J_i X_t E J_i' kernel^T) for each X_t of `Rotation.kernels`."""
@@ -190,13 +97,13 @@ class OverlapClosure:
         if rotation is None:
             return None
         parity = np.append(1.0, rotation.parity)
-        return self._gathered("turned", kernel, len(parity), parity)
+        return self._laws.gather("turned", kernel, len(parity), parity)
 
     def gather(self, kernel: Array) -> tuple[Array, Array]:
         """Two (Lq, Lq): tr((F_ii' - w_i w_i'^T) kernel^T), and for the values' kernel its
         derivative in the correlation of i and i'."""
         pairs = self.pairs
-        values = self._gathered("overlap", kernel, len(self._nodes.rho))
+        values = self._laws.gather("overlap", kernel, len(self._nodes.rho))
         excess = np.einsum("rij,rij->ij", pairs.value, values)
         slope = np.einsum("rij,rij->ij", pairs.slope, values) * pairs.turn
         rest = self._turned(kernel)
@@ -210,48 +117,40 @@ class OverlapClosure:
         pairs, rotation = self.pairs, self.logits.rotation
         count, both = len(self._nodes.rho), pairs.key + pairs.cross
         if self.logits.aligned:
-            values = self._gathered("overlap", kernel, count)
+            values = self._laws.gather("overlap", kernel, count)
             total = both * np.einsum("rij,rij->ij", pairs.slope, values)
             return np.asarray(0.5 * (total + total.T))
         turned = kernel if rotation is None else kernel * rotation.keys
-        values = self._gathered("response", turned, count)
+        values = self._laws.gather("response", turned, count)
         total = both * np.einsum("rij,rij->ij", pairs.value, values)
         if pairs.terms is not None and rotation is not None:
             met = kernel * rotation.key_terms
-            rest = self._gathered("plain", met, len(met), rotation.parity)
+            rest = self._laws.gather("plain", met, len(met), rotation.parity)
             total = total + pairs.bare * np.einsum("tij,tij->ij", pairs.terms[1:], rest)
         return np.asarray(0.5 * (total + total.T))
 
     def spread(self, gradient: Array) -> Array:
         """(3, Lk, Lk): sum_ii' G_ii' times F_ii' - w_i w_i'^T, and its derivative times what the
         key path and the correlation of the key and value paths have of it."""
-        pairs, rotation = self.pairs, self.logits.rotation
-        total = np.zeros((3, *self._kernel.shape))
-        value = (gradient * pairs.value)[None]
-        driven = gradient * np.stack([pairs.key, pairs.cross])
+        pairs, rotation, laws = self.pairs, self.logits.rotation, self._laws
+        scale, given = single(gradient)
+        value = (given * pairs.value)[None]
+        driven = given * np.stack([pairs.key, pairs.cross]).astype(np.float32)
         if self.logits.aligned:
-            weights = self._compress(np.concatenate([value, driven[:, None] * pairs.slope]))
-            for block in self._blocks:
-                block.add_to_keys(total, block.overlap.spread(block.of_patterns(weights)))
-            return total
-        weights = self._compress(value)
-        onward = self._compress(driven[:, None] * pairs.value)
-        for block in self._blocks:
-            assert block.response is not None
-            block.add_to_keys(total[:1], block.overlap.spread(block.of_patterns(weights)))
-            block.add_to_keys(total[1:], block.response.spread(block.of_patterns(onward)))
+            weights = np.concatenate([value, driven[:, None] * pairs.slope])
+            return scale * laws.spread("overlap", laws.compressed(weights))
+        onward = laws.compressed(driven[:, None] * pairs.value)
+        total = np.concatenate(
+            [laws.spread("overlap", laws.compressed(value)), laws.spread("response", onward)]
+        )
         if rotation is not None:
             total[1:] *= rotation.keys
         if pairs.terms is not None and rotation is not None:
-            terms = self._compress(gradient * pairs.bare * pairs.terms)
-            for block in self._blocks:
-                assert block.turned is not None
-                assert block.plain is not None
-                part = block.of_patterns(terms)
-                block.add_to_keys(total[:1], block.turned.spread(part[:, None]))
-                keys = block.plain.spread(part[:, 1:, None]) * block.of_keys(rotation.key_terms)
-                block.add_to_keys(total[1:2], keys.sum(1, keepdims=True))
-        return total
+            terms = laws.compressed(given * (pairs.bare * pairs.terms).astype(np.float32))
+            total[0] += laws.spread("turned", terms[None])[0]
+            plain = laws.spread("plain", terms[1:, None], rotation.parity)
+            total[1] += np.einsum("tij,tij->ij", plain, rotation.key_terms)
+        return scale * total
 
     # --- single rows ---------------------------------------------------------------------------
 
@@ -261,9 +160,9 @@ class OverlapClosure:
         return np.asarray(self.rows.keys[self.pattern])
 
     @property
-    def unshared_fraction(self) -> Array:
+    def own_fraction(self) -> Array:
         """(Lq,) the fraction of a key that it does not share with the row's others."""
-        return np.asarray(self.rows.unshared_fraction[self.pattern])
+        return np.asarray(self.rows.own_fraction[self.pattern])
 
     @property
     def softening(self) -> Array:
@@ -273,8 +172,8 @@ class OverlapClosure:
     @functools.cached_property
     def squares(self) -> Array:
         """(Lq, Lk) E a_ij^2."""
-        compact = np.zeros((len(self.group), len(self._kernel)))
-        for block in self._blocks:
+        compact = np.zeros((len(self.group), len(self.logits.values)))
+        for block in self._laws.blocks:
             if block.own:
                 sums = block.overlap
                 for index, (group, _) in enumerate(block.pairs):
@@ -291,7 +190,7 @@ class OverlapClosure:
     def own_joints(self) -> dict[int, Array]:
         """(n, n) F/(w w^T) of every class's own row with itself, symmetric, by the row's index."""
         joints = {}
-        for block in self._blocks:
+        for block in self._laws.blocks:
             if block.own:
                 for (group, _), excess in zip(block.pairs, block.overlap.excess, strict=True):
                     joints[group.row] = np.asarray(1.0 + 0.5 * (excess[0] + excess[0].T))
@@ -302,7 +201,3 @@ class OverlapClosure:
         """(classes,) dbeta/drho at rho = 1, per unit of logit scale and query norm."""
         slope = self._nodes.basis(np.ones(1))[1][:, 0]
         return np.asarray(self._exponent_per_logit @ slope)
-
-
-def _means(values: Array, group: Indices) -> Array:
-    return np.asarray(np.bincount(group, values) / np.bincount(group))

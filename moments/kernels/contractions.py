@@ -6,8 +6,8 @@ w_i' whatever g is. The two maps below are each other's transpose:
     spread: H -> sum_{r i i'} H_r,ii' P_i g_r P_i'        gather: X -> tr(P_i g_r P_i' X^T)
 
 g is stored, and its sums are formed, in single precision, which halves their time and memory: its
-rounding is four orders of magnitude below the error of any g that is not exact. Sums are formed on
-the scale of the largest entry, so that they neither overflow nor underflow.
+rounding is four orders of magnitude below the error of any g that is not exact. What the maps are
+given is on the scale of its largest entry (`single`), so that sums neither overflow nor underflow.
 
 The leading axis c of every array counts pairs of row groups of one shape, treated together.
 """
@@ -50,9 +50,8 @@ class PairSum(NamedTuple):
         turned = two.swapaxes(1, 2)[:, None]
         return cls(excess, one, two, left, excess @ turned, left @ turned)
 
-    def spread(self, pair_weights: Array) -> Array:
+    def spread(self, weights: Single) -> Single:
         """(c, m, n, k) key kernels from (c, m, r, a, b) weights H on pairs of rows."""
-        scale, weights = _single(pair_weights)
         rows = self.rows.swapaxes(1, 2)[:, None]
         rows2 = self.rows2[:, None]
         onward = weights @ rows2[:, None]  # (c, m, r, a, k)
@@ -61,22 +60,22 @@ class PairSum(NamedTuple):
         total -= np.einsum("cmrnb,crnb->cmnb", rows[:, None] @ weights, self.right) @ rows2
         both = np.einsum("cmrab,crab->cmab", weights, self.both)
         total += rows @ both @ rows2
-        return np.asarray(total, dtype=np.float64) * scale
+        return np.asarray(total)
 
-    def gather(self, kernel: Array) -> Array:
+    def gather(self, kernel: Single) -> Single:
         """(c, r, a, b): tr(P_i g_r P_i' X^T) for every pair of rows; X (c, n, k), or (c, r, n, k)
         where every g_r meets its own."""
-        scale, inner = _single(kernel if kernel.ndim == 4 else kernel[:, None])
+        inner = kernel if kernel.ndim == 4 else kernel[:, None]
         rows, turned = self.rows[:, None], self.rows2.swapaxes(1, 2)[:, None]
         kernel_left = rows @ inner  # (c, ., a, k)
         kernel_right = inner @ turned  # (c, ., n, b)
         total = (rows @ (self.excess * inner) - self.left * kernel_left) @ turned
         total -= rows @ (self.right * kernel_right)
         total += self.both * (kernel_left @ turned)
-        return np.asarray(total, dtype=np.float64) * scale
+        return np.asarray(total)
 
 
-def _single(array: Array) -> tuple[float, Single]:
+def single(array: Array) -> tuple[float, Single]:
     """The largest entry, and the array over it."""
     scale = float(max(array.max(initial=0.0), -array.min(initial=0.0))) or 1.0
     return scale, (array / scale).astype(np.float32)

@@ -218,9 +218,9 @@ def _averages(
     flat = (len(theta), -1)
     exact = tables.pairs(size_seen.reshape(flat), keys, cosine.reshape(flat))
     weights = np.outer(rule.weights, rule.weights).ravel()
-    fields = [np.reshape(field, size.shape) for field in exact[:4]]
-    averaged = [field @ weights for field in fields]
-    pair = _Pairs(*averaged, (psi * fields[1]) @ weights, (psi * fields[2]) @ weights)
+    overlap, jacobian, radial, growth = (np.reshape(field, size.shape) for field in exact[:4])
+    fields = (overlap, jacobian, radial, growth, psi * jacobian, psi * radial)
+    pair = _Pairs(*[field @ weights for field in fields])
     rows = tables.rows(alone_seen, keys[:, None])
     cube, fourth = np.asarray(rows.sum_cube), np.asarray(rows.sum_fourth)
     dropped = alone * (2.0 * np.asarray(rows.sum_square) - 5.0 * cube + 3.0 * fourth)

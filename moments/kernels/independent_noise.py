@@ -93,7 +93,9 @@ class DroppedAttention:
         self._shape = (len(variance), len(variance))
         patterns = len(closure.group)
         members = np.unique(closure.pattern, return_index=True)[1]
-        trace = exact_rows.jacobian_square(closure.squares[members].sum(1), closure.rows.count[:patterns])
+        trace = exact_rows.jacobian_square(
+            closure.squares[members].sum(1), closure.rows.count[:patterns]
+        )
         trace = trace * np.sqrt(closure.softening[members])  # beyond the tables: near ties only
         trace = trace * (closure.weights[members] @ variance)  # tr J D J, were D uniform
         joints = closure.own_joints()

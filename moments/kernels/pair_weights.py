@@ -17,6 +17,7 @@ from moments.kernels.row_statistics import RowStatistics
 from moments.kernels.widths import Widths
 
 Array = NDArray[np.float64]
+Single = NDArray[np.float32]
 Indices = NDArray[np.intp]
 
 RHO_MIN = 1e-3
@@ -29,7 +30,7 @@ class PairWeights:
 
     Attributes:
         value, slope: (r, ...) interpolation weights of the nodes for the excess and for its
-            derivative in the correlation.
+            derivative in the correlation, in single precision.
         key, query: width factors of the key and query paths; the first includes the correlation.
         cross: that of the correlation of the key and value paths.
         growth: of the joint law in the logits' variance, over that in the correlation.
@@ -41,8 +42,8 @@ class PairWeights:
             leaves out, times the growth of the response; None without rotation.
     """
 
-    value: Array
-    slope: Array
+    value: Single
+    slope: Single
     key: Array
     query: Array
     cross: Array
@@ -84,22 +85,21 @@ class PairWeights:
             turn = _turn(rotation, overlaps, bare, nodes.low)
         correlation = bare * turn
         value, slope = nodes.basis(correlation)
-        basis = value
         sharpened = _sharpening(stats, pattern, correlation)
 
         def between(values: Array) -> Array:
-            factor = np.einsum("rij,ir->ij", basis, values[own])
+            factor = np.einsum("rij,ir->ij", value, values[own])
             return np.asarray(0.5 * (factor + factor.T))
 
         query, growth = between(calibration.query) * sharpened, between(calibration.growth)
         tilts = between(calibration.tilt), between(calibration.query_tilt)
         scales = scale[:, :, None] * scale[:, None, :]
-        value, slope = scales * value, scales * slope
+        read, read_slope = ((scales * one).astype(np.float32) for one in (value, slope))
         shared = 2.0 / widths.d_model  # of the overlap that values and keys of one token have
         if rotation is None:
             key, cross = between(calibration.key) * sharpened, shared * growth * sharpened
             rest = growth, *tilts, correlation, turn, bare, None
-            return cls(value, slope, key, query, cross, *rest)
+            return cls(read, read_slope, key, query, cross, *rest)
         apart = np.abs(nodes.rho) > RHO_MIN
 
         def over_correlation(values: Array) -> Array:
@@ -110,12 +110,12 @@ class PairWeights:
         cross = shared * over_correlation(calibration.growth)
         classes = slice(len(group), None)
         risen = np.sqrt(_growth(stats.theta[classes], stats.keys[classes], nodes))
-        risen = np.einsum("rij,ir->ij", basis, risen[own])
+        risen = np.einsum("rij,ir->ij", value, risen[own])
         amplitude = np.sqrt(logits.scale * logits.temperature * stats.softening[pattern])
         size = risen * risen.T * np.outer(amplitude, amplitude)
         terms = size * np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
         rest = growth, *tilts, correlation, turn, bare, terms
-        return cls(value, slope, key, query, cross, *rest)
+        return cls(read, read_slope, key, query, cross, *rest)
 
 
 def _turn(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array:

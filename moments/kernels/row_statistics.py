@@ -25,7 +25,9 @@ class RowStatistics:
         temperature: C_ii of the query (the class mean for a class's own row).
         logit_variance: theta of the reference row.
         unshared: the same per unit of logit scale and query norm: C_jj - b.
-        unshared_fraction: the same over the mean C_jj of the row's keys; 2 for two opposite keys.
+        unshared_fraction: the same over the mean C_jj of the row's keys.
+        own_fraction: fraction of C_jj that n_e alike keys do not share if their mean overlap is the
+            row's; as `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
         theta: the same within the tables, where the exact statistics were taken.
         keys: effective number of keys n_e.
         sum_square: P2 = E sum a^2 of the reference row.
@@ -42,6 +44,7 @@ class RowStatistics:
     logit_variance: Array
     unshared: Array
     unshared_fraction: Array
+    own_fraction: Array
     theta: Array
     keys: Array
     sum_square: Array
@@ -87,6 +90,9 @@ def row_statistics(
     response = np.where(wide, keys / np.maximum(keys - 2.0, 1e-6) * curvature / rest, 0.0)
     # the pull `response` already contains a share P2 of the key's own variance: added back
     own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
+    diagonal = prior @ np.diag(kernel)
+    overlap = np.einsum("ij,ij->i", prior @ kernel, prior)
+    own_part = (1.0 - overlap / diagonal) / (1.0 - 1.0 / keys)
     logs = np.log(np.where(prior > 0.0, prior, 1.0))
     uniform = np.maximum(-(prior * logs).sum(1), 0.0)  # entropy without any logits
     return RowStatistics(
@@ -94,7 +100,8 @@ def row_statistics(
         temperature,
         variance,
         unshared,
-        np.clip(unshared / (prior @ np.diag(kernel)), 0.0, 2.0),
+        np.clip(unshared / diagonal, 0.0, 2.0),
+        np.where(several, np.clip(own_part, 0.0, 2.0), 0.0),
         theta,
         reference.keys,
         square,

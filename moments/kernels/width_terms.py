@@ -73,7 +73,7 @@ class WidthTerms:
         against = 0.5 * calibration.against[own_class]
         self.output += np.expm1(-exponent) * (held + excess)
         self.output -= np.add.outer(against, against) * (mean - held)
-        shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - closure.unshared_fraction, 0.0, 1.0)
+        shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - closure.own_fraction, 0.0, 1.0)
         self.output += np.outer(shared, shared) * pairs.growth * slope
 
 

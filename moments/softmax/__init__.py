@@ -12,14 +12,12 @@ from moments.softmax.exact import (
     pair_statistics,
     row_statistics,
 )
-from moments.softmax.rectangular import RectangularTable
 from moments.softmax.table import SquareRows, SquareTable
 
 __all__ = [
     "ChiSquareRule",
     "PairRule",
     "PairStatistics",
-    "RectangularTable",
     "RowStatistics",
     "SquareRows",
     "SquareTable",

@@ -68,17 +68,3 @@ def length_coordinate(n: Array) -> Array:
 def length_at(coordinate: float) -> float:
     """Inverse of `length_coordinate`."""
     return math.exp(0.5 * LOG_LENGTH_MAX * (1.0 + coordinate))
-
-
-def ratio_coordinate(n: Array, k: Array) -> Array:
-    """n/k in [0, 1] to [-1, 1] by its cube root.
-
-    For k >> n the statistics are series in 1/k, hence in the cube of the root; the root spreads out
-    the long stretch of k >> n over which the longer row's partition sum ceases to fluctuate.
-    """
-    return np.asarray(2.0 * np.cbrt(n / k) - 1.0)
-
-
-def ratio_at(coordinate: float) -> float:
-    """n/k, the inverse of `ratio_coordinate`."""
-    return (0.5 * (1.0 + coordinate)) ** 3

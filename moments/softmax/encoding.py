@@ -76,15 +76,15 @@ def decode_row(
     )
 
 
-def _pair_at_small_theta(theta: float, n: float, rho: float, k: float) -> PairStatistics:
-    """The pair, its overlap divided by the evaluator's own error in the exact C2(rho = 0) = 1/k.
+def _pair_at_small_theta(theta: float, n: float, rho: float) -> PairStatistics:
+    """The pair, its overlap divided by the evaluator's own error in the exact C2(rho = 0) = 1/n.
 
-    log(k C2) is divided by psi below, which would magnify that error near theta = 0.
+    log(n C2) is divided by psi below, which would magnify that error near theta = 0.
     """
-    pair = pair_statistics(theta, n, rho, theta, k)
+    pair = pair_statistics(theta, n, rho)
     if theta > 0.1:
         return pair
-    uncorrelated = k * pair_statistics(theta, n, 0.0, theta, k).overlap
+    uncorrelated = n * pair_statistics(theta, n, 0.0).overlap
     return pair._replace(overlap=pair.overlap / uncorrelated)
 
 
@@ -93,7 +93,7 @@ def encode_square_pair(theta: float, n: float, rho: float) -> Array:
 
     The first is the log-odds of C2 per psi: at rho = 1 that of P2 per theta.
     """
-    pair, psi = _pair_at_small_theta(theta, n, rho, n), rho * theta
+    pair, psi = _pair_at_small_theta(theta, n, rho), rho * theta
     rest = 1.0 - pair.overlap
     return np.array(
         [
@@ -111,32 +111,5 @@ def decode_square_pair(
     """Inverse of `encode_square_pair`."""
     c2, rest = decode_participation(psi, n, functions)
     jacobian = np.exp(functions[1]) * c2 * rest
-    slope = functions[3] * psi * jacobian
-    return PairStatistics(c2, jacobian, functions[2] * jacobian, slope, valid)
-
-
-def encode_pair(theta: float, n: float, rho: float, k: float) -> Array:
-    """(PAIR_FUNCTIONS,) functions of rows of n and k >= n keys; theta > 0, n > 1 and rho != 0.
-
-    They have limits as k grows, which those of `encode_square_pair` have not.
-    """
-    pair, psi = _pair_at_small_theta(theta, n, rho, k), rho * theta
-    return np.array(
-        [
-            math.log(k * pair.overlap) / psi,
-            math.log(pair.jacobian_overlap / (pair.overlap * (1.0 - 1.0 / n))),
-            pair.radial_overlap / pair.jacobian_overlap,
-            pair.overlap_slope / (psi * pair.jacobian_overlap),
-        ]
-    )
-
-
-def decode_pair(
-    psi: Array, n: Array, k: Array, functions: Array, valid: BoolArray | bool
-) -> PairStatistics:
-    """Inverse of `encode_pair`; exactly 1/k, 0, 0 and 0 at n = 1."""
-    many = n > 1.0
-    c2 = np.where(many, np.exp(psi * functions[0]), 1.0) / k
-    jacobian = np.exp(functions[1]) * c2 * (1.0 - 1.0 / n)
     slope = functions[3] * psi * jacobian
     return PairStatistics(c2, jacobian, functions[2] * jacobian, slope, valid)

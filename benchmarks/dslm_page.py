@@ -1,0 +1,205 @@
+"""The page docs/dslm-on-modules.md from what benchmarks/dslm_on_modules.py stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Run = dict[str, Any]
+
+FORWARD = 0.05
+"""How far from 1 the stream's variance may be."""
+
+HEAD = """# DeepScaleLM on real modules
+
+Every module is of its family at d_model 128 with 4 heads, 2000 tokens of vocabulary and 64 tokens of
+English text (pictures of natural spectrum for ViT). The scheme is solved for its own declaration,
+`moments.solve(moments.from_huggingface(config), "dslm", token_ids=...)`, written into it by
+`moments.torch.initialize`, audited, and the module runs forward and backward with its own training
+loss, in training mode. `moments.predict(plan.model)` on the same tokens is what it is held against;
+nothing is fitted. Torch's own modules read rows of a table of variance 1 for the same text, and
+their output receives a white gradient; decoders read an encoder of the same depth.
+
+Columns: the variance that enters layer 1; the largest distance to 1 of the stream's variance after
+layers 1 to N, predicted, and measured as the mean over draws of the weights with its standard error
+at that layer; the predicted gradient variance at layer 1 over that at layer N; the mean over layers
+of |log(measured / predicted)| of gradient variance; and the share of layers and draws whose gradient
+variance lies inside the predicted 95 % band of one draw.
+
+"""
+
+NOTES = """
+## What the numbers say
+
+* **Forward.** Where the scheme is solved with the model's own laws, the predicted variance is 1 after
+  every layer. The measured one is a mean over few draws, each of which strays by
+  sqrt(2/d_model), some 10 %, where tokens are alike; {forward}
+* **Entering variance.** Families that normalise the embedding and drop behind it (BERT and its
+  relatives) enter layer 1 with 1/(1 - p). Their first norm takes it away.
+* **The paper's constants** (`variant="released"`, the default where the paper derives them: ReLU,
+  LayerNorm, tokens that all attend to all) neglect the share that a token's own row keeps in an
+  average over L tokens. Where tokens hardly correlate, as real text of 64 tokens without positions
+  does, that share is not small; `variant="solved"` has it.
+* **Gradient.** Where the loss is the module's own, one draw's gradient at the last layer already
+  strays: by the few words that a short text has as targets, and by the realised size of the stream
+  that the final norm divides by. The band is that of the layers, given what enters them from above,
+  so that a model with a head leaves it more often than 5 % near its top. With a white gradient
+  (torch's own modules) the band holds what it says.
+"""
+
+
+def scores(run: Run) -> dict[str, Any]:
+    """What is asked of a case: variances after layers 1 to N, gradients inside the band."""
+    variance, gradient = run["variance"], run["grad_variance"]
+    predicted, measured, error = (
+        np.array(variance[name][1:]) for name in ("predicted", "measured", "stderr")
+    )
+    far = np.abs(measured - 1)
+    worst = int(far.argmax())
+    samples, expected = np.array(gradient["measured"]), np.array(gradient["predicted"])
+    found: dict[str, Any] = {
+        "entering": variance["measured"][0],
+        "predicted_off": float(np.abs(predicted - 1).max()),
+        "measured_mean": float(measured.mean()),
+        "measured_off": float(far[worst]),
+        "stderr": float(error[worst]),
+        "ratio": float(expected[0] / expected[-1]),
+        "gradient_error": float(np.abs(np.log(samples.mean(0) / expected)).mean()),
+        "inside": None,
+    }
+    if not isinstance(gradient["band"], str):
+        low, high = np.array(gradient["band"])
+        found["inside"] = float(((samples >= low) & (samples <= high)).mean())
+    return found
+
+
+def page(data: dict[str, Any]) -> str:
+    """The whole page as Markdown."""
+    parts = [HEAD, *_modules(data["modules"]), *_paper(data["paper"]), *_depth(data["depth"])]
+    parts.append(NOTES.format(forward=_forward(data["modules"])))
+    parts += _refused(data["modules"])
+    return "".join(parts) + f"\nMeasured on {data.get('machine', 'an unknown machine')}.\n"
+
+
+_COLUMNS = (
+    "draws", "audit", "enters", "off 1, predicted", "off 1, measured", "gradient, first / last",
+    "gradient error", "in band",
+)  # fmt: skip
+
+
+def _row(name: str, run: Run) -> str:
+    found = scores(run)
+    audit = f"{'passed' if run['audit']['passed'] else 'FAILED'}, {run['audit']['checks']}"
+    inside = "no band" if found["inside"] is None else f"{found['inside']:.2f}"
+    cells = (
+        run["seeds"],
+        audit,
+        f"{found['entering']:.3f}",
+        f"{found['predicted_off']:.3f}",
+        f"{found['measured_off']:.3f} ({found['stderr']:.3f})",
+        f"{found['ratio']:.3g}",
+        f"{found['gradient_error']:.3f}",
+        inside,
+    )
+    return f"| {name} | " + " | ".join(map(str, cells)) + " |\n"
+
+
+def _header(first: str) -> str:
+    return f"| {first} | " + " | ".join(_COLUMNS) + " |\n|" + " --- |" * (1 + len(_COLUMNS)) + "\n"
+
+
+def _modules(runs: dict[str, Run]) -> list[str]:
+    found = []
+    for layers in sorted({int(key.split("/")[1]) for key in runs}):
+        found += [f"## N = {layers}\n\n", _header("module")]
+        for key, run in runs.items():
+            kind, depth, dropout = key.split("/")
+            if int(depth) == layers and "refused" not in run:
+                found.append(_row(kind + (", dropout 0" if dropout == "0" else ""), run))
+        found.append("\n")
+    return found
+
+
+def _paper(runs: dict[str, Run]) -> list[str]:
+    found = ["## The paper's own settings\n\n", _header("setting")]
+    for key, run in runs.items():
+        found.append(_row(key, run) if "refused" not in run else f"| {key} | {run['refused']} |\n")
+    encoders = [
+        f"In `{key}` the encoder receives variance {run['encoder_variance']['measured'][0]:.2f} and "
+        f"leaves its last layer at {run['encoder_variance']['measured'][-1]:.3f} "
+        f"({run['encoder_variance']['stderr'][-1]:.3f}), predicted "
+        f"{run['encoder_variance']['predicted'][-1]:.3f}.\n"
+        for key, run in runs.items()
+        if "encoder_variance" in run
+    ]
+    return [*found, "\n", *encoders, "\n"]
+
+
+def _depth(rows: dict[str, Any]) -> list[str]:
+    """192 and 1000 layers: predictions side by side, then the torch twin."""
+    correlations = sorted({key.split("/")[3] for key in rows if "simulated" not in key}, key=float)
+    found = [
+        "## 192 and 1000 layers\n\n",
+        "Predicted at d_model 64, 32 tokens of correlation .25 and dropout .1: the largest distance "
+        "of the stream's variance to 1, and gradient variance at layer 1 over that at layer N for "
+        "gradients of several correlations.\n\n",
+        "| model | layers | off 1 |"
+        + "".join(f" gradient correlation {r} |" for r in correlations),
+        "\n|" + " --- |" * (3 + len(correlations)) + "\n",
+    ]
+    heads = dict.fromkeys(key.rpartition("/")[0] for key in rows if "simulated" not in key)
+    for head in heads:
+        norm, layers, scheme = head.split("/")
+        cells = [rows[f"{head}/{r}"] for r in correlations]
+        name = f"{'DSLM' if scheme == 'dslm' else 'Xavier'}, {norm.capitalize()}-LN"
+        found.append(
+            f"| {name} | {layers} | {cells[0]['most']:.3g} |"
+            + "".join(f" {cell['ratio']:.4g} |" for cell in cells)
+            + "\n"
+        )
+    found += [
+        "\nThe torch twin of the Pre-LN model at 192 layers, 16 tokens, 4 sequences:\n\n",
+        "| model | gradient correlation | draws | variance after the last layer, predicted | "
+        "measured | gradient, first / last, predicted | measured | in band |\n|" + " --- |" * 8,
+        "\n",
+    ]
+    for key, run in rows.items():
+        if not key.startswith("simulated"):
+            continue
+        _, scheme, r = key.split("/")
+        v, g = run["variance"], run["ratio"]
+        found.append(
+            f"| {'DSLM' if scheme == 'dslm' else 'Xavier'} | {r} | {run['seeds']} | "
+            f"{v['predicted'][-1]:.4g} | {v['measured'][-1]:.4g} ({v['stderr'][-1]:.2g}) | "
+            f"{g[0]:.4g} | {g[1]:.4g} ({g[2]:.2g}) | {run['inside']:.2f} |\n"
+        )
+    return found
+
+
+def _forward(runs: dict[str, Run]) -> str:
+    """Which cases are beyond 5 % by more than twice their standard error."""
+    cases = {key: scores(run) for key, run in runs.items() if "refused" not in run}
+    clear = [
+        f"{key.replace('/', ' at N = ', 1).replace('/config', '').replace('/0', ' without dropout')} "
+        f"({s['measured_off']:.3f}, error {s['stderr']:.3f})"
+        for key, s in cases.items()
+        if s["measured_off"] - 2 * s["stderr"] > FORWARD
+    ]
+    close = sum(s["measured_off"] <= FORWARD for s in cases.values())
+    text = f"{close} of {len(cases)} cases are within 5 % at every layer"
+    return text + (
+        f"; clearly beyond it are {', '.join(clear)}." if clear else ", none clearly beyond."
+    )
+
+
+def _refused(runs: dict[str, Run]) -> list[str]:
+    rows = {
+        key.split("/")[0] + (", dropout 0" if key.endswith("/0") else ""): run["refused"]
+        for key, run in runs.items()
+        if "refused" in run
+    }
+    if not rows:
+        return []
+    found = ["\n## Where the scheme is refused\n\n"]
+    return found + [f"* **{name}**: {reason}.\n" for name, reason in rows.items()]
