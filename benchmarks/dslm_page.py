@@ -13,8 +13,8 @@ FORWARD = 0.05
 
 HEAD = """# DeepScaleLM on real modules
 
-Every module is of its family at d_model 128 with 4 heads, 2000 tokens of vocabulary and 64 tokens of
-English text (pictures of natural spectrum for ViT). The scheme is solved for its own declaration,
+Every module is of its family at d_model 128 with 4 heads, 2000 tokens of vocabulary and 64 tokens
+of English text (pictures of natural spectrum for ViT). The scheme is solved for its own declaration,
 `moments.solve(moments.from_huggingface(config), "dslm", token_ids=...)`, written into it by
 `moments.torch.initialize`, audited, and the module runs forward and backward with its own training
 loss, in training mode. `moments.predict(plan.model)` on the same tokens is what it is held against;
@@ -22,18 +22,18 @@ nothing is fitted. Torch's own modules read rows of a table of variance 1 for th
 their output receives a white gradient; decoders read an encoder of the same depth.
 
 Columns: the variance that enters layer 1; the largest distance to 1 of the stream's variance after
-layers 1 to N, predicted, and measured as the mean over draws of the weights with its standard error
-at that layer; the predicted gradient variance at layer 1 over that at layer N; the mean over layers
-of |log(measured / predicted)| of gradient variance; and the share of layers and draws whose gradient
-variance lies inside the predicted 95 % band of one draw.
+layers 1 to N, predicted, and measured as the mean over draws of the weights with its standard
+error at that layer; the predicted gradient variance at layer 1 over that at layer N; the mean over
+layers of |log(measured / predicted)| of gradient variance; and the share of layers and draws whose
+gradient variance lies inside the predicted 95 % band of one draw.
 
 """
 
 NOTES = """
 ## What the numbers say
 
-* **Forward.** Where the scheme is solved with the model's own laws, the predicted variance is 1 after
-  every layer. The measured one is a mean over few draws, each of which strays by
+* **Forward.** Where the scheme is solved with the model's own laws, the predicted variance is 1
+  after every layer. The measured one is a mean over few draws, each of which strays by
   sqrt(2/d_model), some 10 %, where tokens are alike; {forward}
 * **Entering variance.** Families that normalise the embedding and drop behind it (BERT and its
   relatives) enter layer 1 with 1/(1 - p). Their first norm takes it away.
@@ -126,8 +126,8 @@ def _paper(runs: dict[str, Run]) -> list[str]:
     for key, run in runs.items():
         found.append(_row(key, run) if "refused" not in run else f"| {key} | {run['refused']} |\n")
     encoders = [
-        f"In `{key}` the encoder receives variance {run['encoder_variance']['measured'][0]:.2f} and "
-        f"leaves its last layer at {run['encoder_variance']['measured'][-1]:.3f} "
+        f"In `{key}` the encoder receives variance "
+        f"{run['encoder_variance']['measured'][0]:.2f} and leaves its last layer at {run['encoder_variance']['measured'][-1]:.3f} "
         f"({run['encoder_variance']['stderr'][-1]:.3f}), predicted "
         f"{run['encoder_variance']['predicted'][-1]:.3f}.\n"
         for key, run in runs.items()
@@ -141,8 +141,8 @@ def _depth(rows: dict[str, Any]) -> list[str]:
     correlations = sorted({key.split("/")[3] for key in rows if "simulated" not in key}, key=float)
     found = [
         "## 192 and 1000 layers\n\n",
-        "Predicted at d_model 64, 32 tokens of correlation .25 and dropout .1: the largest distance "
-        "of the stream's variance to 1, and gradient variance at layer 1 over that at layer N for "
+        "Predicted at d_model 64, 32 tokens of correlation .25 and dropout .1: the largest "
+        "distance of the stream's variance to 1, and gradient variance at layer 1 over that at layer N for "
         "gradients of several correlations.\n\n",
         "| model | layers | off 1 |"
         + "".join(f" gradient correlation {r} |" for r in correlations),
@@ -181,8 +181,7 @@ def _forward(runs: dict[str, Run]) -> str:
     """Which cases are beyond 5 % by more than twice their standard error."""
     cases = {key: scores(run) for key, run in runs.items() if "refused" not in run}
     clear = [
-        f"{key.replace('/', ' at N = ', 1).replace('/config', '').replace('/0', ' without dropout')} "
-        f"({s['measured_off']:.3f}, error {s['stderr']:.3f})"
+        f"{_worded(key)} ({s['measured_off']:.3f}, error {s['stderr']:.3f})"
         for key, s in cases.items()
         if s["measured_off"] - 2 * s["stderr"] > FORWARD
     ]
@@ -191,6 +190,11 @@ def _forward(runs: dict[str, Run]) -> str:
     return text + (
         f"; clearly beyond it are {', '.join(clear)}." if clear else ", none clearly beyond."
     )
+
+
+def _worded(key: str) -> str:
+    kind, layers, dropout = key.split("/")
+    return f"{kind} at N = {layers}" + (" without dropout" if dropout == "0" else "")
 
 
 def _refused(runs: dict[str, Run]) -> list[str]:

@@ -29,6 +29,12 @@ def declaration(line: Line) -> dict[str, Any]:
     return {"model": line.model.to_dict(), "inputs": inputs, "seeds": line.seeds}
 
 
+def made_with(made: dict[str, Any], line: Line) -> bool:
+    """Whether stored points are of this line; fields added since have their defaults."""
+    now = declaration(line) | {"model": line.model}
+    return {**made, "model": moments.Transformer.from_dict(made["model"])} == now
+
+
 def simulate(line: Line) -> dict[str, Any]:
     """x, value and stderr of one line."""
     options = {"seeds": line.seeds, "batch": 1}
@@ -61,7 +67,7 @@ def main(chosen: list[str]) -> None:
                     continue
                 data = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
                 where, made = key(name, index, line.label), declaration(line)
-                if data.get(where, {}).get("made") == made:
+                if where in data and made_with(data[where]["made"], line):
                     continue
                 data[where] = {**simulate(line), "made": made}
                 DATA.write_text(json.dumps(data) + "\n", encoding="utf-8")

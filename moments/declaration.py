@@ -176,6 +176,14 @@ def _check_together(model: Transformer) -> None:
         )
     if model.d_model % model.norm_groups:
         raise domain_error("norm_groups", model.norm_groups, f"a divisor of {model.d_model}")
+    if model.norm_groups > 1 and model.d_model // model.norm_groups < 4:
+        most = model.d_model // 4
+        raise domain_error(
+            "norm_groups",
+            model.norm_groups,
+            f"at most {most}",
+            "behind groups of fewer than four features the gradient has no finite mean",
+        )
     if model.post_layers and model.norm != "mix":
         raise domain_error("post_layers", model.post_layers, "0, or norm='mix'")
     check_count("post_layers", model.post_layers, least=0)

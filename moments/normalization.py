@@ -5,6 +5,7 @@ And Dynamic Tanh, which stands where a normalisation would and is none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from .composition import Leaf, Pullback, Pulled
 from .law import ComponentLaws
 from .laws.normalization import DYT
 from .parts import Activation, Values, evaluate
-from .state import Gradient, Kernel, Signal
+from .state import Array, Gradient, Kernel, Signal
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class FiniteNormalization(Leaf):
         algebra = inner.algebra
         variance = evaluate(laws["variance"], algebra, one)
         pairs = evaluate(laws["covariance"], algebra, two)
+        if self.groups > 1:
+            pairs = pairs * expected_cosine(self._freedom(signal), two["x_correlation"])
         normal = Kernel.joined(variance, pairs, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
@@ -80,6 +83,8 @@ class FiniteNormalization(Leaf):
             pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}
             variance = evaluate(laws["grad_variance"], algebra, single)
             pairs = evaluate(laws["grad_covariance"], algebra, pair)
+            if self.groups > 1:
+                variance, pairs = self._by_group(signal, received)
             sent = Kernel.joined(variance, pairs, received.resolved)
             # What is normalised has no scale, so its gradient is orthogonal to it.
             centred = 1.0 if self.centres else gradient.centred_share
@@ -89,6 +94,27 @@ class FiniteNormalization(Leaf):
             )
 
         return output, pullback
+
+    def _freedom(self, signal: Signal) -> float:
+        """Degrees of freedom of a group's norm."""
+        return float(signal.width / self.groups - (1.0 if self.centres else 0.0))
+
+    def _by_group(self, signal: Signal, received: Kernel) -> tuple[Array, Array]:
+        """The gradient behind small groups, whose norms fluctuate too much to expand.
+
+        A group's m Gaussian features leave a chi-square norm of n degrees of freedom (n = m, or
+        m - 1 about their mean), E m/|x|^2 = m/((n - 2) C), and n - 1 of m directions of a gradient.
+        Exact for a token and for two independent ones; between, linear in the squared correlation.
+        """
+        tokens, n = signal.second_moment(), self._freedom(signal)
+        one, two = tokens.lift(self.epsilon)
+        first, second = tokens.over_tokens(tokens.diagonal)
+        own = (n - 1) / (n - 2)
+        apart = n / 2 * math.exp(2 * (math.lgamma((n - 1) / 2) - math.lgamma(n / 2)))
+        apart *= (1 - 1 / n) ** 2
+        between = apart + signal.correlation() ** 2 * (own - apart)
+        scale = ((first + two) * (second + two)) ** 0.5
+        return received.diagonal * own / (tokens.diagonal + one), received.pairs * between / scale
 
     def _spread(self, signal: Signal) -> Kernel | None:
         if signal.spread is None or not self.groups > 1:
@@ -125,6 +151,18 @@ class FiniteNormalization(Leaf):
         """
         radial = self.groups - (1.0 if gradient.orthogonal else 0.0)
         return radial, self.groups - gradient.centred_share if self.centres else 0.0
+
+
+def expected_cosine(freedom: float, correlation: Array) -> Array:
+    """E cos(x, x') over r, of two Gaussian vectors of n entries that correlate by r.
+
+    (2/n) (Gamma((n + 1)/2)/Gamma(n/2))^2 2F1(1/2, 1/2; n/2 + 1; r^2), the mean of a sample
+    correlation about a known mean (Hotelling 1953).
+    """
+    from scipy.special import hyp2f1
+
+    ratio = math.exp(2 * (math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)))
+    return 2 / freedom * ratio * hyp2f1(0.5, 0.5, freedom / 2 + 1, correlation * correlation)
 
 
 @dataclass(frozen=True)

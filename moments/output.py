@@ -122,9 +122,13 @@ def output_moments(
 
     def weights() -> dict[str, Array]:
         found = {name: value for _, name, value in own.weights()}
-        gain = _last_gain(head)
-        if gain in found:
-            found[gain] = found[gain] + readout.gain_gradient()
+        last = _last_norm(head)
+        if f"{last}.gain" in found:
+            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient()
+        if readout.normalised and f"{last}.bias" in found:
+            # `kernel` is without what the norm before the matrix takes away; its bias is behind it.
+            along = model.d_model * readout.radial().total(readout.seq_len)
+            found[f"{last}.bias"] = found[f"{last}.bias"] + along
         if not head.tied:
             found["head"] = readout.matrix_gradient()
         if head.bias:
@@ -218,12 +222,12 @@ def _normalised(model: Transformer, head: Head) -> bool:
     return head.norm or model.placements[-1] == "post"
 
 
-def _last_gain(head: Head) -> str:
-    """The gain whose output the matrix multiplies."""
+def _last_norm(head: Head) -> str:
+    """The norm whose output the matrix multiplies."""
     if head.transform is not None:
-        return "head.norm.gain"
+        return "head.norm"
     mean = head.loss == "classification" and head.pool == "mean"
-    return "" if mean else "final.norm.gain"
+    return "" if mean else "final.norm"
 
 
 def _matrix(model: Transformer, head: Head) -> tuple[int, float]:

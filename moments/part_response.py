@@ -16,8 +16,11 @@ import numpy as np
 from .attending import Attending
 from .attention import SelfAttention
 from .block_noise import ratio
-from .composition import Chain, Component, Leaf, Parallel, Residual
+from .branches import values_normalised
+from .composition import Chain, Component, Leaf, Parallel, Pullback, Residual
+from .cross_attention import CrossAttention
 from .errors import MomentsError
+from .normalized_attention import NormalizedAttention
 from .parts import Dropout, Linear, Scale
 from .propagate import Point
 from .sensitivity import SINGLE, Ascent, Descent, Response, diagonal
@@ -49,7 +52,7 @@ class Elementwise:
     gradient: Array
 
     @classmethod
-    def of(cls, leaf: Leaf, signal: Signal, gradient: Gradient, received: Array) -> Elementwise:
+    def of(cls, leaf: Any, signal: Signal, gradient: Gradient, received: Array) -> Elementwise:
         """Differences of a leaf around the signal that entered it."""
         kernel = signal.second_moment()
         if isinstance(leaf, Linear | Dropout | Scale):
@@ -147,17 +150,24 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Sum:
-    """Branches that read the same tensor, whose outputs add up."""
+    """Branches that read the same tensor, whose outputs add up.
+
+    Attributes:
+        parts: the branches.
+        received: (..., L, L) gradient at the output.
+    """
 
     parts: tuple[Response, ...]
+    received: Array
 
     def ascend(self, sensitivity: Array) -> Ascent:
         steps = [part.ascend(sensitivity) for part in self.parts]
+        shared = zip(self.shares, steps, strict=True)
         return Ascent(
             np.sum([step.sensitivity for step in steps], axis=0),
             [step.exposure for step in steps],
             np.sum([step.noise for step in steps], axis=0),
-            np.mean([step.coherence for step in steps], axis=0),
+            sum(share * step.coherence for share, step in shared),  # type: ignore[arg-type]
         )
 
     def descend(self, sensitivity: Array, exposure: Any) -> Descent:
@@ -167,19 +177,47 @@ class Sum:
         ]
         return Descent(*(np.sum(entries, axis=0) for entries in zip(*steps, strict=True)))
 
+    @functools.cached_property
+    def shares(self) -> list[Array]:
+        """(...,) share of every branch in the variance of the gradient they send back."""
+        shape = self.received.shape
+        identity = np.broadcast_to(np.eye(shape[-1], dtype=SINGLE), (1, *shape))
+        sizes = [
+            (part.ascend(identity).sensitivity[0] * self.received).sum((-2, -1))
+            for part in self.parts
+        ]
+        return [ratio(size, sum(sizes)) for size in sizes]
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """Cross-attention as it meets the tokens that ask: every token alone, of a memory as it is."""
+
+    attention: CrossAttention
+    memory: Signal
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        output, pullback = self.attention.attend(signal, self.memory)
+        return output, lambda gradient: pullback(gradient)[0]
+
 
 def response(
-    component: Component, signal: Signal, points: Iterator[Point], unit: Array
+    component: Component,
+    signal: Signal,
+    points: Iterator[Point],
+    unit: Array,
+    memory: Signal | None = None,
 ) -> tuple[Response, Signal]:
     """The response of a component that `signal` entered, and the signal that left it.
 
-    Behind parallel branches, which end a residual branch, the signal is not followed.
+    Behind parallel branches, which nothing but linear maps follow, the signal is that of the last.
 
     Args:
         component: a leaf, a chain or parallel branches of them.
         signal: what entered.
         points: the trace from its first site on, of which it takes its own.
         unit: (...,) what gradients are measured in.
+        memory: what cross-attention reads.
 
     Raises:
         MomentsError: a component of another kind.
@@ -187,20 +225,62 @@ def response(
     if isinstance(component, Chain):
         parts = []
         for part in component.parts:
-            found, signal = response(part, signal, points, unit)
+            found, signal = response(part, signal, points, unit, memory)
             parts.append(found)
         return Sequence(tuple(parts)), signal
     if isinstance(component, Parallel):
-        branches = [response(branch, signal, points, unit)[0] for branch in component.branches]
-        return Sum(tuple(branches)), signal
-    if isinstance(component, Residual) or not isinstance(component, Leaf):
+        branches, received = [], None
+        for branch in component.branches:
+            found, output, received = _kept_gradient(branch, signal, points, unit, memory)
+            branches.append(found)
+        assert received is not None
+        return Sum(tuple(branches), received), output
+    if isinstance(component, Residual) or not isinstance(component, Leaf | CrossAttention):
         raise MomentsError(f"no band of one draw through a {type(component).__name__} in a branch")
     point = next(points)
     assert point.gradient is not None
     received = in_units(point.gradient.kernel.pairs, unit)
     if isinstance(component, SelfAttention):
         return Attending.of(component, signal, received), point.signal
-    return Elementwise.of(component, signal, point.gradient, received), point.signal
+    if isinstance(component, NormalizedAttention):
+        return _normalised(component, signal, point.gradient, received), point.signal
+    leaf: Any = component
+    if isinstance(component, CrossAttention):
+        assert memory is not None
+        leaf = _Asking(component, memory)
+    return Elementwise.of(leaf, signal, point.gradient, received), point.signal
+
+
+def _kept_gradient(
+    branch: Component, signal: Signal, points: Iterator[Point], unit: Array, memory: Signal | None
+) -> tuple[Response, Signal, Array]:
+    """As `response`, and the gradient received at the end."""
+    passed: list[Point] = []
+
+    def kept() -> Iterator[Point]:
+        for point in points:
+            passed.append(point)
+            yield point
+
+    found, output = response(branch, signal, kept(), unit, memory)
+    last = passed[-1].gradient
+    assert last is not None
+    return found, output, in_units(last.kernel.pairs, unit)
+
+
+def _normalised(
+    leaf: NormalizedAttention, signal: Signal, gradient: Gradient, received: Array
+) -> Response:
+    """Tokens of unit norm, and attention to them; what the values' norms do is of order 1/d_head.
+
+    The gradient between the two is that of the fast maps.
+    """
+    unit, plain = values_normalised(leaf)
+    tokens, _ = unit.forward(signal)
+    attending = Attending.of(plain, tokens, received)
+    sent, _ = attending.maps.fall(SINGLE(attending.back_gain) * received, None, received)
+    at_tokens = Gradient(Kernel.of_matrix(sent), gradient.seq_len)
+    return Sequence((Elementwise.of(unit, signal, at_tokens, sent), attending))
 
 
 def in_units(kernel: Array, unit: Array) -> Array:

@@ -31,7 +31,7 @@ FAMILIES = ("weights", "residual scales", "normalisation")
 
 def family(found: Scheme) -> str:
     """What a scheme is about: weights alone, scales of the residual sum, or normalisation."""
-    if {"branch_scale", "skip_scale", "attention_mix"} & set(found.sets):
+    if {"branch_scale", "skip_scale", "identity_attention"} & set(found.sets):
         return "residual scales"
     return "weights" if "weights" in found.sets else "normalisation"
 

@@ -8,11 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from .attention import SelfAttention
-from .branches import parts_of
-from .composition import Chain, Component, Layer, Parallel, Residual
-from .part_response import in_units, response
-from .parts import Dropout
+from .block_noise import ratio
+from .branches import (
+    attention_of,
+    cross_attention_of,
+    cross_back_kappa,
+    last_matrix,
+    leaves,
+    parts_of,
+    paths,
+)
+from .composition import BottomToTop, Chain, Component, Layer, Residual
+from .part_response import Sequence as Branch
+from .part_response import Sum, in_units, response
 from .propagate import Point, Trace
 from .sensitivity import SINGLE, Ascent, Descent, Response, transposed
 from .state import Array, Signal
@@ -33,6 +41,7 @@ class Part:
         back_kappa: the same of the gradient, beyond what `response` calls noise.
         width: d_model.
         inner: number of features of all heads, where the branch attends; else None.
+        attends: (...,) share of attention in what the branch adds; 1 where it is all of it.
     """
 
     response: Response
@@ -47,6 +56,7 @@ class Part:
     back_kappa: Array
     width: float
     inner: float | None
+    attends: Array = 1.0
 
     def ascend(self, sensitivity: Array) -> Ascent:
         """What a sensitivity to the gradient sent says; see `part_response.Ascent`."""
@@ -82,7 +92,8 @@ class Part:
             return (cross + self.kappa * coherent**2 * overlap) / self.width
         # two matrices one after the other: behind the first, overlaps have grown by 1/inner
         twice = 2 * overlap * self.width / self.inner + 2 * (overlap + 1 / self.inner)
-        return (cross + twice * added**2) / self.width
+        beside = 0.0 if np.all(self.attends == 1) else self.kappa * coherent**2 * overlap
+        return (cross + twice * (self.attends * added) ** 2 + beside) / self.width
 
     def _noise(self, sensitivity: Array, carried: Array, added: Array, kappa: Array) -> Array:
         if not self.residual:
@@ -104,52 +115,82 @@ def network_parts(layers: Sequence[Layer], trace: Trace) -> tuple[list[Part], li
     starts = [0]
     for layer in layers:
         for component in parts_of(layer):
-            part, before = _part(component, before, points, axes)
+            assert before.gradient is not None
+            unit = np.broadcast_to(trace_of(before.gradient.kernel.pairs), axes)
+            around = _Around(points, unit, trace.memory)
+            part, before = around.part(component, before)
             found.append(part)
         starts.append(len(found))
         before = next(points)
     return found, starts
 
 
-def _part(
-    component: Component, before: Point, points: Iterator[Point], axes: tuple[int, ...]
-) -> tuple[Part, Point]:
-    residual = isinstance(component, Residual)
-    branch = component.branch if isinstance(component, Residual) else component
-    passed: list[Point] = []
-    assert before.gradient is not None
-    unit = np.broadcast_to(trace_of(before.gradient.kernel.pairs), axes)
-    answer, _ = response(branch, before.signal, _kept(points, passed), unit)
-    after = next(points) if residual else passed[-1]
-    skip, scale = 0.0, 1.0
-    if isinstance(component, Residual):
-        skip, scale = component.skip_scale**2, component.branch_scale**2
-    assert after.gradient is not None
-    kappa = _own_fluctuation(branch, before.signal, passed) if residual else 0.0
-    heads = [leaf for leaf in _leaves(branch) if isinstance(leaf, SelfAttention)]
-    part = Part(
-        answer,
-        residual,
-        skip,
-        scale,
-        before.signal.second_moment().pairs.astype(SINGLE),
-        after.signal.second_moment().pairs.astype(SINGLE),
-        in_units(before.gradient.kernel.pairs, unit),
-        in_units(after.gradient.kernel.pairs, unit),
-        kappa,
-        2.0 if heads else kappa,
-        float(after.signal.width),
-        float(heads[0].heads * heads[0].d_head) if heads else None,
-    )
-    return part, after
+@dataclass(frozen=True)
+class _Around:
+    """Reads parts off a trace.
 
+    Attributes:
+        points: of the trace, from the part's first site on.
+        unit: (...,) what gradients are measured in.
+        memory: what cross-attention reads.
+    """
 
-def sequences_in(layers: Sequence[Layer]) -> int:
-    """How many sequences a kernel by token holds side by side."""
-    branches = [part for layer in layers for part in parts_of(layer)]
-    branches = [part.branch if isinstance(part, Residual) else part for part in branches]
-    counts = (getattr(leaf, "sequences", 1) for part in branches for leaf in _leaves(part))
-    return max(counts, default=1)
+    points: Iterator[Point]
+    unit: Array
+    memory: Signal | None
+
+    def part(self, component: Component, before: Point) -> tuple[Part, Point]:
+        """A part that follows `before`, and the point behind it."""
+        if isinstance(component, BottomToTop):
+            return self._bypassed(component, before)
+        residual = isinstance(component, Residual)
+        branch = component.branch if isinstance(component, Residual) else component
+        passed: list[Point] = []
+        kept = _kept(self.points, passed)
+        answer, _ = response(branch, before.signal, kept, self.unit, self.memory)
+        after = next(self.points) if residual else passed[-1]
+        skip, scale = 0.0, 1.0
+        if isinstance(component, Residual):
+            skip, scale = component.skip_scale**2, component.branch_scale**2
+        kappas: tuple[Array, Array, Array] = (0.0, 0.0, 1.0)
+        if residual:
+            kappas = _kappas(branch, before.signal, passed, answer, self.memory)
+        attention = attention_of(branch)
+        part = Part(
+            answer,
+            residual,
+            skip,
+            scale,
+            *self._kernels(before, after),
+            kappas[0],
+            kappas[1],
+            float(after.signal.width),
+            None if attention is None else float(attention.heads * attention.d_head),
+            kappas[2],
+        )
+        return part, after
+
+    def _kernels(self, before: Point, after: Point) -> tuple[Array, Array, Array, Array]:
+        """Of the signal that enters and leaves, and of the gradient sent and received."""
+        assert before.gradient is not None
+        assert after.gradient is not None
+        return (
+            before.signal.second_moment().pairs.astype(SINGLE),
+            after.signal.second_moment().pairs.astype(SINGLE),
+            in_units(before.gradient.kernel.pairs, self.unit),
+            in_units(after.gradient.kernel.pairs, self.unit),
+        )
+
+    def _bypassed(self, node: BottomToTop, before: Point) -> tuple[Part, Point]:
+        from .token_bypass import bypassed
+
+        attention, between = self.part(node.attention, before)
+        norm, entering = self.part(node.norm, between)
+        ffn, _ = self.part(node.ffn, entering)
+        after = next(self.points)
+        carried = np.sqrt(entering.signal.kernel.diagonal / between.signal.kernel.diagonal)
+        carried = carried * node.attention.skip_scale * node.ffn.skip_scale
+        return bypassed((attention, norm, ffn), carried, self._kernels(before, after)), after
 
 
 def _kept(points: Iterator[Point], passed: list[Point]) -> Iterator[Point]:
@@ -158,13 +199,63 @@ def _kept(points: Iterator[Point], passed: list[Point]) -> Iterator[Point]:
         yield point
 
 
-def _own_fluctuation(branch: Component, entering: Signal, passed: Sequence[Point]) -> Array:
+def _kappas(
+    branch: Component,
+    entering: Signal,
+    passed: Sequence[Point],
+    answer: Response,
+    memory: Signal | None,
+) -> tuple[Array, Array, Array]:
+    """kappa, back_kappa and share of attention of `Part`.
+
+    Of parallel branches, whose sum varies by 2 (sum B)^2/d if each does by 2 B^2/d.
+    """
+    found = paths(branch)
+    order = [id(leaf) for leaf in leaves(branch)]
+    common = set.intersection(*({id(leaf) for leaf in path.parts} for path in found))
+    sizes, kappas, backs, attending = [], [], [], []
+    for path in found:
+        own = path.parts
+        if len(found) > 1:
+            own = tuple(leaf for leaf in own if id(leaf) not in common)
+        reached = passed[order.index(id(own[last_matrix(own)]))].signal
+        kappas.append(_own_fluctuation(path, entering, reached))
+        sizes.append(np.asarray(reached.second_moment().mean_diagonal()))
+        crossed, attends = cross_attention_of(path), attention_of(path) is not None
+        backs.append(2.0 if attends else kappas[-1])
+        if crossed is not None:
+            assert memory is not None
+            backs[-1] = cross_back_kappa(crossed, memory.seq_len)
+        attending.append(float(attends))
+    if len(found) == 1:
+        return kappas[0], backs[0], 1.0
+    shares = _sum_of(answer).shares
+    return (
+        _together(kappas, [ratio(size, sum(sizes)) for size in sizes]),
+        _together(backs, shares),
+        sum(share * one for share, one in zip(shares, attending, strict=True)),
+    )
+
+
+def _together(kappas: Sequence[Array], shares: Sequence[Array]) -> Array:
+    own = ((kappa - 2) * share**2 for kappa, share in zip(kappas, shares, strict=True))
+    return 2 + sum(own)
+
+
+def _sum_of(answer: Response) -> Sum:
+    """The parallel branches in a branch."""
+    if isinstance(answer, Sum):
+        return answer
+    assert isinstance(answer, Branch)
+    inner = [part for part in answer.parts if isinstance(part, Sum | Branch)]
+    return _sum_of(inner[0])
+
+
+def _own_fluctuation(path: Chain, entering: Signal, reached: Signal) -> Array:
     """d_model times the relative variance of |branch|^2 that its own matrices add."""
-    last = max(i for i, leaf in enumerate(_leaves(branch)) if not isinstance(leaf, Dropout))
-    reached = passed[last].signal
-    norms = any(getattr(leaf, "normalises", False) for leaf in _leaves(branch))
+    norms = any(getattr(leaf, "normalises", False) for leaf in path.parts)
     inherited = 0.0 if norms else _relative_spread(entering)
-    if any(isinstance(leaf, SelfAttention) for leaf in _leaves(branch)):
+    if attention_of(path) is not None or cross_attention_of(path) is not None:
         inherited = 0.0  # what attention averages is tracked anew
     return reached.width * np.maximum(_relative_spread(reached) - inherited, 0.0)
 
@@ -173,14 +264,6 @@ def _relative_spread(signal: Signal) -> Array:
     """Var |x|^2/E^2 |x|^2, averaged over tokens."""
     assert signal.spread is not None
     return (signal.spread.diagonal / signal.second_moment().diagonal ** 2).mean(-1)
-
-
-def _leaves(component: Component) -> tuple[Component, ...]:
-    if isinstance(component, Chain):
-        return tuple(leaf for part in component.parts for leaf in _leaves(part))
-    if isinstance(component, Parallel):
-        return tuple(leaf for part in component.branches for leaf in _leaves(part))
-    return (component,)
 
 
 def trace_of(kernel: Array) -> Array:

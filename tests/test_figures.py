@@ -41,10 +41,10 @@ def test_the_catalogue_is_what_the_papers_modules_declare() -> None:
 
 
 def test_points_are_those_of_the_declared_set_ups() -> None:
-    declaration = script("figures").declaration
+    made_with = script("figures").made_with
     for name, index, line in LINES:
         found = stored()[key(name, index, line.label)]
-        assert found["made"] == declaration(line), (name, line.label)
+        assert made_with(found["made"], line), (name, line.label)
         assert len(found["x"]) == len(found["value"]) == len(found["stderr"])
 
 

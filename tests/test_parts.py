@@ -450,3 +450,37 @@ def test_registering_from_several_threads_gives_one_answer() -> None:
         thread.join()
     assert len(found) == 4
     assert len({id(laws) for laws in found}) == 1
+
+
+@pytest.mark.parametrize(("freedom", "correlation"), [(3, 0.5), (7, 0.8), (3, 0.95)])
+def test_expected_cosine_of_gaussian_vectors(freedom: int, correlation: float) -> None:
+    from moments.normalization import expected_cosine
+
+    rng = np.random.default_rng(5)
+    x, other = rng.normal(size=(2, 200_000, freedom))
+    y = correlation * x + np.sqrt(1 - correlation**2) * other
+    cosines = (x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)
+    error = cosines.std() / correlation / np.sqrt(len(x))
+    assert abs(cosines.mean() / correlation - expected_cosine(freedom, correlation)) < 4 * error
+
+
+@pytest.mark.parametrize("centres", [True, False])
+def test_gradient_behind_small_groups(centres: bool) -> None:
+    """Groups of eight features: 1/|x|^2 is far from its expansion."""
+    rng = np.random.default_rng(6)
+    size, count, draws = 8, 40, 4000
+    x, g = rng.normal(size=(2, draws, count, size))
+    x = 1.5 * x
+    inner = x - x.mean(-1, keepdims=True) if centres else x
+    norm = np.sqrt((inner**2).mean(-1, keepdims=True))
+    unit = inner / norm
+    sent = g - unit * (unit * g).mean(-1, keepdims=True)
+    sent = (sent - g.mean(-1, keepdims=True) if centres else sent) / norm
+    measured, error = (sent**2).mean(), (sent**2).mean((1, 2)).std() / np.sqrt(draws)
+    leaf = FiniteNormalization(
+        LAYERNORM if centres else RMSNORM, "norm", centres=centres, groups=count
+    )
+    signal = Signal(Kernel(2.25, 0.5), 4, width=float(size * count), spread=Kernel(0.0, 0.0))
+    back = leaf.forward(signal)[1]
+    predicted = back(Gradient(Kernel(1.0, 0.0), 4)).gradient.kernel.diagonal
+    assert abs(predicted - measured) < 4 * error

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import moments
-from moments.scheme import schemes
 
 D, HEADS, FF = 256, 4, 1024
 XAVIER = {"query": 2 / 320, "key": 2 / 320, "value": 2 / 320, "output": 1 / 256}
@@ -173,12 +172,13 @@ def test_gains_on_blocks(
 
 
 def test_value_skipinit() -> None:
-    names = [scheme.name for scheme in schemes()]
-    if "attention_mix" in moments.Transformer.__dataclass_fields__:
-        found = model().with_scheme("value-skipinit")
-        assert tuple(found.attention_mix) == (1.0, 0.0)  # type: ignore[attr-defined]
-    else:
-        assert "value-skipinit" not in names
+    """Attention hands on the values: variance d s_v d s_o, correlation as it enters."""
+    found = model().with_scheme("value-skipinit")
+    assert found == model(identity_attention=True)
+    frame = moments.predict(found, correlation=0.3).to_frame()
+    row = frame[(frame.layer == 1) & (frame.site == "attention.dropout")].iloc[0]
+    assert row.variance == pytest.approx(256 * 2 / 320, rel=1e-9)
+    assert row.correlation == pytest.approx(0.3, rel=0.02)
 
 
 def imbalance(found: moments.Transformer) -> np.ndarray:

@@ -73,14 +73,20 @@ def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: fl
     shares = weights.astype(np.float32)
     guess = first_guess / np.maximum(first_guess.sum(1, keepdims=True), 1e-300)
     overlap = guess.astype(np.float32)
+    step, last = 0.5, None
     for _ in range(30):
         response = identity - overlap
         projected = response @ scaled @ response.T
         joint = np.exp(np.minimum(projected, EXPONENT_MAX, out=projected), out=projected)
-        update = balanced(joint, shares, shares, 4)
-        update *= shares
-        change = np.abs(update - overlap).max()
-        overlap = np.float32(0.5) * (overlap + update)
-        if change < TOLERANCE:
+        change = balanced(joint, shares, shares, 4)
+        change *= shares
+        change -= overlap
+        if last is not None:  # the step that would have cancelled the last change (Irons and Tuck)
+            turned = last - change
+            size = float(np.vdot(turned, turned))
+            step = min(max(step * float(np.vdot(last, turned)) / max(size, 1e-30), 0.25), 1.0)
+        last = change
+        overlap = overlap + np.float32(step) * change
+        if np.abs(change).max() < TOLERANCE:
             break
     return np.asarray(identity - overlap, dtype=np.float64)

@@ -97,7 +97,8 @@ def constants_hold(model: Transformer) -> bool:
         and not (model.causal or model.rotary or model.alibi or model.relative_bias)
         and not (model.parallel or model.qk_norm or model.logit_softcap or any(model.windows))
         and model.encoder is None
-        and not model.activation_dropout
+        and (model.activation_dropout, model.ffn_dropout) == (0.0, model.dropout)
+        and not model.identity_attention
         and not any(np.any(value) for value in variances)
     )
 
@@ -111,7 +112,7 @@ def _prepared(model: Transformer, k: float, alpha: float) -> Transformer:
     if branch >= 1:
         raise domain_error("k", k, f"below layers^alpha = {model.layers**alpha:g}")
     d_model, d_ff = model.d_model, model.d_ff or 0
-    ffn = math.sqrt(2 * (1 - model.dropout) / (d_model * d_ff))
+    ffn = math.sqrt(2 * (1 - (model.ffn_dropout or 0.0)) / (d_model * d_ff))
     changes: dict[str, Any] = {
         "weights": Weights(1 / d_model, 1 / d_model, ffn, ffn, ffn, ffn),
         "skip_scale": math.sqrt(1 - branch),

@@ -61,14 +61,13 @@ def _all() -> tuple[Scheme, ...]:
     from .residual_gain import RESIDUAL_GAIN
     from .value_skipinit import VALUE_SKIPINIT
 
-    declarable = (VALUE_SKIPINIT,) if "attention_mix" in Transformer.__dataclass_fields__ else ()
     return (
         *plain.SCHEMES,
         dslm.DSLM,
         deepnorm.DEEPNORM,
         *depth_scaled.DEPTH_SCALED,
         *RESIDUAL_GAIN,
-        *declarable,
+        VALUE_SKIPINIT,
         noci.NOCI_SCALING,
         admin.ADMIN,
         tfixup.TFIXUP,

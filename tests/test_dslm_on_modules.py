@@ -1,0 +1,234 @@
+"""DeepScaleLM on real modules: what is stored against predictions, and the whole way once."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moments
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from moments.huggingface_modules import build_module  # noqa: E402
+from moments.modules.architecture import architecture_of  # noqa: E402
+from moments.modules.logits import logits_path  # noqa: E402
+from moments.modules.probe import default_batch, run  # noqa: E402
+from moments.modules.roles import roles_of  # noqa: E402
+from moments.modules.scales import applied_scales  # noqa: E402
+from moments.torch import audit, describe, fold, initialize, measure  # noqa: E402
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import dslm_on_modules as benchmark  # noqa: E402
+from dslm_page import page, scores  # noqa: E402
+
+STORED = json.loads((BENCHMARKS / "data/dslm_on_modules.json").read_text(encoding="utf-8"))
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::moments.ValidityWarning"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
+]
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["distilbert/12/0", "vit/12/config"])
+def test_stored_predictions_are_todays(key):
+    kind, layers, dropout = key.split("/")
+    case = benchmark.case_of(kind, int(layers), dropout)
+    plan = benchmark.solved(case)
+    p = moments.predict(plan.model, **case.inputs, **case.targets)
+    run = STORED["modules"][key]
+    np.testing.assert_allclose(p.variance, run["variance"]["predicted"], rtol=1e-3)
+    np.testing.assert_allclose(p.grad_variance, run["grad_variance"]["predicted"], rtol=0.02)
+
+
+def test_depths_do_not_matter():
+    """DSLM's gradient ratio at 192 and 1000 layers, and today's at 192."""
+    rows = STORED["depth"]
+    for norm in ("pre", "post"):
+        for r in ("0", "0.2", "0.4", "0.8"):
+            near, far = (rows[f"{norm}/{n}/dslm/{r}"] for n in (192, 1000))
+            assert far["ratio"] == pytest.approx(near["ratio"], rel=0.02)
+            assert near["most"] < 0.1
+            assert far["most"] < 0.1
+            assert 0.2 < near["ratio"] < 3
+    for r in ("0", "0.8"):
+        near, far = (rows[f"pre/{n}/vanilla/{r}"] for n in (192, 1000))
+        assert far["ratio"] > 4 * near["ratio"] > 400
+        assert far["last"] > 5 * near["last"] > 1500
+    model = benchmark.deep_model(192, True)
+    p = moments.predict(
+        model, variance=1.0, correlation=benchmark.TEXT_CORRELATION, grad_correlation=0.4
+    )
+    ratio = p.grad_variance[0] / p.grad_variance[-1]
+    assert ratio == pytest.approx(rows["pre/192/dslm/0.4"]["ratio"], rel=5e-3)
+
+
+def test_every_stored_module_passed_its_audit_and_the_page_is_current():
+    for runs in (STORED["modules"], STORED["paper"]):
+        for key, row in runs.items():
+            assert row.get("refused") or row["audit"]["passed"], key
+    text = benchmark.PAGE.read_text(encoding="utf-8")
+    assert text == page(STORED)
+
+
+# --- the whole way --------------------------------------------------------------------------------
+
+
+def test_from_a_module_to_its_folded_copy():
+    """Declared, solved, written, audited, measured inside the prediction, folded."""
+    case = benchmark.family_case("gpt2", 12, "config", d_model=48, seq_len=12)
+    plan = benchmark.solved(case)
+    assert plan.residual < 1e-9
+    module = case.build(0)
+    assert not audit(module, plan).passed
+    done = initialize(module, plan, seed=3)
+    assert not done.left
+    assert audit(module, plan).passed
+    draws = []
+    for seed in range(4):
+        initialize(module, plan, seed=seed)
+        draws.append(measure(module, case.batch(seed), seed=seed))
+    p = moments.predict(plan.model, **case.inputs)
+    np.testing.assert_allclose(p.variance[1:], 1.0, rtol=1e-6)
+    measured = np.array([m.variance for m in draws])
+    error = measured.std(0, ddof=1) / np.sqrt(len(draws))
+    assert np.all(np.abs(measured.mean(0) - 1) < 0.05 + 4 * error)
+    low, high = p.grad_variance_band
+    inside = [(low <= m.grad_variance) & (m.grad_variance <= high) for m in draws]
+    assert np.mean(inside) > 0.6
+    module.eval()
+    before = run(module, case.batch(0)).logits
+    fold(module, plan)
+    assert applied_scales(module) is None
+    torch.testing.assert_close(run(module, case.batch(0)).logits, before, rtol=1e-4, atol=1e-4)
+
+
+# --- the factor on the logits ---------------------------------------------------------------------
+
+KINDS = ("bert", "gpt2", "llama", "vit", "granite", "t5")
+
+
+def small(kind):
+    from moments.families.sizes import sized_config
+
+    module = build_module(sized_config(kind, 2, 32, vocab_size=101, seq_len=32), 0)
+    model = architecture_of(module)
+    wanted = 0.37 * model.head.output_scale
+    return module, model.replace(head=model.head.replace(output_scale=wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_output_scale_reaches_the_logits(kind):
+    """Written, seen by the audit and by describe, and folded away; told from a bare copy's own."""
+    module, plan = small(kind)
+    initialize(module, plan, seed=1)
+    bare, batch = copy.deepcopy(module.eval()), default_batch(module)
+    bare.moments_scales.remove()
+    plain, scaled = (run(m, batch).logits for m in (bare, module))
+    torch.testing.assert_close(scaled, 0.37 * plain, rtol=1e-5, atol=1e-6)
+    assert audit(module, plan).passed
+    report = audit(bare, plan)
+    assert [f.quantity for f in report.offenders] == ["output_scale"]
+    assert "logits" in report.advice[0]
+    head = describe(module, seq_len=16 if kind != "vit" else None).head
+    assert head.output_scale == pytest.approx(plan.head.output_scale, rel=1e-4)
+    fold(module, plan)
+    torch.testing.assert_close(run(module, batch).logits, scaled, rtol=1e-4, atol=1e-6)
+
+
+def test_a_bare_stack_has_no_logits():
+    module = transformers.BertModel(
+        transformers.BertConfig(
+            num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=64
+        )
+    )
+    assert logits_path(module, roles_of(module)) is None
+    initialize(module, "dslm")
+    assert audit(module, "dslm").passed
+
+
+# --- torch's decoder ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pre", [True, False])
+def test_both_stacks_of_torch(pre):
+    module = torch.nn.Transformer(32, 4, 4, 3, 64, norm_first=pre, batch_first=True)
+    model = architecture_of(module, 8)
+    assert (model.layers, model.encoder.layers, model.causal) == (3, 4, True)
+    found = roles_of(module)
+    assert not found.unidentified
+    assert [b.name for b in found.blocks if not b.stack] == ["attention", "cross", "ffn"] * 3
+    finals = {r.full_name: (r.layer, r.parameter) for r in found.roles if "final" in r.name}
+    assert finals["final.norm.gain"] == (4, "decoder.norm.weight")
+    assert finals["encoder.final.norm.gain"] == (5, "encoder.norm.weight")
+    offenders = {f.role.rpartition(".")[2] for f in audit(module, model).offenders}
+    assert offenders == {"bias"}  # torch draws the biases of linear layers
+    given = {"variance": 1.0, "correlation": 0.3}
+    plan = moments.solve(model, "dslm", **given, encoder_inputs=given)
+    initialize(module, plan)
+    assert audit(module, plan).passed
+    module.eval()
+    batch = default_batch(module)
+    x = module.encoder(batch["src"])
+    y = batch["tgt"]
+    a, b = (1 / 3) ** 0.5, (2 / 3) ** 0.5  # beta^2 = 2 / N
+    bare = copy.deepcopy(module)
+    bare.moments_scales.remove()
+    with torch.no_grad():  # written out
+        for layer in bare.decoder.layers:
+
+            def cross(z, layer=layer):
+                return layer.multihead_attn(z, x, x, need_weights=False)[0]
+
+            def own(z, layer=layer):
+                return layer.self_attn(z, z, z, need_weights=False)[0]
+
+            def ffn(z, layer=layer):
+                return layer.linear2(layer.linear1(z).relu())
+
+            for f, norm in ((own, layer.norm1), (cross, layer.norm2), (ffn, layer.norm3)):
+                y = a * y + b * f(norm(y)) if pre else norm(a * y + b * f(y))
+        y = bare.decoder.norm(y)
+    scaled = run(module, batch)
+    torch.testing.assert_close(scaled, y, rtol=1e-4, atol=1e-5)
+    fold(module, plan)
+    torch.testing.assert_close(run(module, batch), scaled, rtol=1e-4, atol=1e-5)
+
+
+def test_a_decoder_alone_takes_a_plan_but_no_scheme():
+    layer = torch.nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
+    module = torch.nn.TransformerDecoder(layer, 3)
+    assert architecture_of(module) is None
+    with pytest.raises(moments.DomainError, match="architecture="):
+        initialize(module, "dslm")
+    whole = architecture_of(torch.nn.Transformer(32, 4, 3, 3, 64, batch_first=True), 8)
+    given = {"variance": 1.0, "correlation": 0.3}
+    plan = moments.solve(whole, "dslm", **given, encoder_inputs=given)
+    initialize(module, plan)
+    assert audit(module, plan).passed
+
+
+def test_scores_see_a_departure():
+    """The benchmark's own measures on numbers made by hand."""
+    run = {
+        "variance": {"predicted": [2.0, 1.0, 1.0], "measured": [2.0, 1.0, 1.2], "stderr": [0] * 3},
+        "grad_variance": {
+            "predicted": [4.0, 2.0, 1.0],
+            "band": [[2.0, 1.0, 0.5], [8.0, 4.0, 2.0]],
+            "measured": [[4.0, 2.0, 1.0], [9.0, 2.0, 0.4]],
+        },
+    }
+    found = scores(run)
+    assert (found["entering"], found["predicted_off"]) == (2.0, 0.0)
+    assert found["measured_off"] == pytest.approx(0.2)
+    assert found["ratio"] == 4.0
+    assert found["inside"] == pytest.approx(4 / 6)
