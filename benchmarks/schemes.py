@@ -190,10 +190,10 @@ authors, an option says so. A scheme warns where it clashes with what a model ha
 
 NOTES = """## Where predictions are far off
 
-`group-ln`: the authors' 32 groups of a stream of width 128 have 4 features each. What a group's
-own variance scatters is left out: the gradient comes out 6 to 9 times too small, and at 24 layers
-the variance 14 % too large. Post-LN, `mix-ln`, `hybridnorm` and `b2t`: at 96 layers and width 128
-the gradient of single draws scatters over decades, and few draws do not settle its mean."""
+`group-ln`: the authors' 32 groups of a stream of width 128 have 4 features each, too few for
+expansions in one over their number: the gradient is off by factors. Post-LN, `mix-ln`,
+`hybridnorm` and `b2t`: at 96 layers and width 128 the gradient of single draws scatters over
+decades, and few draws do not settle its mean."""
 
 
 def page() -> str:

@@ -66,9 +66,7 @@ def branches_of(
         output, returned, inner = passes.through(path, signal, shape)
         gain = scale[..., None, None] * coherent_gain(path, kernel, overlap, passes.width)
         added = scale[..., None] * modes.of(output.kernel)
-        found.append(
-            Branch(path, inner, kernel, added, scale[..., None, None] * returned, gain)
-        )
+        found.append(Branch(path, inner, kernel, added, scale[..., None, None] * returned, gain))
     return found
 
 

@@ -42,8 +42,10 @@ class Layout:
 
     def token_average(self, kernel: Kernel) -> tuple[Array, Array]:
         """Variance of a token and covariance of two of one sequence, averaged."""
-        own = self.split(kernel)
-        found = own.mean_diagonal(self._real), own.mean_pairs(self._real)
+        own, real = self.split(kernel), self._real
+        if own.resolved and real is not None and real.shape[-1] != own.pairs.shape[-1]:
+            real = None  # behind a pooling head every token is one sequence's
+        found = own.mean_diagonal(real), own.mean_pairs(real)
         if self.sequences == 1 or not kernel.resolved:
             return found
         return np.mean(found[0], axis=0), np.mean(found[1], axis=0)

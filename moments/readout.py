@@ -7,7 +7,8 @@ which a normalisation before the head removes, and the rest, independent of z_i:
     T^2 G_ij = scale^2 variance D_ij + radial part,   D_ij = E sum_v d_i(v) d_j(v)
 
 D_ii is exact for logits of one token. A pair's expectations are exact where the two tokens' logits
-are independent or equal, and geometric in their correlation between, as exp(c) is in E exp(z + z').
+are independent or equal. Between, E sum_v p_i(v) p_j(v) over tokens that neither reads follows
+`softmax_agreement`; the others are geometric in the correlation, as exp(c) is in E exp(z + z').
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ import numpy as np
 
 from . import own_row
 from .cross_entropy import Softmax, softmax_expectations
+from .softmax_agreement import rise
 from .state import Array, Kernel
 from .targets import Targets
+
+# Squared log of E p^2/(E p)^2, per feature, below which overlaps' fluctuation moves E p p' by less
+# than half as much, .05 percent.
+_STILL = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +91,13 @@ class Readout:
         return softmax_expectations(
             self.vocab_size, self.variance, mean, own_variance, self.softcap
         )
+
+    @functools.cached_property
+    def _unread(self) -> Softmax:
+        """The same if no logit were the own row's."""
+        if not np.any(self.carried):
+            return self.softmax
+        return softmax_expectations(self.vocab_size, self.variance, softcap=self.softcap)
 
     # --- loss ----------------------------------------------------------------------------------
 
@@ -197,21 +210,28 @@ class Readout:
             swapped = hit.swapaxes(-1, -2)
         both = (targets.same_target, targets.same_token, hit, swapped)
         correlation = at * kernel.pairs / np.sqrt(first * second)
-        pairs = targets.both * self._products(correlation, both, kernel.over_tokens)
+        # One draw's overlap of two tokens of independent features varies by 1/width.
+        wander = (1 - correlation**2) * at / self.width**0.5
+        pairs = targets.both * self._products(correlation, both, kernel.over_tokens, wander)
         alone = (1.0, 1.0, targets.own, targets.own)
         single = targets.active * self._products(at, alone, lambda value: (value, value))
         return Kernel.joined(single, pairs, kernel.resolved)
 
-    def _products(self, correlation: Array, same: tuple[Array, ...], lift: Any) -> Array:
-        """E sum_v d_i(v) d_j(v) at a correlation of the logits; the four coincidences in `same`."""
+    def _products(
+        self, correlation: Array, same: tuple[Array, ...], lift: Any, wander: Array = 0.0
+    ) -> Array:
+        """E sum_v d_i(v) d_j(v) at a correlation of the logits, which varies by `wander`.
+
+        The four coincidences are in `same`.
+        """
         same_target, same_token, hit, swapped = same
         own, other, vocab_size = self.softmax.own, self.softmax.other, self.vocab_size
         kept, each = 1 - self.smoothing, self.smoothing / self.vocab_size
 
-        def between(ends: Array) -> Array:
+        def between(ends: Array, risen: Array = correlation) -> Array:
             """From 1 to sqrt(ends_i ends_j) as the correlation goes from 0 to 1."""
             i, j = lift(0.5 * np.log(ends))
-            return np.exp(correlation * (i + j))
+            return np.exp(risen * (i + j))
 
         rest, other_rest = lift(other.probability_slope)
         mine, other_mine = lift(own.probability_slope)
@@ -220,14 +240,19 @@ class Readout:
         mean_slope = reads * own.slope + (1 - reads) * other.slope
         slope_square = reads * own.slope_square + (1 - reads) * other.slope_square
         slope, other_slope = lift(mean_slope)
-        common = between(other.square_slope_square / other.probability_slope**2)
-        reading = between(own.square_slope_square / own.probability_slope**2)
-        softmaxes = (vocab_size - 2) * rest * other_rest * common
-        softmaxes = softmaxes + same_token * (
-            rest * other_rest * common + mine * other_mine * reading
+        ends = other.square_slope_square / other.probability_slope**2
+        common = between(ends)
+        # Whether a token's own logit leaves the others anything does not concern other tokens.
+        free = self._unread.other
+        free_ends = free.square_slope_square / free.probability_slope**2
+        agreeing = sum(
+            weight * between(free_ends, self._risen(correlation + step * wander))
+            for step, weight in self._steps(free_ends)
         )
-        apart = (mine * other_rest + rest * other_mine) * common
-        softmaxes = softmaxes + (1 - same_token) * apart
+        reading = between(own.square_slope_square / own.probability_slope**2)
+        alike = (vocab_size - 1) * rest * other_rest * common + mine * other_mine * reading
+        apart = (vocab_size - 2) * rest * other_rest + mine * other_rest + rest * other_mine
+        softmaxes = same_token * alike + (1 - same_token) * apart * agreeing
         slopes = slope * other_slope * between(slope_square / mean_slope**2)
         rise = between(other.probability_slope_square / (other.probability_slope * other.slope))
         own_rise = between(own.probability_slope_square / (own.probability_slope * own.slope))
@@ -240,4 +265,25 @@ class Readout:
             i, j = lift(total)
             even = i * other_slope * rise + j * slope * rise
             found = found - each * even + each * (2 * kept + self.smoothing) * slopes
+        return found
+
+    def _steps(self, ends: Array) -> tuple[tuple[float, float], ...]:
+        """Points and weights of an average over a normal deviate, exact to its ninth power."""
+        if np.max(np.log(ends)) ** 2 < _STILL * self.width:
+            return ((0.0, 1.0),)
+        points, weights = np.polynomial.hermite_e.hermegauss(5)
+        return tuple(zip(points.tolist(), (weights / weights.sum()).tolist(), strict=True))
+
+    def _risen(self, correlation: Array) -> Array:
+        """`softmax_agreement.rise`, at every configuration's mean variance of the logits."""
+        variance = self.softmax.other.square
+        if self.kernel.resolved:
+            variance = np.mean(variance, axis=-1)
+        if np.ndim(variance) == 0:
+            return rise(self.vocab_size, float(variance), correlation)
+        tail = np.shape(correlation)[np.ndim(variance) :]
+        each = np.broadcast_to(correlation, (*np.shape(variance), *tail))
+        found = np.empty(each.shape)
+        for index, one in np.ndenumerate(variance):
+            found[index] = rise(self.vocab_size, float(one), each[index])
         return found

@@ -144,14 +144,21 @@ class Stack:
         output = outcome.output
         if output is not None:
             notes += output.notes
-        by_token = _by_token(stream, layout) if self.resolved else (None, None)
+        token_variance, token_grad_variance = None, None
+        if self.resolved:
+            token_variance, token_grad_variance = _by_token(stream, layout)
         if encoder is not None:
             notes = (*(f"encoder, {note}" for note in encoder.warnings), *notes)
+        variance, correlation, grad_variance, grad_correlation = moments
         return Prediction(
             self.model,
             self.theory,
-            *moments,
-            *by_token,
+            variance,
+            correlation,
+            grad_variance,
+            grad_correlation,
+            token_variance,
+            token_grad_variance,
             notes,
             self.trace,
             layout,

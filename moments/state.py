@@ -112,16 +112,16 @@ class Kernel:
         return (self.diagonal * real).sum(-1) / np.sum(real, axis=-1)
 
     def mean_pairs(self, real: Array = None) -> Array:
-        """Average over ordered pairs of different tokens, both of them `real`."""
+        """Average over ordered pairs of different tokens, both of them `real`; 0 without any."""
         if not self.resolved:
             return self.pairs
         if real is None:
             length = self.pairs.shape[-1]
             total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
-            return total / (length * (length - 1))
+            return total / max(length * (length - 1), 1)
         total = np.einsum("...ij,...i,...j->...", self.pairs, real, real)
         count = np.sum(real, axis=-1)
-        return (total - (self.diagonal * real).sum(-1)) / (count * (count - 1))
+        return (total - (self.diagonal * real).sum(-1)) / np.maximum(count * (count - 1), 1)
 
     def total(self, seq_len: int) -> Array:
         """Sum over all tokens and ordered pairs."""

@@ -169,7 +169,9 @@ class Transformer:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Reach of attention in every layer."""
-        return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
+        if isinstance(self.window, Sequence):
+            return tuple(self.window)
+        return (self.window,) * self.layers
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -230,9 +232,7 @@ class Transformer:
             if not f.init:
                 continue
             value = None if f.name in self._defaulted else getattr(self, f.name)
-            if hasattr(value, "to_dict"):
-                value = value.to_dict()
-            data[f.name] = _lists(value)
+            data[f.name] = value.to_dict() if hasattr(value, "to_dict") else _lists(value)
         return data
 
     @classmethod

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moments import DomainError, Transformer, Weights, predict, token_band
+from moments import (
+    Biases,
+    DomainError,
+    Embedding,
+    Prediction,
+    RelativeBias,
+    Rotary,
+    Transformer,
+    Weights,
+    predict,
+    token_band,
+)
 from moments.architecture import declare
 from moments.attention import SelfAttention
 from moments.attention_response import AttentionResponse
@@ -63,6 +74,22 @@ def test_a_product_of_gaussian_matrices(layers: int, d_model: int, d_ff: int) ->
     assert found[-1] == pytest.approx(2 / d_model, rel=1e-12)
 
 
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize(("layers", "share"), [(1, 0.5), (3, 0.2)])
+def test_parallel_products_of_gaussian_matrices(layers: int, share: float, tokens: bool) -> None:
+    # g (W_1 W_2 + W_3 W_4), sizes s and 1 - s: |a + b|^2 with a, b independent in direction has
+    # relative variance s^2 (2/d + 2/d) + (1 - s)^2 (2/d_ff + 2/d) + 4 s (1 - s)/d.
+    width, hidden = 64, 96
+    model = linear_chain(layers, width, hidden, parallel=True, parallel_norms=2)
+    scales = [(math.sqrt(share), math.sqrt(1 - share))] * layers
+    model = model.replace(branch_scale=scales)
+    each = share**2 * 4 / width + (1 - share) ** 2 * (2 / width + 2 / hidden)
+    each += 4 * share * (1 - share) / width
+    same = 0.999999 if tokens else 1.0  # a kernel by token is never singular
+    found = sigma_squared(model, correlation=same, grad_correlation=1.0, tokens=tokens)
+    assert found[0] == pytest.approx(2 / width + layers * each, rel=1e-3)
+
+
 def test_relu_fluctuates_by_its_kurtosis() -> None:
     # With rg = r = 1 a token passes d_ff independent gates: E(w g)^4 / E^2 (w g)^2 = 3 * 2.
     model = linear_chain(1, 64, 96).replace(activation="relu")
@@ -95,6 +122,10 @@ VARIANTS = {
     "scaled": {"skip_scale": math.sqrt(1 - 2 / 6), "branch_scale": math.sqrt(2 / 6)},
     "narrow heads": {"heads": 3, "d_head": 8},
     "per layer": {"branch_scale": [1.0, 0.9, 0.8, 0.7, 0.6, 0.5]},
+    "parallel": {"parallel": True},
+    "b2t": {"norm": "b2t"},
+    "hybrid": {"norm": "hybrid"},
+    "decoder": {"encoder": Transformer(2, 64, 4, 20)},
 }
 
 
@@ -110,6 +141,70 @@ def small(variant: str, d_model: int = 96) -> Transformer:
             **VARIANTS[variant],
         }
     )
+
+
+ENCODER = Transformer(2, 32, 4, 5, d_ff=48)
+ARCHITECTURES = {
+    "parallel": {"parallel": True},
+    "parallel, two norms": {"parallel": True, "parallel_norms": 2, "normalization": "rmsnorm"},
+    "parallel, no norm": {"parallel": True, "norm": "none", "branch_scale": [(0.3, 0.2)] * 3},
+    "parallel, scaled": {"parallel": True, "layernorm_scaling": "after-block"},
+    "GPT-J": {"parallel": True, "rotary": Rotary(0.5), "causal": True, "biases": Biases()},
+    "b2t": {"norm": "b2t"},
+    "b2t, causal": {"norm": "b2t", "causal": True, "layernorm_scaling": "after-residual"},
+    "decoder": {"encoder": ENCODER},
+    "T5": {
+        "encoder": ENCODER.replace(relative_bias=RelativeBias(0.01)),
+        "causal": True,
+        "relative_bias": RelativeBias(0.01),
+        "activation": "geglu",
+    },
+    "post decoder": {"encoder": ENCODER, "norm": "post", "qk_norm": "rmsnorm"},
+    "hybrid": {"norm": "hybrid"},
+    "hybrid, causal": {"norm": "hybrid", "causal": True},
+    "sandwich": {"norm": "sandwich"},
+    "dyt": {"normalization": "dyt", "causal": True},
+    "gated": {"activation": "swiglu", "kv_heads": 2},
+    "window": {"window": (3, None, 2), "causal": True},
+    "alibi": {"alibi": True},
+    "qk_norm": {"qk_norm": "layernorm"},
+    "softcap": {"logit_softcap": 2.0, "temperature": 2.0},
+    "identity": {"identity_attention": True},
+    "mix": {"norm": "mix", "post_layers": 1, "norm_groups": 4},
+}
+
+
+def check(prediction: Prediction) -> None:
+    """Everything that a prediction derives from the trace alone is there and finite."""
+    low, high = prediction.grad_variance_band
+    typical = prediction.grad_variance_typical
+    assert np.all((low > 0) & (low < typical) & (typical < high) & np.isfinite(high))
+    assert np.all(typical < prediction.grad_variance)
+    assert np.all(np.diff(np.log(high / low)) < 0)
+    assert np.isfinite(prediction.weight_gradients().squared_norm).all()
+    assert "grad_variance_band" in prediction.to_json()
+    if prediction.encoder is not None:
+        check(prediction.encoder)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_every_architecture_has_a_band(name: str) -> None:
+    model = Transformer(3, 32, 4, 5, d_ff=48, norm_affine=True, **ARCHITECTURES[name])
+    if not any((model.causal, model.rotary, model.alibi, model.relative_bias)):
+        check(predict(model, correlation=0.3, tokens=False, batch=2))
+    # a text of two sequences, one kernel by token
+    text = {"token_ids": np.array([[1, 2, 3, 1, 4], [5, 2, 6, 7, 1]])}
+    table = Embedding(vocab_size=9, token_variance=1.0)
+    model, given = model.replace(embedding=table), text
+    if model.encoder is not None:
+        model = model.replace(encoder=model.encoder.replace(embedding=table))
+        given = text | {"encoder_inputs": text}
+    prediction = predict(model, **given)
+    check(prediction)
+    # sequences that the kernel holds share the band: 2 tr(G G)/(d tr(G)^2), G block-diagonal
+    top = sigma_squared(model, **given)[-1]
+    assert top == pytest.approx(2 / (32 * 2 * 5), rel=1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -171,7 +266,9 @@ def test_no_gradient_no_spread() -> None:
     assert not prediction.grad_variance_band.any()
 
 
-@pytest.mark.parametrize("variant", ["pre", "post", "gelu", "none"])
+@pytest.mark.parametrize(
+    "variant", ["pre", "post", "gelu", "none", "parallel", "b2t", "hybrid", "decoder"]
+)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_by_token_and_alike_agree(variant: str, batch: int) -> None:
     # Two derivations of one number: two modes and their gains, against maps of (L, L) kernels.

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from moments.huggingface_modules import build_module  # noqa: E402
 from moments.modules.architecture import architecture_of  # noqa: E402
+from moments.modules.initialize import attach  # noqa: E402
 from moments.modules.logits import logits_path  # noqa: E402
 from moments.modules.probe import default_batch, run  # noqa: E402
 from moments.modules.roles import roles_of  # noqa: E402
@@ -232,3 +233,43 @@ def test_scores_see_a_departure():
     assert found["measured_off"] == pytest.approx(0.2)
     assert found["ratio"] == 4.0
     assert found["inside"] == pytest.approx(4 / 6)
+
+
+# --- what a stored module loses -------------------------------------------------------------------
+
+
+def test_scales_are_put_back_on_stored_weights():
+    module, plan = small("gpt2")
+    plan = plan.replace(skip_scale=0.8, branch_scale=0.5, temperature=2.0)
+    initialize(module, plan, seed=1)
+    rebuilt, _ = small("gpt2")
+    rebuilt.load_state_dict(module.state_dict())
+    assert not audit(rebuilt, plan).passed
+    assert attach(rebuilt, plan) is rebuilt.moments_scales
+    assert audit(rebuilt, plan).passed
+    batch = default_batch(module)
+    torch.testing.assert_close(
+        run(rebuilt.eval(), batch).logits, run(module.eval(), batch).logits, rtol=0, atol=0
+    )
+    fold(rebuilt, plan)
+    with pytest.raises(moments.DomainError, match="folded"):
+        attach(rebuilt, plan)
+
+
+def test_measured_block_outputs_are_those_of_the_blocks():
+    """Not what the hooks make of them for the sum: the twin, which has no hooks, agrees."""
+    case = benchmark.torch_case("nn.TransformerEncoder, Pre-LN", 3, "0", d_model=64, seq_len=16)
+    plan = moments.solve(case.model, "dslm", **case.inputs, options={"variant": "solved"})
+    module = case.build(0)
+    found = []
+    for seed in range(6):
+        initialize(module, plan, seed=seed)
+        m = measure(module, case.batch(seed), seed=seed)
+        frame = m.to_frame()
+        found.append(frame[frame.site.isin(["attention.dropout", "ffn.dropout"])])
+    variance = np.mean([f.variance for f in found], axis=0)
+    np.testing.assert_allclose(variance, 1.0, atol=0.3)
+    twin = moments.simulate(plan.model, variance=1.0, correlation=0.05, seeds=4).to_frame()
+    twin = twin[twin.site.isin(["attention.dropout", "ffn.dropout"])]
+    gradient = np.mean([f.grad_variance for f in found], axis=0)
+    np.testing.assert_allclose(np.log(gradient / twin.grad_variance), 0.0, atol=0.5)

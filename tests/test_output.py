@@ -23,6 +23,7 @@ from moments.inputs import gaussian
 from moments.laws.head import CROSS_ENTROPY
 from moments.output import carried_amplitude, output_moments
 from moments.propagate import Point, Trace, forward
+from moments.softmax_agreement import rise
 from moments.state import Gradient, Kernel, Signal
 from moments.targets import text_targets
 from moments.transformer import Transformer
@@ -59,10 +60,10 @@ def _normal(generator: torch.Generator, variance: float, *shape: int) -> Tensor:
     return drawn.requires_grad_()
 
 
-def _normed(x: Tensor, model: Transformer, gain: Tensor) -> Tensor:
+def _normed(x: Tensor, model: Transformer, gain: Tensor, bias: Tensor) -> Tensor:
     if model.normalization == "rmsnorm":
         return functional.rms_norm(x, x.shape[-1:], gain, eps=model.norm_epsilon)
-    return functional.layer_norm(x, x.shape[-1:], gain, eps=model.norm_epsilon)
+    return functional.layer_norm(x, x.shape[-1:], gain, bias, eps=model.norm_epsilon)
 
 
 def simulate(model: Transformer, ids: np.ndarray, targets: np.ndarray, draws: int) -> Draws:
@@ -77,8 +78,10 @@ def simulate(model: Transformer, ids: np.ndarray, targets: np.ndarray, draws: in
         x = embedding.scale * table[rows] + places
         x.retain_grad()
         gains = [torch.ones(WIDTH, dtype=x.dtype).requires_grad_() for _ in range(2)]
+        shifts = [torch.zeros(WIDTH, dtype=x.dtype).requires_grad_() for _ in range(2)]
         matrices = {"final.norm.gain": gains[0], "head.norm.gain": gains[1]}
-        h = _normed(x, model, gains[0]) if head.norm else x
+        matrices |= {"final.norm.bias": shifts[0], "head.norm.bias": shifts[1]}
+        h = _normed(x, model, gains[0], shifts[0]) if head.norm else x
         if head.loss == "classification":
             h = h[:, 0] if head.pool == "first" else h.mean(1)
         if head.dropout:
@@ -89,7 +92,7 @@ def simulate(model: Transformer, ids: np.ndarray, targets: np.ndarray, draws: in
             bias = _normal(generator, 0.0, WIDTH)
             matrices |= {"head.transform": matrix, "head.transform.bias": bias}
             h = activations[head.transform](h @ matrix + bias)
-            h = _normed(h, model, gains[1]) if head.transform_norm else h
+            h = _normed(h, model, gains[1], shifts[1]) if head.transform_norm else h
         last = table
         if not head.tied:
             last = _normal(generator, head.weight_variance, head.classes or VOCAB, WIDTH)
@@ -194,7 +197,7 @@ def test_tied_table_gathers_both_gradients() -> None:
     read = embedding_gradients(embedding, LENGTH, WIDTH, found.gradient.kernel, ids)
     agree(read["token"] + found.table(), measured.weights["token"], 0.02)
     without = simulate(model_with(head, embedding), ids, targets, 1)
-    assert set(without.weights) == {"final.norm.gain", "head.bias", "token"}
+    assert set(without.weights) == {"final.norm.gain", "final.norm.bias", "head.bias", "token"}
 
 
 @pytest.mark.parametrize("pool", ["first", "mean"])
@@ -341,6 +344,27 @@ def test_shifted_logits_by_simulation() -> None:
             (logit.probability_square, p**2),
         ):
             agree(value, list(samples[:, columns].mean(1)), 0.0)
+
+
+@pytest.mark.parametrize(("variance", "correlation"), [(3.0, 0.6), (30.0, 0.3), (30.0, 0.9)])
+def test_correlated_softmaxes_agree(variance: float, correlation: float) -> None:
+    """E sum_v p_v p'_v of 300 logits, 6000 draws; geometric it would be up to 40 % low."""
+    rng, vocab_size = np.random.default_rng(11), 300
+    common, *own = rng.normal(size=(3, 6000, vocab_size))
+    both = []
+    for each in own:
+        z = math.sqrt(correlation) * common + math.sqrt(1 - correlation) * each
+        p = np.exp(math.sqrt(variance) * (z - z.max(1, keepdims=True)))
+        both.append(p / p.sum(1, keepdims=True))
+    other = softmax_expectations(vocab_size, variance).other
+    ends = float(other.probability_square / other.probability**2)
+    found = ends ** rise(vocab_size, variance, correlation) * other.probability**2 * vocab_size
+    agree(found, list((both[0] * both[1]).sum(1)), 0.0)
+
+
+def test_agreement_is_geometric_where_softmaxes_are_flat() -> None:
+    assert rise(100, 0.9, 0.4) == 0.4
+    assert rise(2000, 1.05, np.array([0.3, 1.0])) == pytest.approx([0.3, 1.0], rel=5e-3)
 
 
 def test_expectations_keep_shape_and_sum_to_one() -> None:

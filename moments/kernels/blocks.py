@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from moments.kernels.balance import EXPONENT_MAX, balanced, tangent
 from moments.kernels.contractions import PairSum
 from moments.kernels.logits import Logits
-from moments.kernels.row_classes import RowClass, window
+from moments.kernels.padded import PaddedClass
+from moments.kernels.row_classes import stacked, window
 
 Array = NDArray[np.float64]
 
 Single = NDArray[np.float32]
 
-Pair = tuple[RowClass, RowClass]
+Pair = tuple[PaddedClass, PaddedClass]
 
 STACK_ENTRIES = 1 << 18
 """Entries of the joint laws treated at a time, at all nodes: a megabyte, which stays in cache."""
@@ -33,21 +34,15 @@ class ProjectedKernels(NamedTuple):
     mixed: dict[int, Single]
 
     @classmethod
-    def of_classes(cls, classes: list[RowClass], kernels: Array) -> ProjectedKernels:
+    def of_classes(cls, classes: Iterable[PaddedClass], kernels: Array) -> ProjectedKernels:
         """Of (t, Lk, Lk) kernels."""
         whole: Single = kernels.astype(np.float32)
-        several = [one for one in classes if len(one.own_weights) > 1]
-        return cls(
-            {one.row: one.response.astype(np.float32) @ whole[..., one.keys, :] for one in several}
-        )
+        return cls({one.source.row: one.response @ whole[..., one.keys, :] for one in classes})
 
     def of(self, pairs: list[Pair]) -> Single:
         """(c, t, n, k)."""
-        parts = [
-            self.mixed[one.row][..., two.keys] @ two.response.T.astype(np.float32)
-            for one, two in pairs
-        ]
-        return parts[0][None] if len(parts) == 1 else np.stack(parts)
+        mixed = [self.mixed[one.source.row][..., two.keys] for one, two in pairs]
+        return stacked(mixed) @ stacked([two.response.T for _, two in pairs])[:, None]
 
 
 class Projected(NamedTuple):
@@ -64,7 +59,7 @@ class Projected(NamedTuple):
     turned: ProjectedKernels | None
 
     @classmethod
-    def of_layer(cls, classes: list[RowClass], logits: Logits) -> Projected:
+    def of_layer(cls, classes: Iterable[PaddedClass], logits: Logits) -> Projected:
         """Form the products that all pairs share."""
         within = ProjectedKernels.of_classes(classes, logits.within[None])
         if logits.aligned:
@@ -106,11 +101,12 @@ class Block(NamedTuple):
             slopes: (c, r) its derivative in the correlation.
             projected: kernels of the layer.
         """
-        first = np.stack([one.own_weights for one, _ in pairs])
-        second = np.stack([two.own_weights for _, two in pairs])
-        rows = np.stack([one.weights for one, _ in pairs])
-        rows2 = np.stack([two.weights for _, two in pairs])
-        shares = [side.astype(np.float32)[:, None] for side in (first, second)]
+        rows = stacked([one.weights for one, _ in pairs])
+        rows2 = stacked([two.weights for _, two in pairs])
+        shares = (
+            stacked([one.own_weights for one, _ in pairs])[:, None],
+            stacked([two.own_weights for _, two in pairs])[:, None],
+        )
         joint = exponents[..., None, None].astype(np.float32) * projected.within.of(pairs)
         np.exp(np.minimum(joint, EXPONENT_MAX, out=joint), out=joint)
         joint = balanced(joint, shares[0], shares[1], 3)
@@ -128,13 +124,11 @@ class Block(NamedTuple):
 
     def of_keys(self, kernel: Single) -> Single:
         """(c, ..., n, k): the parts of a (..., Lk, Lk) kernel that the pairs meet."""
-        parts = [kernel[window(one.keys, two.keys)] for one, two in self.pairs]
-        return parts[0][None] if len(parts) == 1 else np.stack(parts)
+        return stacked([kernel[window(one.keys, two.keys)] for one, two in self.pairs])
 
     def of_patterns(self, weights: Single) -> Single:
         """(c, ..., a, b): the parts of (..., P, P) weights on pairs of patterns."""
-        parts = [weights[..., one.patterns, two.patterns] for one, two in self.pairs]
-        return parts[0][None] if len(parts) == 1 else np.stack(parts)
+        return stacked([weights[..., one.patterns, two.patterns] for one, two in self.pairs])
 
     def add_to_keys(self, total: Single, parts: Single, parity: Single | None = None) -> None:
         """Add (c, m, n, k) to a (m, Lk, Lk) total, in both orders of a pair: those of parity -1
@@ -150,17 +144,19 @@ class Block(NamedTuple):
         change sign when it turns."""
         sign = 1.0 if parity is None else parity[:, None, None]
         for (one, two), part in zip(self.pairs, parts, strict=True):
-            total[..., one.patterns, two.patterns] = part
+            rows, rows2 = one.source.patterns, two.source.patterns
+            inside = part[..., one.own_patterns, two.own_patterns]
+            total[..., rows, rows2] = inside
             if not self.own:
-                total[..., two.patterns, one.patterns] = sign * part.swapaxes(-1, -2)
+                total[..., rows2, rows] = sign * inside.swapaxes(-1, -2)
 
 
 def by_shape(
-    classes: list[RowClass], nodes: int
+    classes: Mapping[int, PaddedClass], nodes: int
 ) -> Iterator[tuple[list[tuple[int, int]], list[Pair]]]:
-    """All pairs of classes with more than one key, in stacks of one shape."""
+    """All pairs of classes, in stacks of one shape."""
     stacks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    several = [index for index, group in enumerate(classes) if len(group.own_weights) > 1]
+    several = list(classes)
     for position, one in enumerate(several):
         for two in several[position:]:
             shape = (*classes[one].weights.shape, *classes[two].weights.shape, one == two)

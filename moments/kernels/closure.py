@@ -176,9 +176,11 @@ class OverlapClosure:
         for block in self._laws.blocks:
             if block.own:
                 sums = block.overlap
-                for index, (group, _) in enumerate(block.pairs):
+                for index, (wide, _) in enumerate(block.pairs):
+                    group = wide.source
                     diagonal = np.diagonal(sums.excess[index, 0]) - 2.0 * sums.left[index, 0]
                     diagonal = diagonal + np.diagonal(sums.both[index, 0])[:, None]
+                    diagonal = diagonal[wide.own_patterns, wide.own_keys]
                     scale = self._row_scale[0, group.patterns, None] ** 2
                     square = group.weights**2 * np.maximum(1.0 + scale * diagonal, 0.0)
                     compact[window(group.patterns, group.keys)] = square
@@ -192,8 +194,9 @@ class OverlapClosure:
         joints = {}
         for block in self._laws.blocks:
             if block.own:
-                for (group, _), excess in zip(block.pairs, block.overlap.excess, strict=True):
-                    joints[group.row] = np.asarray(1.0 + 0.5 * (excess[0] + excess[0].T))
+                for (wide, _), excess in zip(block.pairs, block.overlap.excess, strict=True):
+                    inside = excess[0, wide.own_keys, wide.own_keys].astype(np.float64)
+                    joints[wide.source.row] = 1.0 + 0.5 * (inside + inside.T)
         return joints
 
     @functools.cached_property

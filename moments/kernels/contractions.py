@@ -42,13 +42,11 @@ class PairSum(NamedTuple):
     both: Single
 
     @classmethod
-    def of(cls, excess: Single, rows: Array, rows2: Array) -> PairSum:
+    def of(cls, excess: Single, rows: Single, rows2: Single) -> PairSum:
         """Form the products."""
-        one: Single = rows.astype(np.float32)
-        two: Single = rows2.astype(np.float32)
-        left: Single = one[:, None] @ excess
-        turned = two.swapaxes(1, 2)[:, None]
-        return cls(excess, one, two, left, excess @ turned, left @ turned)
+        left: Single = rows[:, None] @ excess
+        turned = rows2.swapaxes(1, 2)[:, None]
+        return cls(excess, rows, rows2, left, excess @ turned, left @ turned)
 
     def spread(self, weights: Single) -> Single:
         """(c, m, n, k) key kernels from (c, m, r, a, b) weights H on pairs of rows."""

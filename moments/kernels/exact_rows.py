@@ -89,8 +89,12 @@ def jacobian_square(sum_square: Array, count: Array) -> Array:
     sum_square = np.clip(sum_square, (1.0 + 1e-9) / keys, 1.0 - 1e-9)
     odds = (keys - 1.0) * sum_square / (1.0 - sum_square)
     theta = tabulated(np.log(np.maximum(odds, 1.0)))
+    row = rows(theta, keys)
     for _ in range(6):
-        row = rows(theta, keys)
         error = (row.sum_square - sum_square) / np.maximum(row.sum_square_slope, 1e-300)
-        theta = tabulated(theta * np.exp(np.clip(-error, -1.0, 1.0)))
-    return np.where(count > 1.0 + 1e-6, np.asarray(rows(theta, keys).jacobian_square), 0.0)
+        moved = tabulated(theta * np.exp(np.clip(-error, -1.0, 1.0)))
+        if np.all(np.abs(moved - theta) <= 1e-6 * theta):
+            break
+        theta = moved
+        row = rows(theta, keys)
+    return np.where(count > 1.0 + 1e-6, np.asarray(row.jacobian_square), 0.0)

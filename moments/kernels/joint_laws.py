@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from moments.kernels.blocks import Block, Projected, by_shape
 from moments.kernels.contractions import single
 from moments.kernels.logits import Logits
+from moments.kernels.padded import padded
 from moments.kernels.pair_weights import geometric_mean
 from moments.kernels.row_classes import RowClass, as_slice
 
@@ -47,9 +48,10 @@ class JointLaws:
         self._pattern = None if identity else pattern
         self._order = as_slice(order) if bool(np.all(np.diff(order) == 1)) else order
         self._starts = np.searchsorted(pattern[order], np.arange(self._patterns))
-        projected = Projected.of_layer(classes, logits)
+        wide = padded(classes, self._patterns, self._keys)
+        projected = Projected.of_layer(wide.values(), logits)
         self.blocks = []
-        for indices, pairs in by_shape(classes, exponents.shape[1]):
+        for indices, pairs in by_shape(wide, exponents.shape[1]):
             one, two = np.transpose(indices)
             exponent = geometric_mean(exponents[one], exponents[two])
             self.blocks.append(Block.of(pairs, exponent, exponent @ derivative, projected))

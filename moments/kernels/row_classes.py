@@ -8,6 +8,7 @@ that row's self-consistent overlaps; the mean attention of its patterns stays th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,11 @@ def group_patterns(prior: Array, temperature: Array, biased: bool) -> list[Indic
         free[members] = False
         groups.append(members)
     return groups[::-1]
+
+
+def stacked(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """(c, ...): a view where there is but one part."""
+    return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
 
 def as_slice(indices: Indices) -> slice | Indices:

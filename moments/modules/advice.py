@@ -153,7 +153,7 @@ def _crossed(groups: dict[str, list[Measured]], roles: list[str]) -> Iterator[st
         tolerance = 6 * max(m.entries.spread for n in wrong + right for m in groups[n])
         same = all(abs(math.log(ratios[n] / factor)) < tolerance for n in wrong)
         inverse = all(abs(math.log(ratios[n] * factor)) < tolerance for n in right)
-        if same and inverse and factor < 1:
+        if same and inverse and math.log(factor) < -tolerance:
             yield (
                 f"{' and '.join(wrong)} carry the factor {factor:.3g} that {' and '.join(right)} "
                 "lack: the scale was put on the wrong matrix"

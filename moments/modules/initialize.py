@@ -109,38 +109,16 @@ def initialize(
         MomentsError: the module is of no known family and `names` is None.
     """
     check_count("seed", seed, least=0)
-    if not isinstance(module, nn.Module):
-        raise domain_error("module", type(module).__name__, "an nn.Module")
-    if not getattr(plan, "feasible", True):
-        raise DomainError(
-            f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for another "
-            "target, or pass plan.model to take the nearest model all the same"
-        )
-    found = roles_of(module, names, sites)
-    model, described = resolve(module, plan, names, architecture)
-    check_fits(model, found, described)
+    fitted = _Fitted.of(module, plan, names, sites, architecture)
+    found, model = fitted.found, fitted.model
     chosen = (
         (model.weights and model.weights.distribution) if distribution is None else distribution
     )
     check_choice("distribution", chosen, DISTRIBUTIONS)
     tensors = tensors_of(module)
     blocks = {role: block_of(tensors, role) for role in (*found.roles, *found.scales)}
-    stacks = scales_of(model)
-    scales = stacks[""]
-    held = _check_scales(found, scales)
-    scalings = factors(module, found, model, described)
-    dropped = (model if described is None else described).dropout > 0
-
-    @functools.cache
-    def drops() -> set[Block]:
-        return drops_behind(module, found.blocks, batch) if dropped else set()
-
-    if hasattr(module, FOLDED):
-        delattr(module, FOLDED)
-    logits = logit_factor(module, found, model, described)
-    applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held, logits=logits)
-    for part, scaling in scalings:
-        part.scaling = scaling
+    applied = fitted.attach(module, batch)
+    scales = scales_of(model)[""]
     rows = []
     with torch.no_grad():
         for role in found.roles:
@@ -155,6 +133,85 @@ def initialize(
     written = {name for _, _, name, _ in rows} | {role.parameter for role in found.scales}
     untouched = [role.label for role in found.roles if role.label not in written]
     return Initialization(tuple(rows), (*untouched, *found.unidentified), applied)
+
+
+def attach(
+    module: nn.Module,
+    plan: Any,
+    *,
+    batch: Any = None,
+    names: Mapping[str, str] | None = None,
+    sites: Iterable[Any] | None = None,
+    architecture: Transformer | None = None,
+) -> AppliedScales | None:
+    """Put a plan's scales onto a module whose weights are there already, and leave these alone.
+
+    For a module rebuilt from stored weights: hooks and attention temperatures are in no state_dict.
+
+    Args:
+        module, plan, batch, names, sites, architecture: as in `initialize`.
+
+    Returns:
+        The hooks, also at `module.moments_scales`; None where the plan needs none.
+
+    Raises:
+        DomainError: as `initialize`, or the module was folded: its weights carry the scales.
+        MomentsError: the module is of no known family and `names` is None.
+    """
+    fitted = _Fitted.of(module, plan, names, sites, architecture)
+    if getattr(module, FOLDED, False):
+        raise DomainError("the module was folded: its weights carry the scales already")
+    return fitted.attach(module, batch)
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """A plan that fits a module, and what is known of the module itself."""
+
+    found: ModuleRoles
+    model: Transformer
+    described: Transformer | None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        plan: Any,
+        names: Mapping[str, str] | None,
+        sites: Iterable[Any] | None,
+        architecture: Transformer | None,
+    ) -> _Fitted:
+        if not isinstance(module, nn.Module):
+            raise domain_error("module", type(module).__name__, "an nn.Module")
+        if not getattr(plan, "feasible", True):
+            raise DomainError(
+                f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for "
+                "another target, or pass plan.model to take the nearest model all the same"
+            )
+        found = roles_of(module, names, sites)
+        model, described = resolve(module, plan, names, architecture)
+        check_fits(model, found, described)
+        return cls(found, model, described)
+
+    def attach(self, module: nn.Module, batch: Any) -> AppliedScales | None:
+        """Hooks and temperatures, decided before the first is placed."""
+        found, model, described = self.found, self.model, self.described
+        stacks = scales_of(model)
+        held = _check_scales(found, stacks[""])
+        scalings = factors(module, found, model, described)
+        dropped = (model if described is None else described).dropout > 0
+
+        @functools.cache
+        def drops() -> set[Block]:
+            return drops_behind(module, found.blocks, batch) if dropped else set()
+
+        if hasattr(module, FOLDED):
+            delattr(module, FOLDED)
+        logits = logit_factor(module, found, model, described)
+        applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held, logits=logits)
+        for part, scaling in scalings:
+            part.scaling = scaling
+        return applied
 
 
 def _write(

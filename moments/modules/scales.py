@@ -7,105 +7,30 @@ the block's dropout, which therefore never touches the stream.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moments.errors import DomainError, MomentsError
-from moments.hook_points import Side
+from moments.errors import DomainError
 from moments.modules.expectation import Scales
 from moments.modules.logits import LogitFactor
+from moments.modules.scale_hooks import (
+    ATTRIBUTE,
+    Carried,
+    Remember,
+    ScaleBranch,
+    ScaleInput,
+    ScaleOutput,
+)
 from moments.modules.structure import Block, Point
-from moments.modules.tensors import first_tensor, with_first_tensor
 from moments.optional import optional
 
 with optional("torch", "torch"):
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils.hooks import RemovableHandle
-
-ATTRIBUTE = "moments_scales"
-"""Where a module keeps its `AppliedScales`."""
 
 FOLDED = "moments_folded"
 """Whether a module's scales are absorbed in its weights."""
-
-
-class Carried:
-    """The stream on its way to the sum, one per thread; never copied or stored."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, Tensor] = {}
-
-    def put(self, x: Tensor) -> None:
-        self._held[threading.get_ident()] = x
-
-    def take(self) -> Tensor:
-        x = self._held.pop(threading.get_ident(), None)
-        if x is None:
-            raise MomentsError(
-                "a block ran without its layer's residual stream: run the whole layer, or take "
-                f"the scales off with module.{ATTRIBUTE}.remove()"
-            )
-        return x
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_held": {}}
-
-
-@dataclass
-class Remember:
-    """Hook: keeps the tensor that goes by."""
-
-    carried: Carried
-    side: Side
-
-    def __call__(self, _: nn.Module, given: Any, other: Any) -> None:
-        # Before a forward `other` is its named arguments, behind it its output.
-        self.carried.put(first_tensor([*given, *other.values()] if self.side == "input" else other))
-
-
-@dataclass
-class ScaleBranch:
-    """Hook: f becomes (beta f + (lambda - 1) x) / native; `carried` is None where lambda is 1.
-
-    `native` is what the module's own code multiplies f by behind the hook (Granite).
-    """
-
-    skip: float
-    branch: float
-    native: float
-    carried: Carried | None
-
-    def __call__(self, _: nn.Module, __: Any, output: Any) -> Any:
-        f = first_tensor(output)
-        scaled = self.branch / self.native * f
-        if self.carried is not None:
-            scaled = scaled + (self.skip - 1) / self.native * self.carried.take()
-        return with_first_tensor(output, scaled)
-
-
-@dataclass
-class ScaleOutput:
-    """Hook: multiplies what a module gives."""
-
-    factor: float
-
-    def __call__(self, _: nn.Module, __: Any, output: Any) -> Any:
-        return with_first_tensor(output, self.factor * first_tensor(output))
-
-
-@dataclass
-class ScaleInput:
-    """Hook: multiplies what a module takes."""
-
-    factor: float
-
-    def __call__(self, _: nn.Module, given: Any, named: Any) -> Any:
-        if any(isinstance(value, Tensor) for value in given):
-            return with_first_tensor(given, self.factor * first_tensor(given)), named
-        name = next(key for key, value in named.items() if isinstance(value, Tensor))
-        return given, named | {name: self.factor * named[name]}
 
 
 class ScaleRow(NamedTuple):
@@ -146,12 +71,27 @@ class AppliedScales:
 
     def __str__(self) -> str:
         lines = [f"{len(self.handles)} hooks scale {len(self.rows)} blocks"]
+        alike: dict[tuple[Any, ...], list[ScaleRow]] = {}
         for row in self.rows:
-            factors = [f"{name} {value:.6g}" for name, value in list(row._asdict().items())[3:]]
-            lines.append(f"  {row.stack}layer {row.layer} {row.block}: {', '.join(factors)}")
+            alike.setdefault((row.stack, *row[3:]), []).append(row)
+        for rows in alike.values():
+            factors = zip(ScaleRow._fields[3:], rows[0][3:], strict=True)
+            words = ", ".join(f"{name} {value:.6g}" for name, value in factors if value != 1)
+            lines.append(f"  {_where(rows)}: {words}")
         if self.logits != 1:
             lines.append(f"  logits: {self.logits:.6g}")
         return "\n".join(lines)
+
+
+def _where(rows: list[ScaleRow]) -> str:
+    """Layers and blocks of rows of one stack that are scaled alike."""
+    layers, blocks = (list(dict.fromkeys(row[i] for row in rows)) for i in (1, 2))
+    stack, blocks_text = rows[0].stack, ", ".join(map(str, blocks))
+    if len(layers) == 1:
+        return f"{stack}layer {layers[0]} {blocks_text}"
+    if len(rows) == len(layers) * len(blocks) and layers[-1] - layers[0] == len(layers) - 1:
+        return f"{stack}layers {layers[0]} to {layers[-1]} {blocks_text}"
+    return ", ".join(f"{stack}layer {row.layer} {row.block}" for row in rows)
 
 
 def applied_scales(module: nn.Module) -> AppliedScales | None:

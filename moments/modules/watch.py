@@ -8,6 +8,7 @@ from typing import Any
 
 from moments.errors import domain_error
 from moments.hook_points import HookPoint
+from moments.modules.scale_hooks import ScaleBranch
 from moments.modules.tensors import first_tensor
 from moments.optional import optional
 
@@ -60,4 +61,6 @@ def _hook(
 
     if side == "input":
         return part.register_forward_pre_hook(before, with_kwargs=True)
-    return part.register_forward_hook(after)
+    # A block's output is what the block gives, not what a scale's hook makes of it for the sum.
+    scaled = any(isinstance(hook, ScaleBranch) for hook in part._forward_hooks.values())
+    return part.register_forward_hook(after, prepend=scaled)
