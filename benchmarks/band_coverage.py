@@ -25,12 +25,21 @@ POINTS = ("input", "middle", "last layer")
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration, the tensors that enter it from both ends, and options of `predict`."""
+    """One configuration, the tensors that enter it from both ends, and options of `predict`.
+
+    `inner` describes what enters the model's encoder, if it has one.
+    """
 
     model: moments.Transformer
     batch: int = 1
     moments: dict[str, float] = field(default_factory=lambda: {"correlation": 0.25})
     options: dict[str, Any] = field(default_factory=dict)
+    inner: dict[str, float] | None = None
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What `predict` and `simulate` are given."""
+        return {**self.moments, **({} if self.inner is None else {"encoder_inputs": self.inner})}
 
 
 def _scaled(layers: int) -> dict[str, float]:
@@ -84,14 +93,27 @@ CASES = {
     "token-post-14-96": Case(
         _model(14, 96, 6, 28, norm="post"), moments={"correlation": 0.4}, options={"tokens": True}
     ),
+    # Other architectures.
+    "parallel-rotary-causal-8-64": Case(
+        _model(
+            8, 64, 4, 24, parallel=True, rotary=moments.Rotary(0.25), causal=True, activation="gelu"
+        )
+    ),
+    "b2t-8-64": Case(_model(8, 64, 4, 16, norm="b2t")),
+    "b2t-causal-8-64": Case(_model(8, 64, 4, 16, norm="b2t", causal=True)),
+    "hybrid-8-64": Case(_model(8, 64, 4, 16, norm="hybrid")),
+    "hybrid-causal-8-64": Case(_model(8, 64, 4, 16, norm="hybrid", causal=True)),
+    "decoder-causal-6-64": Case(
+        _model(6, 64, 4, 16, causal=True, encoder=_model(6, 64, 4, 16)), inner={"correlation": 0.25}
+    ),
 }
 
 
 def coverage(case: Case, seeds: int, seed: int = 1) -> dict[str, Any]:
     """Shares inside the band, measured over predicted spread, and the centre's error in spreads."""
-    prediction = moments.predict(case.model, batch=case.batch, **case.moments, **case.options)
+    prediction = moments.predict(case.model, batch=case.batch, **case.inputs, **case.options)
     measured = moments.simulate(
-        case.model, seeds=seeds, batch=case.batch, seed=seed, **case.moments
+        case.model, seeds=seeds, batch=case.batch, seed=seed, **case.inputs
     ).samples["grad_variance"]
     low, high = prediction.grad_variance_band
     inside = ((measured > low) & (measured < high)).mean(0)

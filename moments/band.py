@@ -32,6 +32,20 @@ both. Writing y_k = K_k x_k + e_k with e_k independent of x_k,
 
 one pass up for Cov(x_k), one pass down for all depths at once. One draw is close to lognormal:
 sigma^2 = Var log g, typical = mean exp(-sigma^2/2).
+
+Parallel branches add to the stream one after the other, each with matrices of its own, and so do
+the two of a bottom-to-top layer. A decoder meets its memory at the mean. The gradient that comes in
+from above is a Gaussian tensor of the predicted moments: what one draw of a decoder makes of the
+gradient that its encoder receives is not followed, nor what a last normalisation makes of it.
+
+Share of 60 draws inside the 95 % band, all layers together, and the measured deviation over the
+predicted one at the input (standard errors .03 and .09), at d = 64, 16 to 24 tokens:
+
+    parallel, rotary, causal, 8 layers    .93    .93
+    bottom-to-top, 8 layers               .92   1.12      causal    .95    .98
+    hybrid, 8 layers                      .97    .77      causal    .94   1.12
+    decoder, causal, 6 layers             .94    .75
+    its encoder                           .52   1.56      (4.0 below its last layer: too narrow)
 """
 
 from __future__ import annotations

@@ -126,9 +126,8 @@ def output_moments(
         if f"{last}.gain" in found:
             found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient()
         if readout.normalised and f"{last}.bias" in found:
-            # `kernel` is without what the norm before the matrix takes away; its bias is behind it.
-            along = model.d_model * readout.radial().total(readout.seq_len)
-            found[f"{last}.bias"] = found[f"{last}.bias"] + along
+            # `kernel` is without what the norm takes away, whose bias is behind it.
+            found[f"{last}.bias"] += model.d_model * readout.radial().total(readout.seq_len)
         if not head.tied:
             found["head"] = readout.matrix_gradient()
         if head.bias:

@@ -231,7 +231,7 @@ class Transformer:
         for f in dataclasses.fields(self):
             if not f.init:
                 continue
-            value = None if f.name in self._defaulted else getattr(self, f.name)
+            value: Any = None if f.name in self._defaulted else getattr(self, f.name)
             data[f.name] = value.to_dict() if hasattr(value, "to_dict") else _lists(value)
         return data
 

@@ -323,7 +323,7 @@ def test_tokens_alike_agree_with_tokens_resolved(changes: dict[str, Any]) -> Non
         kernels = (output.kernel, pulled.gradient.kernel)
         numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_pairs())]
         found.append([*numbers, *(float(v) for v in pulled.weights().values())])
-    np.testing.assert_allclose(found[0], found[1], rtol=1.5e-2, atol=1e-3)
+    np.testing.assert_allclose(found[0], found[1], rtol=5e-3, atol=1e-3)
 
 
 def test_memory_alike_agrees_with_memory_resolved() -> None:
@@ -345,7 +345,7 @@ def test_memory_alike_agrees_with_memory_resolved() -> None:
         kernels = (output.kernel, pulled.gradient.kernel, sent.kernel)
         numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_pairs())]
         found.append([*numbers, *(float(v) for v in pulled.weights().values())])
-    np.testing.assert_allclose(found[0], found[1], rtol=3e-2)
+    np.testing.assert_allclose(found[0], found[1], rtol=5e-3)
 
 
 def test_a_joint_batch_is_its_sequences() -> None:

@@ -313,7 +313,7 @@ def test_the_handle_says_what_it_does():
     done = initialize(module, scaled(module))
     assert done.scales is module.moments_scales
     assert [row.layer for row in done.scales.rows] == [1, 1, 2, 2]
-    assert "layer 2 ffn: skip 0.8, branch 0.4" in str(done)
+    assert "layer 2 attention, ffn: skip 0.8, branch 0.4" in str(done)
     initialize(module, architecture_of(module))  # a plan without scales takes them off
     assert applied_scales(module) is None
 

@@ -296,3 +296,23 @@ def test_query_and_key_gradients_deep_in_a_network() -> None:
     plain = {(layer, name): norm for layer, name, norm in prediction.trace.weights()}
     without = np.array([plain[3, name] for name in last.weight])
     assert (without / last.squared_norm_seen - 1 < -0.08 - noise).all()
+
+
+@pytest.mark.parametrize("pool", ["first", "mean"])
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_behind_a_pooling_head(pool: str, sequences: int) -> None:
+    """One token per sequence is left: nothing to average over pairs, be some of it padding."""
+    head = moments.Head(
+        loss="classification", classes=3, pool=pool, tied=False, weight_variance=0.01
+    )
+    table = moments.Embedding(vocab_size=9, token_variance=1.0)
+    model = moments.Transformer(2, 32, 4, 5, norm="b2t", embedding=table, head=head)
+    text = np.array([[1, 2, 3, 1, 4], [5, 2, 6, 7, 1]])[:sequences]
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])[-sequences:]
+    prediction = moments.predict(model, token_ids=text, attention_mask=mask)
+    last = prediction.to_frame().set_index("site").loc["logits"]
+    assert last.correlation == last.grad_correlation == 0.0
+    norms = prediction.weight_gradients().squared_norm
+    assert np.isfinite(norms).all()
+    assert (norms[-2:] > 0).all()

@@ -42,7 +42,8 @@ class ProjectedKernels(NamedTuple):
     def of(self, pairs: list[Pair]) -> Single:
         """(c, t, n, k)."""
         mixed = [self.mixed[one.source.row][..., two.keys] for one, two in pairs]
-        return stacked(mixed) @ stacked([two.response.T for _, two in pairs])[:, None]
+        projected: Single = stacked(mixed) @ stacked([two.response.T for _, two in pairs])[:, None]
+        return projected
 
 
 class Projected(NamedTuple):

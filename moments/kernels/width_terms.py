@@ -54,6 +54,11 @@ class WidthTerms:
         own = np.diagonal(logits.values)
         shift = weights @ own - np.diagonal(mean + excess)
         shift = shift * np.sqrt(closure.softening)  # E tr J falls like theta^(-1/2)
+        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
+            moved = _apart(weights, logits.values)
+            usable = moved > 1e-9 * (weights @ own)
+            ratio = _apart(weights, logits.keys) / np.where(usable, moved, 1.0)
+            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
         tilt = logits.scale * _tilted(weights, logits, shift)
         self.tilt = tilt * pairs.query_tilt
         self.output = tilt * pairs.tilt * logits.queries / widths.d_model
@@ -75,6 +80,12 @@ class WidthTerms:
         self.output -= np.add.outer(against, against) * (mean - held)
         shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - closure.own_fraction, 0.0, 1.0)
         self.output += np.outer(shared, shared) * pairs.growth * slope
+
+
+def _apart(weights: Array, kernel: Array) -> Array:
+    """(Lq,) w.diag(C) - w^T C w, at least 0: what the attended tokens do not share."""
+    apart = weights @ np.diagonal(kernel) - np.einsum("ij,ij->i", weights @ kernel, weights)
+    return np.asarray(np.maximum(apart, 0.0))
 
 
 def _tilted(weights: Array, logits: Logits, shift: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The hooks themselves: what carries a residual or norm scale, or the logits' factor, in a module."""
+"""The hooks themselves: what carries a residual or norm scale, or a factor on the logits."""
 
 from __future__ import annotations
 

@@ -85,12 +85,13 @@ class AppliedScales:
 
 def _where(rows: list[ScaleRow]) -> str:
     """Layers and blocks of rows of one stack that are scaled alike."""
-    layers, blocks = (list(dict.fromkeys(row[i] for row in rows)) for i in (1, 2))
-    stack, blocks_text = rows[0].stack, ", ".join(map(str, blocks))
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    blocks = list(dict.fromkeys(row.block for row in rows))
+    stack, names = rows[0].stack, ", ".join(blocks)
     if len(layers) == 1:
-        return f"{stack}layer {layers[0]} {blocks_text}"
+        return f"{stack}layer {layers[0]} {names}"
     if len(rows) == len(layers) * len(blocks) and layers[-1] - layers[0] == len(layers) - 1:
-        return f"{stack}layers {layers[0]} to {layers[-1]} {blocks_text}"
+        return f"{stack}layers {layers[0]} to {layers[-1]} {names}"
     return ", ".join(f"{stack}layer {row.layer} {row.block}" for row in rows)
 
 
