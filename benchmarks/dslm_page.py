@@ -14,9 +14,9 @@ Every module is of its family at d_model 128 with 4 heads, 2000 tokens of vocabu
 of English text (pictures of natural spectrum for ViT). The scheme is solved for its own
 declaration, `moments.solve(moments.from_huggingface(config), "dslm", token_ids=...)`, written into
 it by `moments.torch.initialize`, audited, and the module runs forward and backward with its own
-training loss, in training mode. `moments.predict(plan.model)` on the same tokens is what it is held against;
-nothing is fitted. Torch's own modules read rows of a table of variance 1 for the same text, and
-their output receives a white gradient; decoders read an encoder of the same depth.
+training loss, in training mode. `moments.predict(plan.model)` on the same tokens is what it is held
+against; nothing is fitted. Torch's own modules read rows of a table of variance 1 for the same
+text, and their output receives a white gradient; decoders read an encoder of the same depth.
 
 Columns: the variance that enters layer 1; the largest distance to 1 of the stream's variance after
 layers 1 to N, predicted, and measured as the mean over draws of the weights with its standard

@@ -126,8 +126,8 @@ def photographs(count: int) -> dict[str, Any]:
     """Crops of the photograph that matplotlib ships, as ViT's preprocessing scales them."""
     from matplotlib import cbook, pyplot
 
-    with cbook.get_sample_data("grace_hopper.jpg") as file:
-        photo = pyplot.imread(file, format="jpg").astype(np.float32) / 127.5 - 1
+    file: Any = cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)
+    photo = pyplot.imread(file).astype(np.float32) / 127.5 - 1
     starts = np.linspace(0, photo.shape[0] - 224, count).astype(int)
     left = (photo.shape[1] - 224) // 2
     crops = [photo[s : s + 224, left : left + 224].transpose(2, 0, 1) for s in starts]

@@ -76,6 +76,8 @@ def compare_case(case: Case) -> Comparison:
     start = time.perf_counter()
     p = case.predicted()
     seconds = time.perf_counter() - start
+    assert p.loss is not None
+    assert p.logit_variance is not None
     stream, means = {}, {}
     for name in QUANTITIES:
         samples = np.concatenate([np.reshape(c[name], (CHUNK, -1)) for c in chunks])
@@ -93,7 +95,9 @@ def compare_case(case: Case) -> Comparison:
     return Comparison(
         seeds,
         seconds,
-        **stream,
+        variance=stream["variance"],
+        correlation=stream["correlation"],
+        grad_variance=stream["grad_variance"],
         loss=Gap(np.array([float(p.loss) / loss - 1]), np.array([error / loss])),
         **weights,
         measured={"loss": float(loss), "logit": float(logit)}

@@ -160,7 +160,11 @@ def _bottom_to_top(node: BottomToTop, signal: Signal, trace: Trace) -> tuple[Sig
         return kernel.weighted(1 + 2 * carried, 1 + first + second)
 
     kernel = inner.kernel + both(signal.kernel)
-    output = Signal(kernel, signal.seq_len, width=signal.width, spread=inner.spread)
+    spread = inner.spread
+    if spread is not None and signal.spread is not None:
+        cross = (signal.kernel * inner.kernel).scaled(4 / signal.width)
+        spread = spread + signal.spread + cross
+    output = Signal(kernel, signal.seq_len, width=signal.width, spread=spread)
 
     def backward(gradient: Gradient) -> Gradient:
         sent = back_attention(back_norm(back_ffn(gradient.with_kernel(gradient.kernel))))
