@@ -247,3 +247,12 @@ def test_warnings_go_to_standard_error() -> None:
     assert json.loads(result.stdout)["warnings"]
     assert result.stderr.startswith("ValidityWarning: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_compare_schemes_and_figures(tmp_path: Path) -> None:
+    shape = ["bert-tiny", "--seq-len", "16", "--scheme", "lns", "--scheme", "deepnorm"]
+    rows = json.loads(run("compare-schemes", *shape, "--json"))["schemes"]
+    assert [row["scheme"] for row in rows] == ["lns", "deepnorm"]
+    assert "noci-10" in run("figures", "--list").split()
+    run("figures", "kedia-13", "--folder", str(tmp_path))
+    assert (tmp_path / "kedia-13.png").stat().st_size > 10_000

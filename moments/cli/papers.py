@@ -1,0 +1,79 @@
+"""`moments compare-schemes` and `moments figures`: schemes side by side, the papers' pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .base import (
+    CsvOption,
+    JsonOption,
+    LayersOption,
+    ModelArgument,
+    PlotOption,
+    SeqLenOption,
+    app,
+    declared_model,
+    out,
+    plain,
+    shortened,
+    write_csv,
+    write_plot,
+)
+
+
+@app.command("compare-schemes")
+def compare_schemes(
+    model: ModelArgument = None,
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(help="Which; may be repeated. Left out: all.", show_default=False),
+    ] = None,
+    variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
+    correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """What every scheme does to one model: growth, gradients, correlation, in one table."""
+    from ..scheme_table import compare_schemes as run
+
+    declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
+    given = {"variance": variance, "correlation": correlation}
+    inputs = {name: value for name, value in given.items() if value is not None}
+    found = run(declared, scheme or None, **inputs)
+    if csv is not None:
+        write_csv(found.to_frame(), csv)
+    if plot is not None:
+        write_plot(found.plot(), plot)
+    if as_json:
+        records = json.loads(found.to_frame().to_json(orient="records"))
+        print(json.dumps({"schemes": records, "left_out": dict(found.left_out)}, indent=2))
+    else:
+        out.print(plain(str(found)), soft_wrap=True)
+
+
+@app.command()
+def figures(
+    name: Annotated[str | None, typer.Argument(help="Which; left out: all.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("figures"),
+    names: Annotated[bool, typer.Option("--list", help="List them instead.")] = False,
+) -> None:
+    """Redraw the papers' figures from predictions, with simulated points over them."""
+    from ..figures import draw
+    from ..figures import names as every
+
+    if names:
+        for one in every():
+            out.print(one)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in every() if name is None else (name,):
+        path = folder / f"{one}.png"
+        draw(one, path)
+        out.print(f"picture: {path}")
