@@ -143,3 +143,10 @@ def test_every_scheme_sets_only_what_it_says(scheme: Scheme) -> None:
 def test_bad_schemes_and_options(name: str, options: dict[str, float], words: str) -> None:
     with pytest.raises(moments.DomainError, match=words):
         model().with_scheme(name, **options)
+
+
+def test_dslm_keeps_parallel_blocks_at_variance_one() -> None:
+    model = moments.Transformer(12, 64, 4, 32, parallel=True, activation="gelu")
+    scaled = model.with_scheme("dslm", input_correlation=0.2)
+    variance = moments.predict(scaled, variance=1.0, correlation=0.2).variance
+    np.testing.assert_allclose(variance, 1.0, rtol=1e-9)

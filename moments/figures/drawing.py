@@ -41,11 +41,22 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
     for index, panel in enumerate(found.panels):
         _panel(figure.add_subplot(1, count, index + 1), found, index, panel)
     figure.suptitle(f"{found.title}\n{found.source}", x=0.01, ha="left", fontsize=11)
-    settings = textwrap.fill(found.settings, 72 * count + 12)
+    settings = textwrap.fill(found.settings + _unsimulated(found), 72 * count + 12)
     figure.supxlabel(settings, x=0.01, ha="left", fontsize=8, color="#555555")
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
+
+
+def _unsimulated(found: Setup) -> str:
+    """What belongs under a figure some of whose lines have no stored points."""
+    lines = [
+        line.label
+        for index, panel in enumerate(found.panels)
+        for line in panel.lines
+        if line.points and key(found.name, index, line.label) not in stored()
+    ]
+    return f". NOT SIMULATED yet: {len(lines)} lines" if lines else ""
 
 
 def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moments.errors import domain_error
+from moments.kernels.arguments import bias_of, mask_of, square
 from moments.kernels.closure import OverlapClosure
 from moments.kernels.independent_noise import DroppedAttention
 from moments.kernels.logits import Logits, prior_weights
@@ -133,9 +134,9 @@ class KernelAttention:
         Raises:
             DomainError: an argument of the wrong shape or outside its range.
         """
-        self.kernel = _square("kernel", kernel)
-        keys = self.kernel if key_kernel is None else _square("key_kernel", key_kernel)
-        queries = keys if query_kernel is None else _square("query_kernel", query_kernel)
+        self.kernel = square("kernel", kernel)
+        keys = self.kernel if key_kernel is None else square("key_kernel", key_kernel)
+        queries = keys if query_kernel is None else square("query_kernel", query_kernel)
         if keys.shape != self.kernel.shape:
             raise domain_error("key_kernel", keys.shape, f"of shape {self.kernel.shape}")
         for name, one in (("kernel", keys), ("query_kernel", queries)):
@@ -152,13 +153,9 @@ class KernelAttention:
             if not 0.0 <= share < math.inf:
                 raise domain_error(name, share, "finite and at least 0")
         shape = (len(queries), len(keys))
-        mask = np.ones(shape, bool) if allowed is None else np.asarray(allowed, bool)
-        if mask.shape != shape or not mask.any(1).all():
-            remedy = "let a padded query see itself"
-            raise domain_error("allowed", mask, f"{shape}, a key in each row", remedy)
-        offset = None if bias is None else np.asarray(bias, dtype=np.float64)
-        if offset is not None and (offset.shape != shape or not np.all(np.isfinite(offset[mask]))):
-            raise domain_error("bias", bias, f"of shape {shape}, finite where allowed")
+        mask, offset = mask_of(allowed, shape), None
+        if bias is not None:
+            offset = bias_of(bias, mask)
         self.allowed = mask
         self.drop_prob = float(drop_prob)
         self.logits = Logits(
@@ -240,7 +237,7 @@ class KernelAttention:
         Raises:
             DomainError: `gradient` is not a finite (Lq, Lq) matrix.
         """
-        gradient = _square("gradient", gradient, len(self.allowed))
+        gradient = square("gradient", gradient, len(self.allowed))
         value, key, cross = self._closure.spread(gradient)
         value = value + self.mean_attention.T @ gradient @ self.mean_attention
         if self._dropped > 0.0:
@@ -271,7 +268,7 @@ class KernelAttention:
         Raises:
             DomainError: `sensitivity` is not a finite (Lk, Lk) matrix.
         """
-        sensitivity = _square("sensitivity", sensitivity, len(self.kernel))
+        sensitivity = square("sensitivity", sensitivity, len(self.kernel))
         value, _ = self._closure.gather(sensitivity)
         key = self._closure.gather_keys(sensitivity)
         mean = self.mean_attention @ sensitivity @ self.mean_attention.T
@@ -288,14 +285,3 @@ class KernelAttention:
             through_values = self._closure.squares @ np.diag(sensitivity)
             total += self._dropped * np.diag(through_values + through_keys)
         return np.asarray(0.5 * (total + total.T))
-
-
-def _square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:
-    array = np.asarray(kernel, dtype=np.float64)
-    if array.ndim != 2 or array.shape[0] != array.shape[1] or not len(array):
-        raise domain_error(name, kernel, "a square matrix", f"its shape is {array.shape}")
-    if length is not None and len(array) != length:
-        raise domain_error(name, array, f"of shape ({length}, {length})")
-    if not np.all(np.isfinite(array)):
-        raise domain_error(name, kernel, "finite everywhere")
-    return np.asarray(0.5 * (array + array.T))

@@ -105,8 +105,13 @@ def group_patterns(prior: Array, temperature: Array, biased: bool) -> list[Indic
 
 
 def stacked(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """(c, ...): a view where there is but one part."""
-    return parts[0][None] if len(parts) == 1 else np.stack(parts)
+    """(c, ...) of parts of one shape: a view where there is but one."""
+    if len(parts) == 1:
+        return parts[0][None]
+    whole = np.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype)
+    for index, part in enumerate(parts):
+        whole[index] = part
+    return whole
 
 
 def as_slice(indices: Indices) -> slice | Indices:
@@ -117,11 +122,9 @@ def as_slice(indices: Indices) -> slice | Indices:
 
 def window(rows: slice | Indices, columns: slice | Indices) -> Any:
     """Index of a submatrix in the last two axes."""
-    if isinstance(rows, slice) or isinstance(columns, slice):
-        if isinstance(rows, slice) and isinstance(columns, slice):
-            return (..., rows, columns)
-        rows, columns = _indices(rows), _indices(columns)
-    return (..., rows[:, None], columns)
+    if isinstance(rows, slice) and isinstance(columns, slice):
+        return (..., rows, columns)
+    return (..., _indices(rows)[:, None], _indices(columns))
 
 
 def _indices(index: slice | Indices) -> Indices:

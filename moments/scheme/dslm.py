@@ -109,13 +109,16 @@ def _prepared(model: Transformer, k: float, alpha: float) -> Transformer:
     A ReLU block's output has variance d_model d_ff s_f^2 / (2 (1 - p)).
     """
     branch = k / model.layers**alpha
-    if branch >= 1:
-        raise domain_error("k", k, f"below layers^alpha = {model.layers**alpha:g}")
+    # Blocks in parallel add two outputs of variance 1 to one sum.
+    added = branch * (2 if model.parallel else 1)
+    if added >= 1:
+        least = "layers^alpha / 2" if model.parallel else "layers^alpha"
+        raise domain_error("k", k, f"below {least} = {k / added:g}")
     d_model, d_ff = model.d_model, model.d_ff or 0
     ffn = math.sqrt(2 * (1 - (model.ffn_dropout or 0.0)) / (d_model * d_ff))
     changes: dict[str, Any] = {
         "weights": Weights(1 / d_model, 1 / d_model, ffn, ffn, ffn, ffn),
-        "skip_scale": math.sqrt(1 - branch),
+        "skip_scale": math.sqrt(1 - added),
         "branch_scale": math.sqrt(branch),
     }
     if model.embedding is not None:
