@@ -38,15 +38,17 @@ NOTES = """
   LayerNorm, tokens that all attend to all) neglect the share that a token's own row keeps in an
   average over L tokens. Where tokens hardly correlate, as 64 words without positions do, that
   share is not small; `variant="solved"` has it.
-* **Gradient.** The band holds what it says where the gradient at the top is white (torch's own
-  modules). Where the loss is the module's own, one draw's gradient at the last layer strays by
-  itself: it is divided by the realised size of the stream under the final norm, and a short text
-  has few words as targets. The band has no such term, so that a model with a head leaves it near
-  its top more often than in 5 % of draws.
-"""
+* **Gradient.** {band} Where the loss is the module's own, one draw's gradient at the last layer
+  strays by itself: it is divided by the realised size of the stream under the final norm, and a
+  short text has few words as targets. The band has no such term, so that a model with a head
+  leaves it near its top more often than in 5 % of draws.
+{failed}"""
 
 FORWARD = 0.05
 """How far from 1 the stream's variance may be."""
+
+FAILED = 0.5
+"""Mean error of the logarithm beyond which a gradient is not predicted at all."""
 
 
 def scores(run: Run) -> dict[str, Any]:
@@ -78,7 +80,11 @@ def page(data: dict[str, Any]) -> str:
     """The whole page as Markdown."""
     parts = [HEAD, *_modules(data["modules"]), *_paper(data["paper"]), *_depth(data["depth"])]
     runs = data["modules"]
-    parts.append(NOTES.format(forward=_forward(runs), missed=_missed(runs)))
+    parts.append(
+        NOTES.format(
+            forward=_forward(runs), missed=_missed(runs), failed=_failed(runs), band=_inside(runs)
+        )
+    )
     parts += _refused(data["modules"])
     return "".join(parts) + f"\nMeasured on {data.get('machine', 'an unknown machine')}.\n"
 
@@ -204,6 +210,40 @@ def _missed(runs: dict[str, Run]) -> str:
     ]
     names = dict.fromkeys(key.split("/")[0] for key in far)
     return f"not so for {', '.join(names)}. " if names else ""
+
+
+def _inside(runs: dict[str, Run]) -> str:
+    """How much of the gradients lies inside the band, by where the gradient comes from."""
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for key, run in runs.items():
+        if "refused" in run or (found := scores(run))["inside"] is None:
+            continue
+        if found["gradient_error"] < FAILED:
+            shares[key.startswith("nn.")].append(found["inside"])
+    white, own = (
+        f"{np.mean(shares[kind]):.2f} ({min(shares[kind]):.2f} to {max(shares[kind]):.2f})"
+        for kind in (True, False)
+    )
+    return (
+        f"With a white gradient at the top (torch's own modules) the band holds {white} of all "
+        f"points, with the module's own loss {own}."
+    )
+
+
+def _failed(runs: dict[str, Run]) -> str:
+    """Cases whose gradient is not as predicted, with what the prediction itself warned of."""
+    lines = []
+    for key, run in runs.items():
+        if "refused" in run or scores(run)["gradient_error"] < FAILED:
+            continue
+        off = float(np.exp(scores(run)["gradient_error"]))
+        notes = run.get("notes", ())
+        said = f"{len(notes)} times, first: {notes[0]}" if notes else "of nothing"
+        lines.append(
+            f"* **Failed: {_worded(key)}.** The gradient is off by a factor {off:.1f} on average "
+            f"over layers. The prediction warns {said}.\n"
+        )
+    return "".join(lines)
 
 
 def _worded(key: str) -> str:
