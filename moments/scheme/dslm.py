@@ -116,8 +116,13 @@ def _prepared(model: Transformer, k: float, alpha: float) -> Transformer:
         raise domain_error("k", k, f"below {least} = {k / added:g}")
     d_model, d_ff = model.d_model, model.d_ff or 0
     ffn = math.sqrt(2 * (1 - (model.ffn_dropout or 0.0)) / (d_model * d_ff))
+    # Logits of variance 1 whatever divides them (T5's are not divided by sqrt(d_head)).
+    divisors = set(model.temperatures.tolist())
+    query = [t * t / d_model for t in model.temperatures.tolist()]
     changes: dict[str, Any] = {
-        "weights": Weights(1 / d_model, 1 / d_model, ffn, ffn, ffn, ffn),
+        "weights": Weights(
+            query[0] if len(divisors) == 1 else query, 1 / d_model, ffn, ffn, ffn, ffn
+        ),
         "skip_scale": math.sqrt(1 - added),
         "branch_scale": math.sqrt(branch),
     }
