@@ -190,10 +190,11 @@ authors, an option says so. A scheme warns where it clashes with what a model ha
 
 NOTES = """## Where predictions are far off
 
-`group-ln`: the authors' 32 groups of a stream of width 128 have 4 features each, too few for
-expansions in one over their number: the gradient is off by factors. Post-LN, `mix-ln`,
-`hybridnorm` and `b2t`: at 96 layers and width 128 the gradient of single draws scatters over
-decades, and few draws do not settle its mean."""
+`group-ln`: the authors' 32 groups of a stream of width 128 have 4 features each. Behind 3 degrees
+of freedom 1/|x|^2 has a mean and no variance: few draws lie near the mean that is predicted.
+`sandwich-ln`, `peri-ln` and `mix-ln` at 96 layers are off by several of their standard errors, as
+three draws estimate them. Post-LN, `mix-ln`, `hybridnorm` and `b2t`: at 96 layers and width 128 the
+gradient of single draws scatters over decades, and few draws do not settle its mean."""
 
 
 def page() -> str:

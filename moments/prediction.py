@@ -79,7 +79,10 @@ class Prediction:
         """Where one draw of the weights falls 95 % of the time, (2, ..., N + 1).
 
         It is that of `batch` sequences which share the weights. Resolved by token it follows the
-        token kernels themselves.
+        token kernels themselves. The gradient at the last layer counts as a fresh Gaussian: what
+        the realised stream does to it in a head's final norm is left out, and a decoder's own draw
+        in its encoder's gradient. Of 60 draws of 4 causal layers with a head (d_model 64), 57 %
+        lay inside at the top and 87 % at the input; of an encoder's points 52 %.
 
         Raises:
             DomainError: the theory is not "refined".

@@ -25,8 +25,9 @@ with optional("torch", "torch"):
     from moments.modules.describe import describe, weight_statistics
     from moments.modules.diagnose import diagnose
     from moments.modules.fold import fold
-    from moments.modules.initialize import Initialization, initialize
+    from moments.modules.initialize import Initialization, attach, initialize
     from moments.modules.scales import AppliedScales
+    from moments.modules.snippet import snippet, tensor_table
     from moments.modules.tensors import first_tensor
     from moments.modules.watch import training, watched
     from moments.simulation.collector import Collector, squared_norm
@@ -36,6 +37,7 @@ __all__ = [
     "AuditReport",
     "HookPoint",
     "Initialization",
+    "attach",
     "audit",
     "describe",
     "diagnose",
@@ -43,6 +45,8 @@ __all__ = [
     "hook_points",
     "initialize",
     "measure",
+    "snippet",
+    "tensor_table",
     "weight_statistics",
 ]
 
