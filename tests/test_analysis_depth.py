@@ -19,6 +19,8 @@ from moments.analysis import (
     trade_off,
     variance_recursion,
 )
+from moments.analysis.blocks import blocks
+from moments.analysis.one_layer import repeated_layer
 from moments.laws.kedia_chain import CORRELATED_RESIDUAL, DSLM_CHAIN, POST_LN_CHAIN, PRE_LN_CHAIN
 
 
@@ -335,3 +337,18 @@ def test_pre_ln_layers_turn_ever_less_and_scaling_does_not_change_that_at_init()
     assert scaled[-1] < plain[-1]
     trained = angular_distance(moments.predict(model(layers=48), correlation=0.3), 0.5)
     assert trained.from_layer(1)[-1] < plain[-1]
+
+
+@pytest.mark.parametrize("scheme", ["admin", "lns", "deepnorm"])
+def test_scales_of_each_block_are_read_block_by_block(scheme: str) -> None:
+    # One layer of these may carry two scales: a model's own numbers, whatever their shape.
+    declared = model(norm="pre" if scheme == "lns" else "post").with_scheme(scheme)
+    whole = moments.predict(declared)
+    for block in blocks(whole):
+        scale = declared.by_block("branch_scale")[block.layer - 1]
+        assert block.branch_square == pytest.approx(scale[int(block.name == "ffn")] ** 2)
+    single = repeated_layer(declared, 3, 2)
+    assert single.layers == 2
+    for name in ("skip_scale", "branch_scale"):
+        both, own = single.by_block(name), declared.by_block(name)[2]
+        assert both == pytest.approx(np.stack([own, own]))

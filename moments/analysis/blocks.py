@@ -49,7 +49,7 @@ def blocks(prediction: Prediction) -> list[Block]:
     """Every residual addition, from the input to the output; the mean over configurations.
 
     Raises:
-        DomainError: a model whose layers are not an attention and a feed-forward addition.
+        DomainError: a model whose layers are not an attention and a feed-forward addition alone.
     """
     model = prediction.model
     points = {(p.layer, p.site): p for p in prediction.trace.points}
@@ -61,23 +61,25 @@ def blocks(prediction: Prediction) -> list[Block]:
         point = _moment(points, layer, site)
         return float(np.mean(point.gradient.kernel.mean_diagonal()))
 
-    post = model.norm == "post"
+    if model.norm in ("b2t", "hybrid"):
+        raise DomainError(f"norm = {model.norm!r} adds more than blocks to the stream")
     found: list[Block] = []
     before = (0, "stream")
     for layer in range(1, model.layers + 1):
-        skip = float(model.skip_scales[layer - 1]) ** 2
-        branch = float(model.branch_scales[layer - 1]) ** 2
-        for name in ("attention", "ffn"):
+        skips = model.by_block("skip_scale")[layer - 1] ** 2
+        branches = model.by_block("branch_scale")[layer - 1] ** 2
+        for column, name in enumerate(("attention", "ffn")):
             total = (layer, f"{name}.sum")
             last = "stream" if name == "ffn" else f"{name}.norm"
+            post = model.placements[layer - 1] == "post"
             after = (layer, last) if post or name == "ffn" else total
             sites = (before, total, after)
             found.append(
                 Block(
                     layer,
                     name,
-                    skip,
-                    branch,
+                    float(skips[column]),
+                    float(branches[column]),
                     *(signal(*site) for site in sites),
                     *(gradient(*site) for site in sites),
                 )

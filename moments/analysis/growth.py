@@ -18,6 +18,7 @@ from .alike import predict_alike
 from .chain import chain_constants
 from .fixed_points import FixedPoints, correlation_fixed_points
 from .methods import METHODS, method_model
+from .one_layer import repeated_layer
 from .results import Result
 from .tradeoff import block_sensitivity
 
@@ -73,7 +74,7 @@ def growth_laws(
         DomainError: a model that Table 2 does not cover.
     """
     check_count("layers", layers, least=20)
-    if model.norm not in ("pre", "post") or float(model.skip_scales[0]) != 1.0:
+    if model.norm not in ("pre", "post") or np.any(model.skip_scales != 1.0):
         raise DomainError(
             "growth_laws covers pre and post norm with skip_scale 1; "
             "for DeepScaleLM see moments.laws.kedia_chain.DSLM_CHAIN and growth_exponents"
@@ -124,15 +125,7 @@ def _at_attention(model: Transformer, table: FixedPoints) -> float:
 
 def repeated(model: Transformer, layers: int) -> Transformer:
     """The model's first layer, `layers` times."""
-    assert model.weights is not None
-    first = {n: v[0] for n, v in vars(model.weights).items() if isinstance(v, tuple)}
-    return model.replace(
-        layers=layers,
-        skip_scale=float(model.skip_scales[0]),
-        branch_scale=float(model.branch_scales[0]),
-        temperature=float(model.temperatures[0]),
-        weights=model.weights.replace(**first),
-    )
+    return repeated_layer(model, 1, layers)
 
 
 @dataclass(frozen=True)

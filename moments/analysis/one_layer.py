@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import DomainError, domain_error
 from ..law import Theory
@@ -45,27 +45,12 @@ class OneLayer:
             )
         if not 1 <= layer <= model.layers:
             raise domain_error("layer", layer, f"from 1 to {model.layers}")
-        assert model.weights is not None
-        index = layer - 1
-        chosen = {
-            name: value[index]
-            for name, value in vars(model.weights).items()
-            if isinstance(value, tuple)
-        }
-        single = model.replace(
-            layers=1,
-            skip_scale=float(model.skip_scales[index]),
-            branch_scale=float(model.branch_scales[index]),
-            temperature=float(model.temperatures[index]),
-            weights=model.weights.replace(**chosen),
-            embedding=None,
-        )
-        return cls(single, theory)
+        return cls(repeated_layer(model, layer, 1).replace(embedding=None), theory)
 
     @property
     def carries_all(self) -> bool:
         """Pre-LN whose skip connection keeps the whole stream, so that its variance grows."""
-        return self.model.norm == "pre" and float(self.model.skip_scales[0]) >= 1.0
+        return self.model.norm == "pre" and float(self.model.skip_scales.min()) >= 1.0
 
     def __call__(
         self, variance: float, correlation: float, grad_correlation: float = 0.0
@@ -96,3 +81,25 @@ class OneLayer:
             - before.grad_variance * before.grad_correlation
         )
         return pairs / (after.grad_variance - before.grad_variance)
+
+
+def repeated_layer(model: Transformer, layer: int, times: int) -> Transformer:
+    """Layer `layer` of a model, from 1, `times` times: every list of one per layer becomes its."""
+
+    def own(values: Any) -> Any:
+        return values[layer - 1] if isinstance(values, tuple) else values
+
+    def each(variances: Any) -> Any:
+        if variances is None:
+            return None
+        lists = {name: own(value) for name, value in vars(variances).items()}
+        return variances.replace(**lists)
+
+    pairs = ("skip_scale", "branch_scale", "norm_gain")
+    found = {name: own(getattr(model, name)) for name in (*pairs, "temperature", "window")}
+    for name in pairs:
+        if isinstance(found[name], tuple):
+            found[name] = [found[name]] * times
+    return model.replace(
+        layers=times, weights=each(model.weights), biases=each(model.biases), **found
+    )

@@ -71,7 +71,7 @@ class Sensitivity(Result):
 def sensitivity(prediction: Prediction) -> Sensitivity:
     """N sigma_block^2 / sigma_skip^2 of every block, its mean and its median."""
     model = prediction.model
-    scale = float(model.branch_scales[0]) ** 2
+    scale = float(np.mean(model.branch_scales**2))
     closed = DSLM_CHAIN.law("sensitivity")(layers=model.layers, branch_square=scale)
     return Sensitivity(prediction, block_sensitivity(prediction), float(closed))
 
