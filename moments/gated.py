@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .composition import Leaf, Pullback, Pulled
+from .directions import knows_directions, realigned
 from .law import ComponentLaws
 from .laws.gated import gated
 from .laws.linear import LINEAR
@@ -72,8 +73,8 @@ class GatedLinear(Leaf):
                 two | {"grad_covariance": 1.0},
                 signal.resolved,
             )
-            output.kurtosis = kurtosis = _mean_over_tokens(output)
-            output.spread = self._spread(signal, inner, factor, of_gate, kurtosis / 3)
+            output.kurtosis = _mean_over_tokens(output)
+            output.spread = self._spread(signal, inner, factor, of_gate, output.kurtosis / 3)
 
         def pullback(gradient: Gradient) -> Pulled:
             received = gradient.kernel
@@ -83,6 +84,11 @@ class GatedLinear(Leaf):
             at_factor = both(
                 "grad_factor", "grad_factor_covariance", single, pair, gradient.resolved
             )
+            if signal.spread is not None and knows_directions(gradient):
+                # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
+                slopes = evaluate(self.activation.under("refined")["alignment"], algebra, one)
+                at_gate = realigned(at_gate, output, gradient, 3 * slopes)
+                at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
             through_gate = gate_back(gradient.with_kernel(at_gate))
             through_factor = factor_back(gradient.with_kernel(at_factor))
             # The two matrices are independent, and so are what they send back.

@@ -85,6 +85,11 @@ class HiddenActivation(Activation):
     that of f, by which the gradient comes out 3 % high at d = 128 where f is a GELU.
     """
 
+    def _sent(
+        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
+    ) -> Gradient:
+        return gradient.with_kernel(kernel)
+
     def _track(self, signal: Signal, output: Signal, values: Any) -> None:
         super()._track(signal, output, values)
         function = _function(self.laws.name)
@@ -159,7 +164,7 @@ class Pool(Leaf):
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         if not signal.resolved:
             return self._alike(signal)
-        weights = self._weights(signal.kernel.pairs.shape[-1])
+        weights = self.weights(signal.kernel.pairs.shape[-1])
         pooled = Kernel.of_matrix(weights @ signal.second_moment().pairs @ weights.T)
         output = _gaussian(pooled, signal)
 
@@ -185,7 +190,8 @@ class Pool(Leaf):
 
         return _gaussian(Kernel(variance, 0.0 * variance), signal), pullback
 
-    def _weights(self, count: int) -> np.ndarray:
+    def weights(self, count: int) -> np.ndarray:
+        """(sequences, count) with which tokens enter their sequence's vector."""
         length = count // self.sequences
         rows = np.zeros((self.sequences, self.sequences, length))
         each = np.arange(self.sequences)

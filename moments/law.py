@@ -46,6 +46,7 @@ QUANTITIES = {
     "query_gradient": "squared gradient norm of the query weights",
     "inverse_temperature_square": "square of the factor on the logits that makes both equal",
     "kurtosis": "fourth moment of the output over its squared second moment",
+    "alignment": "mean product of the squares of output and slope over the product of their means",
     "pattern_correlation": "correlation between tokens that a table's look-ups imply",
 }
 

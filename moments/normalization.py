@@ -78,7 +78,8 @@ class FiniteNormalization(Leaf):
             share, _ = received.lift((radial + mean) / width)
             overlap = two["x_correlation"] ** 2
             _, pair_share = received.lift(1 / width)
-            pair_share = pair_share * (radial * (2 - overlap) + received.lift(mean)[1])
+            lost = received.lift(radial)[1] * (2 - overlap) + received.lift(mean)[1]
+            pair_share = pair_share * lost
             single = one | {"grad_variance": received.diagonal, "removed_share": share}
             pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}
             variance = evaluate(laws["grad_variance"], algebra, single)
@@ -89,7 +90,7 @@ class FiniteNormalization(Leaf):
             # What is normalised has no scale, so its gradient is orthogonal to it.
             centred = 1.0 if self.centres else gradient.centred_share
             return Pulled(
-                Gradient(sent, gradient.seq_len, True, centred),
+                Gradient(sent, gradient.seq_len, 0.0, centred, norm_response=1.0),
                 affine_gradients(self, width, normal, gradient),
             )
 
@@ -143,13 +144,13 @@ class FiniteNormalization(Leaf):
         two["pair_norm_spread"] = spread.pairs / ((first + eps_pairs) * (second + eps_pairs))
         return one, two
 
-    def _lost_directions(self, gradient: Gradient) -> tuple[float, Any]:
+    def _lost_directions(self, gradient: Gradient) -> tuple[Any, Any]:
         """How many directions a token's gradient loses: the signal's own, the mean over features.
 
         A gradient that is orthogonal or centred already loses nothing there. Of several groups'
         directions, that takes away one.
         """
-        radial = self.groups - (1.0 if gradient.orthogonal else 0.0)
+        radial = self.groups - 1.0 + gradient.radial
         return radial, self.groups - gradient.centred_share if self.centres else 0.0
 
 

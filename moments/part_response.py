@@ -292,5 +292,5 @@ def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
     """A gradient of covariance 1 everywhere, otherwise as the one given."""
     ones = np.ones(np.broadcast_shapes(gradient.kernel.pairs.shape, kernel.pairs.shape))
     return Gradient(
-        Kernel.of_matrix(ones), gradient.seq_len, gradient.orthogonal, gradient.centred_share
+        Kernel.of_matrix(ones), gradient.seq_len, gradient.radial, gradient.centred_share
     )

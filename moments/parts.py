@@ -7,12 +7,13 @@ Normalisation and refined attention, which need more than two laws, have modules
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from .composition import Leaf, Pullback, Pulled
+from .directions import isotropic, knows_directions, realigned, shortened, without
 from .errors import DomainError
 from .law import ComponentLaws, Law, Theory
 from .laws.linear import BIASED_LINEAR, LINEAR
@@ -105,7 +106,8 @@ class Lawful(Leaf):
             raise DomainError(f"theory {self.theory!r} states no gradient of {self.laws.name}")
         if signal.resolved:
             # Matrices that the way back does not need are not kept.
-            one = {name: one[name] for name in back.arguments if name in one}
+            kept = (*back.arguments, "x_variance")
+            one = {name: one[name] for name in kept if name in one}
             two = {name: two[name] for name in back_pairs.arguments if name in two}
 
         def pullback(gradient: Gradient) -> Pulled:
@@ -120,12 +122,22 @@ class Lawful(Leaf):
             variance = evaluate(back, algebra, single)
             pairs = evaluate(back_pairs, algebra, pair)
             sent = Kernel.joined(variance, pairs, gradient.resolved)
-            return Pulled(self._sent(gradient, sent), self._weights(signal, gradient))
+            gradient_sent = self._sent(signal, output, gradient, sent, algebra, one)
+            return Pulled(gradient_sent, self._weights(signal, gradient))
 
         return output, pullback
 
-    def _sent(self, gradient: Gradient, kernel: Kernel) -> Gradient:
-        return Gradient(kernel, gradient.seq_len)
+    def _sent(
+        self,
+        signal: Signal,
+        output: Signal,
+        gradient: Gradient,
+        kernel: Kernel,
+        algebra: Any,
+        values: Values,
+    ) -> Gradient:
+        """The gradient at the input, of second moments `kernel`."""
+        return gradient.with_kernel(kernel)
 
     def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         """Fill in what the refined theory follows besides the moments: the norms' spread."""
@@ -158,12 +170,25 @@ class Linear(Lawful):
         own = output.kernel * output.kernel
         output.spread = signal.spread.mixed(gain * gain, own, 2 / output.width)
 
+    def _sent(
+        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
+    ) -> Gradient:
+        # x.W^T g = (W x).g: what g lacks along W x, W^T g lacks along x.
+        if not isotropic(gradient.radial):
+            kernel = without(kernel, signal, (1 - gradient.radial) / self.parameters["fan_in"])
+        return Gradient(
+            kernel, gradient.seq_len, gradient.radial, norm_response=gradient.norm_response
+        )
+
     def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values]:
         # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
-        # db = sum_i g_i.
+        # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
         def norm() -> Values:
             size = self.parameters["fan_in"] * self.parameters["fan_out"]
-            overlap = (signal.second_moment() * gradient.kernel).total(signal.seq_len)
+            tokens = signal.second_moment()
+            if signal.spread is not None:
+                tokens = shortened(tokens, signal.spread, gradient.norm_response)
+            overlap = (tokens * gradient.kernel).total(signal.seq_len)
             norms = {self.weight: size * overlap}
             if self.has_bias:
                 total = gradient.kernel.total(signal.seq_len)
@@ -191,6 +216,20 @@ class Activation(Lawful):
         output.spread = (moment * moment).mixed(own, shared, ratio * ratio)
         output.kurtosis = kurtosis
 
+    def _sent(
+        self,
+        signal: Signal,
+        output: Signal,
+        gradient: Gradient,
+        kernel: Kernel,
+        algebra: Any,
+        values: Values,
+    ) -> Gradient:
+        if output.spread is not None and knows_directions(gradient):
+            alignment = evaluate(self.laws.under(self.theory)["alignment"], algebra, values)
+            kernel = realigned(kernel, output, gradient, alignment)
+        return gradient.with_kernel(kernel)
+
 
 @dataclass(frozen=True)
 class Dropout(Lawful):
@@ -208,6 +247,14 @@ class Dropout(Lawful):
         output.spread = spread.with_diagonal(spread.diagonal + masks * moment * moment)
         output.centred = signal.centred
 
+    def _sent(
+        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
+    ) -> Gradient:
+        # The masks of a signal are those of its gradient: x'.g' is what it was.
+        return Gradient(
+            kernel, gradient.seq_len, gradient.radial, norm_response=gradient.norm_response
+        )
+
 
 @dataclass(frozen=True)
 class Scale(Lawful):
@@ -220,5 +267,7 @@ class Scale(Lawful):
         output.centred = None if signal.centred is None else signal.centred.scaled(factor)
         output.kurtosis = signal.kurtosis
 
-    def _sent(self, gradient: Gradient, kernel: Kernel) -> Gradient:
-        return Gradient(kernel, gradient.seq_len, gradient.orthogonal, gradient.centred_share)
+    def _sent(
+        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
+    ) -> Gradient:
+        return replace(gradient, kernel=kernel)

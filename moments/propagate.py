@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Reader, Residual
+from .directions import orthogonal_parts, persistence
 from .errors import DomainError
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Norms, Point, Trace
@@ -116,13 +117,30 @@ def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, Bac
 
     def backward(gradient: Gradient) -> Gradient:
         kept = gradient.kernel.scaled(skip)
-        returned = back(gradient.with_kernel(gradient.kernel.scaled(scale))).kernel
-        if scale_free and gradient.orthogonal and signal.spread is not None:
-            share = branch.kernel.mean_diagonal() * scale / output.kernel.mean_diagonal()
-            kept, returned = _orthogonal_parts(
-                signal, share, gradient.kernel, kept, returned, _mixes_tokens(node.branch)
-            )
-        return _merge(gradient, kept, returned, scale_free)
+        handed = gradient.kernel.scaled(scale)
+        if signal.spread is None:
+            returned = back(gradient.with_kernel(handed)).kernel
+            return _merge(gradient, kept, returned, scale_free)
+        total = output.kernel.mean_diagonal()
+        share = ratio_or_zero(branch.kernel.mean_diagonal() * scale, total)
+        part = gradient.at_part(handed, share)
+        if scale_free:
+            sent = back(part)
+            returned = sent.kernel
+            if gradient.orthogonal:
+                kept, returned = orthogonal_parts(
+                    signal, share, gradient.kernel, kept, sent, _mixes_tokens(node.branch)
+                )
+            return _merge(gradient, kept, returned, scale_free)
+        response = (1.0 - share) * gradient.norm_response
+        part.persistence = persistence(signal, response)
+        returned = _returned(back(part).kernel, part, node.branch, signal.width)
+        merged = _merge(gradient, kept, returned, scale_free)
+        kept_share = ratio_or_zero(kept.mean_diagonal(), merged.kernel.mean_diagonal())
+        # (x.g)^2, which the branch does not change: its norm sends back nothing along x
+        merged.radial = kept_share * (share + (1.0 - share) * gradient.radial)
+        merged.norm_response = response + 1.0 - kept_share
+        return merged
 
     return output, _recorded(trace, node.label, output, backward)
 
@@ -134,7 +152,16 @@ def _parallel(node: Parallel, signal: Signal, trace: Trace) -> tuple[Signal, Bac
         output = _added(output, branch, 1.0, 1.0)
 
     def backward(gradient: Gradient) -> Gradient:
-        kernels = [back(gradient.with_kernel(gradient.kernel)).kernel for _, back in passes]
+        if signal.spread is None:
+            kernels = [back(gradient.with_kernel(gradient.kernel)).kernel for _, back in passes]
+        else:
+            total = output.kernel.mean_diagonal()
+            kernels = []
+            for (found, back), branch in zip(passes, node.branches, strict=True):
+                share = ratio_or_zero(found.kernel.mean_diagonal(), total)
+                part = gradient.at_part(gradient.kernel, share)
+                part.persistence = gradient.persistence
+                kernels.append(_returned(back(part).kernel, part, branch, signal.width))
         total = kernels[0]
         for kernel in kernels[1:]:
             total = total + kernel
@@ -193,28 +220,21 @@ def _reader(node: Reader, signal: Signal, trace: Trace) -> tuple[Signal, Backwar
     return output, backward
 
 
-def _orthogonal_parts(
-    signal: Signal, share: Array, gradient: Kernel, kept: Kernel, returned: Kernel, mixing: bool
-) -> tuple[Kernel, Kernel]:
-    """What scale invariance takes from the two parts of a gradient, to order 1/d.
+def _returned(returned: Kernel, part: Gradient, branch: Component, width: Array) -> Kernel:
+    """What a normalised branch sends back, with what norms that persist and directions do to it.
 
-    The gradient g at u = x + M x is orthogonal to u, so that x.M^T g = -x.g: along x the branch
-    returns what cancels the skip connection, instead of a part of its own. The branch loses one
-    direction in d. The skip connection loses E (x.g)^2 = share |g|^2/d, `share` being the branch's
-    part of |u|^2, the square of the sine between x and u. Two tokens' directions overlap by r: a
-    covariance loses 2 - r^2 of them. Exact in this order where the branch has degree 1 and acts on
-    every token alone. Attention returns to a token what others send: its branch loses the direction
-    of the tokens' average, common to all, and the skip connection only what gradients share.
+    Attention returns averages of what other tokens receive: of the growth, what they share. Its
+    values lose the average's direction, (1 - radial)/width; entrywise units lose theirs where they
+    are, and what lies along the token itself is the normalisation's to remove.
     """
-    width = signal.width
-    both = 1.0 if mixing else 2 - signal.correlation() ** 2
-    common = ratio_or_zero(gradient.mean_pairs(), gradient.mean_diagonal()) if mixing else 1.0
-    one, two = kept.lift(1 / width)
-    skip_one, skip_two = kept.lift(share * common / width)
-    return (
-        kept.weighted(1 - skip_one, 1 - skip_two * both),
-        returned.weighted(1 - one, 1 - two * both),
-    )
+    grown = part.persistence
+    if grown is None or _splits(branch):
+        return returned
+    if not _mixes_tokens(branch):
+        return returned.weighted(1 + grown.diagonal, 1 + grown.pairs)
+    tokens = grown.pairs.shape[-1] if grown.resolved else part.seq_len
+    shared = grown.total(tokens) / tokens**2
+    return returned.scaled(1 + shared - (1 - part.radial) / width)
 
 
 def _merge(gradient: Gradient, kept: Kernel, returned: Kernel, scale_free: bool) -> Gradient:
@@ -229,9 +249,15 @@ def _merge(gradient: Gradient, kept: Kernel, returned: Kernel, scale_free: bool)
     return Gradient(
         total,
         gradient.seq_len,
-        orthogonal=gradient.orthogonal and scale_free,
+        radial=0.0 if gradient.orthogonal and scale_free else 1.0,
         centred_share=gradient.centred_share * share,
     )
+
+
+def _splits(component: Component) -> bool:
+    """Whether a branch ends in parallel branches, which take their own parts."""
+    last = component.parts[-1] if isinstance(component, Chain) else component
+    return isinstance(last, Parallel)
 
 
 def _mixes_tokens(component: Component) -> bool:

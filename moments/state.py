@@ -25,7 +25,7 @@ Array = Any  # float or numpy array; see the module docstring
 
 def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
     """A share or a correlation; 0 where there is nothing to share."""
-    if np.ndim(denominator) == 0:
+    if type(denominator) is float or np.ndim(denominator) == 0:
         return numerator / denominator if denominator else 0.0
     return np.divide(numerator, denominator, out=np.zeros_like(denominator), where=denominator != 0)
 
@@ -177,6 +177,12 @@ class Signal:
         scale = np.sqrt(first * second) if kernel.resolved else first
         return np.clip(kernel.pairs / scale, -1.0, 1.0)
 
+    def cosine_square(self) -> Array:
+        """Squared cosine between the vectors of every pair of tokens, means included."""
+        tokens = self.second_moment()
+        first, second = tokens.over_tokens(tokens.diagonal)
+        return ratio_or_zero(tokens.pairs * tokens.pairs, first * second)
+
     def second_moment(self) -> Kernel:
         """E x_i x_j: the kernel about zero instead of about the mean."""
         kernel, mean = self.kernel, self.mean
@@ -196,15 +202,27 @@ class Gradient:
     Attributes:
         kernel: variances and token covariances.
         seq_len: tokens per sequence.
-        orthogonal: the gradient is orthogonal to the signal at its point, because everything
-            downstream ignores the signal's scale.
+        radial: variance of the gradient's component along the signal at its point, over that of
+            any other component: 0.0 where everything downstream ignores the signal's scale, 1 where
+            nothing is known.
         centred_share: share of the variance whose features already average to zero.
+        norm_response: by how much, relatively, a token's variance falls per relative rise of the
+            signal's squared norm there: 1 behind a normalisation, which divides by that norm.
+        persistence: relative growth of what a branch returns, k (v_i + v_j + 2 c_ij)/4, that is
+            left to its parts to add (`propagate._persisting`).
     """
 
     kernel: Kernel
     seq_len: int
-    orthogonal: bool = False
+    radial: Array = 1.0
     centred_share: Array = 0.0
+    norm_response: Array = 0.0
+    persistence: Kernel | None = None
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether the gradient has no component along the signal at all."""
+        return type(self.radial) is float and self.radial == 0.0
 
     @property
     def resolved(self) -> bool:
@@ -213,3 +231,12 @@ class Gradient:
     def with_kernel(self, kernel: Kernel) -> Gradient:
         """A generic gradient with these moments: nothing known about its directions."""
         return Gradient(kernel, self.seq_len)
+
+    def at_part(self, kernel: Kernel, share: Array) -> Gradient:
+        """The gradient as seen by one addend, `share` of the variance of the sum of independents.
+
+        Of what it lacks along x = a + b, share lies along a: E (a.g)^2 = |a|^2 |g|^2/d times
+        1 - share (1 - radial). And the norm of a moves that of x by its share.
+        """
+        radial = 1.0 - share * (1.0 - self.radial)
+        return Gradient(kernel, self.seq_len, radial, norm_response=share * self.norm_response)

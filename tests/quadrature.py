@@ -209,6 +209,28 @@ def gridded_single(name: str | float, power: int, variance: float, *, slope: boo
     return _converged(estimate, (1001, 2001))
 
 
+def both_squares(name: str | float, variance: float) -> float:
+    """E f^2 f'^2."""
+    if name in CLOSED:
+        chosen = CLOSED[str(name)]
+        scale = mp.sqrt(mp.mpf(variance))
+        with mp.workdps(DIGITS):
+            return float(
+                _gaussian_integral(
+                    lambda z: (chosen.function(scale * z) * chosen.derivative(scale * z)) ** 2,
+                    1 / scale,
+                )
+            )
+    function, derivative = gridded(name)
+
+    def estimate(count: int) -> float:
+        nodes, weights = _trapezoid(count)
+        x = math.sqrt(variance) * nodes
+        return float(weights @ (function(x) * derivative(x)) ** 2)
+
+    return _converged(estimate, (1001, 2001))
+
+
 def gridded_pair(
     name: str | float, variance: float, other: float, correlation: float, *, slope: bool = False
 ) -> float:
@@ -258,6 +280,10 @@ def _activation_references(name: str | float) -> dict[str, Reference]:
             grad_covariance * slope(*_pair(values))
         ),
         "kurtosis": lambda x_variance, **_: single(4, x_variance) / single(2, x_variance) ** 2,
+        "alignment": lambda x_variance, **_: (
+            both_squares(name, x_variance)
+            / (single(2, x_variance) * single(2, x_variance, slope=True))
+        ),
     }
 
 

@@ -307,7 +307,7 @@ def test_what_a_gradient_has_lost_it_does_not_lose_again() -> None:
     measured = Estimate.of((twice**2).mean(-1) / (once**2).mean())
     signal = Signal(Kernel(1.0, 0.0), 2, width=float(width), spread=Kernel(2 / width, 0.0))
     _, back = plain.forward(signal)
-    kept = back(Gradient(Kernel(1.0, 0.0), 2, orthogonal=True)).gradient
+    kept = back(Gradient(Kernel(1.0, 0.0), 2, radial=0.0)).gradient
     lost = back(Gradient(Kernel(1.0, 0.0), 2)).gradient
     assert kept.orthogonal
     assert lost.kernel.diagonal == pytest.approx((1 - 1 / width) * kept.kernel.diagonal)

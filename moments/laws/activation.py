@@ -8,9 +8,11 @@ two and from the mean. Closed forms where they exist, Gaussian expectations else
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..algebra import FLOAT
 from ..law import ComponentLaws, Law, Source, derived
 from ..symbols import Interval
 from .references import kedia
@@ -27,11 +29,14 @@ def activation(
     moment: Pair,
     slope: Pair,
     kurtosis: Single,
+    alignment: Single,
     source: dict[str, Source],
     simplified: dict[str, Law | None] | None = None,
     limits: Mapping[str, Interval] | None = None,
 ) -> ComponentLaws:
-    """Assemble an activation's laws from its mean, pair moment, pair slope and kurtosis.
+    """Assemble an activation's laws from its mean, pair moment, pair slope, kurtosis and alignment.
+
+    Kurtosis is E phi^4/(E phi^2)^2, alignment E phi^2 phi'^2/(E phi^2 E phi'^2).
 
     `limits` narrows the variances where the expectations are resolved numerically.
     """
@@ -77,9 +82,23 @@ def activation(
                 "grad_covariance",
             ),
             "kurtosis": law(lambda m, x_variance: kurtosis(m, x_variance), "kurtosis"),
+            "alignment": law(lambda m, x_variance: alignment(m, x_variance), "alignment"),
         },
         simplified=simplified or {},
     )
+
+
+def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """An expectation that plain floats have once each: layers of one kind ask for the same."""
+
+    @functools.lru_cache(maxsize=1024)
+    def at(*values: float) -> Any:
+        return formula(FLOAT, *values)
+
+    def law(m: Any, *values: Any) -> Any:
+        return at(*values) if m is FLOAT else formula(m, *values)
+
+    return law
 
 
 # --- ReLU: the arc-cosine kernels of degree 1 and 0 ---------------------------------------------
@@ -102,6 +121,7 @@ RELU = activation(
     moment=relu_moment,
     slope=relu_slope,
     kurtosis=lambda m, v: 6 + 0 * v,
+    alignment=lambda m, v: 2 + 0 * v,
     source={
         "mean": kedia("A.4 and Table 15"),
         "variance": kedia("A.4 and Table 16"),
@@ -110,6 +130,7 @@ RELU = activation(
         "grad_variance": kedia("A.4 and Table 17"),
         "grad_covariance": kedia("A.4 and Table 20; arc-cosine kernel of degree 0"),
         "kurtosis": derived("E x^4 / 2 over (E x^2 / 2)^2"),
+        "alignment": derived("E x^2 / 2 over (E x^2 / 2)(1 / 2)"),
     },
     simplified={
         "covariance": Law(
@@ -159,13 +180,18 @@ def gelu_function(m: Any, x: Any) -> Any:
     return x * m.normal_cdf(x)
 
 
+def gelu_derivative(m: Any, x: Any) -> Any:
+    return m.normal_cdf(x) + x * m.exp(-(x**2) / 2) / m.sqrt(2 * m.pi)
+
+
 GELU = activation(
     "gelu",
     "GeLU, erf form, x Phi(x)",
     mean=lambda m, v: v / m.sqrt(2 * m.pi * (1 + v)),
     moment=_gelu_moment,
     slope=_gelu_slope,
-    kurtosis=lambda m, v: fourth_over_squared(m, gelu_function, v),
+    kurtosis=remembered(lambda m, v: fourth_over_squared(m, gelu_function, v)),
+    alignment=remembered(lambda m, v: slope_alignment(m, gelu_function, gelu_derivative, v)),
     source={
         "mean": kedia("A.5 and Table 15"),
         "variance": kedia("A.5 and Table 16"),
@@ -186,6 +212,7 @@ IDENTITY = activation(
     moment=lambda m, v, other, r: r * m.sqrt(v * other),
     slope=lambda m, v, other, r: 1 + 0 * r,
     kurtosis=lambda m, v: 3 + 0 * v,
+    alignment=lambda m, v: 1 + 0 * v,
     source={},
 )
 
@@ -197,6 +224,13 @@ def fourth_over_squared(m: Any, function: Single, v: Any) -> Any:
     """Kurtosis about zero of a function of a Gaussian, by quadrature."""
     fourth = m.expect(lambda n, x: function(n, x) ** 4, v)
     return fourth / m.expect(lambda n, x: function(n, x) ** 2, v) ** 2
+
+
+def slope_alignment(m: Any, function: Single, derivative: Single, v: Any) -> Any:
+    """E f^2 f'^2/(E f^2 E f'^2) of a Gaussian, by quadrature."""
+    both = m.expect(lambda n, x: (function(n, x) * derivative(n, x)) ** 2, v)
+    apart = m.expect(lambda n, x: function(n, x) ** 2, v)
+    return both / (apart * m.expect(lambda n, x: derivative(n, x) ** 2, v))
 
 
 def by_quadrature(
@@ -220,10 +254,11 @@ def by_quadrature(
         name,
         title,
         limits={"x_variance": resolved, "x_other_variance": resolved},
-        mean=lambda m, v: 0 * v if odd else m.expect(function, v),
-        moment=lambda m, v, other, r: m.expect_pair(function, v, other, r),
-        slope=lambda m, v, other, r: m.expect_pair(derivative, v, other, r),
-        kurtosis=lambda m, v: fourth_over_squared(m, function, v),
+        mean=remembered(lambda m, v: 0 * v if odd else m.expect(function, v)),
+        moment=remembered(lambda m, v, other, r: m.expect_pair(function, v, other, r)),
+        slope=remembered(lambda m, v, other, r: m.expect_pair(derivative, v, other, r)),
+        kurtosis=remembered(lambda m, v: fourth_over_squared(m, function, v)),
+        alignment=remembered(lambda m, v: slope_alignment(m, function, derivative, v)),
         source={},
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import domain_error
 from ..law import ComponentLaws, Source
-from .activation import activation, fourth_over_squared, relu_moment, relu_slope
+from .activation import activation, fourth_over_squared, relu_moment, relu_slope, slope_alignment
 from .references import CHO
 
 # --- Leaky ReLU: a x + (1 - a) ReLU(x) ------------------------------------------------------------
@@ -40,6 +40,7 @@ def leaky_relu(slope: str | int | float | Fraction = "0.01") -> ComponentLaws:
         ),
         slope=lambda m, v, other, r: a(m) + (1 - a(m)) ** 2 * relu_slope(m, v, other, r),
         kurtosis=lambda m, v: 6 * (1 + a(m) ** 4) / (1 + a(m) ** 2) ** 2 + 0 * v,
+        alignment=lambda m, v: 2 * (1 + a(m) ** 4) / (1 + a(m) ** 2) ** 2 + 0 * v,
         source={},
     )
 
@@ -62,6 +63,7 @@ RELU_SQUARED = activation(
     moment=_relu_squared_moment,
     slope=lambda m, v, other, r: 4 * relu_moment(m, v, other, r),
     kurtosis=lambda m, v: m.ratio(70, 3) + 0 * v,
+    alignment=lambda m, v: 10 + 0 * v,
     source=dict.fromkeys(
         ("covariance", "hidden_covariance", "variance", "grad_covariance", "grad_variance"),
         Source(CHO, "Section 2.1, the arc-cosine kernels of degree 2 and 1"),
@@ -71,6 +73,15 @@ RELU_SQUARED = activation(
 
 # --- erf: the arcsine kernel ----------------------------------------------------------------------
 # erf(x) = 2 Phi(sqrt(2) x) - 1: orthant probabilities again, with slope by Price's theorem.
+
+
+def erf_function(m: Any, x: Any) -> Any:
+    return 2 * m.normal_cdf(m.sqrt(2) * x) - 1
+
+
+def erf_derivative(m: Any, x: Any) -> Any:
+    return 2 * m.exp(-(x**2)) / m.sqrt(m.pi)
+
 
 ERF = activation(
     "erf",
@@ -83,8 +94,7 @@ ERF = activation(
     slope=lambda m, v, other, r: (
         4 / (m.pi * m.sqrt(1 + 2 * v + 2 * other + 4 * v * other * (1 - r) * (1 + r)))
     ),
-    kurtosis=lambda m, v: fourth_over_squared(
-        m, lambda n, x: 2 * n.normal_cdf(n.sqrt(2) * x) - 1, v
-    ),
+    kurtosis=lambda m, v: fourth_over_squared(m, erf_function, v),
+    alignment=lambda m, v: slope_alignment(m, erf_function, erf_derivative, v),
     source={},
 )

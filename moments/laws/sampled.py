@@ -16,7 +16,7 @@ import numpy as np
 from ..algebra import FLOAT, NUMPY
 from ..law import ComponentLaws
 from ..symbols import Interval
-from .activation import Single, activation
+from .activation import Single, activation, remembered, slope_alignment
 
 Function = Callable[[np.ndarray], np.ndarray]
 
@@ -112,13 +112,25 @@ def sampled(
             value = _pair(of, v, other, r)
         return value if np.ndim(value) else float(value)
 
+    def aligned(m: Any, v: Any) -> Any:
+        if m is not NUMPY and m is not FLOAT:
+            return slope_alignment(m, symbolic, symbolic_slope, v)
+        weights = grid()[1]
+        squares = [_values(of, v) ** 2 for of in (function, derivative)]
+        value = (squares[0] * squares[1]) @ weights
+        apart = (squares[0] @ weights) * (squares[1] @ weights)
+        # a step function has no slope to align with anything
+        value = np.divide(value, apart, out=np.ones_like(value), where=apart > 0)
+        return value if np.ndim(v) else float(value)
+
     return activation(
         name,
         f"{name}, registered by the user",
         limits={"x_variance": resolved, "x_other_variance": resolved},
-        mean=lambda m, v: expect(m, 1, v),
-        moment=lambda m, v, other, r: pair(m, function, symbolic, v, other, r),
-        slope=lambda m, v, other, r: pair(m, derivative, symbolic_slope, v, other, r),
-        kurtosis=lambda m, v: expect(m, 4, v) / expect(m, 2, v) ** 2,
+        mean=remembered(lambda m, v: expect(m, 1, v)),
+        moment=remembered(lambda m, v, other, r: pair(m, function, symbolic, v, other, r)),
+        slope=remembered(lambda m, v, other, r: pair(m, derivative, symbolic_slope, v, other, r)),
+        kurtosis=remembered(lambda m, v: expect(m, 4, v) / expect(m, 2, v) ** 2),
+        alignment=remembered(aligned),
         source={},
     )

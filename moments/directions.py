@@ -1,0 +1,115 @@
+"""What a gradient knows of its signal, to order 1/width: lost directions, and norms that persist.
+
+Everything below a normalisation ignores its input's scale: the gradient there has no component
+along the signal (`Gradient.radial` 0), and falls as the signal's squared norm rises
+(`Gradient.norm_response` 1). Both reach into the branches of a residual sum x = a + b, by the
+addend's share of |x|^2 (`Gradient.at_part`), and down the stream. For T, B the parts of the skip
+connection and of a normalised branch in |x|^2, q the skip connection's share of the gradient below,
+
+    radial    q (B + T radial)
+    response  T response + 1 - q
+
+since the branch returns nothing along its input, and divides by its norm.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
+
+
+def isotropic(radial: Array) -> bool:
+    """Whether a gradient has as much along its signal as along any other direction."""
+    return type(radial) is float and radial == 1.0
+
+
+def knows_directions(gradient: Gradient) -> bool:
+    """Whether a gradient is anything but generic towards its signal."""
+    response = gradient.norm_response
+    nothing = type(response) is float and response == 0.0
+    return not (nothing and isotropic(gradient.radial))
+
+
+def without(kernel: Kernel, signal: Signal, lost: Array) -> Kernel:
+    """A gradient's kernel, less the share `lost` that lies along its signal's direction.
+
+    Two tokens' directions overlap by r: a covariance loses 2 - r^2 of them.
+    """
+    one, two = kernel.lift(lost)
+    return kernel.weighted(1 - one, 1 - two * (2 - signal.cosine_square()))
+
+
+def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Array) -> Kernel:
+    """The gradient behind entrywise units f, whose sizes and slopes fluctuate together.
+
+    With a the gradient at the units' output, sum_k f_k'^2 a_k^2 lacks more of what a lacks along f
+    than |a|^2 does, and a falls where |f|^2 is large: by (1 - radial + k)(alignment - 1)/width in
+    all, alignment = E f^2 f'^2/(E f^2 E f'^2), k the response to the norm. Derived here for one
+    token; two tokens' covariance is given the same alignment, of 2 - r^2 directions. 1/(1 + loss)
+    stands for 1 - loss, so that few units leave no negative variance.
+    """
+    more = (alignment - 1) / output.width
+    if kernel.resolved and np.ndim(alignment):
+        more = more.mean(-1)
+    one, two = kernel.lift((1 - gradient.radial) * more)
+    falls, falls_two = kernel.lift(gradient.norm_response * more)
+    pairs = two * (2 - output.cosine_square()) + falls_two
+    return kernel.weighted(1 / (1 + one + falls), 1 / (1 + pairs))
+
+
+def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
+    """Second moments of tokens as gradients weigh them that fall with their norms.
+
+    E |x|^2 |g|^2 = E |x|^2 E |g|^2 (1 - response v), v the relative variance of |x|^2, written
+    1/(1 + response v).
+    """
+    if type(response) is float and response == 0.0:
+        return tokens
+    own = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
+    first, second = tokens.over_tokens(own)
+    one, two = tokens.lift(response)
+    return tokens.weighted(1 / (1 + one * own), 1 / (1 + two * (first + second) / 2))
+
+
+def persistence(signal: Signal, response: Array) -> Kernel:
+    """Relative growth of a branch's gradient because the one above it falls with the same norm.
+
+    With xi the relative deviation of a token's squared norm, which a skip connection keeps,
+    E[g_i g_j | xi] is 1 - k (xi_i + xi_j)/2 times its mean above the sum, k the response, and the
+    branch's normalisation multiplies it by 1 - (xi_i + xi_j)/2: k (v_i + v_j + 2 c_ij)/4 more on
+    average, v and c the relative variance and covariance of squared norms.
+    """
+    kernel, spread = signal.kernel, signal.spread
+    assert spread is not None
+    first, second = kernel.over_tokens(kernel.diagonal)
+    single = ratio_or_zero(spread.diagonal, kernel.diagonal * kernel.diagonal)
+    common = ratio_or_zero(spread.pairs, first * second)
+    one, two = kernel.lift(response)
+    v, w = kernel.over_tokens(single)
+    return Kernel.joined(one * single, two * (v + w + 2 * common) / 4, kernel.resolved)
+
+
+def orthogonal_parts(
+    signal: Signal, share: Array, gradient: Kernel, kept: Kernel, sent: Gradient, mixing: bool
+) -> tuple[Kernel, Kernel]:
+    """What scale invariance takes from the two parts of a gradient, to order 1/d.
+
+    The gradient g at u = x + M x is orthogonal to u, so that x.M^T g = -x.g: along x the branch
+    returns what cancels the skip connection, instead of a part of its own. The branch loses one
+    direction in d, of which its matrices have left `sent.radial`. The skip connection loses
+    E (x.g)^2 = share |g|^2/d, `share` being the branch's part of |u|^2, the square of the sine
+    between x and u. Two tokens' directions overlap by r: a covariance loses 2 - r^2 of them. Exact
+    in this order where the branch has degree 1 and acts on every token alone. Attention returns to
+    a token what others send: its branch loses the direction of the tokens' average, common to all,
+    and the skip connection only what gradients share.
+    """
+    width = signal.width
+    both = 1.0 if mixing else 2 - signal.correlation() ** 2
+    common = ratio_or_zero(gradient.mean_pairs(), gradient.mean_diagonal()) if mixing else 1.0
+    one, two = kept.lift(sent.radial / width)
+    skip_one, skip_two = kept.lift(share * common / width)
+    return (
+        kept.weighted(1 - skip_one, 1 - skip_two * both),
+        sent.kernel.weighted(1 - one, 1 - two * both),
+    )
