@@ -34,6 +34,7 @@ from .transformer import Transformer
 
 KERNEL = "attention kernel"
 GAIN = "gain"
+DIRECTIONS = "directions"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Step:
         way: "forward" or "backward".
         component, quantity: names under which `moments.component(...).law(...)` finds the law.
         law: the formula with its source; None for an "attention kernel", whose moments are sums
-            over all pairs of tokens instead of one formula, and for a norm's "gain".
+            over all pairs of tokens instead of one formula, for a norm's "gain", and for
+            "directions" that a gradient lacks (`directions`).
         values: what its symbols were, averaged over tokens where resolved by token.
         result: what it gave, likewise.
     """
@@ -62,6 +64,8 @@ class Step:
     def source(self) -> str:
         if self.component == GAIN:
             return "definition, times the mean square of the gain"
+        if self.component == DIRECTIONS:
+            return "derived here, what the gradient lacks along its signal, of order 1/width"
         if self.law is None:
             return "derived here, softmax of Gaussian logits over an arbitrary token kernel"
         return f"{self.law.source} [{self.law.status}]"
@@ -118,7 +122,9 @@ class Log:
     def complete(self, leaf: Component, way: str, kernel: Kernel, steps: list[Step]) -> None:
         """Add what a component gives where none of its laws said so."""
         prefix = "" if way == "forward" else "grad_"
-        component = KERNEL if getattr(leaf, "mixes_tokens", False) else GAIN
+        component = GAIN if hasattr(leaf, "gain") else DIRECTIONS
+        if getattr(leaf, "mixes_tokens", False):
+            component = KERNEL
         for quantity, value in zip(
             ("variance", "covariance"), self.layout.token_average(kernel), strict=True
         ):
@@ -132,7 +138,8 @@ class Log:
         one, two = (float(self.layout.token_average(k)[0]) for k in (kept, added))
         skip, branch = float(node.skip_scale**2), float(node.branch_scale**2)
         prefix = "" if way == "forward" else "grad_"
-        # Not correlated at initialisation, but for what scale invariance takes from a gradient.
+        # Not correlated at initialisation, but for what scale invariance takes from a gradient and
+        # norms that persist add to it (`directions`).
         cross = 2 * np.sqrt(skip * branch * one * two)
         overlap = 0.0
         if total is not None and cross:

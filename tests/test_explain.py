@@ -80,7 +80,7 @@ def test_every_law_has_a_name_and_gives_its_number(case: str) -> None:
         assert step.component
         assert step.quantity
         if step.law is None:
-            assert step.component in ("attention kernel", "gain")
+            assert step.component in ("attention kernel", "gain", "directions")
             continue
         if not model.causal:
             given = float(step.law.of(step.values))
@@ -143,9 +143,8 @@ def test_what_a_site_sends_back_is_what_the_site_before_it_receives(case: str) -
     whole = moments.predict(model, correlation=0.3)
     last = sent["attention.sum"]
     assert last.result == pytest.approx(whole.grad_variance[1], rel=1e-9)
-    assert last.values["grad_branch_correlation"] == pytest.approx(
-        0.0, abs=0.05 if case == "post" else 1e-9
-    )
+    # of order 1/width: scale invariance, and norms that persist
+    assert abs(last.values["grad_branch_correlation"]) < (0.05 if case == "post" else 0.005)
 
 
 def test_token_averages_leave_padding_out() -> None:
