@@ -20,7 +20,8 @@ import numpy as np
 
 import moments
 
-POINTS = ("input", "middle", "last layer")
+POINTS = ("input", "middle", "last layer", "top")
+VOCAB_SIZE = 300
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Case:
 
     model: moments.Transformer
     batch: int = 1
-    moments: dict[str, float] = field(default_factory=lambda: {"correlation": 0.25})
+    moments: dict[str, Any] = field(default_factory=lambda: {"correlation": 0.25})
     options: dict[str, Any] = field(default_factory=dict)
-    inner: dict[str, float] | None = None
+    inner: dict[str, Any] | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -45,6 +46,27 @@ class Case:
 def _scaled(layers: int) -> dict[str, float]:
     """DSLM's scales of skip connection and branch."""
     return {"skip_scale": math.sqrt(1 - 2 / layers), "branch_scale": math.sqrt(2 / layers)}
+
+
+def _text(shape: Any, seed: int) -> np.ndarray:
+    """Tokens by Zipf's law."""
+    often = 1 / np.arange(1, VOCAB_SIZE + 1)
+    return np.random.default_rng(seed).choice(VOCAB_SIZE, shape, p=often / often.sum())
+
+
+def _masked(length: int, share: float, seed: int) -> dict[str, Any]:
+    """A text, some of whose tokens are to be predicted from where they stand."""
+    text, random = _text(length, seed), np.random.default_rng(seed + 1)
+    asked = random.random(length) < share
+    return {"token_ids": text, "targets": np.where(asked, text, -100)}
+
+
+def _read(variance: float = 1.0, **options: Any) -> moments.Embedding:
+    return moments.Embedding(vocab_size=VOCAB_SIZE, token_variance=variance, **options)
+
+
+def _head(d_model: int, **options: Any) -> moments.Head:
+    return moments.Head(tied=False, weight_variance=1 / d_model, **options)
 
 
 def _model(layers: int, d_model: int, heads: int, seq_len: int, **options: Any) -> Any:
@@ -106,21 +128,131 @@ CASES = {
     "decoder-causal-6-64": Case(
         _model(6, 64, 4, 16, causal=True, encoder=_model(6, 64, 4, 16)), inner={"correlation": 0.25}
     ),
+    # A head's own loss.
+    "head-causal-pre-6-96": Case(
+        _model(6, 96, 6, 32, causal=True, embedding=_read(), head=_head(96)),
+        moments={"token_ids": _text(32, 11)},
+    ),
+    "head-causal-pre-tied-8-64": Case(
+        _model(8, 64, 4, 40, causal=True, embedding=_read(0.02), head=moments.Head()),
+        moments={"token_ids": _text(40, 12)},
+    ),
+    "head-causal-post-6-96": Case(
+        _model(
+            6, 96, 6, 32, norm="post", causal=True, embedding=_read(), head=_head(96, norm=False)
+        ),
+        moments={"token_ids": _text(32, 13)},
+    ),
+    "head-causal-post-tied-8-64": Case(
+        _model(
+            8,
+            64,
+            4,
+            40,
+            norm="post",
+            causal=True,
+            embedding=_read(0.02),
+            head=moments.Head(norm=False),
+        ),
+        moments={"token_ids": _text(40, 14)},
+    ),
+    "head-causal-pre-6-64-three": Case(
+        _model(6, 64, 4, 24, causal=True, embedding=_read(), head=_head(64)),
+        moments={"token_ids": _text((3, 24), 15)},
+    ),
+    "head-masked-pre-6-80": Case(
+        _model(6, 80, 5, 32, embedding=_read(), head=_head(80, loss="masked")),
+        moments=_masked(32, 0.3, 16),
+    ),
+    "head-masked-alike-pre-10-80": Case(
+        _model(
+            10, 80, 5, 20, head=_head(80, vocab_size=VOCAB_SIZE, loss="masked", target_share=0.5)
+        )
+    ),
+    "head-masked-alike-post-10-80": Case(
+        _model(
+            10,
+            80,
+            5,
+            20,
+            norm="post",
+            head=_head(80, vocab_size=VOCAB_SIZE, loss="masked", target_share=0.5, norm=False),
+        )
+    ),
+    "head-classes-first-5-80": Case(
+        _model(5, 80, 5, 20, embedding=_read(), head=_head(80, loss="classification", classes=4)),
+        moments={"token_ids": _text(20, 17), "targets": np.array([2])},
+    ),
+    "head-classes-mean-5-80": Case(
+        _model(
+            5,
+            80,
+            5,
+            20,
+            embedding=_read(),
+            head=_head(80, loss="classification", classes=4, pool="mean"),
+        ),
+        moments={"token_ids": _text(20, 18), "targets": np.array([1])},
+    ),
+    "head-bert-5-96": Case(
+        _model(
+            5,
+            96,
+            6,
+            32,
+            norm="post",
+            activation="gelu",
+            embedding=_read(0.02, norm=True),
+            head=moments.Head(
+                norm=False, loss="masked", transform="gelu", transform_variance=1 / 96
+            ),
+        ),
+        moments=_masked(32, 0.3, 19),
+    ),
+    # Encoders, and decoders with a head.
+    "decoder-pre-5-80": Case(
+        _model(5, 80, 5, 20, encoder=_model(4, 80, 5, 24)), inner={"correlation": 0.1}
+    ),
+    "decoder-post-causal-5-80": Case(
+        _model(5, 80, 5, 20, norm="post", causal=True, encoder=_model(4, 80, 5, 24, norm="post")),
+        inner={"correlation": 0.1},
+    ),
+    "decoder-head-text-4-64": Case(
+        _model(
+            4,
+            64,
+            4,
+            20,
+            causal=True,
+            embedding=_read(),
+            head=_head(64),
+            encoder=_model(4, 64, 4, 24, embedding=_read()),
+        ),
+        moments={"token_ids": _text(20, 20)},
+        inner={"token_ids": _text(24, 21)},
+    ),
 }
 
 
-def coverage(case: Case, seeds: int, seed: int = 1) -> dict[str, Any]:
-    """Shares inside the band, measured over predicted spread, and the centre's error in spreads."""
+def coverage(case: Case, seeds: int, seed: int = 1) -> dict[str, dict[str, Any]]:
+    """By stack, "" and "encoder": see `_beside`."""
     prediction = moments.predict(case.model, batch=case.batch, **case.inputs, **case.options)
-    measured = moments.simulate(
-        case.model, seeds=seeds, batch=case.batch, seed=seed, **case.inputs
-    ).samples["grad_variance"]
+    measured = moments.simulate(case.model, seeds=seeds, batch=case.batch, seed=seed, **case.inputs)
+    found = {"": _beside(prediction, measured)}
+    if prediction.encoder is not None:
+        found["encoder"] = _beside(prediction.encoder, measured.encoder)
+    return found
+
+
+def _beside(prediction: Any, measurement: Any) -> dict[str, Any]:
+    """Shares inside the band, measured over predicted spread, and the centre's error in spreads."""
+    measured = measurement.samples["grad_variance"]
     low, high = prediction.grad_variance_band
     inside = ((measured > low) & (measured < high)).mean(0)
     logarithm = np.log(measured)
     sigma = np.log(high / low) / (2 * 1.96)
-    layers = case.model.layers
-    at = [0, layers // 2, layers - 1]
+    layers = prediction.model.layers
+    at = [0, layers // 2, layers - 1, layers]
     return {
         "inside": inside[at].tolist(),
         "inside_all": float(inside.mean()),
@@ -139,16 +271,19 @@ def main() -> None:
     parser.add_argument("--json", help="write the numbers to this file")
     arguments = parser.parse_args()
     columns = "".join(f"{name:>12}" for name in POINTS)
-    print(f"{'':26}{columns}{'all layers':>12}   sigma, measured / predicted; centre, in sigma")
+    print(f"{'':28}{columns}{'all layers':>12}   sigma, measured / predicted; centre, in sigma")
     results = {}
     for name in arguments.only:
-        result = results[name] = coverage(CASES[name], arguments.seeds)
-        shares = "".join(f"{100 * share:11.1f}%" for share in result["inside"])
-        ratios = " ".join(f"{value:.2f}" for value in result["spread_ratio"])
-        errors = " ".join(f"{value:+.2f}" for value in result["centre_error"])
-        print(
-            f"{name:26}{shares}{100 * result['inside_all']:11.1f}%   {ratios}; {errors}", flush=True
-        )
+        results[name] = coverage(CASES[name], arguments.seeds)
+        for stack, result in results[name].items():
+            shares = "".join(f"{100 * share:11.1f}%" for share in result["inside"])
+            ratios = " ".join(f"{value:.2f}" for value in result["spread_ratio"])
+            errors = " ".join(f"{value:+.2f}" for value in result["centre_error"])
+            print(
+                f"{stack or name:28}{shares}{100 * result['inside_all']:11.1f}%   "
+                f"{ratios}; {errors}",
+                flush=True,
+            )
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=2)

@@ -106,32 +106,7 @@ def _gradient_log_variance(prediction: Prediction) -> np.ndarray:
         return np.full(prediction.variance.shape, np.nan)
     positive = (low > 0) & (high > 0)
     width = np.log(np.divide(high, low, out=np.ones_like(high), where=positive))
-    return np.asarray((width / (2 * NORMAL_95)) ** 2 + _of_head(prediction))
-
-
-def _of_head(prediction: Prediction) -> float:
-    """What the head's own random matrices add, which the band leaves out.
-
-    Directions of which T are independent, T = (tr G)^2 / tr G^2, come through the output matrix and
-    the transform of a head; each adds 2/(d T), as any random matrix does. That is the least: the
-    transform's activation adds to it (12 % of deviation measured over 16 draws of a BERT of d_model
-    128 with 11 targets, 5 % of it from here and 4 % the band's own).
-    """
-    head, top = prediction.model.head, prediction.trace.stream()[-1].gradient
-    if prediction.loss is None or head is None or top is None:
-        return 0.0
-    kernel, length = top.kernel, prediction.model.seq_len
-    sequences = 1 if kernel.resolved else max(1, prediction.batch)
-    if kernel.resolved:
-        trace, square = kernel.diagonal.sum(), (kernel.pairs**2).sum()
-    else:
-        trace = length * kernel.diagonal
-        square = length * (kernel.diagonal**2 + (length - 1) * kernel.pairs**2)
-    if not square > 0:
-        return 0.0
-    matrices = 1 + (head.transform is not None)
-    independent = float(trace**2 / square) * sequences
-    return 2 * matrices / (prediction.model.d_model * independent)
+    return np.asarray((width / (2 * NORMAL_95)) ** 2)
 
 
 def expected(

@@ -265,14 +265,14 @@ def _additions(
     up, down = [], []
     for branch, own, own_back in zip(branches, added, back, strict=True):
         kappa = (own_fluctuation(branch.path, branch.trace) * width if random else 0.0) * like
-        up.append(addition(above, own, kept, branch.gain, kappa, width))
+        gain = branch.gain * like[..., None, None]
+        up.append(addition(above, own, kept, gain, kappa, width))
         crossed = cross_attention_of(branch.path)
         if crossed is not None:
             assert branch.trace.memory is not None
             kappa = cross_back_kappa(crossed, branch.trace.memory.seq_len) * like
-        plain = addition(
-            below, own_back, kept / size, branch.gain / size[..., None, None], kappa, width
-        )
+        returned_gain = gain / size[..., None, None]
+        plain = addition(below, own_back, kept / size, returned_gain, kappa, width)
         if attention is not None and attention_of(branch.path) is not None:
             tokens = attending(branch.path, branch.trace, branch.entering)
             returned = branch.returned[0] / size[..., None, None]

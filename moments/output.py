@@ -7,19 +7,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .composition import Chain
 from .embedding import Embedding
 from .errors import DomainError
 from .head import Head
 from .head_parts import head_chain
+from .output_notes import output_notes
 from .own_row import cross_gradient
 from .propagate import Point, Trace, forward
 from .readout import Readout
 from .state import Array, Gradient, Kernel, Signal
 from .targets import Targets, alike_targets, class_targets, text_targets
 from .transformer import Transformer
-
-# Beyond this E sum_v p_v^2, softmaxes are near one-hot and two tokens' overlap is an interpolation.
-_PEAKED = 0.1
 
 
 class OutputMoments(NamedTuple):
@@ -38,6 +37,7 @@ class OutputMoments(NamedTuple):
         points: sites "final.norm", "head.transform", ..., "logits" with their moments; under
             "classification" those after "head.pool" have one token per sequence.
         notes: what makes the numbers less certain.
+        ending: what stands before the matrix to the logits, and that; None where there is no loss.
     """
 
     loss: Array
@@ -49,6 +49,7 @@ class OutputMoments(NamedTuple):
     table: Callable[[], Array]
     points: tuple[Point, ...]
     notes: tuple[str, ...]
+    ending: tuple[Chain, Readout] | None = None
 
 
 def output_moments(
@@ -85,7 +86,8 @@ def output_moments(
     if signal.resolved:
         sequences = signal.kernel.pairs.shape[-1] // model.seq_len
     own = Trace(layer=model.layers + 1)
-    read, back = forward(head_chain(model, head, sequences, real), signal, own)
+    chain = head_chain(model, head, sequences, real)
+    read, back = forward(chain, signal, own)
     vocab_size, variance = _matrix(model, head)
     carried = _carried_to_logits(model, head, signal, read, trace)
     readout = Readout(
@@ -148,7 +150,8 @@ def output_moments(
         weights,
         table,
         tuple(own.points),
-        _notes(head, readout, signal),
+        output_notes(head, readout, signal),
+        (chain, readout),
     )
 
 
@@ -281,20 +284,3 @@ def _logits(readout: Readout) -> Signal:
     return Signal(
         kernel, readout.seq_len, mean=0.0 * kernel.diagonal, width=float(readout.vocab_size)
     )
-
-
-def _notes(head: Head, readout: Readout, signal: Signal) -> tuple[str, ...]:
-    softmax, notes = readout.softmax, []
-    # A uniform softmax over few classes is not peaked.
-    peak = (readout.vocab_size - 1) * softmax.other.probability_square - 1 / readout.vocab_size
-    if np.max(peak) > _PEAKED:
-        notes.append(
-            f"head: the logits' variance {float(np.max(readout.variance)):.3g} makes the softmax "
-            "nearly one-hot; how gradients correlate between tokens is interpolated there"
-        )
-    if head.loss == "classification" and head.pool == "first" and not signal.resolved:
-        notes.append(
-            "head: only the first token has a gradient, and tokens alike share its average; "
-            "resolve the prediction by token"
-        )
-    return tuple(notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings as _warnings
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from .architecture import declare, declare_output
 from .checks import check_choice, check_count
 from .errors import DomainError, ValidityWarning
 from .law import THEORIES, Theory
 from .prediction import Prediction
 from .propagate import Trace
-from .stack import Inputs, Outcome, Stack, last_gradient, overflow
+from .stack import Inputs, Outcome, Stack, head_top, last_gradient, overflow
 from .state import Gradient, Kernel
 from .transformer import Transformer
 
@@ -123,11 +125,22 @@ def predict(
         raise overflow(theory, stack.trace) from None
     encoder = None
     if model.encoder is not None:
-        encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None)
+        read = functools.partial(_read_by, stacks[0], stack, outcome)
+        encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     found = stack.prediction(batch, outcome, encoder)
     for note in found.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
     return found
+
+
+def _read_by(encoder: Stack, decoder: Stack, outcome: Outcome) -> Any:
+    """What the band of an encoder's gradient has to know of its decoder."""
+    from .memory_spread import DecoderTop
+
+    layout, model = decoder.layout, decoder.model
+    declaration = declare(model, decoder.theory, layout.padding, layout.sequences)
+    read = declare_output(encoder.model, encoder.theory)
+    return DecoderTop(read, declaration, decoder.trace, head_top(outcome.output))
 
 
 def stack_of(model: Transformer, **inputs: Any) -> Stack:

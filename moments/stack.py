@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,8 +134,10 @@ class Stack:
             total = total + gradient.kernel
         return self._read(Gradient(total, self.model.seq_len))
 
-    def prediction(self, batch: int, outcome: Outcome, encoder: Prediction | None) -> Prediction:
-        """What both passes found."""
+    def prediction(
+        self, batch: int, outcome: Outcome, encoder: Prediction | None, top: Any = None
+    ) -> Prediction:
+        """What both passes found, the gradient at the last layer coming from `top` if any."""
         stream, layout = self.trace.stream(), self.layout
         columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
@@ -168,6 +171,7 @@ class Stack:
             logit_variance=None if output is None else float(np.mean(output.logit_variance)),
             encoder=encoder,
             outer_weights=self._outer_weights(outcome),
+            top=top if output is None else functools.partial(head_top, output),
         )
 
     def _outer_weights(self, outcome: Outcome) -> Callable[[], list[tuple[int, str, Array]]]:
@@ -236,6 +240,15 @@ def last_gradient(
         real = real[0] if real.ndim == 2 else real
         last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
     return Outcome(Gradient(last, model.seq_len))
+
+
+def head_top(output: OutputMoments | None) -> Any:
+    """What the band has to know of the head whose loss sends the last gradient."""
+    if output is None or output.ending is None:
+        return None
+    from .top_spread import HeadTop
+
+    return HeadTop(*output.ending)
 
 
 def _of_image(model: Transformer, inputs: Inputs) -> Kernel:

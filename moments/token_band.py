@@ -26,6 +26,7 @@ the floor under what tokens and sequences that share the weights can average out
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ import numpy as np
 from .block_noise import ratio
 from .composition import Layer
 from .propagate import Trace
-from .sensitivity import SINGLE, diagonal, paired
+from .sensitivity import SINGLE, Ascent, Descent, Response, diagonal, paired
 from .state import Array, Signal
 from .token_parts import Part, network_parts, trace_of
 
@@ -45,7 +46,7 @@ CHUNK_ENTRIES = 2**23
 
 
 def log_variance_by_token(
-    layers: Sequence[Layer], trace: Trace, batch: int, overlaps: Sequence[Array]
+    layers: Sequence[Layer], trace: Trace, batch: int, overlaps: Sequence[Array], top: Any = None
 ) -> Array:
     """Var log g of the gradient variance at every point of the stream, shape (..., N + 1).
 
@@ -54,6 +55,7 @@ def log_variance_by_token(
         trace: what both passes saw, by token.
         batch: sequences of independent input and gradient that share the weights.
         overlaps: (parts + 1) covariance of tokens of different sequences before every part.
+        top: where the last gradient comes from; None: it is a fresh Gaussian tensor.
     """
     parts, starts = network_parts(layers, trace)
     stream = trace.stream()
@@ -61,7 +63,11 @@ def log_variance_by_token(
     below = np.linspace(0, len(layers) - 1, min(TARGETS - 1, len(layers))).round()
     targets = np.append(below, len(layers)).astype(int)
     size = max(1, CHUNK_ENTRIES // (parts[0].sent.size * len(parts)))
-    network = _Network(parts, stream[0].signal, batch, overlaps)
+    received = parts[-1].received
+    end: tuple[Array, Response] = (received, Fresh(received, parts[-1].width))
+    if top is not None:
+        end = top.by_token(trace, batch)
+    network = _Network(parts, stream[0].signal, batch, overlaps, end)
     found = [
         network.variance([starts[n] for n in targets[first : first + size]])
         for first in range(0, len(targets), size)
@@ -74,12 +80,34 @@ def log_variance_by_token(
     return np.moveaxis((1 - way) * deviation[after - 1] + way * deviation[after], 0, -1) ** 2
 
 
+@dataclass(frozen=True)
+class Fresh:
+    """A Gaussian gradient of its own at the last layer, kernel (..., L, L)."""
+
+    received: Array
+    width: float
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        noise = 2 / self.width * paired(sensitivity, self.received, self.received)
+        return Ascent(sensitivity, None, noise, 0.0 * noise)
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        none = np.zeros(sensitivity.shape[:-2])
+        return Descent(sensitivity, none, none)
+
+
 class _Network:
     """All parts, and the random overlap that directions have before each."""
 
     def __init__(
-        self, parts: Sequence[Part], first: Signal, batch: int, overlaps: Sequence[Array]
+        self,
+        parts: Sequence[Part],
+        first: Signal,
+        batch: int,
+        overlaps: Sequence[Array],
+        end: tuple[Array, Response],
     ) -> None:
+        self.top, self.end = end
         self.parts, self.first, self.batch, self.overlaps = parts, first, batch, overlaps
         self.width = float(first.width)
         self._coherence: Sequence[Array] = ()
@@ -98,7 +126,7 @@ class _Network:
         for k in range(len(parts) + 1):
             fresh = [identity] * sum(start == k for start in starts)
             sensitivity = np.concatenate([sensitivity, *fresh])
-            sent = parts[k].sent if k < len(parts) else parts[-1].received
+            sent = parts[k].sent if k < len(parts) else self.top
             # A linear map's paths together hand on the whole: what traced moments lost to
             # corrections of order 1/d, and the maps to their approximations, is put back.
             whole = (sensitivity * sent).sum((-2, -1))
@@ -110,12 +138,12 @@ class _Network:
                 ascents.append(step.exposure)
                 shares.append(self._shares(parts[k], sensitivity, step.coherence))
                 sensitivity = step.sensitivity
-        top = parts[-1].received
-        noise += 2 / self.width * paired(sensitivity, top, top) / self.batch
+        last = self.end.ascend(sensitivity)
+        noise += last.noise / self.batch
         if not self._coherence:
             self._coherence = [entry[4][:1] for entry in shares]
         noise += self._gradient_floor(shares, noise)
-        return noise + self._signal(ascents, sensitivity, self._coherence)
+        return noise + self._signal(ascents, sensitivity, last.exposure, self._coherence)
 
     # --- gradient ------------------------------------------------------------------------------
 
@@ -141,9 +169,12 @@ class _Network:
 
     # --- signal --------------------------------------------------------------------------------
 
-    def _signal(self, ascents: Sequence[Any], like: Array, coherence: Sequence[Array]) -> Array:
-        sensitivity = np.zeros_like(like)
-        total = np.zeros(like.shape[:-2])
+    def _signal(
+        self, ascents: Sequence[Any], like: Array, exposure: Any, coherence: Sequence[Array]
+    ) -> Array:
+        last = self.end.descend(np.zeros_like(like), exposure)
+        sensitivity = last.sensitivity
+        total = np.zeros(like.shape[:-2]) + last.noise / self.batch
         overlaps = self._signal_overlaps(coherence)
         for k in range(len(self.parts) - 1, -1, -1):
             part = self.parts[k]

@@ -14,10 +14,12 @@ from moments import (
     Biases,
     DomainError,
     Embedding,
+    Head,
     Prediction,
     RelativeBias,
     Rotary,
     Transformer,
+    ValidityWarning,
     Weights,
     predict,
     token_band,
@@ -27,6 +29,15 @@ from moments.attention import SelfAttention
 from moments.attention_response import AttentionResponse
 from moments.band import band, log_variance
 from moments.kernels import KernelAttention
+from moments.loss_spread import (
+    logit_agreement,
+    logit_effect,
+    over_tokens,
+    overlap_variance,
+)
+from moments.readout import Readout
+from moments.state import Kernel
+from moments.targets import Targets, alike_targets, class_targets, text_targets
 
 NORMAL_95 = 1.959963984540054
 
@@ -416,6 +427,142 @@ def test_coverage_under_a_causal_mask(norm: str) -> None:
     measured = np.log(draws).std(0, ddof=1) / sigma
     # Theory within 15 %, and two and a half standard errors of 9 %; tokens alike miss by 60 %.
     assert np.all(np.abs(np.log(measured)) < 0.15 + 2.5 * 0.09)
+
+
+# --- what the last gradient comes from ------------------------------------------------------------
+
+WORDS = 40
+
+
+def with_head(layers: int = 2, seq_len: int = 12, **options: Any) -> Transformer:
+    head = Head(tied=False, weight_variance=1 / 64, **options.pop("head", {}))
+    embedding = Embedding(vocab_size=WORDS, token_variance=1.0)
+    defaults = {"dropout": 0.1, "embedding": embedding, "head": head}
+    return Transformer(layers, 64, 4, seq_len, **(defaults | options))
+
+
+def test_a_head_on_embedded_tokens() -> None:
+    """A final norm, a matrix and a loss alone, against draws of numpy's."""
+    model = with_head(1, branch_scale=1e-4, norm_epsilon=0.0)
+    text = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])
+    found = sigma_squared(model.replace(causal=True), token_ids=text)[-1]
+    random, count = np.random.default_rng(0), len(text) - 1
+    logs = []
+    for _ in range(3000):
+        x = random.normal(size=(WORDS, 64))[text[:-1]]
+        x -= x.mean(1, keepdims=True)
+        size = x.std(1, keepdims=True)
+        normed, matrix = x / size, random.normal(size=(WORDS, 64)) / 8
+        p = np.exp(normed @ matrix.T)
+        p /= p.sum(1, keepdims=True)
+        p[np.arange(count), text[1:]] -= 1
+        g = p @ matrix
+        g -= g.mean(1, keepdims=True) + normed * (g * normed).mean(1, keepdims=True)
+        logs.append(math.log(((g / size) ** 2).sum()))
+    # 3 % of statistical error, and terms of order 1/d beside
+    assert found == pytest.approx(np.var(logs), rel=0.12)
+    assert found > 1.5 * 2 / 64 / count  # what a fresh Gaussian would have
+
+
+@pytest.mark.parametrize(("classes", "variance"), [(3, 0.5), (8, 0.5), (5, 0.2)])
+def test_softmax_of_few_logits(classes: int, variance: float) -> None:
+    readout = Readout(
+        Kernel.of_matrix(np.eye(1)),
+        1,
+        64,
+        class_targets(classes, 1, np.array([0])),
+        classes,
+        variance / 64,
+    )
+    logits = np.random.default_rng(1).normal(size=(200_000, classes)) * math.sqrt(variance)
+    p = np.exp(logits)
+    p /= p.sum(1, keepdims=True)
+    p[:, 0] -= 1
+    size = (p**2).sum(1)
+    share = float(logit_agreement(readout)[0, 0])
+    one, many = over_tokens(logit_effect(readout), share), logit_effect(readout)[0] * share
+    assert many == pytest.approx(size.var() / size.mean() ** 2, rel=0.15)
+    assert one == pytest.approx(np.log(size).var(), rel=0.2)
+
+
+def test_overlaps_of_an_unknown_text() -> None:
+    """What tokens alike say of all texts, against texts by Zipf's law one by one."""
+    length, share = 16, 0.5
+    head = Head(vocab_size=WORDS, tied=False, weight_variance=1 / 64, loss="masked")
+    head = head.replace(target_share=share)
+
+    def readout(kernel: Kernel, targets: Targets) -> Readout:
+        return Readout(kernel, length, 64, targets, WORDS, 1 / 64)
+
+    alike = readout(Kernel(1.0, 0.2), alike_targets(head, WORDS, length))
+    random, often = np.random.default_rng(2), 1 / np.arange(1, WORDS + 1)
+    each = []
+    for _ in range(300):
+        text = random.choice(WORDS, length, p=often / often.sum())
+        asked = np.where(random.permutation(length) < share * length, text, -100)
+        known = text_targets(head, WORDS, length, text, asked)
+        kernel = Kernel.of_matrix(0.2 + 0.8 * np.eye(length))
+        overlap = readout(kernel, known).overlap
+        each.append(2 * (overlap.pairs**2).sum() / overlap.diagonal.sum() ** 2)
+    assert float(overlap_variance(alike, 1)) == pytest.approx(np.mean(each), rel=0.06)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_by_token_and_alike_agree_below_a_head(norm: str) -> None:
+    head = {"loss": "masked", "target_share": 0.5, "vocab_size": WORDS, "norm": norm == "pre"}
+    model = with_head(3, norm=norm, head=head)
+    given = {"correlation": 0.3, "variance": 1.0, "batch": 2}
+    resolved = sigma_squared(model, tokens=True, **given)
+    alike = sigma_squared(model, **given)
+    assert resolved == pytest.approx(alike, rel=0.3)
+    assert resolved[-1] == pytest.approx(alike[-1], rel=0.15)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_encoders_by_token_and_alike_agree(norm: str) -> None:
+    model = small("decoder").replace(layers=3, norm=norm, seq_len=12)
+    model = model.replace(encoder=model.encoder.replace(norm=norm))
+    bands = [predict(model, correlation=0.3, tokens=t).encoder for t in (False, True)]
+    spread = [np.log(np.divide(*p.grad_variance_band[::-1])) ** 2 for p in bands]
+    assert spread[1] == pytest.approx(spread[0], rel=0.3)
+
+
+def test_an_encoder_of_several_configurations() -> None:
+    model = Transformer(2, 32, 4, 5, encoder=ENCODER)
+    together = predict(model, correlation=np.array([0.1, 0.5])).encoder.grad_variance_band
+    for i, correlation in enumerate((0.1, 0.5)):
+        alone = predict(model, correlation=correlation).encoder.grad_variance_band
+        assert together[:, i] == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("which", ["head", "encoder"])
+def test_coverage_at_the_top(which: str) -> None:
+    pytest.importorskip("torch")
+    from moments import simulate
+
+    if which == "head":
+        model = with_head(2, causal=True)
+        given = {"token_ids": np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])}
+        prediction, measured = predict(model, **given), simulate(model, seeds=40, batch=1, **given)
+    else:
+        model = Transformer(2, 64, 4, 8, dropout=0.1, encoder=Transformer(2, 64, 4, 12))
+        given = {"encoder_inputs": {"correlation": 0.25}}
+        prediction = predict(model, correlation=0.3, **given).encoder
+        measured = simulate(model, correlation=0.3, seeds=40, batch=1, **given).encoder
+    draws = measured.samples["grad_variance"]
+    low, high = prediction.grad_variance_band
+    # 90 % less three binomial standard errors of 4.7 %; without these terms half of it.
+    assert np.all(((draws > low) & (draws < high)).mean(0) > 0.75)
+
+
+def test_a_spread_that_is_not_finite_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import moments.band
+
+    prediction = predict(small("pre"), correlation=0.3)
+    monkeypatch.setattr(moments.band, "down", lambda found: np.full((13, 2, 2), np.nan))
+    with pytest.warns(ValidityWarning, match=r"not finite at points \[0, 1, 2, 3, 4, 5, 6\]"):
+        low, high = prediction.grad_variance_band
+    assert low == pytest.approx(high)
 
 
 def test_published_theories_have_no_band() -> None:
