@@ -7,15 +7,17 @@ training loss. What is held against it is `moments.predict` of the plan on the s
     python benchmarks/dslm_on_modules.py measure [--kinds gpt2 ...] [--layers 12 48] [--seeds 8]
     python benchmarks/dslm_on_modules.py paper     # the paper's own settings
     python benchmarks/dslm_on_modules.py depth     # 192 and 1000 layers
+    python benchmarks/dslm_on_modules.py predict   # today's predictions beside what was measured
     python benchmarks/dslm_on_modules.py page
 
-The first three run what benchmarks/data/dslm_on_modules.json lacks and store it case by case;
-`page` writes docs/dslm-on-modules.md.
+The first three run what benchmarks/data/dslm_on_modules.json lacks, draws included, and store it
+case by case; `page` writes docs/dslm-on-modules.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import time
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from dslm_page import page, scores
+from dslm_page import RELEASED, page, scores
 
 import moments
 from moments.families import FAMILIES
@@ -42,8 +44,8 @@ FAMILY_KINDS = (
 TORCH_KINDS = (
     "nn.TransformerEncoder, Pre-LN",
     "nn.TransformerEncoder, Post-LN",
-    "nn.TransformerEncoder, Pre-LN, solved",
-    "nn.TransformerEncoder, Post-LN, solved",
+    f"nn.TransformerEncoder, Pre-LN, {RELEASED}",
+    f"nn.TransformerEncoder, Post-LN, {RELEASED}",
     "nn.TransformerDecoder, Pre-LN",
     "nn.TransformerDecoder, Post-LN",
 )
@@ -132,7 +134,8 @@ def torch_case(
     """nn.TransformerEncoder, or nn.Transformer, whose output receives a white gradient.
 
     Args:
-        kind: one of TORCH_KINDS.
+        kind: one of TORCH_KINDS. Their blocks are solved with the model's own laws, or have the
+            constants that the paper's authors released.
         layers: of the stack that gives the output.
         dropout: "config", which is torch's 0.1, or "0".
         d_model, seq_len, activation: of both stacks.
@@ -144,11 +147,12 @@ def torch_case(
     from torch import nn
 
     from moments.modules.architecture import architecture_of
+    from moments.modules.expectation import with_zero_biases
     from moments.text import tokenize
 
     drop_prob = 0.1 if dropout == "config" else 0.0
     pre, decoder = "Pre-LN" in kind, "Decoder" in kind
-    options = {"variant": "solved"} if kind.endswith("solved") else {}
+    options = {"variant": "released" if kind.endswith(RELEASED) else "solved"}
     ids = tokenize(VOCAB, seq_len, 2, 0)
     common: dict[str, Any] = {"norm_first": pre, "batch_first": True, "activation": activation}
     sizes = (d_model, HEADS, 4 * d_model, drop_prob)
@@ -183,15 +187,16 @@ def torch_case(
         mask = nn.Transformer.generate_square_subsequent_mask(seq_len)
         return {"src": drawn(seed, 0), "tgt": drawn(seed, 1), "tgt_mask": mask}
 
-    model = architecture_of(build(0), seq_len)
-    assert model is not None
+    declared = architecture_of(build(0), seq_len)
+    assert declared is not None
+    model = with_zero_biases(declared)
     first = {"kernel": _text_kernel(ids[0])} if source is None else dict(source)
     if not decoder:
         return Case(model, first, {}, build, batch, options)
     inputs = {"kernel": _text_kernel(ids[1]), "encoder_inputs": first}
     if source is not None:
         inputs["encoder_inputs"] = {"kernel": _alike_kernel(seq_len, source)}
-    return Case(model, inputs, {}, build, batch)
+    return Case(model, inputs, {}, build, batch, options)
 
 
 def _text_kernel(ids: np.ndarray) -> np.ndarray:
@@ -207,53 +212,67 @@ def _alike_kernel(seq_len: int, source: dict[str, float]) -> np.ndarray:
 # --- one case -------------------------------------------------------------------------------------
 
 
-def run_case(case: Case, seeds: int) -> Run:
-    """Solve, initialise, audit, measure and predict."""
+def run_case(case: Case, seeds: int, before: Run | None = None) -> Run:
+    """Solve, initialise, audit, measure and predict.
+
+    Args:
+        case: what to run.
+        seeds: draws in all.
+        before: a run of fewer draws, to which the others are added.
+    """
     from moments.torch import audit, initialize, measure
 
     start = time.perf_counter()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", moments.ValidityWarning)
-        plan = solved(case)
+    plan, run = predicted(case)
     module = case.build(0)
     initialize(module, plan, seed=0)
     report = audit(module, plan)
-    prediction = moments.predict(plan.model, **case.inputs, **case.targets)
-    variances, gradients, losses, encoders = [], [], [], []
-    for seed in range(seeds):
+    run["audit"] = {"passed": report.passed, "checks": len(report.findings)}
+    run["seeds"] = seeds
+    _keep_measured(run, before or {})
+    for seed in range(len(run["variance"]["measured"]), seeds):
         initialize(module, plan, seed=seed)
         found = measure(module, case.batch(seed), seed=seed)
-        variances.append(found.variance)
-        gradients.append(found.grad_variance)
-        losses.append(found.loss)
+        run["variance"]["measured"].append(rounded(found.variance))
+        run["grad_variance"]["measured"].append(rounded(found.grad_variance))
         if found.encoder is not None:
-            encoders.append(found.encoder.variance)
+            run["encoder_variance"]["measured"].append(rounded(found.encoder.variance))
+        if "loss" in run and found.loss is not None:
+            run["loss"]["measured"].append(found.loss)
+    run["seconds"] = round(time.perf_counter() - start, 1)
+    return run
+
+
+def predicted(case: Case) -> tuple[moments.solver.Plan, Run]:
+    """A case's plan, and what is expected of modules that have it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", moments.ValidityWarning)
+        plan = solved(case)
+    p = moments.predict(plan.model, **case.inputs, **case.targets)
     run: Run = {
         "residual": plan.residual,
-        "audit": {"passed": report.passed, "checks": len(report.findings)},
-        "seeds": seeds,
-        "variance": _pair(prediction.variance, variances),
-        "grad_variance": {
-            "predicted": rounded(prediction.grad_variance),
-            "band": _band(prediction),
-            "measured": [rounded(g) for g in gradients],
-        },
-        "notes": sorted({str(w.message) for w in caught} | set(prediction.warnings)),
-        "seconds": round(time.perf_counter() - start, 1),
+        "variance": {"predicted": rounded(p.variance)},
+        "grad_variance": {"predicted": rounded(p.grad_variance), "band": _band(p)},
+        "notes": sorted({str(w.message) for w in caught} | set(p.warnings)),
     }
-    if prediction.loss is not None:
-        run["loss"] = rounded([prediction.loss, np.mean(losses), _error(losses)])
-    if prediction.encoder is not None:
-        run["encoder_variance"] = _pair(prediction.encoder.variance, encoders)
-    return run
+    if p.loss is not None:
+        run["loss"] = {"predicted": float(p.loss)}
+    if p.encoder is not None:
+        run["encoder_variance"] = {"predicted": rounded(p.encoder.variance)}
+    return plan, run
+
+
+def _keep_measured(run: Run, before: Run) -> None:
+    """The draws of an earlier run beside today's predictions."""
+    for name in ("variance", "grad_variance", "encoder_variance", "loss"):
+        if name in run:
+            run[name]["measured"] = list(before.get(name, {}).get("measured", ()))
 
 
 def solved(case: Case) -> moments.solver.Plan:
     """The scheme's plan for a case."""
-    from moments.scheme.dslm import constants_hold
-
     inputs = dict(case.inputs)
-    if "kernel" in inputs and not case.options and constants_hold(case.model):
+    if "kernel" in inputs and case.options.get("variant") == "released":
         # The paper's constants are of tokens alike, of one correlation.
         kernel = inputs.pop("kernel")
         n = len(kernel)
@@ -309,15 +328,27 @@ def store(part: str, key: str, run: Run) -> None:
 
 
 def attempt(part: str, key: str, make: Callable[[], Case], seeds: int, again: bool) -> None:
-    """Run and store a case that is missing; what cannot be done is stored with its reason."""
-    if key in stored()[part] and not again:
+    """Run and store what a case lacks; what cannot be done is stored with its reason."""
+    before = stored()[part].get(key) or {}
+    if not again and ("refused" in before or before.get("seeds", 0) >= seeds):
         return
     try:
-        run = run_case(make(), seeds)
+        run = run_case(make(), seeds, None if again else before)
     except moments.MomentsError as error:
         run = {"refused": str(error)}
     store(part, key, run)
     print(key, line(run), flush=True)
+
+
+def predict_again(part: str, key: str, make: Callable[[], Case]) -> None:
+    """Put today's predictions beside the stored measurements of a case."""
+    before = stored()[part].get(key)
+    if before is None or "refused" in before:
+        return
+    _, run = predicted(make())
+    _keep_measured(run, before)
+    store(part, key, before | run)
+    print(key, line(before | run), flush=True)
 
 
 def line(run: Run) -> str:
@@ -399,7 +430,7 @@ def depth(seeds: int) -> None:
 
 
 def paper_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Speech into 48 encoder and 24 decoder layers, 192 layers on images, a deep decoder."""
+    """Speech into 48 encoder and 24 decoder layers, 192 layers on images, a deep decoder twice."""
     for norm in ("Pre-LN", "Post-LN"):
         yield (
             f"speech, encoder-decoder 48-24, d 128, {norm}",
@@ -415,7 +446,7 @@ def paper_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         yield (
             f"image correlation .46, 192 layers, d 64, {norm}",
             lambda norm=norm: torch_case(
-                f"nn.TransformerEncoder, {norm}, solved",
+                f"nn.TransformerEncoder, {norm}",
                 192,
                 "0",
                 d_model=64,
@@ -425,29 +456,25 @@ def paper_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
             ),
         )
     yield "ViT, 192 layers, d 64, pictures", lambda: family_case("vit", 192, "config", 64)
-    yield "GPT-2, 96 layers, d 64, text", lambda: family_case("gpt2", 96, "config", 64, 32)
+    for d_model in (64, 128):
+        made = functools.partial(family_case, "gpt2", 96, "config", d_model, 32)
+        yield f"GPT-2, 96 layers, d {d_model}, text", made
 
 
 # --- commands -------------------------------------------------------------------------------------
 
 
-def measure_all(
-    kinds: list[str], depths: list[int], dropouts: list[str], seeds: int, again: bool
-) -> None:
+def module_cases(
+    kinds: list[str], depths: list[int], dropouts: list[str]
+) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """The first tables: every kind at every depth, with its dropout and without."""
     for layers in depths:
         for kind in kinds or KINDS:
             for dropout in dropouts:
                 if dropout == "0" and kind in FAMILY_KINDS and not _drops(kind):
                     continue
-                attempt(
-                    "modules",
-                    f"{kind}/{layers}/{dropout}",
-                    lambda kind=kind, layers=layers, dropout=dropout: case_of(
-                        kind, layers, dropout
-                    ),
-                    seeds,
-                    again,
-                )
+                made = functools.partial(case_of, kind, layers, dropout)
+                yield f"{kind}/{layers}/{dropout}", made
 
 
 def case_of(kind: str, layers: int, dropout: str) -> Case:
@@ -461,9 +488,12 @@ def _drops(kind: str) -> bool:
     return any(value for name, value in defaults.items() if _is_dropout(name))
 
 
+ACTIONS = ("measure", "paper", "depth", "predict", "page")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("measure", "paper", "depth", "page"))
+    parser.add_argument("action", choices=ACTIONS)
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--layers", nargs="*", type=int, default=list(DEPTHS))
     parser.add_argument("--dropouts", nargs="*", default=list(DROPOUTS), choices=DROPOUTS)
@@ -472,11 +502,16 @@ def main() -> None:
     given = parser.parse_args()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moments.ValidityWarning)
-        if given.action == "measure":
-            measure_all(given.kinds, given.layers, given.dropouts, given.seeds, given.again)
-        elif given.action == "paper":
-            for key, make in paper_cases():
-                attempt("paper", key, make, given.seeds, given.again)
+        modules = ("modules", module_cases(given.kinds, given.layers, given.dropouts))
+        paper = ("paper", paper_cases())
+        if given.action in ("measure", "paper"):
+            part, cases = modules if given.action == "measure" else paper
+            for key, make in cases:
+                attempt(part, key, make, given.seeds, given.again)
+        elif given.action == "predict":
+            for part, cases in (modules, paper):
+                for key, make in cases:
+                    predict_again(part, key, make)
         elif given.action == "depth":
             depth(given.seeds)
         else:

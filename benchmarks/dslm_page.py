@@ -20,24 +20,35 @@ text, and their output receives a white gradient; decoders read an encoder of th
 
 Columns: the variance that enters layer 1; the largest distance to 1 of the stream's variance after
 layers 1 to N, predicted, and measured as the mean over draws of the weights with its standard
-error at that layer; the predicted gradient variance at layer 1 over that at layer N; the mean over
-layers of |log(measured / predicted)| of gradient variance; and the share of layers and draws whose
-gradient variance lies inside the predicted 95 % band of one draw.
+error at that layer; the measured variance averaged over all these layers, with its standard error;
+the predicted gradient variance at layer 1 over that at layer N; the mean over layers of
+|log(measured / predicted)| of gradient variance; and the share of layers and draws whose gradient
+variance lies inside the predicted 95 % band of one draw.
+
+"""
+
+RELEASED = "released constants"
+"""Ends the name of a case that has the authors' constants and not the solved blocks."""
+
+_CONSTANTS = """## The constants as released
+
+`variant="released"`, the default where the paper derives its constants (ReLU, LayerNorm, tokens
+that all attend to all), neglects the share that a token's own row keeps in an average over L
+tokens. Where tokens hardly correlate, as 64 words without positions do, that share is not small:
+`moments.solve` then warns and names the remedy, `variant="solved"`, which the tables above have.
 
 """
 
 NOTES = """
 ## What the numbers say
 
-* **Forward.** Where the scheme is solved with the model's own laws, the predicted variance is 1
-  after every layer; {missed}The measured one is a mean over few draws, each of which strays by
-  some 10 % at this width, and the column is the worst of N layers: {forward}
+* **Forward.** The predicted variance is 1 after every layer{missed}. The measured one is a mean
+  over few draws, each of which strays by some 10 % at this width, and the column is the worst of N
+  layers. {forward}
+* **Width.** Predictions are those of wide layers. At 96 layers of GPT-2 the variance averaged over
+  layers is {widths}.
 * **Entering variance.** Families that normalise the embedding and drop behind it (BERT and its
   relatives) enter layer 1 with 1/(1 - p). Their first norm takes it away.
-* **The paper's constants** (`variant="released"`, the default where the paper derives them: ReLU,
-  LayerNorm, tokens that all attend to all) neglect the share that a token's own row keeps in an
-  average over L tokens. Where tokens hardly correlate, as 64 words without positions do, that
-  share is not small; `variant="solved"` has it.
 * **Gradient.** {band} Where the loss is the module's own, one draw's gradient at the last layer
   strays by itself: it is divided by the realised size of the stream under the final norm, and a
   short text has few words as targets. The band has no such term, so that a model with a head
@@ -54,16 +65,17 @@ FAILED = 0.5
 def scores(run: Run) -> dict[str, Any]:
     """What is asked of a case: variances after layers 1 to N, gradients inside the band."""
     variance, gradient = run["variance"], run["grad_variance"]
-    predicted, measured, error = (
-        np.array(variance[name][1:]) for name in ("predicted", "measured", "stderr")
-    )
+    predicted, draws = np.array(variance["predicted"][1:]), np.array(variance["measured"])
+    measured, error = draws.mean(0)[1:], error_of_mean(draws)[1:]
     far = np.abs(measured - 1)
     worst = int(far.argmax())
+    over_layers = draws[:, 1:].mean(1)
     samples, expected = np.array(gradient["measured"]), np.array(gradient["predicted"])
     found: dict[str, Any] = {
-        "entering": variance["measured"][0],
+        "entering": float(draws[:, 0].mean()),
         "predicted_off": float(np.abs(predicted - 1).max()),
-        "measured_mean": float(measured.mean()),
+        "measured_mean": float(over_layers.mean()),
+        "mean_stderr": float(error_of_mean(over_layers)),
         "measured_off": float(far[worst]),
         "stderr": float(error[worst]),
         "ratio": float(expected[0] / expected[-1]),
@@ -76,22 +88,39 @@ def scores(run: Run) -> dict[str, Any]:
     return found
 
 
+def error_of_mean(draws: Any) -> Any:
+    """Standard error of a mean over the first axis."""
+    return np.std(draws, axis=0, ddof=1) / np.sqrt(len(draws))
+
+
 def page(data: dict[str, Any]) -> str:
     """The whole page as Markdown."""
-    parts = [HEAD, *_modules(data["modules"]), *_paper(data["paper"]), *_depth(data["depth"])]
-    runs = data["modules"]
+    found, constants = _split(data["modules"])
+    parts = [HEAD, *_modules(found), _CONSTANTS, *_rows(constants), "\n"]
+    parts += [*_paper(data["paper"]), *_depth(data["depth"])]
+    runs = {**found, **data["paper"]}
     parts.append(
         NOTES.format(
-            forward=_forward(runs), missed=_missed(runs), failed=_failed(runs), band=_inside(runs)
+            forward=_forward(runs),
+            missed=_missed(runs),
+            widths=_widths(data["paper"]),
+            failed=_failed(runs),
+            band=_inside(runs),
         )
     )
     parts += _refused(data["modules"])
     return "".join(parts) + f"\nMeasured on {data.get('machine', 'an unknown machine')}.\n"
 
 
+def _split(runs: dict[str, Run]) -> tuple[dict[str, Run], dict[str, Run]]:
+    """Solved cases, and those with the released constants."""
+    constants = {key: run for key, run in runs.items() if RELEASED in key}
+    return {key: run for key, run in runs.items() if key not in constants}, constants
+
+
 _COLUMNS = (
-    "draws", "audit", "enters", "off 1, predicted", "off 1, measured", "gradient, first / last",
-    "gradient error", "in band",
+    "draws", "audit", "enters", "off 1, predicted", "off 1, measured", "mean over layers",
+    "gradient, first / last", "gradient error", "in band",
 )  # fmt: skip
 
 
@@ -105,6 +134,7 @@ def _row(name: str, run: Run) -> str:
         f"{found['entering']:.3f}",
         f"{found['predicted_off']:.3f}",
         f"{found['measured_off']:.3f} ({found['stderr']:.3f})",
+        f"{found['measured_mean']:.3f} ({found['mean_stderr']:.3f})",
         f"{found['ratio']:.3g}",
         f"{found['gradient_error']:.3f}",
         inside,
@@ -119,13 +149,15 @@ def _header(first: str) -> str:
 def _modules(runs: dict[str, Run]) -> list[str]:
     found = []
     for layers in sorted({int(key.split("/")[1]) for key in runs}):
-        found += [f"## N = {layers}\n\n", _header("module")]
-        for key, run in runs.items():
-            kind, depth, dropout = key.split("/")
-            if int(depth) == layers and "refused" not in run:
-                found.append(_row(kind + (", dropout 0" if dropout == "0" else ""), run))
-        found.append("\n")
+        own = {key: run for key, run in runs.items() if int(key.split("/")[1]) == layers}
+        found += [f"## N = {layers}\n\n", *_rows(own, with_depth=False), "\n"]
     return found
+
+
+def _rows(runs: dict[str, Run], with_depth: bool = True) -> list[str]:
+    """A table of the cases that were not refused, in the order of their names."""
+    order = sorted(key for key, run in runs.items() if "refused" not in run)
+    return [_header("module"), *(_row(_worded(key, with_depth), runs[key]) for key in order)]
 
 
 def _paper(runs: dict[str, Run]) -> list[str]:
@@ -136,10 +168,11 @@ def _paper(runs: dict[str, Run]) -> list[str]:
     for key, run in runs.items():
         if "encoder_variance" in run:
             stack = run["encoder_variance"]
-            first, last = (stack["measured"][i] for i in (0, -1))
+            draws = np.array(stack["measured"])
+            first, last = draws.mean(0)[[0, -1]]
             encoders.append(
                 f"In `{key}` the encoder receives variance {first:.2f} and leaves its last layer "
-                f"at {last:.3f} ({stack['stderr'][-1]:.3f}), predicted "
+                f"at {last:.3f} ({error_of_mean(draws)[-1]:.3f}), predicted "
                 f"{stack['predicted'][-1]:.3f}.\n"
             )
     return [*found, "\n", *encoders, "\n"]
@@ -195,9 +228,21 @@ def _forward(runs: dict[str, Run]) -> str:
         if s["measured_off"] - 2 * s["stderr"] > FORWARD
     ]
     close = sum(s["measured_off"] <= FORWARD for s in cases.values())
-    text = f"{close} of {len(cases)} cases are within 5 % at every layer"
-    return text + (
-        f"; clearly beyond it are {', '.join(clear)}." if clear else ", none clearly beyond."
+    means = [s for s in cases.values() if abs(s["measured_mean"] - 1) <= FORWARD]
+    text = (
+        f"Of {len(cases)} cases,\n  those of the paper's settings among them, {close} are within "
+        f"5 % at their worst layer and {len(means)} on\n  average over layers; beyond 5 % at some "
+        "layer by more than twice its standard error "
+    )
+    return text + (f"are {', '.join(clear)}." if clear else "is none.")
+
+
+def _widths(runs: dict[str, Run]) -> str:
+    """One deep model at two widths."""
+    found = {key.split(", ")[2]: scores(run) for key, run in runs.items() if "GPT-2" in key}
+    return ", ".join(
+        f"{s['measured_mean']:.3f} ({s['mean_stderr']:.3f}) at {width}"
+        for width, s in found.items()
     )
 
 
@@ -208,18 +253,17 @@ def _missed(runs: dict[str, Run]) -> str:
         for key, run in runs.items()
         if "refused" not in run and scores(run)["predicted_off"] > FORWARD
     ]
-    names = dict.fromkeys(key.split("/")[0] for key in far)
-    return f"not so for {', '.join(names)}. " if names else ""
+    return f", but not so for {', '.join(map(_worded, far))}" if far else ""
 
 
 def _inside(runs: dict[str, Run]) -> str:
     """How much of the gradients lies inside the band, by where the gradient comes from."""
     shares: dict[bool, list[float]] = {True: [], False: []}
-    for key, run in runs.items():
+    for run in runs.values():
         if "refused" in run or (found := scores(run))["inside"] is None:
             continue
         if found["gradient_error"] < FAILED:
-            shares[key.startswith("nn.")].append(found["inside"])
+            shares["loss" not in run].append(found["inside"])
     white, own = (
         f"{np.mean(shares[kind]):.2f} ({min(shares[kind]):.2f} to {max(shares[kind]):.2f})"
         for kind in (True, False)
@@ -246,9 +290,12 @@ def _failed(runs: dict[str, Run]) -> str:
     return "".join(lines)
 
 
-def _worded(key: str) -> str:
+def _worded(key: str, with_depth: bool = True) -> str:
+    if key.count("/") != 2:
+        return key
     kind, layers, dropout = key.split("/")
-    return f"{kind} at N = {layers}" + (" without dropout" if dropout == "0" else "")
+    depth = f" at N = {layers}" if with_depth else ""
+    return kind + depth + (", dropout 0" if dropout == "0" else "")
 
 
 def _refused(runs: dict[str, Run]) -> list[str]:

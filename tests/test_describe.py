@@ -79,7 +79,9 @@ def test_what_was_written_is_read_back(norm_first):
             written = getattr(plan.layer_weights(n), name)
             assert getattr(found.layer_weights(n), name) == pytest.approx(written, rel=1e-4)
     assert found.norm_gain == 1
-    assert found.biases is None
+    assert (found.biases.query, found.biases.output) == (0.0, 0.0)
+    np.testing.assert_allclose(found.biases.ffn_in, plan.biases.ffn_in, rtol=0.4)
+    assert found.activation_dropout == found.ffn_dropout == 0.1
 
 
 def test_measured_variances_are_mean_squares():
@@ -255,8 +257,11 @@ def test_a_snippet_initialises_what_it_says():
         "transformer.wte.weight": "token",
         "transformer.wpe.weight": "position",
     }
-    run(snippet(plan, names=names), fused)
+    code = snippet(plan, names=names)
+    run(code, fused)
     assert audit(fused, plan).passed
+    with pytest.raises(ValueError, match=r"no parameter is named .*c_attn"):
+        run(code, encoder())
 
 
 def test_scales_of_a_snippet():
@@ -271,6 +276,14 @@ def test_scales_of_a_snippet():
     assert "x = norm(x + BRANCH[l] * f(x))" in post
     scaled = snippet(model.replace(layernorm_scaling=True))
     assert "f(NORM_SCALE[l] * norm(x))" in scaled
+    assert "OUTPUT_SCALE" not in code
+    assert "Not drawn" not in code
+    whole = architecture_of(gpt2()).with_scheme("dslm", k=1.0)
+    code = snippet(whole)
+    assert f"OUTPUT_SCALE = {WIDTH**-0.5!r}" in code
+    with pytest.raises(ValueError, match="beyond the 2 layers"):
+        run(code, encoder())
+    assert "token (variance 0.45), position (variance 0.45)" in code
 
 
 def test_the_table_of_tensors():
@@ -302,5 +315,7 @@ def test_errors_of_snippets():
         snippet(model, "fortran")
     with pytest.raises(DomainError, match="plan"):
         snippet("dslm")
+    with pytest.raises(DomainError, match=r"nothing for ffn_in\.bias, ffn_out\.bias"):
+        snippet(model, names={"layers.{layer}.linear1.weight": "ffn_in"})
     with pytest.raises(DomainError, match="token"):
-        snippet(model, names={"w": "token"})
+        snippet(model.replace(biases=None), names={"w": "token"})

@@ -171,8 +171,9 @@ def test_both_stacks_of_torch(pre):
     finals = {r.full_name: (r.layer, r.parameter) for r in found.roles if "final" in r.name}
     assert finals["final.norm.gain"] == (4, "decoder.norm.weight")
     assert finals["encoder.final.norm.gain"] == (5, "encoder.norm.weight")
-    offenders = {f.role.rpartition(".")[2] for f in audit(module, model).offenders}
-    assert offenders == {"bias"}  # torch draws the biases of linear layers
+    offenders = audit(module, model).offenders  # torch copies a layer, and draws matrices anew
+    assert {f.quantity for f in offenders} == {"correlation with another layer"}
+    assert {f.role.rpartition(".")[2] for f in offenders} == {"bias"}
     given = {"variance": 1.0, "correlation": 0.3}
     plan = moments.solve(model, "dslm", **given, encoder_inputs=given)
     initialize(module, plan)
@@ -221,7 +222,10 @@ def test_a_decoder_alone_takes_a_plan_but_no_scheme():
 def test_scores_see_a_departure():
     """The benchmark's own measures on numbers made by hand."""
     run = {
-        "variance": {"predicted": [2.0, 1.0, 1.0], "measured": [2.0, 1.0, 1.2], "stderr": [0] * 3},
+        "variance": {
+            "predicted": [2.0, 1.0, 1.0],
+            "measured": [[2.0, 0.9, 1.1], [2.0, 1.1, 1.3]],
+        },
         "grad_variance": {
             "predicted": [4.0, 2.0, 1.0],
             "band": [[2.0, 1.0, 0.5], [8.0, 4.0, 2.0]],
@@ -230,7 +234,8 @@ def test_scores_see_a_departure():
     }
     found = scores(run)
     assert (found["entering"], found["predicted_off"]) == (2.0, 0.0)
-    assert found["measured_off"] == pytest.approx(0.2)
+    assert (found["measured_off"], found["stderr"]) == pytest.approx((0.2, 0.1))
+    assert (found["measured_mean"], found["mean_stderr"]) == pytest.approx((1.1, 0.1))
     assert found["ratio"] == 4.0
     assert found["inside"] == pytest.approx(4 / 6)
 

@@ -9,59 +9,38 @@ import pytest
 from moments import DomainError
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import small_modules  # noqa: E402
 
 from moments.modules.architecture import architecture_of  # noqa: E402
 from moments.modules.probe import default_batch  # noqa: E402
 from moments.modules.scales import applied_scales, remove_scales  # noqa: E402
-from moments.torch import fold, initialize  # noqa: E402
-
-SMALL = {
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "vocab_size": 101,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from moments.torch import audit, fold, initialize  # noqa: E402
 
 
 def encoder(norm_first=True, final=True):
-    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, norm_first=norm_first, batch_first=True)
-    norm = torch.nn.LayerNorm(32) if final else None
-    return torch.nn.TransformerEncoder(layer, 3, norm=norm, enable_nested_tensor=False)
+    return small_modules.encoder(3, 32, 64, final=final, pre=norm_first)
+
+
+KINDS = {
+    "BERT": "bert",
+    "GPT-2": "gpt2",
+    "Llama": "llama",
+    "Gemma-2": "gemma2",
+    "GPT-NeoX": "gpt_neox",
+    "Granite": "granite",
+    "OPT": "opt",
+    "T5": "t5",
+    "ViT": "vit",
+}
 
 
 def built(name):
-    if name == "encoder, Pre-LN":
-        return encoder()
-    if name == "encoder, Post-LN":
-        return encoder(norm_first=False, final=False)
-    kind, config, changes = {
-        "BERT": ("BertForMaskedLM", "BertConfig", {}),
-        "GPT-2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 3, "n_embd": 32, "n_head": 4}),
-        "Llama": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 2}),
-        "Gemma-2": (
-            "Gemma2ForCausalLM",
-            "Gemma2Config",
-            {"num_key_value_heads": 2, "head_dim": 8},
-        ),
-        "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}),
-        "Granite": (
-            "GraniteForCausalLM",
-            "GraniteConfig",
-            {"num_key_value_heads": 4, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
-        ),
-    }[name]
-    entries = {k: v for k, v in SMALL.items() if name != "GPT-2" or k not in changes}
-    if name == "GPT-2":
-        entries = {k: v for k, v in SMALL.items() if "size" not in k and "num" not in k}
-        entries = {**entries, "vocab_size": 101} | {"n_positions": 32}
-        entries.pop("max_position_embeddings")
-    return getattr(transformers, kind)(getattr(transformers, config)(**(entries | changes)))
+    if name.startswith("encoder"):
+        return encoder() if "Pre-LN" in name else encoder(norm_first=False, final=False)
+    own = {"residual_multiplier": 0.5, "attention_multiplier": 0.3} if name == "Granite" else {}
+    return small_modules.family_module(KINDS[name], 3, 32, **own)
 
 
 def run(module):
@@ -70,10 +49,7 @@ def run(module):
     return (output if torch.is_tensor(output) else output.logits).detach()
 
 
-NAMES = (
-    "encoder, Pre-LN", "encoder, Post-LN", "BERT", "GPT-2", "Llama", "Gemma-2", "GPT-NeoX",
-    "Granite",
-)  # fmt: skip
+NAMES = ("encoder, Pre-LN", "encoder, Post-LN", *KINDS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,8 +136,7 @@ def test_what_cannot_be_folded():
     before = run(module.eval())
     torch.testing.assert_close(run(fold(module, unscaled)), before, rtol=1e-5, atol=1e-6)
 
-    config = transformers.OlmoConfig(**SMALL | {"num_key_value_heads": 4})
-    assert "epsilon" in refused(lambda: transformers.OlmoForCausalLM(config))
+    assert "epsilon" in refused(lambda: small_modules.family_module("olmo", 3, 32))
 
 
 def test_folding_twice():
@@ -171,6 +146,7 @@ def test_folding_twice():
     fold(module, plan)
     with pytest.raises(DomainError, match="folded before"):
         fold(module, plan)
+    assert audit(module, plan).advice[0].startswith("the module was folded")
     initialize(module, plan)  # new weights and hooks: not folded any more
     fold(module, plan)
     with pytest.raises(DomainError, match="module"):

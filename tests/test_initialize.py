@@ -15,63 +15,43 @@ import moments
 from moments import DomainError, MomentsError, Transformer
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import small_modules  # noqa: E402
 
 from moments.modules.architecture import architecture_of  # noqa: E402
 from moments.modules.roles import roles_of  # noqa: E402
 from moments.modules.scales import applied_scales, remove_scales  # noqa: E402
-from moments.torch import audit, initialize  # noqa: E402
+from moments.torch import audit, fold, initialize  # noqa: E402
 
 LAYERS, WIDTH = 2, 32
 SKIP, BRANCH = (0.9, 0.8), (0.5, 0.4)
 
 
-def encoder(norm_first=True, dropout=0.1, layers=LAYERS):
-    layer = torch.nn.TransformerEncoderLayer(
-        WIDTH, 4, 64, dropout, norm_first=norm_first, batch_first=True
-    )
-    return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+def encoder(norm_first=True, dropout=0.1):
+    return small_modules.encoder(LAYERS, WIDTH, 64, dropout=dropout, pre=norm_first)
+
+
+def family(kind, **changes):
+    return small_modules.family_module(kind, LAYERS, WIDTH, **changes)
 
 
 def gpt2(**changes):
-    config = transformers.GPT2Config(
-        n_layer=LAYERS,
-        n_embd=WIDTH,
-        n_head=4,
-        vocab_size=101,
-        n_positions=16,
-        bos_token_id=1,
-        eos_token_id=2,
-        **changes,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def neox(**changes):
-    config = transformers.GPTNeoXConfig(
-        num_hidden_layers=LAYERS,
-        hidden_size=WIDTH,
-        num_attention_heads=4,
-        intermediate_size=64,
-        vocab_size=101,
-        max_position_embeddings=16,
-        **changes,
-    )
-    return transformers.GPTNeoXForCausalLM(config)
+    return family("gpt2", **changes)
 
 
 def opt(**changes):
-    config = transformers.OPTConfig(
-        num_hidden_layers=LAYERS,
-        hidden_size=WIDTH,
-        word_embed_proj_dim=WIDTH,
-        num_attention_heads=4,
-        ffn_dim=64,
-        vocab_size=101,
-        max_position_embeddings=16,
-        **changes,
-    )
-    return transformers.OPTForCausalLM(config)
+    return family("opt", **changes)
+
+
+def stubborn_opt():
+    """Its dropout is none of the numbers that its layers hold."""
+    module = opt()
+    kind = type(module.model.decoder.layers[0])
+    fixed = property(lambda layer: 0.1, lambda layer, value: None)
+    for layer in module.model.decoder.layers:
+        layer.__class__ = type("Layer", (kind,), {"dropout": fixed})
+    return module
 
 
 def scaled(module, **changes):
@@ -164,7 +144,7 @@ def test_fused_and_transposed_matrices_are_filled_part_by_part():
     fused = module.transformer.h[1].attn.c_attn.weight.detach()
     squares = [float(w.square().mean()) for w in fused.split(WIDTH, dim=1)]
     np.testing.assert_allclose(squares, [1, 4, 16], rtol=0.2)
-    module = neox()
+    module = family("gpt_neox")
     initialize(module, architecture_of(module).replace(weights=weights))
     fused = module.gpt_neox.layers[0].attention.query_key_value.weight.detach()
     by_head = fused.view(4, 3, WIDTH // 4, WIDTH)
@@ -173,11 +153,7 @@ def test_fused_and_transposed_matrices_are_filled_part_by_part():
 
 
 def test_biases_norms_tables_and_padding():
-    config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_size=WIDTH, num_attention_heads=4, intermediate_size=64,
-        vocab_size=400, max_position_embeddings=64,
-    )  # fmt: skip
-    module = transformers.BertForMaskedLM(config)
+    module = family("bert", vocab_size=400)
     with torch.no_grad():
         for p in module.parameters():
             p.add_(1.0)
@@ -196,12 +172,7 @@ def test_biases_norms_tables_and_padding():
 
 
 def test_gains_that_are_stored_less_one():
-    config = transformers.Gemma2Config(
-        num_hidden_layers=2, hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=64, vocab_size=101, max_position_embeddings=16,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    module = transformers.Gemma2ForCausalLM(config)
+    module = family("gemma2")
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.5)
@@ -308,6 +279,33 @@ def test_hooks_survive_copies_threads_and_checkpointing():
         torch.testing.assert_close(p.grad, gradient)
 
 
+def test_dropout_inside_a_function_is_taken_over():
+    """OPT drops a block's output without a module: the same mask, and the stream beside it."""
+    module = opt()
+    plan = scaled(module).replace(skip_scale=[(0.9, 0.9), (1.0, 0.8)])
+    initialize(module, plan, seed=1)
+    initialize(module, plan, seed=1)  # finds what the first has taken
+    assert audit(module, plan).passed
+    bare, twin = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    bare.moments_scales.remove()
+    held = [[layer.dropout for layer in m.model.decoder.layers] for m in (bare, module, twin)]
+    assert held == [[0.1, 0.1], [0.0, 0.0], [0.0, 0.0]]
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+    drop = torch.nn.functional.dropout
+    for n, layer in enumerate(bare.model.decoder.layers):
+        (a, c), (b, d) = plan.by_block("skip_scale")[n], plan.by_block("branch_scale")[n]
+        torch.manual_seed(11)
+        y = a * x + b * drop(layer.self_attn(layer.self_attn_layer_norm(x))[0], 0.1)
+        y = c * y + d * drop(layer.fc2(layer.fc1(layer.final_layer_norm(y)).relu()), 0.1)
+        for own in (module, twin):
+            torch.manual_seed(11)
+            found = own.train().model.decoder.layers[n](x)
+            found = found if torch.is_tensor(found) else found[0]
+            torch.testing.assert_close(found, y, rtol=1e-5, atol=1e-6)
+    initialize(module, plan.replace(skip_scale=1.0))
+    assert [layer.dropout for layer in module.model.decoder.layers] == [0.1, 0.1]
+
+
 def test_the_handle_says_what_it_does():
     module = encoder()
     done = initialize(module, scaled(module))
@@ -319,7 +317,7 @@ def test_the_handle_says_what_it_does():
 
 
 def test_parallel_blocks_share_one_sum():
-    module = neox()
+    module = family("gpt_neox")
     plan = scaled(module)
     initialize(module, plan)
     assert audit(module, plan).passed
@@ -329,12 +327,7 @@ def test_parallel_blocks_share_one_sum():
 
 
 def test_own_multiplier_of_the_module():
-    config = transformers.GraniteConfig(
-        num_hidden_layers=2, hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, vocab_size=101, max_position_embeddings=16, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, residual_multiplier=0.25, attention_multiplier=0.3,
-    )  # fmt: skip
-    module = transformers.GraniteForCausalLM(config)
+    module = family("granite", residual_multiplier=0.25, attention_multiplier=0.3)
     own = architecture_of(module)
     assert own.branch_scale == 0.25
     assert initialize(module, own).scales is None
@@ -491,7 +484,7 @@ def deeper(module):
         (lambda m: initialize(Own(), own_plan(), names={"odd": "quarry"}), DomainError, "quarry"),
         (lambda m: initialize(m.to("meta"), scaled(m)), DomainError, "to_empty"),
         (lambda m: initialize(m, scaled(m, temperature=2.0)), DomainError, "temperature"),
-        (lambda m: initialize(o := opt(), scaled(o)), DomainError, "pass through"),
+        (lambda m: initialize(o := stubborn_opt(), scaled(o)), DomainError, "pass through"),
     ],
 )  # fmt: skip
 def test_refusals(call, kind, text):
@@ -500,7 +493,7 @@ def test_refusals(call, kind, text):
 
 
 def test_a_refusal_changes_nothing():
-    module = opt()
+    module = stubborn_opt()
     before = {name: p.clone() for name, p in module.named_parameters()}
     with pytest.raises(DomainError):
         initialize(module, scaled(module))
@@ -509,6 +502,11 @@ def test_a_refusal_changes_nothing():
     undropped = opt(dropout=0.0)
     initialize(undropped, scaled(undropped))
     assert audit(undropped, scaled(undropped)).passed
+    fold(module, scaled(module))
+    with pytest.raises(DomainError):
+        initialize(module, scaled(module))
+    with pytest.raises(DomainError, match="folded before"):
+        fold(module, scaled(module))
 
 
 def test_an_infeasible_plan_is_refused() -> None:

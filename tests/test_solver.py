@@ -366,6 +366,21 @@ def test_dslm_solved_meets_its_conditions(changes: dict[str, Any]) -> None:
     np.testing.assert_allclose(same.model.weights.value, plan.model.weights.value, rtol=1e-9)
 
 
+def test_constants_that_miss_the_forward_variance_are_named() -> None:
+    """The number in words is the prediction's; the remedy named removes it; none where none is."""
+    with pytest.warns(moments.ValidityWarning, match="released constants") as caught:
+        plan = solve(BASE, "dslm", correlation=0.05)
+    variance = moments.predict(plan.model, **plan.inputs).variance[1:]
+    worst = int(np.abs(variance - 1).argmax())
+    said = f"forward variance at {variance[worst]:.3g} after layer {worst + 1}, not 1"
+    assert said in str(caught[0].message)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", moments.ValidityWarning)
+        solve(BASE, "dslm", correlation=0.05, options={"variant": "solved"})
+        solve(BASE.replace(seq_len=512), "dslm", correlation=0.5)
+
+
 # --- the plan ------------------------------------------------------------------------------------
 
 

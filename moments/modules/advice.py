@@ -6,18 +6,27 @@ predicts every layer's measured variance within its sampling error.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from moments.modules.causes import Cause, causes
 from moments.modules.entries import tail_probability
+from moments.modules.expectation import model_of_stack
 from moments.modules.findings import Finding, Measured
 from moments.modules.roles import TABLES
+from moments.modules.structure import ENCODER
 from moments.transformer import Transformer
+from moments.weights import MATRICES
 
 FIT = 1e-3
 """A cause is named where its worst layer is at least this probable (Bonferroni over the layers)."""
+
+MISSING = "nothing in the module applies it"
+
+SHOWN = 2
+"""Causes named beside one another."""
 
 PAIRS = (
     (("ffn_in",), ("ffn_out",)),
@@ -46,10 +55,19 @@ def advise(
     roles = [
         name for name in groups if any(f.role == name and f.quantity in variances for f in failed)
     ]
-    sentences = list(_crossed(groups, roles))
-    sentences += _role_sentences([_diagnosis(groups[n], groups, model, described) for n in roles])
+    crossed = list(_crossed(groups, roles))
+    told = {name for names, _ in crossed for name in names}
+    diagnoses = [_diagnosis(groups[n], groups, model, described) for n in roles]
+    wanting = [d for d in diagnoses if d.causes or d.instead or d.name not in told]
+    sentences = [sentence for _, sentence in crossed]
+    sentences += _role_sentences(_with_common_cause(wanting))
     sentences += list(_scale_sentences(failed, model))
     sentences += list(_other_sentences(failed, groups))
+    if any(MISSING in sentence for sentence in sentences):
+        sentences.append(
+            "hooks of moments.torch.initialize are in no state_dict: moments.torch.attach(module, "
+            "plan) puts them onto a module whose weights were loaded"
+        )
     return tuple(sentences)
 
 
@@ -75,15 +93,23 @@ class Diagnosis(NamedTuple):
             return f"{self.name} {self.instead}"
         text = f"{self.name}{self.where} has {self.ratio:.3g} times the plan's variance"
         return text + (
-            ": " + "; or ".join(self.causes) if self.causes else "; no common cause fits"
+            ": " + "; or ".join(self.causes[:SHOWN]) if self.causes else "; no common cause fits"
         )
+
+
+def _with_common_cause(found: list[Diagnosis]) -> list[Diagnosis]:
+    """What fits every matrix is likelier than another cause for each."""
+    matrices = [set(d.causes) for d in found if d.causes and d.name.split(".")[-1] in MATRICES]
+    if len(matrices) < 3 or not (common := set.intersection(*matrices)):
+        return found
+    return [d._replace(causes=tuple(c for c in d.causes if c in common) or d.causes) for d in found]
 
 
 def _role_sentences(found: list[Diagnosis]) -> Iterator[str]:
     """One each, or one together where the same cause holds in the same layers."""
     together: dict[Any, list[Diagnosis]] = {}
     for number, diagnosis in enumerate(found):
-        shared = (diagnosis.where, diagnosis.causes) if diagnosis.causes else number
+        shared = (diagnosis.where, diagnosis.causes[:SHOWN]) if diagnosis.causes else number
         together.setdefault(shared, []).append(diagnosis)
     for group in together.values():
         if len(group) == 1:
@@ -91,7 +117,7 @@ def _role_sentences(found: list[Diagnosis]) -> Iterator[str]:
             continue
         names = ", ".join(diagnosis.name for diagnosis in group)
         ratios = ", ".join(f"{diagnosis.ratio:.3g}" for diagnosis in group)
-        causes = "; or ".join(group[0].causes)
+        causes = "; or ".join(group[0].causes[:SHOWN])
         yield f"{names}{group[0].where} have {ratios} times the plan's variance: {causes}"
 
 
@@ -102,22 +128,23 @@ def _diagnosis(
     described: Transformer | None,
 ) -> Diagnosis:
     name = group[0].role.full_name
+    layers = model_of_stack(model, group[0].role.stack).layers
     zeros = [m for m in group if m.expected and m.entries.square == 0]
     if zeros:
-        where = _where([m.role.layer for m in zeros], model.layers)
+        where = _where([m.role.layer for m in zeros], layers)
         labels = ", ".join(m.role.label for m in zeros[:4])
         more = " ..." if len(zeros) > 4 else ""
         why = "a zero initialisation, or storage that was never filled"
         return Diagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
     bad = [m for m in group if m.expected and not _within(m, m.expected)] or group
-    where = _where([m.role.layer for m in bad], model.layers)
+    where = _where([m.role.layer for m in bad], layers)
     found = [
         (score, cause.words)
         for cause in causes(bad, groups, model, described)
         if (score := _score(bad, cause)) > FIT / len(bad)
     ]
     ranked = sorted(found, key=lambda pair: -min(pair[0], 0.05))
-    words = tuple(dict.fromkeys(word for _, word in ranked))[:2]
+    words = tuple(dict.fromkeys(word for _, word in ranked))
     return Diagnosis(name, where, _ratio(bad), words)
 
 
@@ -141,23 +168,43 @@ def _ratio(group: list[Measured]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
-def _crossed(groups: dict[str, list[Measured]], roles: list[str]) -> Iterator[str]:
-    """One factor on one side of a block, its inverse on the other."""
-    for wrong, right in (pair for both in PAIRS for pair in (both, both[::-1])):
-        if not set(wrong + right) <= set(roles) or any(n not in groups for n in wrong + right):
-            continue
-        ratios = {n: _ratio(groups[n]) for n in wrong + right if _nonzero(groups[n])}
-        if len(ratios) < len(wrong + right):
-            continue
-        factor = ratios[wrong[0]]
-        tolerance = 6 * max(m.entries.spread for n in wrong + right for m in groups[n])
-        same = all(abs(math.log(ratios[n] / factor)) < tolerance for n in wrong)
-        inverse = all(abs(math.log(ratios[n] * factor)) < tolerance for n in right)
-        if same and inverse and math.log(factor) < -tolerance:
-            yield (
-                f"{' and '.join(wrong)} carry the factor {factor:.3g} that {' and '.join(right)} "
-                "lack: the scale was put on the wrong matrix"
-            )
+def _crossed(
+    groups: dict[str, list[Measured]], roles: list[str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """One factor on one side of a block, its inverse on the other: which matrices, and in words."""
+    found: list[tuple[str, ...]] = []
+    for stack, both in itertools.product(("", ENCODER), PAIRS):
+        for wrong, right in (both, both[::-1]):
+            one, other = (tuple(stack + name for name in side) for side in (wrong, right))
+            covered = any(set(one + other) <= set(names) for names in found)
+            if not covered and (sentence := _crossing(groups, roles, one, other)):
+                found.append(one + other)
+                yield one + other, sentence
+
+
+def _crossing(
+    groups: dict[str, list[Measured]],
+    roles: list[str],
+    wrong: tuple[str, ...],
+    right: tuple[str, ...],
+) -> str:
+    """The sentence; empty where it does not hold."""
+    if not set(wrong + right) <= set(roles):
+        return ""
+    ratios = {n: _ratio(groups[n]) for n in wrong + right if _nonzero(groups[n])}
+    if len(ratios) < len(wrong + right):
+        return ""
+    factor = ratios[wrong[0]]
+    tolerance = 6 * max(m.entries.spread for n in wrong + right for m in groups[n])
+    same = all(abs(math.log(ratios[n] / factor)) < tolerance for n in wrong)
+    inverse = all(abs(math.log(ratios[n] * factor)) < tolerance for n in right)
+    if not (same and inverse and math.log(factor) < -tolerance):
+        return ""
+    carry, lack = ("s" if len(side) == 1 else "" for side in (wrong, right))
+    return (
+        f"{' and '.join(wrong)} carr{'ies' if carry else 'y'} the factor {factor:.3g} that "
+        f"{' and '.join(right)} lack{lack}: the scale was put on the wrong matrix"
+    )
 
 
 def _nonzero(group: list[Measured]) -> bool:
@@ -173,33 +220,42 @@ def _scale_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]
         "output_scale": "the factor on the logits",
     }
     for quantity, words in names.items():
-        rows = [f for f in failed if f.quantity == quantity]
-        if not rows:
-            continue
-        inside = sorted({f.layer for f in rows if f.layer <= model.layers})
-        where = _where(inside or [0], model.layers)
-        blocks = " and ".join(sorted({f.role.partition(".")[0] for f in rows}))
-        values = [f.measured for f in rows]
-        if all(math.isnan(v) for v in values):
-            yield f"{words} of {blocks}{where} could not be measured"
-        elif all(abs(v - 1) < 1e-2 for v in values):
-            yield (
-                f"{words} of {blocks}{where} is missing (1 instead of "
-                f"{rows[0].expected:.4g}): nothing in the module applies it"
-            )
-        elif all(abs(v) < 1e-3 for v in values):
-            yield (
-                f"{words} of {blocks}{where} is 0: a scale that was erased, for example a buffer "
-                "lost when the module was materialised or loaded"
-            )
-        else:
-            ratios = ", ".join(f"{f.ratio:.3g}" for f in rows[:3])
-            hint = ""
-            if all(abs(f.measured - f.expected**2) < 0.01 * f.expected**2 for f in rows):
-                hint = ": it was squared, or applied twice"
-            elif all(abs(f.measured**2 - f.expected) < 0.01 * f.expected for f in rows):
-                hint = ": its square root was applied"
-            yield f"{words} of {blocks}{where} is {ratios} times the plan's{hint}"
+        told: dict[tuple[str, str], list[str]] = {}
+        for stack in ("", ENCODER):
+            rows = [
+                f
+                for f in failed
+                if f.quantity == quantity and f.role.startswith(ENCODER) == bool(stack)
+            ]
+            if not rows:
+                continue
+            layers = model_of_stack(model, stack).layers
+            where = _where(sorted({f.layer for f in rows if f.layer <= layers}) or [0], layers)
+            blocks = sorted({f.role.removesuffix(".norm") for f in rows})
+            told.setdefault((where, _scale_fault(rows)), []).extend(blocks)
+        for (where, fault), blocks in told.items():
+            yield f"{words} of {' and '.join(blocks)}{where} {fault}"
+
+
+def _scale_fault(rows: list[Finding]) -> str:
+    """What is wrong with multipliers of one kind."""
+    values = [f.measured for f in rows]
+    if all(math.isnan(v) for v in values):
+        return "could not be measured"
+    if all(abs(v - 1) < 1e-2 for v in values):
+        return f"is missing (1 instead of {rows[0].expected:.4g}): {MISSING}"
+    if all(abs(v) < 1e-3 for v in values):
+        return (
+            "is 0: a scale that was erased, for example a buffer lost when the module was "
+            "materialised or loaded"
+        )
+    ratios = ", ".join(f"{f.ratio:.3g}" for f in rows[:3])
+    hint = ""
+    if all(abs(f.measured - f.expected**2) < 0.01 * f.expected**2 for f in rows):
+        hint = ": it was squared, or applied twice"
+    elif all(abs(f.measured**2 - f.expected) < 0.01 * f.expected for f in rows):
+        hint = ": its square root was applied"
+    return f"is {ratios} times the plan's{hint}"
 
 
 def _other_sentences(failed: list[Finding], groups: dict[str, list[Measured]]) -> Iterator[str]:

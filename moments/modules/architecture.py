@@ -14,7 +14,7 @@ from moments.modules.expectation import model_of
 from moments.modules.structure import ENCODER
 from moments.optional import optional
 from moments.transformer import Transformer
-from moments.weights import Weights
+from moments.weights import Biases, Weights
 
 with optional("torch", "torch"):
     from torch import nn
@@ -49,8 +49,8 @@ def resolve(
 def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
     """The module's architecture; None where neither a config nor its layers tell it.
 
-    Weights and embedding variances are those of the framework's own initialisation, not those
-    that the module holds.
+    Variances of weights, biases and tables are those of the framework's own initialisation, not
+    those that the module holds.
 
     Args:
         module: a Hugging Face module, or one with nn.TransformerEncoderLayers, or with these and
@@ -107,6 +107,7 @@ def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Tran
     else:
         rest = Weights.torch_default(d_model, d_ff)
         weights = rest.replace(query=fused, key=fused, value=fused)
+    dropouts = [part.p for name, part in layer.named_children() if name.startswith("dropout")]
     return Transformer(
         layers=len(layers),
         d_model=d_model,
@@ -117,10 +118,26 @@ def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Tran
         activation=_activation(layer) or "",
         dropout=layer.dropout1.p,
         attention_dropout=layer.self_attn.dropout,
+        activation_dropout=layer.dropout.p,
+        ffn_dropout=dropouts[-1],  # dropout2 of an encoder's layer, dropout3 of a decoder's
         weights=weights,
+        biases=_biases(layer),
         norm_epsilon=layer.norm1.eps,
         norm_affine=layer.norm1.elementwise_affine,
+        norm_bias=layer.norm1.bias is not None,
     )
+
+
+def _biases(layer: Any) -> Biases | None:
+    """Of one of torch's layers: zero in attention, nn.Linear's own elsewhere."""
+    attention = 0.0 if layer.self_attn.in_proj_bias is not None else None
+    drawn = Biases.torch_default(layer.linear1.in_features, layer.linear1.out_features)
+    ffn = {
+        name: getattr(drawn, name) if part.bias is not None else None
+        for name, part in (("ffn_in", layer.linear1), ("ffn_out", layer.linear2))
+    }
+    found = Biases(attention, attention, attention, attention, **ffn, gate=None)
+    return found if any(value is not None for value in found.to_dict().values()) else None
 
 
 def _activation(layer: Any) -> str | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moments.errors import domain_error
 from moments.modules.advice import advise
 from moments.modules.architecture import resolve
+from moments.modules.copies import copies, copy_findings, copy_notes
 from moments.modules.entries import Entries
 from moments.modules.expectation import check_fits, scales_of
 from moments.modules.findings import (
@@ -23,6 +24,7 @@ from moments.modules.findings import (
 from moments.modules.logits import logits_path, measured_scale
 from moments.modules.probe import default_batch, probe
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from moments.modules.scales import FOLDED
 from moments.modules.temperature import temperature_findings
 from moments.modules.units import gain_of
 from moments.optional import optional
@@ -33,6 +35,8 @@ with optional("torch", "torch"):
 
 if TYPE_CHECKING:
     import pandas
+
+_FOLDED = "the module was folded: its weights carry the plan's scales; audit it before folding"
 
 _COLUMNS = (
     "layer",
@@ -110,10 +114,10 @@ def audit(
 
     Every matrix's mean square is held against the plan's variance with its own sampling error (from
     the kurtosis of its entries), every role once more over all layers together, entries' means
-    against zero, norms' gains and biases against what they are set to. The module is then run once,
-    in evaluation mode, and the multipliers of its residual sums and norms are measured by
-    regression, whatever code applies them. A right module fails with probability 1e-5, all checks
-    together.
+    against zero, norms' gains and biases against what they are set to; no layer may hold another
+    one's entries. The module is then run once, in evaluation mode, and the multipliers of its
+    residual sums and norms are measured by regression, whatever code applies them. A right module
+    fails with probability 1e-5, all checks together.
 
     Args:
         module: a module of a known family, or any with `names`. It is left as it was.
@@ -136,19 +140,26 @@ def audit(
     model, described = resolve(module, plan, names, architecture)
     check_fits(model, found, described, placement=False)
     tensors = tensors_of(module)
+    repeated = copies((role, block_of(tensors, role)) for role in found.roles)
     measured = measure_roles(
         model, [(role, _entries(module, role, tensors)) for role in found.roles]
     )
-    findings = variance_findings(measured)
+    findings = variance_findings(measured, {role for c in repeated for role in c.roles[1:]})
+    findings += copy_findings(repeated)
     findings += norm_findings(measured, _carried(model))
     findings += _probed(module, found, model, batch)
     findings += temperature_findings(module, found, model, described)
     findings += _logits(module, found, model, batch)
     findings.sort(key=lambda finding: -finding.severity)
     undeclared = tuple(m.role.label for m in measured if m.expected is None)
+    folded = any(f.passed is False for f in findings) and getattr(module, FOLDED, False)
     return AuditReport(
         findings=tuple(findings),
-        advice=advise(findings, measured, model, described),
+        advice=(
+            *((_FOLDED,) if folded else ()),
+            *copy_notes(repeated),
+            *advise(findings, measured, model, described),
+        ),
         unidentified=found.unidentified,
         undeclared=undeclared,
         source=type(module).__name__,

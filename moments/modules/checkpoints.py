@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
         source = {"pretrained_model_name_or_path": None, "state_dict": _state(given, load_file)}
     else:
         raise domain_error("path", str(path), "a folder or a .safetensors file")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _quiet(transformers.utils.logging):
         torch.manual_seed(0)
         module, info = build.from_pretrained(
             **source, config=config, local_files_only=True, output_loading_info=True
@@ -66,6 +67,18 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
         )
     found: nn.Module = module
     return found
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Without transformers' progress bar."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _state(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

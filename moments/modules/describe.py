@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from moments.errors import DomainError, ValidityWarning, domain_error
 from moments.modules.architecture import architecture_of
 from moments.modules.assumptions import WeightStatistics, alignment_note, gain_notes, notes
 from moments.modules.checkpoints import load
+from moments.modules.copies import copies, copy_notes
 from moments.modules.expectation import check_fits, model_of_stack
 from moments.modules.logits import measured_scale
 from moments.modules.probe import BlockProbe, Slope, default_batch, probe
@@ -74,8 +76,9 @@ def describe(
 
     Warns:
         ValidityWarning: for every assumption of the theory that the weights break, with numbers:
-            means that are not zero, heavy tails, dominant singular values, query and key that are
-            not independent, gains that differ between features.
+            layers that are copies of one another, means that are not zero, heavy tails, dominant
+            singular values, query and key that are not independent, gains that differ between
+            features.
     """
     if isinstance(module, str | os.PathLike):
         module = load(module)
@@ -157,12 +160,11 @@ class _Reading:
         }
         changes["weights"] = model.weights.replace(**weights)
         biases = {
-            name: [self._square(roles[n, name + ".bias"]) for n in layers]
-            for name in MATRICES
-            if hasattr(Biases(), name) and all((n, name + ".bias") in roles for n in layers)
+            field.name: _one([self._square(roles[n, field.name + ".bias"]) for n in layers])
+            for field in dataclasses.fields(Biases)
+            if all((n, field.name + ".bias") in roles for n in layers)
         }
-        if any(any(values) for values in biases.values()):
-            changes["biases"] = Biases(**biases)
+        changes["biases"] = Biases.of().replace(**biases) if biases else None
         changes |= self._scales(model, stack, roles)
         changes |= self._outside(model, stack, roles)
         return model.replace(**changes)
@@ -257,7 +259,7 @@ class _Reading:
             for role, block in self.blocks.items()
             if role.is_matrix and role.name in MATRICES
         ]
-        found = list(notes(matrices))
+        found = [*copy_notes(copies(self.blocks.items())), *notes(matrices)]
         pairs = [
             [(role, self.blocks[role]) for role in self.found.named(name)]
             for name in ("query", "key")
@@ -280,6 +282,11 @@ def _value(slope: Slope | None, default: float) -> float:
     if slope is None or not np.isfinite(slope.value):
         return default
     return 1.0 if abs(slope.value - 1) < EXACT else slope.value
+
+
+def _one(values: list[float]) -> Any:
+    """One number where all layers have the same."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def _fewest(values: np.ndarray) -> Any:

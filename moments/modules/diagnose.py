@@ -19,10 +19,8 @@ from moments.modules.architecture import architecture_of
 from moments.modules.describe import describe
 from moments.modules.entering import first_stream, sees_ahead
 from moments.modules.expectation import model_of
-from moments.modules.roles import block_of, roles_of, tensors_of
 from moments.optional import optional
 from moments.transformer import Transformer
-from moments.weights import MATRICES
 
 with optional("torch", "torch"):
     import torch
@@ -89,8 +87,8 @@ def diagnose(
     if declared.layers != measurement.layers:
         raise domain_error("layers of the model", declared.layers, f"{measurement.layers}")
     found, notes = _described(target, batch, measurement, own or declared, names, sites)
-    if model is None and declared.biases is None and found is not None:
-        # An architecture read off layers says nothing of biases: what is there is its framework's.
+    if model is None and found is not None and not hasattr(target, "config"):
+        # torch's own layers draw theirs: what is there is one draw of the framework's.
         declared = declared.replace(biases=found.biases)
     arrays = _arrays(batch)
     case, features = _case(declared, arrays, measurement, inputs, loss is not None)
@@ -147,29 +145,7 @@ def _described(
             )
         except MomentsError as error:
             return None, [f"weights and scales of the module could not be read: {error}"]
-    return found, [*_copies(module, names, sites), *dict.fromkeys(str(w.message) for w in caught)]
-
-
-def _copies(
-    module: nn.Module, names: Mapping[str, str] | None, sites: list[Any] | None
-) -> list[str]:
-    """Matrices that several layers hold alike: what such layers add is not independent."""
-    roles = roles_of(module, names, sites)
-    tensors = tensors_of(module)
-    found: dict[tuple[int, ...], list[str]] = {}
-    for name in MATRICES:
-        own = [r for r in roles.named(name) if not r.stack]
-        blocks = [(r.layer, block_of(tensors, r)) for r in own]
-        first = [(n, b) for n, b in blocks if bool(b.any())]
-        same = tuple(n for n, b in first if torch.equal(b, first[0][1]))
-        if len(same) > 1:
-            found.setdefault(same, []).append(name)
-    return [
-        f"{', '.join(matrices)} hold the same entries in layers {', '.join(map(str, layers))}: "
-        "what such layers add is not independent and grows faster than predicted "
-        "(nn.TransformerEncoder copies one layer; moments.torch.initialize draws each anew)"
-        for layers, matrices in found.items()
-    ]
+    return found, list(dict.fromkeys(str(w.message) for w in caught))
 
 
 def _arrays(batch: Any) -> dict[str, Any]:

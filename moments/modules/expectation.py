@@ -11,8 +11,9 @@ from moments.draws import Array
 from moments.errors import DomainError, domain_error
 from moments.modules.roles import ModuleRoles, Role
 from moments.modules.structure import ENCODER
+from moments.scheme.registry import scheme
 from moments.transformer import Transformer
-from moments.weights import MATRICES
+from moments.weights import MATRICES, Biases
 
 _OUTSIDE = {
     "token": ("embedding", "token_variance"),
@@ -46,13 +47,31 @@ def model_of(plan: Any, described: Transformer | None = None) -> Transformer:
                 f"scheme {plan!r} needs the module's architecture, which is not known: pass "
                 "architecture=moments.Transformer(...), or the model itself"
             )
-        return described.with_scheme(plan)
+        scheme(plan)  # an unknown name is told as such
+        try:
+            return with_zero_biases(described).with_scheme(plan)
+        except DomainError as error:
+            raise DomainError(
+                f"{error}; to give the scheme options or your input, pass plan = "
+                f"moments.solve(model, {plan!r}, ...) instead of its name"
+            ) from None
     model = getattr(plan, "model", None)
     if isinstance(model, Transformer):
         return model
     raise domain_error(
         "plan", type(plan).__name__, "a plan of moments.solve, a Transformer or a scheme's name"
     )
+
+
+def with_zero_biases(model: Transformer) -> Transformer:
+    """The model with biases that start at zero, as schemes have them."""
+    changes: dict[str, Any] = {}
+    if model.biases is not None:
+        there = {name: value for name, value in model.biases.to_dict().items() if value is not None}
+        changes["biases"] = Biases.of(*there)
+    if model.encoder is not None:
+        changes["encoder"] = with_zero_biases(model.encoder)
+    return model.replace(**changes)
 
 
 _SHAPE = (

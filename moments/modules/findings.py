@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from moments.modules.entries import Entries, tail_probability
@@ -75,12 +75,17 @@ def threshold(checks: int) -> float:
     return FALSE_ALARM / max(1, checks)
 
 
-def variance_findings(measured: Iterable[Measured]) -> list[Finding]:
-    """Mean square and mean of every tensor, and the mean square of a role over all layers."""
+def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()) -> list[Finding]:
+    """Mean square and mean of every tensor, and the mean square of a role over all layers.
+
+    Args:
+        copied: tensors that are another one's, which add nothing to what all layers say together.
+    """
     drawn = [m for m in measured if m.expected is not None and _is_drawn(m)]
     groups: dict[tuple[str, bool], list[Measured]] = {}
     for m in drawn:
-        groups.setdefault((m.role.full_name, m.role.layer > 0), []).append(m)
+        if m.role not in copied:
+            groups.setdefault((m.role.full_name, m.role.layer > 0), []).append(m)
     several = [group for group in groups.values() if len(group) > 1]
     limit = threshold(2 * len(drawn) + len(several))
     findings = [_variance(m, limit) for m in drawn]

@@ -47,7 +47,8 @@ def fold(
     """Absorb a plan's scales into a module, in place, for inference; its output stays the same.
 
     The hooks of `initialize` are taken off. Hidden states between layers are then those of the
-    plain code, the declared ones up to a factor each; training would go on differently.
+    plain code, the declared ones up to a factor each; training would go on differently. Epsilons of
+    norms are adapted, and are in no state_dict: a module rebuilt from stored weights has its own.
 
     Args:
         module: initialised with the plan, trained or not.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 from moments.checks import check_choice, check_count
 from moments.errors import DomainError, domain_error
 from moments.modules.architecture import resolve
+from moments.modules.dropouts import HeldDropout, held_dropouts
 from moments.modules.expectation import (
     Scales,
     check_fits,
@@ -22,7 +22,7 @@ from moments.modules.expectation import (
 from moments.modules.logits import logit_factor
 from moments.modules.probe import drops_behind
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
-from moments.modules.scales import FOLDED, AppliedScales, apply_scales
+from moments.modules.scales import FOLDED, AppliedScales, applied_scales, apply_scales
 from moments.modules.structure import Block
 from moments.modules.temperature import factors
 from moments.modules.units import unit_gain
@@ -87,8 +87,8 @@ def initialize(
     the plan declares them), norms gain 1 and bias 0. Embedding tables, their padding rows kept at
     zero, and an untied head are written where the plan declares them. Residual scales and LayerNorm
     Scaling become forward hooks, held in `module.moments_scales`, unless the module has parameters
-    for them, and so does the head's output scale; attention temperatures go into the attention
-    modules' `scaling`.
+    for them, and so does the head's output scale; a dropout that a layer applies inside a function
+    (OPT) moves into the hook. Attention temperatures go into the attention modules' `scaling`.
 
     Args:
         module: a module of a known family, or any with `names`.
@@ -201,14 +201,19 @@ class _Fitted:
         scalings = factors(module, found, model, described)
         dropped = (model if described is None else described).dropout > 0
 
-        @functools.cache
-        def drops() -> set[Block]:
-            return drops_behind(module, found.blocks, batch) if dropped else set()
+        def drops() -> dict[Block, HeldDropout | None]:
+            if not dropped:
+                return {}
+            before = applied_scales(module)
+            known = {} if before is None else before.dropouts
+            behind = drops_behind(module, found.blocks, batch)
+            known = known | held_dropouts(module, behind - set(known), batch)
+            return {block: known.get(block) for block in behind}
 
-        if hasattr(module, FOLDED):
-            delattr(module, FOLDED)
         logits = logit_factor(module, found, model, described)
         applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held, logits=logits)
+        if hasattr(module, FOLDED):
+            delattr(module, FOLDED)
         for part, scaling in scalings:
             part.scaling = scaling
         return applied

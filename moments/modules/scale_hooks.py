@@ -56,16 +56,20 @@ class Remember:
 class ScaleBranch:
     """Hook: f becomes (beta f + (lambda - 1) x) / native; `carried` is None where lambda is 1.
 
-    `native` is what the module's own code multiplies f by behind the hook (Granite).
+    `native` is what the module's own code multiplies f by behind the hook (Granite), `drop_prob`
+    that of a dropout that its code applied there and the hook now applies to f.
     """
 
     skip: float
     branch: float
     native: float
     carried: Carried | None
+    drop_prob: float = 0.0
 
-    def __call__(self, _: nn.Module, __: Any, output: Any) -> Any:
+    def __call__(self, part: nn.Module, _: Any, output: Any) -> Any:
         f = first_tensor(output)
+        if self.drop_prob and part.training:
+            f = nn.functional.dropout(f, self.drop_prob)
         scaled = self.branch / self.native * f
         if self.carried is not None:
             scaled = scaled + (self.skip - 1) / self.native * self.carried.take()

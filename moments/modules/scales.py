@@ -2,16 +2,18 @@
 
 A framework's layer computes x + f. With f replaced, where it leaves its block, by
 beta f + (lambda - 1) x, the same code computes lambda x + beta f: in Pre-LN and in Post-LN, behind
-the block's dropout, which therefore never touches the stream.
+the block's dropout, which therefore never touches the stream. A dropout that the layer applies
+inside a function is moved in front, into the hook.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moments.errors import DomainError
+from moments.modules.dropouts import HeldDropout
 from moments.modules.expectation import Scales
 from moments.modules.logits import LogitFactor
 from moments.modules.scale_hooks import (
@@ -28,6 +30,8 @@ from moments.optional import optional
 with optional("torch", "torch"):
     from torch import nn
     from torch.utils.hooks import RemovableHandle
+
+Drops = Callable[[], Mapping[Block, HeldDropout | None]]
 
 FOLDED = "moments_folded"
 """Whether a module's scales are absorbed in its weights."""
@@ -55,19 +59,24 @@ class AppliedScales:
     Attributes:
         rows: one per block whose sum or norm is scaled.
         logits: what the logits are multiplied by.
+        dropouts: of blocks whose output the module's own code dropped and the hook drops now; the
+            submodule that holds the probability has it at 0 meanwhile.
     """
 
     rows: tuple[ScaleRow, ...]
     handles: list[RemovableHandle]
     logits: float = 1.0
+    dropouts: dict[Block, HeldDropout] = field(default_factory=dict)
+    holders: dict[str, nn.Module] = field(default_factory=dict, repr=False)
 
     def remove(self) -> None:
         """Take every hook off; the module then runs as its own code says."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self.rows = ()
-        self.logits = 1.0
+        for held in self.dropouts.values():
+            setattr(self.holders[held.path], held.name, held.drop_prob)
+        self.rows, self.logits, self.dropouts, self.holders = (), 1.0, {}, {}
 
     def __str__(self) -> str:
         lines = [f"{len(self.handles)} hooks scale {len(self.rows)} blocks"]
@@ -114,7 +123,7 @@ def apply_scales(
     blocks: Iterable[Block],
     scales: Mapping[str, Scales],
     *,
-    drops: Callable[[], set[Block]],
+    drops: Drops,
     held: Iterable[tuple[int, int]] = (),
     logits: LogitFactor | None = None,
 ) -> AppliedScales | None:
@@ -123,7 +132,8 @@ def apply_scales(
     Args:
         blocks: the module's residual branches.
         scales: by stack, of every layer and block.
-        drops: finds the blocks whose output passes a dropout that no hook can get behind.
+        drops: finds the blocks whose output passes a dropout behind every hook, and what holds its
+            probability; None where that is not known.
         held: (layer, column) of blocks whose scales the module holds in parameters of its own.
         logits: what the logits must be multiplied by, and where.
 
@@ -131,7 +141,13 @@ def apply_scales(
         DomainError: a scale that no hook can apply to this module, with the reason.
     """
     parts = dict(module.named_modules())
-    planned = _planned(parts, list(blocks), scales, drops, set(held))
+    rows = _rows(parts, list(blocks), scales, set(held))
+    dropouts = _dropouts(parts, rows, drops)
+    planned = [
+        (row, hooks)
+        for block, row in rows.items()
+        if (hooks := _hooks(parts, block, row, dropouts.get(block)))
+    ]
     remove_scales(module)
     if not planned and logits is None:
         return None
@@ -141,7 +157,11 @@ def apply_scales(
     if logits is not None:
         handles.append(_place(parts[logits.path], "output", ScaleOutput(logits.factor)))
     factor = 1.0 if logits is None else logits.factor
-    applied = AppliedScales(tuple(row for row, _ in planned), handles, factor)
+    holders = {held.path: parts[held.path] for held in dropouts.values()}
+    for taken in dropouts.values():
+        setattr(holders[taken.path], taken.name, 0.0)
+    placed = tuple(row for row, _ in planned)
+    applied = AppliedScales(placed, handles, factor, dropouts, holders)
     setattr(module, ATTRIBUTE, applied)
     return applied
 
@@ -152,15 +172,14 @@ def _place(part: nn.Module, side: str, hook: Any) -> RemovableHandle:
     return part.register_forward_hook(hook)
 
 
-def _planned(
+def _rows(
     parts: dict[str, nn.Module],
     blocks: list[Block],
     scales: Mapping[str, Scales],
-    drops: Callable[[], set[Block]],
     held: set[tuple[int, int]],
-) -> list[tuple[ScaleRow, list[tuple[Point, Any]]]]:
-    """Every hook, decided before the first is placed, so that a refusal leaves no trace."""
-    planned = []
+) -> dict[Block, ScaleRow]:
+    """What is to be done to every block, decided before the first hook is placed."""
+    rows = {}
     summed: set[str] = set()
     normed: set[str | None] = set()
     for block in blocks:
@@ -173,14 +192,41 @@ def _planned(
             before, after = (1.0, 1.0) if block.norm in normed else (before, after)
         summed.add(block.path)
         normed.add(block.norm)
-        row = ScaleRow(block.stack, block.layer, block.name, skip, branch, before, after)
-        if hooks := _hooks(parts, block, row, drops):
-            planned.append((row, hooks))
-    return planned
+        rows[block] = ScaleRow(block.stack, block.layer, block.name, skip, branch, before, after)
+    return rows
+
+
+def _dropouts(
+    parts: dict[str, nn.Module], rows: Mapping[Block, ScaleRow], drops: Drops
+) -> dict[Block, HeldDropout]:
+    """The dropouts that hooks must take over: behind a hook that adds x, only the sum may follow.
+
+    Raises:
+        DomainError: such a dropout whose probability was not found.
+    """
+    adding = [
+        block
+        for block, row in rows.items()
+        if row.skip != 1 and not isinstance(parts[block.branch.path], nn.Dropout)
+    ]
+    if not adding:
+        return {}
+    found = drops()
+    for block in adding:
+        if block in found and found[block] is None:
+            raise DomainError(
+                f"layer {block.layer}, {block.name}: the module drops its output inside a "
+                "function, behind every point that a hook can reach, so that a skip scale would "
+                "pass through the dropout; build the module with dropout 0 or use a plan whose "
+                "skip scale is 1"
+            )
+    # A probability may be that of several blocks, which then all need the hook.
+    taken = {held[:2] for block in adding if (held := found.get(block)) is not None}
+    return {block: held for block, held in found.items() if held and held[:2] in taken}
 
 
 def _hooks(
-    parts: dict[str, nn.Module], block: Block, row: ScaleRow, drops: Callable[[], set[Block]]
+    parts: dict[str, nn.Module], block: Block, row: ScaleRow, dropout: HeldDropout | None
 ) -> list[tuple[Point, Any]]:
     """Of one block, in the order in which they must be placed.
 
@@ -191,12 +237,12 @@ def _hooks(
     if row.norm_output != 1:
         hooks.append((Point(_norm(block), "output"), ScaleOutput(row.norm_output)))
     native = native_branch(parts[block.path])
-    if (row.skip, row.branch) != (1.0, native):
+    if (row.skip, row.branch) != (1.0, native) or dropout is not None:
         carried = Carried() if row.skip != 1 else None
         if carried is not None:
-            _check_stream(parts, block, drops)
             hooks.append((block.stream, Remember(carried, block.stream.side)))
-        hooks.append((block.branch, ScaleBranch(row.skip, row.branch, native, carried)))
+        drop_prob = 0.0 if dropout is None else dropout.drop_prob
+        hooks.append((block.branch, ScaleBranch(row.skip, row.branch, native, carried, drop_prob)))
     if row.norm_input != 1:
         hooks.append((Point(_norm(block), "input"), ScaleInput(row.norm_input)))
     return hooks
@@ -219,16 +265,4 @@ def _check_one_skip(scales: Scales, layer: int) -> None:
         raise DomainError(
             f"layer {layer}: attention and feed-forward block share one residual sum, which has "
             "one skip scale, not two"
-        )
-
-
-def _check_stream(
-    parts: dict[str, nn.Module], block: Block, drops: Callable[[], set[Block]]
-) -> None:
-    """Behind the branch's hook nothing but the sum may follow."""
-    if not isinstance(parts[block.branch.path], nn.Dropout) and block in drops():
-        raise DomainError(
-            f"layer {block.layer}, {block.name}: the module drops its output inside a function, "
-            "behind every point that a hook can reach, so that a skip scale would pass through "
-            "the dropout; build the module with dropout 0 or use a plan whose skip scale is 1"
         )

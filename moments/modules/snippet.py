@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas
 
 FRAMEWORKS = ("pytorch",)
+TABLES = ("token", "position", "segment", "patch", "class")
 
 ENCODER_NAMES = {
     "layers.{layer}.self_attn.in_proj_weight": "query+key+value",
@@ -27,6 +28,13 @@ ENCODER_NAMES = {
 }
 """Names of nn.TransformerEncoder."""
 
+_ENCODER_BIASES = {
+    "layers.{layer}.self_attn.in_proj_bias": "query.bias+key.bias+value.bias",
+    "layers.{layer}.self_attn.out_proj.bias": "output.bias",
+    "layers.{layer}.linear1.bias": "ffn_in.bias",
+    "layers.{layer}.linear2.bias": "ffn_out.bias",
+}
+
 _CODE = '''\
 """Initialisation of {title}."""
 
@@ -35,7 +43,7 @@ import re
 
 import torch
 
-# Variance of the entries of every matrix: one number, or one per layer.
+# Variance of the entries of every matrix and bias: one number, or one per layer.
 VARIANCES = {variances}
 
 # Names of your module's parameters, and what they are; {{layer}} counts from 0.
@@ -44,9 +52,10 @@ NAMES = {names}
 
 @torch.no_grad()
 def initialize(module, seed=0):
-    """Draw every named matrix, zero every bias, set every norm to gain 1 and bias 0."""
+    """Draw every named tensor, zero every other bias, set every norm to gain 1 and bias 0."""
     generator = torch.Generator().manual_seed(seed)
     owners = dict(module.named_modules())
+    missing = set(NAMES)
     for name, parameter in module.named_parameters():
         owner = owners[name.rpartition(".")[0]]
         if parameter.ndim == 1:
@@ -57,8 +66,11 @@ def initialize(module, seed=0):
             match = re.fullmatch(expression, name)
             if match is None:
                 continue
+            missing.discard(pattern)
             layer = int(match.groupdict().get("layer") or 0)
-            axis = 1 if type(owner).__name__ == "Conv1D" else 0
+            if layer >= {layers}:
+                raise ValueError(f"{{name}} is beyond the {layers} layers of the plan")
+            axis = 1 if type(owner).__name__ == "Conv1D" and parameter.ndim > 1 else 0
             roles = roles.split("+")
             for block, role in zip(parameter.chunk(len(roles), dim=axis), roles):
                 variance = VARIANCES[role]
@@ -66,7 +78,20 @@ def initialize(module, seed=0):
                     variance = variance[layer]
                 drawn = torch.randn(block.shape, generator=generator) * math.sqrt(variance)
                 block.copy_(drawn)
+            if getattr(owner, "padding_idx", None) is not None:
+                parameter[owner.padding_idx] = 0.0
+    if missing:
+        raise ValueError(f"no parameter is named {{', '.join(sorted(missing))}}: edit NAMES")
 '''
+
+_OUTPUT_SCALE = """
+# Multiply the logits, or what the output matrix reads, by
+OUTPUT_SCALE = {value}
+"""
+
+_LEFT_OUT = """
+# Not drawn here, for want of a name above: {roles}.
+"""
 
 _SCALES = """
 # In the forward pass of layer l, counted from 0, x is the residual stream and f a block:
@@ -92,25 +117,55 @@ def snippet(
         framework: "pytorch".
         names: patterns of parameter names with {layer} in them -> role, as for
             `moments.torch.initialize`, layers counted from 0; None: those of nn.TransformerEncoder.
+            Biases that the plan draws need theirs ("ffn_in.bias"), those that are zero do not.
 
     Returns:
-        Python source with a function `initialize(module, seed=0)`; residual scales stand in it as
-        constants, with the line of a forward pass that uses them.
+        Python source with a function `initialize(module, seed=0)`, which raises a ValueError where
+        a pattern of `names` fits no parameter or the module is deeper than the plan. Residual
+        scales and the factor on the logits stand in it as constants, with the line of a forward
+        pass that uses them; tables of the plan that have no name, as a comment.
 
     Raises:
-        DomainError: another framework, no plan, or a role without a variance.
+        DomainError: another framework, no plan, a role without a variance, or a bias that the plan
+            draws and `names` leaves out.
     """
     check_choice("framework", framework, FRAMEWORKS)
     model = _model(plan)
+    drawn = [f"{name}.bias" for name, variance in _biases(model).items() if np.any(variance)]
     given = dict(ENCODER_NAMES if names is None else names)
+    if names is None:
+        given |= {k: v for k, v in _ENCODER_BIASES.items() if set(v.split("+")) & set(drawn)}
     roles = list(dict.fromkeys(role for value in given.values() for role in value.split("+")))
+    if left := [role for role in drawn if role not in roles]:
+        raise domain_error(
+            "names",
+            f"nothing for {', '.join(left)}",
+            "a pattern for every bias that the plan draws",
+            "name them, or pass the model with biases=None, which is zero biases",
+        )
     variances = {role: _variance(model, role) for role in roles}
     return _CODE.format(
         title=f"a transformer: {model.layers} layers, d_model {model.d_model}, norm {model.norm!r}",
         variances=_literal(variances),
         names=_literal(given),
-        scales=_scales(model),
+        layers=model.layers,
+        scales=_scales(model) + _output_scale(model) + _left_out(model, roles),
     )
+
+
+def _output_scale(model: Transformer) -> str:
+    factor = 1.0 if model.head is None else model.head.output_scale
+    return "" if factor == 1 else _OUTPUT_SCALE.format(value=_literal(factor))
+
+
+def _left_out(model: Transformer, roles: list[str]) -> str:
+    """Tables that the plan draws and no name stands for."""
+    rows = []
+    for table in TABLES:
+        variance = getattr(model.embedding, f"{table}_variance", None)
+        if variance and table not in roles:
+            rows.append(f"{table} (variance {variance:.6g})")
+    return _LEFT_OUT.format(roles=", ".join(rows)) if rows else ""
 
 
 def _model(plan: Any) -> Transformer:
@@ -120,10 +175,19 @@ def _model(plan: Any) -> Transformer:
     return model
 
 
+def _biases(model: Transformer) -> dict[str, Any]:
+    """Variances by matrix: one number, a list of one per layer, or None."""
+    return {} if model.biases is None else model.biases.to_dict()
+
+
 def _variance(model: Transformer, role: str) -> float | list[float]:
+    layers = range(1, model.layers + 1)
     if role in MATRICES:
-        values = [getattr(model.layer_weights(n), role) for n in range(1, model.layers + 1)]
+        values = [getattr(model.layer_weights(n), role) for n in layers]
         return values[0] if len(set(values)) == 1 else values
+    if role.endswith(".bias") and role.removesuffix(".bias") in MATRICES:
+        variance = _biases(model).get(role.removesuffix(".bias"))
+        return 0.0 if variance is None else variance
     tables = {"token": "token_variance", "position": "position_variance"}
     variance = getattr(model.embedding, tables.get(role, f"{role}_variance"), None)
     if variance is None:
@@ -201,7 +265,7 @@ def tensor_table(plan: Any) -> pandas.DataFrame:
     if model.encoder is not None:
         shapes |= {f"cross_{name}": shapes[name] for name in ("query", "key", "value", "output")}
     rows = []
-    for table in ("token", "position", "segment", "patch", "class"):
+    for table in TABLES:
         variance = getattr(model.embedding, f"{table}_variance", None)
         if variance:
             rows.append((0, table, 0, d_model, float(variance)))

@@ -77,7 +77,7 @@ def solve(
         DomainError: an unknown objective, target, input or free variable, or one without influence.
 
     Warns:
-        ValidityWarning: the target is infeasible.
+        ValidityWarning: the target is infeasible, or constants of a scheme miss what they promise.
     """
     if not isinstance(model, Transformer):
         raise domain_error("model", type(model).__name__, "a moments.Transformer")
