@@ -1,15 +1,17 @@
 """Simulated points of the redrawn figures, stored in moments/figures/data/points.json.
 
-    python benchmarks/figures.py [NAME ...]
+    python benchmarks/figures.py [NAME ...] [--seeds N]
 
-Runs what is missing or was made with another declaration and stores it after every line; about ten
-minutes on one core for all. `moments.figures.draw(NAME, PATH)` then draws them.
+Runs what is missing, was made with another declaration or with fewer than N draws, and stores it
+after every line; about ten minutes on one core for all. `moments.figures.draw(NAME, PATH)` then
+draws them.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 import moments
 from moments.figures import names, setup
 from moments.figures.points import DATA, key
-from moments.figures.setup import SQUARED_NORM, Line, read
+from moments.figures.setup import Line, first_layer, read
 
 MEASURED: dict[str, moments.Measurement] = {}  # two figures may read one simulation
 SWEPT = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
@@ -30,9 +32,11 @@ def declaration(line: Line) -> dict[str, Any]:
 
 
 def made_with(made: dict[str, Any], line: Line) -> bool:
-    """Whether stored points are of this line; fields added since have their defaults."""
-    now = declaration(line) | {"model": line.model}
-    return {**made, "model": moments.Transformer.from_dict(made["model"])} == now
+    """Whether stored points are of this line, with as many draws; fields added since have their
+    defaults."""
+    now = declaration(line)
+    same = moments.Transformer.from_dict(made["model"]) == line.model
+    return same and made["inputs"] == now["inputs"] and made["seeds"] >= line.seeds
 
 
 def simulate(line: Line) -> dict[str, Any]:
@@ -49,7 +53,7 @@ def simulate(line: Line) -> dict[str, Any]:
         MEASURED[made] = moments.simulate(line.model, **line.inputs, **options)
     measured = MEASURED[made]
     values, stderr = read(measured, line.quantity, line.over)
-    first = 1 if line.quantity.startswith(SQUARED_NORM) else 0
+    first = first_layer(line.quantity)
     errors = np.full(len(values), np.nan) if stderr is None else stderr
     return _entry(np.arange(first, first + len(values)), values, errors)
 
@@ -59,10 +63,11 @@ def _entry(x: np.ndarray, value: np.ndarray, stderr: np.ndarray) -> dict[str, An
     return {name: [float(f"{v:.5g}") for v in column] for name, column in columns.items()}
 
 
-def main(chosen: list[str]) -> None:
+def main(chosen: list[str], least: int) -> None:
     for name in chosen or names():
         for index, panel in enumerate(setup(name).panels):
-            for line in panel.lines:
+            for declared in panel.lines:
+                line = dataclasses.replace(declared, seeds=max(declared.seeds, least))
                 if not line.points:
                     continue
                 data = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
@@ -75,4 +80,8 @@ def main(chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seeds", type=int, default=1)
+    arguments = parser.parse_args()
+    main(arguments.names, arguments.seeds)

@@ -1,11 +1,13 @@
 """Every scheme against simulation, and the page docs/schemes.md.
 
-    python benchmarks/schemes.py simulate [--layers 24] [--seeds 6]
+    python benchmarks/schemes.py simulate [--layers 24] [--seeds 24] [--scheme NAME ...]
+    python benchmarks/schemes.py depth [--seeds 4]
     python benchmarks/schemes.py page
 
-`simulate` runs what benchmarks/data/schemes.json does not hold yet and stores it after every
-scheme, so that it can be interrupted: on one core three minutes at 24 layers and 6 draws, and six
-at 96 layers and 3. `page` writes docs/schemes.md from that file and from predictions.
+`simulate` runs what benchmarks/data/schemes.json does not hold yet with as many draws, and stores
+it after every scheme, so that it can be interrupted: on one core a draw of all schemes takes half a
+minute at 24 layers and a minute at 96. `depth` does the same with 192 and 1000 layers, a minute a
+draw. `page` writes docs/schemes.md from that file and from predictions.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from schemes_depth import DEEP, DEEP_CASES, DEPTH, SCALING, deep, depth, scaling
+from schemes_page import DEPTHS, HEAD, INPUTS, SETTING, base, listing, outside, rows, table
 
 import moments
 from moments.scheme import Scheme, schemes
@@ -27,12 +31,6 @@ from moments.scheme_table import scheme_model
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks/data/schemes.json"
 PAGE = ROOT / "docs/schemes.md"
-INPUTS = {"correlation": 0.25}
-DEPTHS = (24, 96)
-
-
-def base(layers: int) -> moments.Transformer:
-    return moments.Transformer(layers, 128, 4, 64, dropout=0.1)
 
 
 def declared(layers: int, scheme: Scheme) -> moments.Transformer:
@@ -42,37 +40,61 @@ def declared(layers: int, scheme: Scheme) -> moments.Transformer:
         return scheme_model(base(layers), scheme, INPUTS)
 
 
-# --- simulation ----------------------------------------------------------------------------------
-
-
 def stored() -> dict[str, Any]:
     return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"runs": {}}
 
 
-def simulate(layers: int, seeds: int) -> None:
-    """Run what is missing; models that two schemes share run once."""
+def _store(data: dict[str, Any]) -> None:
+    data["machine"] = f"{platform.machine()}, {platform.system()}, one thread"
+    DATA.parent.mkdir(exist_ok=True)
+    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def simulate(layers: int, seeds: int, chosen: list[str]) -> None:
+    """Run what is missing or has fewer draws; models that two schemes share run once."""
     for scheme in schemes():
+        if chosen and scheme.name not in chosen:
+            continue
         data, key = stored(), f"{scheme.name}/{layers}"
         model = declared(layers, scheme)
-        if key in data["runs"] and _made_with(data["runs"][key], model):
+
+        def done(run: dict[str, Any], model: moments.Transformer = model) -> bool:
+            return run["seeds"] >= seeds and _made_with(run, model)
+
+        if key in data["runs"] and done(data["runs"][key]):
             continue
-        same = [run for run in data["runs"].values() if _made_with(run, model)]
+        same = [run for run in data["runs"].values() if done(run)]
         run = same[0] if same else _run(model, seeds)
         data["runs"][key] = run
-        data["machine"] = f"{platform.machine()}, {platform.system()}, one thread"
-        DATA.parent.mkdir(exist_ok=True)
-        DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        _store(data)
         print(key, f"{run['seconds']:.0f} s", "shared" if same else "", flush=True)
 
 
-def _declared(run: dict[str, Any]) -> moments.Transformer:
-    return moments.Transformer.from_dict(run["model"])
+def simulate_depth(seeds: int) -> None:
+    """DeepScaleLM and Xavier weights at many layers."""
+    cases = [(scheme, norm, r) for scheme, norm, rs in DEEP_CASES for r in rs]
+    for scheme, norm, r in cases:
+        for layers in DEEP:
+            data, key = stored(), f"{scheme}/{norm}/{layers}/{r:g}"
+            runs, model = data.setdefault("depth", {}), deep(layers, norm, scheme)
+            if key in runs and runs[key]["seeds"] >= seeds and _made_with(runs[key], model):
+                continue
+            runs[key] = _run(model, seeds, grad_correlation=r)
+            _store(data)
+            print(key, f"{runs[key]['seconds']:.0f} s", flush=True)
 
 
 def _made_with(run: dict[str, Any], model: moments.Transformer) -> bool:
     """Whether a run is of this model, to the digits that a solved temperature settles in."""
-    then, now = (json.dumps(_rounded(m.to_dict())) for m in (_declared(run), model))
-    return then == now
+    then = moments.Transformer.from_dict(run["model"])
+    first, second = (json.dumps(_rounded(_fields(m))) for m in (then, model))
+    return first == second
+
+
+def _fields(model: moments.Transformer) -> dict[str, Any]:
+    """A declaration with the weights it has by default."""
+    weights = model.weights
+    return model.to_dict() | {"weights": None if weights is None else weights.to_dict()}
 
 
 def _rounded(value: Any) -> Any:
@@ -83,14 +105,15 @@ def _rounded(value: Any) -> Any:
     return f"{value:.5g}" if isinstance(value, float) else value
 
 
-def _run(model: moments.Transformer, seeds: int) -> dict[str, Any]:
+def _run(model: moments.Transformer, seeds: int, **gradient: Any) -> dict[str, Any]:
     begun = time.time()
-    found = moments.simulate(model, **INPUTS, seeds=seeds, batch=2)
+    found = moments.simulate(model, **INPUTS, **gradient, seeds=seeds, batch=2)
     first, last = found.variance[0], found.grad_variance[-1]
     return {
         "model": model.to_dict(),
         "seeds": seeds,
         "seconds": time.time() - begun,
+        "last_variance": [found.variance[-1], found.variance_stderr[-1]],
         "variance_growth": [found.variance[-1] / first, found.variance_stderr[-1] / first],
         "gradient_ratio": [found.grad_variance[0] / last, found.grad_variance_stderr[0] / last],
         "typical_ratio": [
@@ -101,132 +124,31 @@ def _run(model: moments.Transformer, seeds: int) -> dict[str, Any]:
     }
 
 
-# --- page ----------------------------------------------------------------------------------------
-
-
-def listing() -> str:
-    """What every scheme sets, its options with the authors' defaults, its paper."""
-    lines = [
-        "| scheme | what it is | sets | options | norm | source |",
-        "|---|---|---|---|---|---|",
-    ]
-    for scheme in schemes():
-        options = ", ".join(f"`{name}={value!r}`" for name, value in scheme.options.items())
-        cells = (
-            f"`{scheme.name}`",
-            scheme.title,
-            ", ".join(f"`{name}`" for name in scheme.sets),
-            options,
-            ", ".join(scheme.placements) or "any",
-            str(scheme.source),
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def table(layers: int) -> str:
-    """Predicted against simulated, one row per scheme."""
-    runs = stored()["runs"]
-    lines = [
-        "| scheme | norm | variance growth | simulated | error | gradient ratio | typical draw "
-        "| simulated | error | final correlation | simulated | error |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for scheme in schemes():
-        run = runs.get(f"{scheme.name}/{layers}")
-        if run is None:
-            continue
-        model = _declared(run)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", moments.ValidityWarning)
-            found = moments.predict(model, **INPUTS, batch=2)
-        growth = float(found.variance[-1] / found.variance[0])
-        mean = float(found.grad_variance[0] / found.grad_variance[-1])
-        typical = _typical(found)
-        r = float(found.correlation[-1])
-        # ReZero's stream is its input, whose own scatter is part of every growth.
-        scatter = runs[f"rezero/{layers}"]["variance_growth"][1]
-        value, stderr = run["variance_growth"]
-        grown = [value, float(np.hypot(stderr, value * scatter))]
-        cells = [f"`{scheme.name}`", model.norm]
-        cells += [_short(growth), _measured(grown), _percent(growth, grown)]
-        cells += [_short(mean), "-" if typical is None else _short(typical)]
-        cells += [_measured(run["typical_ratio"])]
-        cells += [_percent(mean if typical is None else typical, run["typical_ratio"])]
-        cells += [f"{r:.3f}", _measured(run["final_correlation"])]
-        cells += [f"{r - run['final_correlation'][0]:+.3f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _typical(found: moments.Prediction) -> float | None:
-    """The gradient ratio of a typical draw; None where no spread of draws is predicted."""
-    try:
-        return float(found.grad_variance_typical[0] / found.grad_variance_typical[-1])
-    except moments.MomentsError:
-        return None
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _measured(pair: list[float]) -> str:
-    return f"{pair[0]:.3g} ± {pair[1]:.1g}"
-
-
-def _percent(predicted: float, pair: list[float]) -> str:
-    return f"{100 * (predicted / pair[0] - 1):+.1f} %"
-
-
-HEAD = """# Schemes
-
-Generated by `python benchmarks/schemes.py page`. `model.with_scheme(name, **options)` applies one,
-`moments.compare_schemes(model)` all of them. Where Sun et al. define a method otherwise than its
-authors, an option says so. A scheme warns where it clashes with what a model has.
-
-"""
-
-
-NOTES = """## Where predictions are far off
-
-`group-ln`: the authors' 32 groups of a stream of width 128 have 4 features each. Behind 3 degrees
-of freedom 1/|x|^2 has a mean and no variance: few draws lie near the mean that is predicted.
-`sandwich-ln`, `peri-ln` and `mix-ln` at 96 layers are off by several of their standard errors, as
-three draws estimate them. Post-LN, `mix-ln`, `hybridnorm` and `b2t`: at 96 layers and width 128 the
-gradient of single draws scatters over decades, and few draws do not settle its mean."""
-
-
-def page() -> str:
+def page(data: dict[str, Any]) -> str:
     """The whole page."""
-    parts = [HEAD + listing()]
-    seeds = {key.rpartition("/")[2]: run["seeds"] for key, run in stored()["runs"].items()}
+    parts, every = [HEAD + listing(), SETTING], []
     for layers in DEPTHS:
-        if str(layers) not in seeds:
-            continue
-        parts.append(
-            f"## {layers} layers\n\n"
-            f"d_model 128, 4 heads, 64 tokens, ReLU, dropout 0.1, input correlation 0.25, white "
-            f"gradient at the output; {seeds[str(layers)]} draws of the weights, 2 sequences each, "
-            "± one standard error over draws. Each scheme at its authors' placement. Gradient "
-            "ratio: gradient variance at the first layer's input over that at the last layer's "
-            "output, predicted as the mean over draws and as the geometric mean, the typical draw, "
-            "with which the simulation's is compared (with the mean where no spread of draws is "
-            "predicted).\n\n" + table(layers)
-        )
-    return "\n\n".join([*parts, NOTES]) + "\n"
+        found = rows(data, layers)
+        every += found
+        parts += [f"## {layers} layers", table(found)]
+    parts += ["## Outside the bounds", outside(every), DEPTH, depth(data)]
+    return "\n\n".join([*parts, SCALING, scaling()]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("simulate", "page"))
+    parser.add_argument("command", choices=("simulate", "depth", "page"))
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--seeds", type=int)
+    names = [scheme.name for scheme in schemes()]
+    parser.add_argument("--scheme", action="append", default=[], choices=names)
     arguments = parser.parse_args()
     if arguments.command == "simulate":
-        simulate(arguments.layers, arguments.seeds)
+        simulate(arguments.layers, arguments.seeds or 24, arguments.scheme)
+    elif arguments.command == "depth":
+        simulate_depth(arguments.seeds or 4)
     else:
-        PAGE.write_text(page(), encoding="utf-8")
+        PAGE.write_text(page(stored()), encoding="utf-8")
 
 
 if __name__ == "__main__":

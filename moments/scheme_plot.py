@@ -57,7 +57,7 @@ def plot_schemes(comparison: SchemeComparison) -> Figure:
     for line, (title, names) in zip(axes, parts, strict=True):
         for ax, quantity in zip(line, QUANTITIES, strict=True):
             _panel(ax, quantity, names, curves)
-        line[0].set_ylabel(title, fontsize=10)
+        line[0].set_ylabel(title, fontsize=10, fontweight="bold")
         line[2].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     for ax, quantity in zip(axes[0], QUANTITIES, strict=True):
         ax.set_title(TITLES[quantity], loc="left", fontsize=10.5)
@@ -72,6 +72,14 @@ def plot_schemes(comparison: SchemeComparison) -> Figure:
         x=0.01,
         ha="left",
         fontsize=12,
+    )
+    figure.supxlabel(
+        "Predictions at initialisation, each scheme at its authors' placement. "
+        "Grey: the schemes of the other rows; a line that leaves a panel is off its scale.",
+        x=0.01,
+        ha="left",
+        fontsize=9,
+        color="#555555",
     )
     return figure
 

@@ -66,7 +66,13 @@ class SchemeComparison:
     def __str__(self) -> str:
         shown = self.to_frame().to_string(index=False, float_format=lambda value: f"{value:.3g}")
         model = self.model
-        head = f"{len(self.predictions)} schemes at {model.layers} layers, d_model {model.d_model}"
+        head = (
+            f"{len(self.predictions)} schemes at {model.layers} layers, d_model {model.d_model}, "
+            "at initialisation, each at its authors' placement\n"
+            "variance_growth: last layer over input; gradient_ratio: gradient variance at the\n"
+            "input over that at the last layer; sensitivity: median over blocks of N times the\n"
+            "variance that a block adds over that of the skip connection"
+        )
         missing = "".join(f"\nwithout {name}: {why}" for name, why in self.left_out.items())
         return f"{head}\n\n{shown}{missing}"
 

@@ -13,6 +13,7 @@ from moments.analysis import (
     angular_distance,
     chain_constants,
     correlation_fixed_points,
+    dslm_bounds,
     growth_exponents,
     growth_laws,
     sensitivity,
@@ -197,6 +198,45 @@ def test_bounds_of_the_simplified_scheme(k: float) -> None:
         for side in ("lower", "upper")
     )
     assert ends == pytest.approx([lower, upper], rel=2e-3)
+
+
+@pytest.mark.parametrize("theory", ["simplified", "refined"])
+@pytest.mark.parametrize("grad_correlation", [0.0, 0.4, 0.8])
+@pytest.mark.parametrize(
+    ("norm", "simplified"), [("pre", False), ("post", False), ("pre", True)], ids=str
+)
+def test_dslm_stays_within_its_bounds(
+    norm: str, simplified: bool, grad_correlation: float, theory: str
+) -> None:
+    declared = model(layers=192, norm=norm).with_scheme(
+        "dslm", variant="released", input_correlation=0.227, simplified=simplified
+    )
+    found = dslm_bounds(declared, theory, grad_correlation=grad_correlation)  # type: ignore[arg-type]
+    assert found.branch_constant == pytest.approx(2.0)
+    assert found.simplified == simplified
+    for name, (low, high) in found.bounds.items():
+        smallest, largest = found.extremes[name]
+        # The bounds are those of many layers: 1/N of what changes.
+        assert low * (1 - 5 / 192) < smallest <= largest < high * (1 + 5 / 192), name
+    assert not simplified or found.extremes["variance"][0] < 0.7
+    assert len(found.to_frame()) == 2
+
+
+def test_dslm_bound_is_met_by_a_white_gradient() -> None:
+    """Table 2's attention returns nothing of it: skip connections alone, e^(-k)."""
+    declared = model(layers=1000).with_scheme("dslm", k=1.5, input_correlation=0.227)
+    found = dslm_bounds(declared)
+    smallest = found.extremes["grad_variance"][0]
+    assert smallest == pytest.approx(math.exp(-1.5), rel=0.01)
+    assert smallest == pytest.approx(found.bounds["grad_variance"][0], rel=0.01)
+
+
+def test_dslm_bounds_need_dslm() -> None:
+    with pytest.raises(moments.DomainError, match="skip_scale"):
+        dslm_bounds(model())
+    post = model(norm="post").with_scheme("dslm", input_correlation=0.227, simplified=True)
+    with pytest.raises(moments.DomainError, match="simplified"):
+        dslm_bounds(post)
 
 
 # --- correlated branches --------------------------------------------------------------------------

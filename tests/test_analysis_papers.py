@@ -171,6 +171,8 @@ FAST = (
     "query_value_ratio",
     "gradients_in_depth",
     "reversal",
+    "angles_in_house",
+    "angles_under_scaling",
 )
 
 
@@ -189,6 +191,21 @@ def test_every_case_says_what_it_is(cases: dict[str, Case]) -> None:
         assert case._repr_html_()
     with pytest.raises(moments.DomainError, match="reversal"):
         named_cases(["nothing"])
+
+
+def test_angles_before_training(cases: dict[str, Case]) -> None:
+    """Pre-LN's fall with depth, Post-LN's rise; LayerNorm Scaling's fall faster, not slower."""
+    steps = {
+        (name, label): np.diagonal(matrix, 1)
+        for name in ("angles_in_house", "angles_under_scaling")
+        for label, matrix in cases[name].series.items()
+    }
+    pre, scaled = (steps["angles_under_scaling", x] for x in ("Pre-LN", "LayerNorm Scaling"))
+    assert np.all(np.diff(pre) < 0)
+    assert np.all(np.diff(steps["angles_in_house", "Post-LN"]) > 0)
+    assert scaled[0] == pytest.approx(pre[0])
+    assert np.all(scaled[1:] < pre[1:])
+    assert max(pre.max(), scaled.max()) < 0.5
 
 
 def test_small_branches_keep_tokens_apart(cases: dict[str, Case]) -> None:

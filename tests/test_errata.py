@@ -21,6 +21,7 @@ from quadrature import (
 
 import moments
 from moments.analysis import correlation_fixed_points, sensitivity
+from moments.figures.points import stored
 from moments.laws.kedia_chain import DSLM_CHAIN, PRE_LN_CHAIN
 from moments.laws.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_JACOBIAN
 from moments.laws.sun import CURSE_OF_DEPTH
@@ -329,6 +330,22 @@ def test_weights_of_one_over_fan_out_do_not_cause_collapse() -> None:
         r = (r + c2 * (math.sqrt(1 - r * r) + r * (math.pi - math.acos(r))) / math.pi) / (1 + c2)
         r = min(r, 1.0)
     assert r > 1 - 1e-6
+
+
+def test_released_figures_show_weight_gradients() -> None:
+    """Simulated: norms over a layer's weights follow 1/sqrt(n); the stream's gradient does not."""
+    layer = np.arange(1, 193)
+    norms = np.array(stored()["kedia-2/1/refined"]["value"])
+    stream = np.array(stored()["kedia-2/0/refined"]["value"])[1:]
+    late = layer >= 10
+    slope = np.polyfit(np.log(layer[late]), np.log(norms[late]), 1)[0]
+    assert slope == pytest.approx(-0.5, abs=0.07)
+    assert (norms[9] / norms[-1]) ** 2 > 4 * stream[9] / stream[-1]
+    for norm in ("Pre-LN", "Post-LN"):
+        level = np.array(stored()[f"kedia-4/2/{norm}, refined"]["value"])
+        white = np.array(stored()[f"kedia-4/1/{norm}, refined"]["value"])
+        assert np.all(np.abs(level - 1) < 0.3)
+        assert white[0] < 0.4
 
 
 def test_compute_table_has_two_misprinted_shapes() -> None:

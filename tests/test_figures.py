@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
 import moments
+from moments.analysis import angular_distance
 from moments.figures import draw, names, setup
 from moments.figures.catalogue import NAMES, _declared
-from moments.figures.drawing import _unsimulated
+from moments.figures.drawing import _about_points
 from moments.figures.points import key, stored
+from moments.figures.setup import LAYER_NORM, HeatMap, read
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
 LINES = [
     (name, index, line)
     for name in names()
@@ -26,12 +31,7 @@ LINES = [
 
 
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(name)
 
 
 def test_the_catalogue_is_what_the_papers_modules_declare() -> None:
@@ -47,12 +47,12 @@ def test_points_are_those_of_the_declared_set_ups() -> None:
     for name, index, line in LINES:
         found = stored().get(key(name, index, line.label))
         if found is None:
-            assert "NOT SIMULATED" in _unsimulated(setup(name))
+            assert "NOT SIMULATED" in _about_points(setup(name))[0]
             continue
         simulated.add(name)
         assert made_with(found["made"], line), (name, line.label)
         assert len(found["x"]) == len(found["value"]) == len(found["stderr"])
-    assert simulated == set(names())
+    assert simulated == {name for name, _, _ in LINES}
 
 
 @pytest.mark.parametrize("name", ["kedia-13", "kedia-8", "noci-8", "noci-10"])
@@ -82,14 +82,86 @@ def test_draw_saves_a_picture(tmp_path: Path) -> None:
 
 
 def test_sun_is_labelled_as_initialisation() -> None:
-    assert "INITIALISATION" in setup("sun-4").title
+    for name in names():
+        if name.startswith("sun"):
+            assert "AT INITIALISATION" in setup(name).title
+            assert "The paper shows" in setup(name).settings
+
+
+def test_heat_maps_read_by_layer_and_steps() -> None:
+    pre = setup("sun-3").panels[1]
+    assert isinstance(pre, HeatMap)
+    values = pre.distances()
+    expected = angular_distance(pre.prediction())
+    assert values.shape == (12, 12)
+    for steps in (1, 5, 12):
+        kept = values[steps - 1]
+        np.testing.assert_array_equal(kept[: 13 - steps], expected.from_layer(steps))
+        assert np.all(np.isnan(kept[13 - steps :]))
+    figure = draw("sun-3")
+    assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["Post-LN", "Pre-LN"]
+    assert "angular distance" in figure.axes[2].get_ylabel()
+
+
+def test_norms_of_a_layers_weight_gradients() -> None:
+    model = moments.Transformer(2, 32, 2, 16, dropout=0.1)
+    predicted, none = read(moments.predict(model, correlation=0.3), LAYER_NORM)
+    values, stderr = read(moments.simulate(model, correlation=0.3, seeds=16), LAYER_NORM)
+    assert none is None
+    assert stderr is not None
+    assert predicted.shape == values.shape == stderr.shape == (2,)
+    assert np.all(np.abs(predicted - values) < 3 * stderr + 0.03 * values)
+    assert np.all(stderr < 0.2 * values)
+
+
+def test_bars_on_a_logarithmic_axis_stay_above_zero() -> None:
+    (ax,) = draw("noci-8").axes[:1]
+    for container in ax.containers:
+        (bars,) = container[2]
+        assert min(segment[:, 1].min() for segment in bars.get_segments()) > 0
+
+
+# --- the page of schemes --------------------------------------------------------------------------
 
 
 def test_the_page_of_schemes_is_the_registry() -> None:
     page = (ROOT / "docs/schemes.md").read_text(encoding="utf-8")
-    benchmark = script("schemes")
+    benchmark = script("schemes_page")
     assert benchmark.listing() in page
     for layers in benchmark.DEPTHS:
         table = page.partition(f"## {layers} layers")[2].partition("\n## ")[0]
         for scheme in moments.schemes():
             assert f"| `{scheme.name}` |" in table, (scheme.name, layers)
+
+
+def test_what_counts_as_outside_the_bounds() -> None:
+    benchmark = script("schemes_page")
+    exact = dict.fromkeys(("growth", "gradient", "correlation"), 0.01)
+
+    def row(norm: str, **errors: float) -> Any:
+        numbers = (1.0, 1.0, 1.0, True, 0.5)
+        found = {**dict.fromkeys(exact, 0.0), **errors}
+        return benchmark.Row("lns", 24, norm, 8, *numbers, {}, found, exact)
+
+    assert row("pre", growth=-0.039, gradient=0.049, correlation=0.034).beyond() == {}
+    assert row("pre", growth=-0.05).beyond() == {"growth": pytest.approx(0.01)}
+    assert row("pre", gradient=0.07).beyond() == {"gradient": pytest.approx(0.02)}
+    assert row("post", gradient=0.07).beyond() == {}
+    told = benchmark.outside([row("pre", growth=0.05), row("pre")])
+    assert told.startswith("5 of 6 numbers are within the bounds.")
+    assert "`lns` at 24 layers, variance growth, beyond by 1.0 %" in told
+
+
+def test_depths_simulated_agree() -> None:
+    """DeepScaleLM's stored runs at 192 and 1000 layers: variance near 1, ratios alike."""
+    runs = script("schemes").stored()["depth"]
+    near = [name for name in runs if name.startswith("dslm") and "/192/" in name]
+    pairs = [name for name in near if name.replace("/192/", "/1000/") in runs]
+    assert len(pairs) >= 2
+    for pair in pairs:
+        first, last = runs[pair], runs[pair.replace("/192/", "/1000/")]
+        (a, error_a), (b, error_b) = first["typical_ratio"], last["typical_ratio"]
+        assert abs(np.log(a / b)) < 3 * np.hypot(error_a / a, error_b / b), pair
+        for run in (first, last):
+            value, stderr = run["last_variance"]
+            assert abs(value - 1) < 0.1 + 2 * stderr, pair

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -71,14 +73,18 @@ def test_the_example_in_contributing_is_a_whole_scheme(monkeypatch: pytest.Monke
     section = page.partition("## Add a scheme")[2].partition("\n## ")[0]
     (example,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     assert len(example.splitlines()) < 60
-    names = {"__name__": "moments.scheme.example", "__package__": "moments.scheme"}
-    exec(compile(example, "CONTRIBUTING.md", "exec"), names)
-    (found,) = [value for value in names.values() if isinstance(value, Scheme)]
-    known = registry._all()
-    monkeypatch.setattr(registry, "_all", lambda: (*known, found))
+    module = types.ModuleType("moments.scheme.shrinking")
+    module.__package__ = "moments.scheme"
+    exec(compile(example, "CONTRIBUTING.md", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    # The one line that the registry needs.
+    monkeypatch.setattr(registry, "MODULES", (*registry.MODULES, "shrinking"))
+    found = registry.schemes()[-1]
+    assert found is module.SHRINKING
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         changed = model(layers=4).with_scheme(found.name)
     assert changed.branch_scale == pytest.approx((1.0, 0.5**0.5, 3**-0.5, 0.5))
+    assert list(moments.compare_schemes(model(layers=4)).predictions)[-1] == found.name
     with pytest.raises(moments.DomainError, match="power"):
         model().with_scheme(found.name, power=-1.0)

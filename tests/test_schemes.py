@@ -145,6 +145,28 @@ def test_bad_schemes_and_options(name: str, options: dict[str, float], words: st
         model().with_scheme(name, **options)
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_dslm_does_not_feel_its_depth(norm: str) -> None:
+    """192 and 1000 layers: variance near 1, the gradient's ratio the same; not so with Xavier."""
+    ratios: dict[str, list[np.ndarray]] = {"dslm": [], "xavier": []}
+    for layers in (192, 1000):
+        plain = moments.Transformer(layers, 64, 4, 32, norm=norm, dropout=0.1)
+        scaled = plain.with_scheme("dslm", input_correlation=0.25 / 0.9)
+        for name, declared in (("dslm", scaled), ("xavier", plain)):
+            p = moments.predict(
+                declared, correlation=0.25, grad_correlation=np.array([0.0, 0.2, 0.4, 0.8])
+            )
+            ratios[name].append(p.grad_variance[:, 0] / p.grad_variance[:, -1])
+            if name == "dslm":
+                assert np.abs(p.variance - 1).max() < 0.1
+    near, far = ratios["dslm"]
+    np.testing.assert_allclose(far, near, rtol=0.02)
+    assert near.min() > 0.2
+    assert near.max() < 3
+    near, far = ratios["xavier"]
+    assert np.all(np.abs(np.log(far / near)) > 1)
+
+
 def test_dslm_keeps_parallel_blocks_at_variance_one() -> None:
     model = moments.Transformer(12, 64, 4, 32, parallel=True, activation="gelu")
     scaled = model.with_scheme("dslm", input_correlation=0.2)

@@ -1,8 +1,9 @@
 """The papers' statements about whole networks, from laws and from predictions.
 
-`correlation_fixed_points`, `growth_laws`, `growth_exponents`, `sensitivity`, `trade_off`,
-`variance_recursion`, `jacobian_bounds`, `angular_distance`, `uniform_attention`, `gradient_gap`,
-`compute_table`, `named_cases`: each returns a small frozen object with `to_frame()`.
+`correlation_fixed_points`, `growth_laws`, `dslm_bounds`, `growth_exponents`, `sensitivity`,
+`trade_off`, `variance_recursion`, `jacobian_bounds`, `angular_distance`, `uniform_attention`,
+`gradient_gap`, `compute_table`, `named_cases`: each returns a small frozen object with
+`to_frame()`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ _PUBLIC = {
     "chain_constants": "chain",
     "compute_table": "compute",
     "correlation_fixed_points": "fixed_points",
+    "dslm_bounds": "scaled",
     "gradient_gap": "query_value",
     "growth_exponents": "growth",
     "growth_laws": "growth",
@@ -31,6 +33,7 @@ __all__ = [
     "chain_constants",
     "compute_table",
     "correlation_fixed_points",
+    "dslm_bounds",
     "gradient_gap",
     "growth_exponents",
     "growth_laws",
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from .jacobian import jacobian_bounds
     from .query_value import gradient_gap
     from .recursion import variance_recursion
+    from .scaled import dslm_bounds
     from .tradeoff import sensitivity, trade_off
     from .uniform import uniform_attention
 

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import domain_error
-from . import kedia_cases, noci_cases
+from . import kedia_cases, noci_cases, sun_cases
 from .case import Case
 from .results import Result
 
-_ALL: Mapping[str, Callable[[], Case]] = {**kedia_cases.CASES, **noci_cases.CASES}
+_ALL: Mapping[str, Callable[[], Case]] = {
+    **kedia_cases.CASES,
+    **sun_cases.CASES,
+    **noci_cases.CASES,
+}
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def growth_laws(
     if model.norm not in ("pre", "post") or np.any(model.skip_scales != 1.0):
         raise DomainError(
             "growth_laws covers pre and post norm with skip_scale 1; "
-            "for DeepScaleLM see moments.laws.kedia_chain.DSLM_CHAIN and growth_exponents"
+            "for DeepScaleLM see dslm_bounds"
         )
     c1, c2 = chain_constants(model)
     table = correlation_fixed_points(model, "simplified")

@@ -10,13 +10,15 @@ import numpy as np
 
 from .catalogue import setup
 from .points import key, stored
-from .setup import Line, Panel, Setup
+from .setup import HeatMap, Line, Panel, Setup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 COLORS = ("#1b6ca8", "#c8553d", "#3a8f5c", "#8d5bb0")
+MARKERS = dict(zip(COLORS, "os^D", strict=True))
 MOST_POINTS = 25
 
 
@@ -37,26 +39,61 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
 
     found = setup(name)
     count = len(found.panels)
-    figure = Picture(figsize=(1.2 + 5.2 * count, 4.6), layout="constrained")
+    width = 4.0 if isinstance(found.panels[0], HeatMap) else 5.2
+    figure = Picture(figsize=(max(1.2 + width * count, 6.4), 4.8), layout="constrained")
     for index, panel in enumerate(found.panels):
-        _panel(figure.add_subplot(1, count, index + 1), found, index, panel)
+        ax = figure.add_subplot(1, count, index + 1)
+        if isinstance(panel, HeatMap):
+            image = _heat_map(ax, panel)
+            if index == count - 1:
+                label = "angular distance (0 alike, .5 unrelated)"
+                figure.colorbar(image, ax=figure.axes, label=label, shrink=0.9)
+        else:
+            _panel(ax, found, index, panel)
     figure.suptitle(f"{found.title}\n{found.source}", x=0.01, ha="left", fontsize=11)
-    settings = textwrap.fill(found.settings + _unsimulated(found), 72 * count + 12)
-    figure.supxlabel(settings, x=0.01, ha="left", fontsize=8, color="#555555")
+    text = ". ".join((found.settings, *_about_points(found)))
+    wrapped = textwrap.fill(text, int(15 * figure.get_figwidth()))
+    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=8, color="#555555")
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
 
 
-def _unsimulated(found: Setup) -> str:
-    """What belongs under a figure some of whose lines have no stored points."""
-    lines = [
-        line.label
+def _simulated(found: Setup) -> list[tuple[Line, str]]:
+    """Lines that points belong over, and where they are stored."""
+    return [
+        (line, key(found.name, index, line.label))
         for index, panel in enumerate(found.panels)
         for line in panel.lines
-        if line.points and key(found.name, index, line.label) not in stored()
+        if line.points
     ]
-    return f". NOT SIMULATED yet: {len(lines)} lines" if lines else ""
+
+
+def _about_points(found: Setup) -> list[str]:
+    """What points and bars are; and which lines have none."""
+    lines = _simulated(found)
+    missing = sum(where not in stored() for _, where in lines)
+    if missing:
+        return [f"NOT SIMULATED yet: {missing} lines"]
+    draws = sorted({stored()[where]["made"]["seeds"] for _, where in lines})
+    if not draws:
+        return []
+    counted = " or ".join(map(str, draws))
+    return [f"Lines: predictions. Points: simulations, {counted} draws, two standard errors"]
+
+
+def _heat_map(ax: Axes, panel: HeatMap) -> AxesImage:
+    values = panel.distances()
+    count = len(values)
+    # Row n starts at n layers further, so that cells are centred on whole numbers.
+    edges = (-0.5, count - 0.5, 0.5, count + 0.5)
+    image = ax.imshow(
+        values, origin="lower", extent=edges, cmap="viridis_r", vmin=0, vmax=0.5, aspect="auto"
+    )
+    ax.set_title(panel.title, loc="left", fontsize=10)
+    ax.set_xlabel("from layer (0 enters layer 1)")
+    ax.set_ylabel("layers further")
+    return image
 
 
 def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
@@ -71,9 +108,11 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
             colored += 1
             ends.append(values)
         dash = "-" if line.points else (0, (5, 2))
-        ax.plot(x, values, color=color, linestyle=dash, linewidth=1.8, label=line.label)
+        # Later lines are thinner, so that one that covers another shows both.
+        width = 2.8 - 0.5 * colored if line.points else 1.4
+        ax.plot(x, values, color=color, linestyle=dash, linewidth=width, label=line.label)
         if line.points:
-            _points(ax, line, key(found.name, index, line.label), color)
+            _points(ax, line, key(found.name, index, line.label), color, panel.log)
     ax.set_title(panel.title, loc="left", fontsize=10)
     ax.set_xlabel(panel.x)
     ax.set_ylabel(panel.y)
@@ -82,23 +121,30 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
     if panel.log:
         ax.set_yscale("log")
     else:
+        ax.margins(y=0.08)
         ax.set_ylim(bottom=min(0.0, *(float(v.min()) for v in ends)))
     if len(panel.lines) > 1:
         ax.legend(frameon=False, fontsize=8.5)
 
 
-def _points(ax: Axes, line: Line, where: str, color: str) -> None:
+def _points(ax: Axes, line: Line, where: str, color: str, log: bool) -> None:
     points = stored().get(where)
     if points is None:
         return
     step = max(1, len(points["x"]) // MOST_POINTS)
     x, value, stderr = (np.array(points[name])[::step] for name in ("x", "value", "stderr"))
+    bar = 2 * np.nan_to_num(stderr)
+    if log:  # of the logarithm: a bar of the value itself would reach below zero
+        factor = np.exp(bar / value)
+        low, high = value * (1 - 1 / factor), value * (factor - 1)
+    else:
+        low, high = bar, bar
     ax.errorbar(
         x,
         value,
-        yerr=2 * np.nan_to_num(stderr),
-        fmt="o",
-        markersize=3.5,
+        yerr=np.stack([low, high]),
+        fmt=MARKERS[color],
+        markersize=4.2,
         color=color,
         markeredgecolor="white",
         markeredgewidth=0.5,

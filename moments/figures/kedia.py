@@ -7,15 +7,23 @@ from functools import cache
 
 from ..laws.references import kedia
 from ..transformer import Transformer
-from .setup import Line, Panel, Setup
+from .setup import LAYER_NORM, TYPICAL_LAYER_NORM, Line, Panel, Setup
 
 DROPOUT = 0.1
 CORRELATION = 0.227  # of tables in equal parts at 32,000 words and 256 tokens, before dropout
 INPUT = {"correlation": (1 - DROPOUT) * CORRELATION}
 DEEP = (
-    "192 layers, d_model 256, 4 heads, 256 tokens, ReLU, dropout .1, input correlation .9 x .227; "
-    "the paper's BERT on text; heads, and a white gradient of variance 1 at the output, are ours"
+    "192 layers, 256 tokens, ReLU and dropout .1 as in the authors' scripts, whose BERT of d_model "
+    "1024 with 16 heads reads text; d_model 256, 4 heads, input correlation .9 x .227 and a white "
+    "gradient at the output are ours"
 )
+RELEASED = (
+    ". The authors' scripts plot the right panel's quantity over five parameters of each layer, "
+    "and beside it a curve drawn from its first point, by 1/sqrt(1 + 1/n) or 1.024 a layer. The "
+    "right panel's points and solid line are means over draws, which in Post-LN rare draws rule"
+)
+STREAM = "variance of the stream (input: 1)"
+GRADIENT = "gradient variance, typical draw (output: 1)"
 
 
 def deep(norm: str) -> Transformer:
@@ -41,20 +49,33 @@ def _both(label: str, model: Transformer, quantity: str, over: str = "") -> tupl
 def _deep(
     name: str, number: int, title: str, norm: str, quantity: str, label: str, log: bool
 ) -> Setup:
-    panel = Panel("", _both("", deep(norm), quantity), y=label, log=log)
-    return Setup(name, title, kedia(f"Figure {number}"), DEEP, (panel,))
+    panels = [Panel("", _both("", deep(norm), quantity), y=label, log=log)]
+    settings = DEEP
+    if quantity != "variance":
+        lines = (
+            Line("refined", deep(norm), LAYER_NORM, INPUT, over="last", seeds=2),
+            Line("typical draw", deep(norm), TYPICAL_LAYER_NORM, INPUT, over="last", points=False),
+        )
+        panels.append(Panel("", lines, x="layer", y=f"{LAYER_NORM} (last: 1)", log=log))
+        settings += RELEASED
+    return Setup(name, title, kedia(f"Figure {number}"), settings, tuple(panels))
 
 
 def _conserved() -> Setup:
     panels = []
-    for quantity, label in (
-        ("variance", "variance of the stream"),
-        ("grad_variance_typical", "variance of the gradient, typical draw"),
-    ):
+    for quantity, label in (("variance", STREAM), ("grad_variance_typical", GRADIENT)):
         lines = [_both(f"{norm.title()}-LN, ", scaled(norm), quantity) for norm in ("pre", "post")]
-        panels.append(Panel(label, (*lines[0], *lines[1])))
+        panels.append(Panel("", (*lines[0], *lines[1]), y=label))
+    norms = (
+        Line(f"{norm.title()}-LN, refined", scaled(norm), LAYER_NORM, INPUT, over="last", seeds=2)
+        for norm in ("pre", "post")
+    )
+    panels.append(Panel("", tuple(norms), x="layer", y=f"{LAYER_NORM} (last: 1)"))
     title = "DeepScaleLM conserves variances, forward and backward"
-    settings = DEEP.replace("256 tokens", "64 tokens")
+    settings = DEEP.replace("256 tokens, ReLU", "64 tokens for the authors' 256, ReLU")
+    settings += (
+        ". The authors' scripts plot the right panel's quantity over five parameters a layer"
+    )
     return Setup("kedia-4", title, kedia("Figure 4"), settings, tuple(panels))
 
 
@@ -72,7 +93,7 @@ def _correlations() -> Setup:
         _of_block("attention block", "attention", DROPOUT, seeds=2),
         _of_block("feed-forward block", "ffn", DROPOUT, seeds=2),
     )
-    panel = Panel("p = .1", lines, "input correlation", "output correlation", diagonal=True)
+    panel = Panel("dropout .1", lines, "input correlation", "output correlation", diagonal=True)
     title = "The feed-forward block lowers high correlations, dropout keeps attention's below 1"
     settings = "d_model 256, 4 heads, 256 tokens, Xavier weights"
     return Setup("kedia-7", title, kedia("Figure 7"), settings, (panel,))
@@ -93,7 +114,7 @@ def _no_collapse() -> Setup:
         "100 layers, dropout .1, ReLU and the three schemes as in the paper; Pre-LN, d_model 128, "
         "4 heads and 64 tokens are ours"
     )
-    panel = Panel("token correlation", lines)
+    panel = Panel("", lines, y="token correlation")
     return Setup("kedia-8", title, kedia("Figure 8"), settings, (panel,))
 
 
@@ -110,7 +131,6 @@ def _polynomial() -> Setup:
 
 def figures() -> tuple[Setup, ...]:
     """Those this module declares."""
-    gradient = "variance of the gradient, typical draw"
     return (
         _deep(
             "kedia-1",
@@ -118,7 +138,7 @@ def figures() -> tuple[Setup, ...]:
             "Pre-LN: forward variance grows linearly",
             "pre",
             "variance",
-            "variance of the stream",
+            STREAM,
             False,
         ),
         _deep(
@@ -127,7 +147,7 @@ def figures() -> tuple[Setup, ...]:
             "Pre-LN: gradient variance grows hyperbolically",
             "pre",
             "grad_variance_typical",
-            gradient,
+            GRADIENT,
             False,
         ),
         _deep(
@@ -136,7 +156,7 @@ def figures() -> tuple[Setup, ...]:
             "Post-LN: gradient variance vanishes exponentially",
             "post",
             "grad_variance_typical",
-            gradient,
+            GRADIENT,
             True,
         ),
         _conserved(),

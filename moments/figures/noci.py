@@ -25,12 +25,15 @@ def _norms() -> Setup:
     made = {"alpha = 1": linear(False), "alpha = 1/sqrt(L)": linear(True)}
     panels = (
         Panel(
-            "squared norm of the sequence, over the input's",
+            "",
             tuple(Line(k, m, "variance", WHITE, over="first") for k, m in made.items()),
+            y="squared norm of the sequence, over the input's",
             log=True,
         ),
         Panel(
-            "token correlation", tuple(Line(k, m, "correlation", WHITE) for k, m in made.items())
+            "",
+            tuple(Line(k, m, "correlation", WHITE) for k, m in made.items()),
+            y="token correlation",
         ),
     )
     settings = (
@@ -46,17 +49,23 @@ def _gradients() -> Setup:
     inputs = {"correlation": 0.2}
     weights = ("value", "query", "key")
     panels = (
-        Panel("token correlation", (Line("stream", model, "correlation", inputs, seeds=50),)),
         Panel(
-            "squared gradient norms",
+            "",
+            (Line("stream", model, "correlation", inputs, seeds=50),),
+            y="token correlation",
+        ),
+        Panel(
+            "",
             tuple(Line(w, model, SQUARED_NORM + w, inputs, seeds=50) for w in weights),
             x="layer",
+            y="squared gradient norm",
             log=True,
         ),
     )
     settings = (
         "Table 2: Pre-LN, d_model 32, d_ff 128, 4 heads, 50 tokens, ReLU, 50 runs; 12 layers, "
-        "Xavier weights, input correlation .2 and a white gradient at the output are ours"
+        "Xavier weights, input correlation .2 and a white gradient of variance 1 at the output "
+        "are ours"
     )
     title = "Pre-LN: correlation, and gradients of values, queries and keys"
     return Setup("noci-9", title, Source(NOCI, "Figure 9"), settings, panels)

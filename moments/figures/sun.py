@@ -1,45 +1,23 @@
-"""Figure 4 of Sun et al., at initialisation."""
+"""Figures of Sun et al., at initialisation."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from functools import partial
 
-from ..embedding import Embedding
+from ..analysis.sun_cases import in_house, llama, open_models, read_words, scaled, text
 from ..law import Source
 from ..laws.references import SUN
-from ..positions import Rotary
 from ..transformer import Transformer
-from .setup import Line, Panel, Setup
+from .setup import HeatMap, Line, Panel, Setup
 
-VOCABULARY, TOKENS = 32000, 256
-
-
-def text() -> np.ndarray:
-    """A sequence of words drawn by Zipf's law."""
-    weights = 1 / np.arange(1, VOCABULARY + 1)
-    draw = np.random.default_rng(0)
-    return np.asarray(draw.choice(VOCABULARY, size=TOKENS, p=weights / weights.sum()))
+LLAMA = (
+    "LLaMA-130M: 12 layers, d_model 768, 12 heads, d_ff 2048, RMSNorm, SwiGLU, deviation .02, "
+    "{tokens} tokens by Zipf's law. "
+)
 
 
-def llama() -> Transformer:
-    """LLaMA-130M, every matrix of deviation .02."""
-    model = Transformer(
-        12,
-        768,
-        12,
-        TOKENS,
-        d_ff=2048,
-        normalization="rmsnorm",
-        activation="swiglu",
-        causal=True,
-        embedding=Embedding(VOCABULARY, 0.02**2),
-        rotary=Rotary(),
-    )
-    return model.with_scheme("normal")
-
-
-def figures() -> tuple[Setup, ...]:
-    """Those this module declares."""
+def _variances() -> Setup:
     base, inputs = llama(), {"token_ids": text()}
     models = {
         "Pre-LN": base,
@@ -47,14 +25,41 @@ def figures() -> tuple[Setup, ...]:
         "LayerNorm Scaling": base.with_scheme("lns"),
     }
     panel = Panel(
-        "at initialisation",
+        "",
         tuple(Line(name, model, "variance", inputs, seeds=2) for name, model in models.items()),
         y="variance of the stream",
         log=True,
     )
-    settings = (
-        "LLaMA-130M: 12 layers, d_model 768, 12 heads, d_ff 2048, RMSNorm, SwiGLU, deviation .02, "
-        "256 tokens by Zipf's law. The paper shows these set-ups in training, not at its start"
-    )
+    settings = LLAMA.format(tokens=256) + "The paper shows them after 10,000 steps of training"
     title = "Output variance by layer, AT INITIALISATION"
-    return (Setup("sun-4", title, Source(SUN, "Figure 4"), settings, (panel,)),)
+    return Setup("sun-4", title, Source(SUN, "Figure 4"), settings, (panel,))
+
+
+def _angles(
+    number: int, title: str, models: Mapping[str, Transformer], settings: str, paper: str
+) -> Setup:
+    panels = tuple(HeatMap(name, partial(read_words, model)) for name, model in models.items())
+    return Setup(
+        f"sun-{number}",
+        f"Angular distance between layers, AT INITIALISATION: {title}",
+        Source(SUN, f"Figure {number}"),
+        f"{settings}Predicted from moments, not simulated. {paper}",
+        panels,
+    )
+
+
+def figures() -> tuple[Setup, ...]:
+    """Those this module declares."""
+    short = LLAMA.format(tokens=32)
+    return (
+        _angles(
+            2,
+            "open models",
+            open_models(),
+            "Weights as the models' configurations initialise them, 32 tokens by Zipf's law. ",
+            "The paper shows trained models",
+        ),
+        _angles(3, "either placement", in_house(), short, "The paper shows trained models"),
+        _variances(),
+        _angles(6, "LayerNorm Scaling", scaled(), short, "The paper shows trained models"),
+    )

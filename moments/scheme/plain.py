@@ -35,7 +35,8 @@ def _layernorm_scaling(model: Transformer, position: str = "after-norm") -> Tran
     Args:
         model: becomes Pre-LN.
         position: "after-norm", the authors'; the others of their Table 8: "before-norm",
-            "after-block" (which they use in a ViT), "after-residual", "attention-only", "ffn-only".
+            "after-block" (which they use in a ViT), "after-residual", "attention-only", "ffn-only"
+            (its "LNS only after Attn", "only after FFN", read as after the norm of that block).
     """
     return placed(model, "pre", layernorm_scaling=position)
 

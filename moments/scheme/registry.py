@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,24 +57,33 @@ class Scheme:
         return self.transform(model, **options)
 
 
-def _all() -> tuple[Scheme, ...]:
-    from . import admin, deepnorm, depth_scaled, dslm, mup, noci, placements, plain, tfixup
-    from .residual_gain import RESIDUAL_GAIN
-    from .value_skipinit import VALUE_SKIPINIT
+MODULES = (
+    "plain",
+    "dslm",
+    "deepnorm",
+    "depth_scaled",
+    "residual_gain",
+    "value_skipinit",
+    "noci",
+    "admin",
+    "tfixup",
+    "mup",
+    "placements",
+)
+"""Files of this folder, in the order of the list; each with one Scheme or a tuple of them."""
 
-    return (
-        *plain.SCHEMES,
-        dslm.DSLM,
-        deepnorm.DEEPNORM,
-        *depth_scaled.DEPTH_SCALED,
-        *RESIDUAL_GAIN,
-        VALUE_SKIPINIT,
-        noci.NOCI_SCALING,
-        admin.ADMIN,
-        tfixup.TFIXUP,
-        mup.MUP,
-        *placements.PLACEMENTS,
-    )
+
+def _all() -> tuple[Scheme, ...]:
+    return tuple(found for name in MODULES for found in _declared(f"{__package__}.{name}"))
+
+
+def _declared(name: str) -> list[Scheme]:
+    """Schemes whose transforms a module defines, not those it imports."""
+    found: list[Scheme] = []
+    for value in vars(importlib.import_module(name)).values():
+        several = value if isinstance(value, tuple) else (value,)
+        found += [one for one in several if isinstance(one, Scheme)]
+    return [one for one in found if one.transform.__module__ == name]
 
 
 def schemes() -> tuple[Scheme, ...]:
