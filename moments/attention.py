@@ -26,7 +26,8 @@ from .composition import Leaf, Pullback, Pulled
 from .errors import domain_error
 from .logits import logit_law, positive, through
 from .positions import RelativeBias, Rotary
-from .state import Array, Gradient, Kernel, Signal
+from .realised import averaged_overlaps
+from .state import Array, Gradient, Kernel, Realised, Signal
 
 # For every sequence of a batch, whether each of its tokens is real.
 Padding = tuple[tuple[bool, ...], ...]
@@ -115,6 +116,7 @@ class SelfAttention(Leaf):
             mixed,
             squares.reshape(shape[:-1]),
             lambda: Kernel.of_matrix(np.stack([one.mean_output() for one in rows]).reshape(shape)),
+            lambda: np.stack([one.mean_attention for one in rows]).reshape(shape),
         )
         output.facts = attention_facts(
             np.stack([one.logit_variance for one in rows]),
@@ -270,7 +272,12 @@ class SelfAttention(Leaf):
         return Kernel.joined(diagonal, heads.pairs + two, heads.resolved)
 
     def _output(
-        self, signal: Signal, mixed: Kernel, squares: Array, shared: Callable[[], Kernel]
+        self,
+        signal: Signal,
+        mixed: Kernel,
+        squares: Array,
+        shared: Callable[[], Kernel],
+        weights: Callable[[], Array] | None = None,
     ) -> Signal:
         heads = self._with_bias(mixed.scaled(self.d_model * self.value), squares)
         output = Signal(heads, signal.seq_len, mean=0.0 * heads.diagonal, width=self._width)
@@ -282,6 +289,11 @@ class SelfAttention(Leaf):
             if together > 1:
                 mean = shared().scaled(self.d_model * self.value)
                 output.spread += (mean * mean).scaled(2 * (together - 1) / self._width)
+            row = None if weights is None else weights()
+            found = averaged_overlaps(signal, row, self.d_model * self.value)
+            if found is not None and found.norms is not None:  # the averages' own vary too
+                output.realised = Realised(output.spread + found.overlaps, None, found.shared)
+                output.spread = output.spread + found.norms
         return output
 
 

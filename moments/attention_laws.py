@@ -11,9 +11,9 @@ from .algebra import FLOAT
 from .attention_by_token import LOGIT_VARIANCE_MAX, attention_facts, variance_notes
 from .attention_profile import profiled_statistics
 from .attention_statistics import AttentionStatistics, attention_statistics
+from .evaluation import evaluate
 from .laws.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from .logits import positive
-from .parts import evaluate
 from .state import Array, Kernel, Signal
 
 AlikePullback = Callable[[Kernel], tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]]

@@ -11,7 +11,7 @@ from .embedded import FixedPart, check_ids, embedded_alike, joint_kernel
 from .embedding import Embedding
 from .errors import DomainError, domain_error
 from .law import Theory
-from .state import Array, Kernel, Signal
+from .state import Array, Kernel, Realised, Signal
 from .symbols import NONNEGATIVE, POSITIVE, Interval
 from .transformer import Transformer
 
@@ -62,7 +62,8 @@ def gaussian(
     signal = Signal(kernel, seq_len, mean=mean, width=d_model)
     if spread:
         drawn = kernel * kernel if fixed is None else kernel * kernel - fixed.kernel * fixed.kernel
-        signal = signal.replace(spread=drawn.scaled(2 / d_model))
+        norms = drawn.scaled(2 / d_model)
+        signal = signal.replace(spread=norms, realised=Realised(norms))
     if spread and fixed is not None:
         # What is not centred counts d times its mean's square.
         signal = signal.replace(centred=fixed.kernel - fixed.common.scaled(float(d_model)))

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .composition import Leaf, Pullback, Pulled
+from .evaluation import Values, evaluate
 from .law import ComponentLaws
 from .laws.normalization import DYT
-from .parts import Activation, Values, evaluate
-from .state import Array, Gradient, Kernel, Signal
+from .parts import Activation
+from .realised import rescaled, signed_root
+from .state import Array, Gradient, Kernel, Realised, Signal
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class FiniteNormalization(Leaf):
         one, two = self._bind(inner, self._spread(signal))
         algebra = inner.algebra
         variance = evaluate(laws["variance"], algebra, one)
-        pairs = evaluate(laws["covariance"], algebra, two)
+        spreads = two
+        if self.groups > 1:  # whose norms fluctuate too much to expand
+            spreads = two | {name: 0.0 for name in two if name.endswith("norm_spread")}
+        pairs = evaluate(laws["covariance"], algebra, spreads)
         if self.groups > 1:
             pairs = pairs * expected_cosine(self._freedom(signal), two["x_correlation"])
         normal = Kernel.joined(variance, pairs, kernel.resolved)
@@ -68,6 +73,7 @@ class FiniteNormalization(Leaf):
             mean=0.0 * kernel.diagonal,
             width=width,
             spread=normal.scaled(0.0),
+            realised=rescaled(signal, kernel, self.epsilon, square),
             centred=scaled if self.centres else None,
             kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
         )
@@ -141,7 +147,12 @@ class FiniteNormalization(Leaf):
         own = spread.diagonal / (kernel.diagonal + eps) ** 2
         one["norm_spread"] = own
         two["norm_spread"], two["other_norm_spread"] = kernel.over_tokens(own)
-        two["pair_norm_spread"] = spread.pairs / ((first + eps_pairs) * (second + eps_pairs))
+        first, second = first + eps_pairs, second + eps_pairs
+        two["pair_norm_spread"] = spread.pairs / (first * second)
+        root = signed_root(spread, kernel)
+        one_root, other_root = root.over_tokens(root.diagonal)
+        both = one_root / first + other_root / second
+        two["overlap_norm_spread"] = 0.5 * both * root.pairs / (first * second) ** 0.5
         return one, two
 
     def _lost_directions(self, gradient: Gradient) -> tuple[Any, Any]:
@@ -203,6 +214,10 @@ class DynamicTanh(Leaf):
         output.kernel = normal.scaled(square)
         if output.spread is not None:
             output.spread = output.spread.scaled(square * square)
+        if output.realised is not None:
+            overlaps, _, shared = output.realised
+            of = None if shared is None else (shared[0].scaled(square), shared[1].scaled(square))
+            output.realised = Realised(overlaps.scaled(square * square), None, of)
 
         def pullback(gradient: Gradient) -> Pulled:
             pulled = back(gradient.with_kernel(gradient.kernel.scaled(square)))

@@ -4,8 +4,9 @@ Between two tokens of realised overlap o, hidden units have the covariance F(o) 
 gradient G b(o) back to them (Price). The gradients of the matrices before and behind, and of the
 gain of a norm before, sum o b(o) and F(o) over pairs of tokens, whose mean is not that at E o:
 gated units have both in proportion to o^2, so that L^2 pairs gain Var(o). The mean is taken of the
-two values at E o +- sqrt(Var o), exact to third order in o. Var o_ab is nu (C_aa C_bb + C_ab^2),
-and nu C_aa C_bb (1 - r^2)^2 where tokens have a fixed norm. The kernels themselves stay at E o.
+two values at E o +- sqrt(Var o), exact to third order in o. Var o_ab is what the forward pass found
+(`realised`); where it followed none, nu (C_aa C_bb + C_ab^2), and nu C_aa C_bb (1 - r^2)^2 where
+tokens have a fixed norm. A gated unit's kernels are such means already, an activation's are at E o.
 
 A gain's gradient sums x_ak x_bk g_ak g_bk feature by feature, and what a unit sends back has a part
 along the tokens. With K(o, |x_a|^2/d, |x_b|^2/d) the covariance of hidden units,
@@ -27,6 +28,7 @@ from .composition import Component, Leaf
 from .gated import GatedLinear
 from .normalization import FiniteNormalization
 from .parts import Activation, Dropout, Linear, Scale
+from .realised import overlap_variance, step_within
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 
 
@@ -87,10 +89,15 @@ def unit_growth(
     square = kernel.pairs * kernel.pairs
     fixed = tokens.spread is not None and not np.any(tokens.spread.diagonal)
     product = first * second
-    spread = (product - square) ** 2 / product if fixed else product + square
-    step = np.sqrt(variance * spread)
-    at, above, below = (
-        _norms(unit, kernel, kernel.pairs + side * step, tokens, gradient) for side in (0, 1, -1)
+    found = overlap_variance(tokens)
+    if found is None:
+        spread = (product - square) ** 2 / product if fixed else product + square
+        step = np.sqrt(variance * spread)
+    else:
+        step = step_within(kernel, found)
+    at = _norms(unit, kernel, kernel.pairs, tokens, gradient, True)
+    above, below = (
+        _norms(unit, kernel, kernel.pairs + side * step, tokens, gradient) for side in (1, -1)
     )
     grown = {name: 0.5 * (above[0][name] + below[0][name]) for name in at[0]}
     if unit.before is not None:
@@ -103,11 +110,18 @@ def unit_growth(
 
 
 def _norms(
-    unit: Unit, kernel: Kernel, pairs: Array, tokens: Signal, gradient: Gradient
+    unit: Unit,
+    kernel: Kernel,
+    pairs: Array,
+    tokens: Signal,
+    gradient: Gradient,
+    averaged: bool = False,
 ) -> tuple[dict[str, float], Array]:
     """Squared norms, or what they are in proportion to, and the gradient's pairs at the tokens."""
     moved = Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
     signal = Signal(moved, tokens.seq_len, mean=0.0 * kernel.diagonal, width=tokens.width)
+    if averaged:
+        signal.spread, signal.realised = tokens.spread, tokens.realised
     pullbacks = []
     for leaf in unit.leaves:
         signal, pullback = leaf.forward(signal)

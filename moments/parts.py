@@ -15,46 +15,11 @@ import numpy as np
 from .composition import Leaf, Pullback, Pulled
 from .directions import isotropic, knows_directions, realigned, shortened, without
 from .errors import DomainError
-from .law import ComponentLaws, Law, Theory
+from .evaluation import Values, bind, evaluate
+from .law import ComponentLaws, Theory
 from .laws.linear import BIASED_LINEAR, LINEAR
-from .state import Array, Gradient, Kernel, Signal
-
-Values = dict[str, Array]
-
-observer: Callable[[Law, Mapping[str, Array], Array], None] | None = None
-"""Sees every law that is evaluated; only `explain` sets it, for the time of one layer."""
-
-
-def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Values]:
-    """Values of the laws' symbols: those of one token, and those of a pair of tokens.
-
-    With tokens alike both are one dictionary, so that a law may mix them, as the published ones do.
-    """
-    kernel = signal.kernel
-    if not signal.resolved:
-        values = dict(parameters)
-        values["x_mean"] = values["x_other_mean"] = signal.mean
-        values["x_variance"] = values["x_other_variance"] = kernel.diagonal
-        values["x_correlation"] = signal.correlation()
-        if signal.spread is None:
-            values["x_hidden_correlation"] = signal.hidden_covariance / kernel.diagonal
-        return values, values
-    lifted = {name: kernel.lift(value) for name, value in parameters.items()}
-    single = {name: one for name, (one, _) in lifted.items()}
-    single |= {"x_mean": signal.mean, "x_variance": kernel.diagonal}
-    pair = {name: two for name, (_, two) in lifted.items()}
-    pair["x_variance"], pair["x_other_variance"] = kernel.over_tokens(kernel.diagonal)
-    pair["x_mean"], pair["x_other_mean"] = kernel.over_tokens(signal.mean + 0 * kernel.diagonal)
-    pair["x_correlation"] = signal.correlation()
-    return single, pair
-
-
-def evaluate(law: Law, algebra: Any, values: Values) -> Array:
-    """One law on bound values, in the number system of the signal."""
-    result = law.formula(algebra, *law.pick(values))
-    if observer is not None:
-        observer(law, values, result)
-    return result
+from .realised import entrywise, mapped, scaled_shared
+from .state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
 
 
 @dataclass(frozen=True)
@@ -169,6 +134,7 @@ class Linear(Lawful):
         gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
         own = output.kernel * output.kernel
         output.spread = signal.spread.mixed(gain * gain, own, 2 / output.width)
+        output.realised = mapped(signal, output, gain)
 
     def _sent(
         self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
@@ -215,6 +181,21 @@ class Activation(Lawful):
         own = (kurtosis - 1) / output.width
         output.spread = (moment * moment).mixed(own, shared, ratio * ratio)
         output.kurtosis = kurtosis
+        if signal.realised is not None:
+            moved = self._slope(signal, values)
+            output.realised = entrywise(signal, output, 2 / signal.width, moved)
+
+    def _slope(self, signal: Signal, values: Values) -> Array:
+        """Change of a covariance per change of the input's, at the mean correlation."""
+        law = self.laws.under(self.theory)["grad_covariance"]
+        kernel, mean = signal.kernel, signal.mean
+        own, pairs = kernel.mean_diagonal(), kernel.mean_pairs()
+        given = dict(self.parameters)
+        given["x_variance"] = given["x_other_variance"] = own
+        given["x_mean"] = given["x_other_mean"] = np.mean(mean, -1) if np.ndim(mean) else mean
+        given["x_correlation"] = ratio_or_zero(pairs, own)
+        given["grad_covariance"] = 1.0
+        return evaluate(law, signal.algebra, given)
 
     def _sent(
         self,
@@ -246,6 +227,12 @@ class Dropout(Lawful):
         masks, _ = spread.lift(drop_prob / kept**3 * signal.kurtosis / signal.width)
         output.spread = spread.with_diagonal(spread.diagonal + masks * moment * moment)
         output.centred = signal.centred
+        if signal.realised is not None:
+            # Masks of different tokens are independent: E o o = (C_ii C_jj/q^2 + ...)/width.
+            overlaps = signal.realised.overlaps
+            one, _ = overlaps.lift(2 / signal.width * (1 / kept**2 - 1))
+            overlaps = overlaps.with_diagonal(overlaps.diagonal + one * moment * moment)
+            output.realised = Realised(overlaps, None, scaled_shared(signal, 1.0, 1 / kept))
 
     def _sent(
         self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
@@ -264,6 +251,9 @@ class Scale(Lawful):
         assert signal.spread is not None
         factor = self.parameters["weight_variance"]
         output.spread = signal.spread.scaled(factor * factor)
+        if signal.realised is not None:
+            overlaps = signal.realised.overlaps.scaled(factor * factor)
+            output.realised = Realised(overlaps, None, scaled_shared(signal, factor))
         output.centred = None if signal.centred is None else signal.centred.scaled(factor)
         output.kurtosis = signal.kurtosis
 

@@ -10,6 +10,7 @@ import numpy as np
 from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Reader, Residual
 from .directions import orthogonal_parts, persistence
 from .errors import DomainError
+from .realised import summed
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Norms, Point, Trace
 
@@ -104,6 +105,10 @@ def _added(signal: Signal, branch: Signal, skip: Any, scale: Any) -> Signal:
         norms = signal.spread.mixed(skip * skip, branch.spread, scale * scale)
         cross = 4 * skip * scale / signal.width
         output.spread = norms.mixed(1.0, signal.kernel * branch.kernel, cross)
+        found = summed(signal, branch, skip, scale)
+        if found is not None:
+            output.realised, shared = found
+            output.spread = output.spread + shared
     return output
 
 

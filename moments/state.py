@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,6 +130,31 @@ class Kernel:
         return seq_len * (self.diagonal + (seq_len - 1) * self.pairs)
 
 
+class Realised(NamedTuple):
+    """How overlaps o_ij = x_i.x_j/width vary over draws about their means (`realised`).
+
+    Attributes:
+        overlaps: Y, with Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2 where y has the entries
+            sqrt(Y) and the kernel's signs: 2 C o C/width for Gaussian features. What a
+            normalisation does to norms is left out.
+        norms: covariance of squared norms before a normalisation fixed them; None: `spread`.
+        shared: covariances of overlaps and of squared norms with those that the first token of a
+            pair had where the branch begins, over its squared norm there; None: it begins here.
+    """
+
+    overlaps: Kernel
+    norms: Kernel | None = None
+    shared: tuple[Kernel, Kernel] | None = None
+
+    def scaled(self, factor: Array) -> Realised:
+        """Of a tensor whose squares are `factor` times these, in the middle of a branch."""
+        square, shared = factor * factor, self.shared
+        norms = None if self.norms is None else self.norms.scaled(square)
+        if shared is not None:
+            shared = shared[0].scaled(factor), shared[1].scaled(factor)
+        return Realised(self.overlaps.scaled(square), norms, shared)
+
+
 @dataclass(slots=True, eq=False)
 class Signal:
     """Moments of a tensor of shape (tokens, features), features alike.
@@ -142,6 +167,7 @@ class Signal:
         hidden_covariance: covariance between two features of one token (published theory).
         spread: covariance over weight draws of the squared norms |x_i|^2/width and |x_j|^2/width
             (refined theory); None where not tracked.
+        realised: how overlaps vary besides (refined theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
         facts: what the component that made this signal can tell besides its moments.
@@ -154,6 +180,7 @@ class Signal:
     width: Array = 1.0
     hidden_covariance: Array = 0.0
     spread: Kernel | None = None
+    realised: Realised | None = None
     centred: Kernel | None = None
     kurtosis: Array = 3.0
     facts: Mapping[str, Array] | None = None

@@ -138,6 +138,12 @@ _TABLE = [
         REAL,
     ),
     (
+        "overlap_norm_spread",
+        r"w_{ij}",
+        "covariance of two tokens' overlap with their squared norms, over the norms' means",
+        REAL,
+    ),
+    (
         "removed_share",
         r"\delta",
         "share of the gradient's variance that a normalisation projects out",

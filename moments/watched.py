@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from . import parts
+from . import evaluation
 from .activations import activation_laws
 from .composition import (
     BottomToTop,
@@ -81,11 +81,11 @@ class Log:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        parts.observer = self._note
+        evaluation.observer = self._note
         try:
             yield
         finally:
-            parts.observer = None
+            evaluation.observer = None
 
     @contextmanager
     def at(self, site: str, way: str) -> Iterator[list[Step]]:

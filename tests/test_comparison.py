@@ -129,7 +129,7 @@ def test_outliers_are_the_points_that_were_moved(measured: moments.Measurement) 
     right = one_draw(measured, variance=prediction.variance, grad_variance=prediction.grad_variance)
     comparison = moments.compare(prediction, right)
     assert comparison.outliers().empty
-    assert comparison.verdict().startswith("the growth you see is expected: variance x 3.18 from")
+    assert comparison.verdict().startswith("the growth you see is expected: variance x 3.17 from")
     moved = prediction.grad_variance * np.array([3.0, 1.0, 1.0])
     comparison = moments.compare(
         prediction, one_draw(measured, variance=prediction.variance, grad_variance=moved)

@@ -105,7 +105,7 @@ def test_layernorm_of_sinusoidal_positions() -> None:
     rng = np.random.default_rng(0)
     place = np.tile(np.arange(LENGTH), len(IDS))
     table = sines(LENGTH, width)[place]
-    rows = rng.normal(size=(400, embedding.vocab_size, width))
+    rows = rng.normal(size=(2000, embedding.vocab_size, width))
     x = rows[:, IDS.reshape(-1)] + table
     x = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
     measured = (x @ x.swapaxes(1, 2) / width).mean(0)
@@ -114,7 +114,7 @@ def test_layernorm_of_sinusoidal_positions() -> None:
     norm = FiniteNormalization(LAYERNORM, "norm")
     found, _ = norm.forward(gaussian(kernel, LENGTH, width, True, fixed))
     plain, _ = norm.forward(gaussian(kernel, LENGTH, width, True))
-    assert np.abs(found.kernel.pairs - measured).max() < 0.008
+    assert np.abs(found.kernel.pairs - measured).max() < 0.006
     assert np.abs(plain.kernel.pairs - measured).max() > 0.02
 
 

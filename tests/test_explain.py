@@ -191,11 +191,11 @@ def test_bad_input_is_named(layer: int, inputs: dict[str, Any], match: str) -> N
 
 
 def test_an_error_leaves_no_observer_behind() -> None:
-    from moments import parts
+    from moments import evaluation
 
     with pytest.raises(moments.DomainError):
         explain(BASE.replace(causal=True), 1, tokens=False)
-    assert parts.observer is None
+    assert evaluation.observer is None
 
 
 def test_explain_command(tmp_path: Any) -> None:

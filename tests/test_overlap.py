@@ -206,6 +206,11 @@ def test_gradients_around_a_unit(gated: bool) -> None:
     plain = {name: value for _, name, value in trace.weights()}
     expected = np.array([plain[name] * growth[1, name] for name in names])
     assert np.abs(expected / mean - 1) == pytest.approx(0, abs=0.05 + 2 * (error / mean).max())
+    trace = Trace()
+    signal = signal.replace(realised=None)  # every overlap at its mean
+    start(signal, trace)
+    forward(stack, signal, trace)[1](Gradient(Kernel(1.0, 0.5), TOKENS))
+    plain = {name: value for _, name, value in trace.weights()}
     without = np.array([plain[name] for name in names])
     assert np.all(without < expected)
     if gated:

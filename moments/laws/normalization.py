@@ -27,6 +27,23 @@ def _pair_pulled(
     return grad_covariance * (1 - removed_pair_share) * jensen / scale
 
 
+def _pair_rescaled(
+    m: Any,
+    x_variance: Any,
+    x_other_variance: Any,
+    x_correlation: Any,
+    epsilon: Any,
+    norm_spread: Any,
+    other_norm_spread: Any,
+    pair_norm_spread: Any,
+    overlap_norm_spread: Any,
+) -> Any:
+    shares = x_variance / (x_variance + epsilon) * (x_other_variance / (x_other_variance + epsilon))
+    own = m.ratio(3, 8) * (norm_spread + other_norm_spread)
+    jensen = 1 + own + pair_norm_spread / 4
+    return x_correlation * m.sqrt(shares) * jensen - overlap_norm_spread
+
+
 def _rescaling() -> dict[str, Law]:
     """Division by the root mean square of a token's features, epsilon under the root.
 
@@ -40,18 +57,11 @@ def _rescaling() -> dict[str, Law]:
             derived("definition, the squared norm at its mean"),
         ),
         "covariance": Law(
-            lambda m, x_variance, x_other_variance, x_correlation, epsilon: (
-                x_correlation
-                * m.sqrt(
-                    x_variance
-                    / (x_variance + epsilon)
-                    * (x_other_variance / (x_other_variance + epsilon))
-                )
-            ),
-            derived("definition, the squared norms at their means"),
+            _pair_rescaled,
+            derived("second-order expansion of E o_ij/(|x_i| |x_j|)"),
             "asymptotic",
-            note="large d_model: squared norms fluctuate by O(1/d), which lowers the correlation "
-            "of Gaussian tokens by r (1 - r^2)/(2 d)",
+            note="large d_model: fourth order in the fluctuation of overlap and norms left out; "
+            "of Gaussian tokens, r (1 - (1 - r^2)/(2 d))",
         ),
         "grad_variance": Law(
             lambda m, x_variance, epsilon, norm_spread, removed_share, grad_variance: (

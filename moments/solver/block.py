@@ -103,7 +103,9 @@ class Block:
         if self.heads is not None and self._proportional:
             heads = self.heads
             spread = None if heads.spread is None else heads.spread.scaled(factor * factor)
-            signal = heads.replace(kernel=heads.kernel.scaled(factor), spread=spread)
+            realised = None if heads.realised is None else heads.realised.scaled(factor)
+            kernel = heads.kernel.scaled(factor)
+            signal = heads.replace(kernel=kernel, spread=spread, realised=realised)
             parts = parts[1:]
         whole = Chain(tuple(scaled(part, self.own, factor) for part in parts) + self.rest)
         return forward(whole, signal, self.trace)[0]

@@ -1,0 +1,142 @@
+"""How realised overlaps vary, and what normalisation and gated units gain by it. About 4 s.
+
+The Monte Carlo draws networks in numpy and shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from moments.activations import activation_laws
+from moments.attention import SelfAttention
+from moments.composition import Chain, Layer, Residual
+from moments.gated import GatedLinear
+from moments.inputs import alike, gaussian
+from moments.laws.linear import LINEAR
+from moments.laws.normalization import RMSNORM
+from moments.normalization import FiniteNormalization
+from moments.parts import Linear
+from moments.propagate import Trace, forward, start
+from moments.realised import overlap_variance
+from moments.state import Gradient, Kernel, Signal
+
+TOKENS, WIDTH, HIDDEN, DRAWS = 24, 48, 96, 2500
+SITES = ("heads", "sum", "norm", "gated")
+
+
+def normalised(x: np.ndarray) -> np.ndarray:
+    size: np.ndarray = np.sqrt((x * x).mean(-1, keepdims=True))
+    return np.asarray(x / size)
+
+
+@functools.cache
+def drawn(causal: bool) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """At every site, overlaps' mean and variance, and the mean's standard error, (L, L)."""
+    random = np.random.default_rng(7)
+    weights = np.tri(TOKENS) if causal else np.ones((TOKENS, TOKENS))
+    weights = weights / weights.sum(1, keepdims=True)
+    sums = {site: np.zeros((2, TOKENS, TOKENS)) for site in SITES}
+    for _ in range(DRAWS):
+
+        def matrix(fan_in: int, fan_out: int, gain: float) -> np.ndarray:
+            return random.normal(scale=math.sqrt(gain / fan_in), size=(fan_in, fan_out))
+
+        x = math.sqrt(0.9) * random.normal(size=(TOKENS, WIDTH))
+        x += math.sqrt(0.1) * random.normal(size=WIDTH)
+        heads = weights @ normalised(x) @ matrix(WIDTH, WIDTH, 4.0)
+        total = x + heads @ matrix(WIDTH, WIDTH, 1.0)
+        norm = normalised(total)
+        gate, factor = (norm @ matrix(WIDTH, HIDDEN, 1.0) for _ in range(2))
+        gated = gate / (1 + np.exp(-gate)) * factor
+        for site, y in zip(SITES, (heads, total, norm, gated), strict=True):
+            overlap = y @ y.T / y.shape[1]
+            sums[site] += np.stack([overlap, overlap * overlap])
+    found = {}
+    for site, (first, second) in sums.items():
+        mean = first / DRAWS
+        variance = second / DRAWS - mean * mean
+        found[site] = mean, variance, np.sqrt(variance / DRAWS)
+    return found
+
+
+@functools.cache
+def predicted(causal: bool) -> tuple[dict[str, Signal], Trace]:
+    norm = FiniteNormalization(RMSNORM, "norm", centres=False)
+    heads = SelfAttention(
+        "heads", WIDTH, 1, WIDTH, 0.0, 0.0, 4 / WIDTH, 0.0, causal=causal, kv_heads=1
+    )
+    projection = Linear(
+        LINEAR,
+        "refined",
+        "projection",
+        {"fan_in": WIDTH, "fan_out": WIDTH, "weight_variance": 1 / WIDTH},
+        WIDTH,
+    )
+    gated = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
+    parts = Residual(Chain((norm, heads, projection))), norm, gated
+    trace = Trace()
+    signal = gaussian(alike(1.0, 0.1, TOKENS, causal), TOKENS, WIDTH, True)
+    start(signal, trace)
+    _, back = forward(Chain((Layer(Chain(parts), 1),)), signal, trace)
+    back(Gradient(Kernel(1.0, 0.0), TOKENS) if not causal else _white())
+    return {point.site: point.signal for point in trace.points}, trace
+
+
+def _white() -> Gradient:
+    return Gradient(Kernel.of_matrix(np.eye(TOKENS)), TOKENS)
+
+
+def off(matrix: np.ndarray) -> float:
+    return float(matrix[~np.eye(TOKENS, dtype=bool)].mean())
+
+
+def pairs_of(value: object) -> float:
+    return off(value) if isinstance(value, np.ndarray) else float(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("site", ["heads", "sum"])
+def test_spread_of_squared_norms(site: str, causal: bool) -> None:
+    """Averages of tokens of fixed norm have norms that vary, beyond the values' 2/width."""
+    mean, variance, _ = drawn(causal)[site]
+    signal = predicted(causal)[0][site]
+    assert signal.spread is not None
+    seen = float(np.mean(np.diag(variance) / np.diag(mean) ** 2))
+    found = float(np.mean(signal.spread.diagonal / signal.kernel.diagonal**2))
+    assert found == pytest.approx(seen, rel=0.06)
+    if site == "heads":
+        assert seen > 1.15 * 2 / WIDTH
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("site", ["sum", "norm"])
+def test_variance_of_overlaps(site: str, causal: bool) -> None:
+    _, variance, _ = drawn(causal)[site]
+    found = overlap_variance(predicted(causal)[0][site])
+    assert pairs_of(found) == pytest.approx(off(variance), rel=0.12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_correlation_behind_a_normalisation(causal: bool) -> None:
+    """The common part of all tokens varies in size: correlations fall by r^2 (1 - r) of that."""
+    mean, _, error = drawn(causal)["norm"]
+    signals = predicted(causal)[0]
+    loss = pairs_of(signals["sum"].correlation()) - off(mean)
+    left = pairs_of(signals["norm"].kernel.pairs) - off(mean)
+    assert loss > 6 * off(error) / math.sqrt(TOKENS)
+    assert abs(left) < 0.2 * loss + off(error)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gated_units_see_realised_overlaps(causal: bool) -> None:
+    mean, _, error = drawn(causal)["gated"]
+    signal = predicted(causal)[0]["gated"]
+    assert pairs_of(signal.kernel.pairs) == pytest.approx(off(mean), rel=0.02, abs=off(error))
+    entering = predicted(causal)[0]["norm"].replace(realised=None)
+    gated = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
+    without, _ = gated.forward(entering)
+    assert pairs_of(without.kernel.pairs) < 0.985 * off(mean)
