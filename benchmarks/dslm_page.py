@@ -45,14 +45,11 @@ NOTES = """
 * **Forward.** The predicted variance is 1 after every layer{missed}. The measured one is a mean
   over few draws, each of which strays by some 10 % at this width, and the column is the worst of N
   layers. {forward}
-* **Width.** Predictions are those of wide layers. At 96 layers of GPT-2 the variance averaged over
-  layers is {widths}.
+* **Width.** Finite widths enter the plan to first order. At 96 layers of GPT-2 the variance averaged
+  over layers is {widths}.
 * **Entering variance.** Families that normalise the embedding and drop behind it (BERT and its
   relatives) enter layer 1 with 1/(1 - p). Their first norm takes it away.
-* **Gradient.** {band} Where the loss is the module's own, one draw's gradient at the last layer
-  strays by itself: it is divided by the realised size of the stream under the final norm, and a
-  short text has few words as targets. The band has no such term, so that a model with a head
-  leaves it near its top more often than in 5 % of draws.
+* **Gradient.** {band}
 {failed}"""
 
 FORWARD = 0.05
