@@ -9,13 +9,15 @@ connection and of a normalised branch in |x|^2, q the skip connection's share of
     radial    q (B + T radial)
     response  T response + 1 - q
 
-since the branch returns nothing along its input, and divides by its norm.
+since the branch returns nothing along its input, and divides by its norm. Below a branch of degree
+1 that holds no norm, x.g is what u.g is at the sum: radial q/T.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .short_vectors import persistent_pull
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 
 
@@ -72,26 +74,57 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     return tokens.weighted(1 / (1 + one * own), 1 / (1 + two * (first + second) / 2))
 
 
-def persistence(signal: Signal, response: Array) -> Kernel:
+def persistence(signal: Signal, response: Array, own: bool = True) -> Kernel:
     """Relative growth of a branch's gradient because the one above it falls with the same norm.
 
     With xi the relative deviation of a token's squared norm, which a skip connection keeps,
     E[g_i g_j | xi] is 1 - k (xi_i + xi_j)/2 times its mean above the sum, k the response, and the
     branch's normalisation multiplies it by 1 - (xi_i + xi_j)/2: k (v_i + v_j + 2 c_ij)/4 more on
-    average, v and c the relative variance and covariance of squared norms.
+    average, v and c the relative variance and covariance of squared norms. `own` says whether they
+    include those of independent Gaussian features.
     """
-    kernel, spread = signal.kernel, signal.spread
-    assert spread is not None
-    first, second = kernel.over_tokens(kernel.diagonal)
-    single = ratio_or_zero(spread.diagonal, kernel.diagonal * kernel.diagonal)
-    common = ratio_or_zero(spread.pairs, first * second)
+    single, common = relative_spread(signal, own)
+    kernel = signal.kernel
     one, two = kernel.lift(response)
     v, w = kernel.over_tokens(single)
     return Kernel.joined(one * single, two * (v + w + 2 * common) / 4, kernel.resolved)
 
 
+def relative_spread(signal: Signal, own: bool = True) -> tuple[Array, Array]:
+    """Relative variance of squared norms and covariance of those of two tokens.
+
+    Without `own`, less what independent Gaussian features have of it, 2/width and 2 r^2/width.
+    """
+    kernel, spread = signal.kernel, signal.spread
+    assert spread is not None
+    if not own:
+        spread = spread - (kernel * kernel).scaled(2 / signal.width)
+    first, second = kernel.over_tokens(kernel.diagonal)
+    single = ratio_or_zero(spread.diagonal, kernel.diagonal * kernel.diagonal)
+    return single, ratio_or_zero(spread.pairs, first * second)
+
+
+def grouped_persistence(
+    signal: Signal, passed: tuple[tuple[Array, Array], ...], groups: int, freedom: float
+) -> Kernel:
+    """`persistence` where groups of features are normalised, each by itself, to add to the rest.
+
+    A matrix mixes the groups of the gradient that a branch receives. What it returns to one of
+    `groups` therefore meets that group's own norm in one part in `groups` of what came through
+    every norm above, and there E 1/(|x|^2 |x'|^2) without expansion. Of a covariance of tokens that
+    correlate by r, (1 + r^2)/2 as much, as for norms that fluctuate little.
+    """
+    growth: Array = 0.0
+    for share, kept in passed:
+        growth = growth + share * persistent_pull(freedom, kept) / groups
+    one, two = signal.kernel.lift(growth)
+    ones = 0.0 * signal.kernel.diagonal
+    pairs = two * (1 + signal.correlation() ** 2) / 2
+    return Kernel.joined(one + ones, pairs, signal.resolved)
+
+
 def orthogonal_parts(
-    signal: Signal, share: Array, gradient: Kernel, kept: Kernel, sent: Gradient, mixing: bool
+    signal: Signal, share: Array, gradient: Gradient, kept: Kernel, sent: Gradient, mixing: bool
 ) -> tuple[Kernel, Kernel]:
     """What scale invariance takes from the two parts of a gradient, to order 1/d.
 
@@ -99,16 +132,18 @@ def orthogonal_parts(
     returns what cancels the skip connection, instead of a part of its own. The branch loses one
     direction in d, of which its matrices have left `sent.radial`. The skip connection loses
     E (x.g)^2 = share |g|^2/d, `share` being the branch's part of |u|^2, the square of the sine
-    between x and u. Two tokens' directions overlap by r: a covariance loses 2 - r^2 of them. Exact
-    in this order where the branch has degree 1 and acts on every token alone. Attention returns to
-    a token what others send: its branch loses the direction of the tokens' average, common to all,
-    and the skip connection only what gradients share.
+    between x and u. Of a gradient that keeps the share `radial` of its component along u, both lose
+    1 - radial of that. Two tokens' directions overlap by r: a covariance loses 2 - r^2 of them.
+    Exact in this order where the branch has degree 1, acts on every token alone and has the same
+    gain both ways. Attention returns to a token what others send: its branch loses the direction of
+    the tokens' average, common to all, and the skip connection only what gradients share.
     """
-    width = signal.width
+    width, lost = signal.width, 1.0 - gradient.radial
     both = 1.0 if mixing else 2 - signal.correlation() ** 2
-    common = ratio_or_zero(gradient.mean_pairs(), gradient.mean_diagonal()) if mixing else 1.0
-    one, two = kept.lift(sent.radial / width)
-    skip_one, skip_two = kept.lift(share * common / width)
+    above = gradient.kernel
+    common = ratio_or_zero(above.mean_pairs(), above.mean_diagonal()) if mixing else 1.0
+    one, two = kept.lift(sent.radial * lost / width)
+    skip_one, skip_two = kept.lift(share * common * lost / width)
     return (
         kept.weighted(1 - skip_one, 1 - skip_two * both),
         sent.kernel.weighted(1 - one, 1 - two * both),

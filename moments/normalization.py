@@ -5,17 +5,18 @@ And Dynamic Tanh, which stands where a normalisation would and is none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .composition import Leaf, Pullback, Pulled
+from .directions import relative_spread
 from .evaluation import Values, evaluate
 from .law import ComponentLaws
 from .laws.normalization import DYT
 from .parts import Activation
 from .realised import rescaled, signed_root
+from .short_vectors import expected_cosine, expected_pull
 from .state import Array, Gradient, Kernel, Realised, Signal
 
 
@@ -63,7 +64,7 @@ class FiniteNormalization(Leaf):
             spreads = two | {name: 0.0 for name in two if name.endswith("norm_spread")}
         pairs = evaluate(laws["covariance"], algebra, spreads)
         if self.groups > 1:
-            pairs = pairs * expected_cosine(self._freedom(signal), two["x_correlation"])
+            pairs = pairs * expected_cosine(self.freedom(signal.width), two["x_correlation"])
         normal = Kernel.joined(variance, pairs, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
@@ -102,26 +103,28 @@ class FiniteNormalization(Leaf):
 
         return output, pullback
 
-    def _freedom(self, signal: Signal) -> float:
+    def freedom(self, width: Any) -> float:
         """Degrees of freedom of a group's norm."""
-        return float(signal.width / self.groups - (1.0 if self.centres else 0.0))
+        return float(width / self.groups - (1.0 if self.centres else 0.0))
 
     def _by_group(self, signal: Signal, received: Kernel) -> tuple[Array, Array]:
         """The gradient behind small groups, whose norms fluctuate too much to expand.
 
-        A group's m Gaussian features leave a chi-square norm of n degrees of freedom (n = m, or
-        m - 1 about their mean), E m/|x|^2 = m/((n - 2) C), and n - 1 of m directions of a gradient.
-        Exact for a token and for two independent ones; between, linear in the squared correlation.
+        A group's m Gaussian features leave a chi-square norm of n degrees of freedom: n = m, or
+        m - 1 about their mean.
         """
-        tokens, n = signal.second_moment(), self._freedom(signal)
+        tokens, n = signal.second_moment(), self.freedom(signal.width)
         one, two = tokens.lift(self.epsilon)
         first, second = tokens.over_tokens(tokens.diagonal)
-        own = (n - 1) / (n - 2)
-        apart = n / 2 * math.exp(2 * (math.lgamma((n - 1) / 2) - math.lgamma(n / 2)))
-        apart *= (1 - 1 / n) ** 2
-        between = apart + signal.correlation() ** 2 * (own - apart)
         scale = ((first + two) * (second + two)) ** 0.5
-        return received.diagonal * own / (tokens.diagonal + one), received.pairs * between / scale
+        variance = received.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + one)
+        pairs = received.pairs * expected_pull(n, signal.correlation()) / scale
+        if signal.spread is None:
+            return variance, pairs
+        # what all groups' norms share
+        own, common = relative_spread(signal, own=False)
+        v, w = tokens.over_tokens(own)
+        return variance * (1 + own), pairs * (1 + 0.375 * (v + w) + common / 4)
 
     def _spread(self, signal: Signal) -> Kernel | None:
         if signal.spread is None or not self.groups > 1:
@@ -163,18 +166,6 @@ class FiniteNormalization(Leaf):
         """
         radial = self.groups - 1.0 + gradient.radial
         return radial, self.groups - gradient.centred_share if self.centres else 0.0
-
-
-def expected_cosine(freedom: float, correlation: Array) -> Array:
-    """E cos(x, x') over r, of two Gaussian vectors of n entries that correlate by r.
-
-    (2/n) (Gamma((n + 1)/2)/Gamma(n/2))^2 2F1(1/2, 1/2; n/2 + 1; r^2), the mean of a sample
-    correlation about a known mean (Hotelling 1953).
-    """
-    from scipy.special import hyp2f1
-
-    ratio = math.exp(2 * (math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)))
-    return 2 / freedom * ratio * hyp2f1(0.5, 0.5, freedom / 2 + 1, correlation * correlation)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from .attention import SelfAttention
 from .composition import Leaf, Pullback, Pulled
 from .laws.normalization import RMSNORM
 from .normalization import FiniteNormalization
+from .short_vectors import expected_pull
 from .state import Array, Gradient, Signal
 
 
@@ -42,8 +43,9 @@ class NormalizedAttention(Leaf):
         gain = own.d_model * own.value
         plain = dataclasses.replace(own, value=1 / own.d_model, value_bias=own.value_bias / gain)
         output, back = plain.forward(inner)
-        factor = _value_factor(float(own.d_head), own.qk_norm == "layernorm")
-        both = 1 + 0.5 / own.d_head
+        freedom = _freedom(float(own.d_head), own.qk_norm == "layernorm")
+        factor = expected_pull(freedom, 1.0)
+        both = expected_pull(freedom, inner.correlation())
 
         def pullback(gradient: Gradient) -> Pulled:
             pulled = back(gradient)
@@ -62,12 +64,6 @@ class NormalizedAttention(Leaf):
         return output, pullback
 
 
-def _value_factor(d_head: float, centred: bool) -> float:
-    """E d/|v|^2 of a Gaussian head, times the share of a gradient orthogonal to what is lost.
-
-    |v|^2 is chi-square of n = d_head degrees of freedom (n - 1 centred), so E d/|v|^2 =
-    d/(n - 2), and n - 1 directions of d are left: (n - 1)/(n - 2). Narrow heads have no mean;
-    theirs is held at n = 4.
-    """
-    freedom = max(d_head - 1 if centred else d_head, 4.0)
-    return (freedom - 1) / (freedom - 2)
+def _freedom(d_head: float, centred: bool) -> float:
+    """Of a Gaussian head's squared norm. Narrow heads' 1/|v|^2 has no mean: n is held at 4."""
+    return max(d_head - 1 if centred else d_head, 4.0)

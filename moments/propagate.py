@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from .bottom_to_top import Sum
 from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Reader, Residual
-from .directions import orthogonal_parts, persistence
+from .directions import grouped_persistence, isotropic, orthogonal_parts, persistence
 from .errors import DomainError
+from .marks import grouped_norm, mixes_tokens, normalises, splits
 from .realised import summed
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Norms, Point, Trace
@@ -112,13 +114,19 @@ def _added(signal: Signal, branch: Signal, skip: Any, scale: Any) -> Signal:
     return output
 
 
-def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
-    branch, back = forward(node.branch, signal, trace)
+def _residual_sum(node: Residual, signal: Signal, branch: Signal) -> Signal:
     skip, scale = _square(node.skip_scale), _square(node.branch_scale)
-    scale_free = not _normalises(node.branch)
     output = _added(signal, branch, skip, scale)
     if output.spread is not None:
         output.centred = None if signal.centred is None else signal.centred.scaled(skip)
+    return output
+
+
+def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
+    branch, back = forward(node.branch, signal, trace)
+    skip, scale = _square(node.skip_scale), _square(node.branch_scale)
+    scale_free = not normalises(node.branch)
+    output = _residual_sum(node, signal, branch)
 
     def backward(gradient: Gradient) -> Gradient:
         kept = gradient.kernel.scaled(skip)
@@ -132,19 +140,29 @@ def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, Bac
         if scale_free:
             sent = back(part)
             returned = sent.kernel
-            if gradient.orthogonal:
-                kept, returned = orthogonal_parts(
-                    signal, share, gradient.kernel, kept, sent, _mixes_tokens(node.branch)
-                )
-            return _merge(gradient, kept, returned, scale_free)
+            if isotropic(gradient.radial):
+                return _merge(gradient, kept, returned, scale_free)
+            kept, returned = orthogonal_parts(
+                signal, share, gradient, kept, sent, mixes_tokens(node.branch)
+            )
+            merged = _merge(gradient, kept, returned, scale_free)
+            if not gradient.orthogonal:
+                # u.g of the sum u is x.g of its addend x, of a branch of degree 1
+                kept_share = ratio_or_zero(kept.mean_diagonal(), merged.kernel.mean_diagonal())
+                merged.radial = gradient.radial * kept_share * ratio_or_zero(1.0, 1.0 - share)
+            return merged
         response = (1.0 - share) * gradient.norm_response
-        part.persistence = persistence(signal, response)
+        passed = tuple((w, (1.0 - share) * held) for w, held in gradient.grouped)
+        part.persistence = _persistence(signal, response, passed, node.branch)
         returned = _returned(back(part).kernel, part, node.branch, signal.width)
         merged = _merge(gradient, kept, returned, scale_free)
         kept_share = ratio_or_zero(kept.mean_diagonal(), merged.kernel.mean_diagonal())
         # (x.g)^2, which the branch does not change: its norm sends back nothing along x
         merged.radial = kept_share * (share + (1.0 - share) * gradient.radial)
         merged.norm_response = response + 1.0 - kept_share
+        if grouped_norm(node.branch) is not None:
+            held = tuple((kept_share * w, held) for w, held in passed)
+            merged.grouped = (*held, (1.0 - kept_share, 1.0))
         return merged
 
     return output, _recorded(trace, node.label, output, backward)
@@ -176,31 +194,23 @@ def _parallel(node: Parallel, signal: Signal, trace: Trace) -> tuple[Signal, Bac
 
 
 def _bottom_to_top(node: BottomToTop, signal: Signal, trace: Trace) -> tuple[Signal, BackwardPass]:
-    """The input added to an output that still carries it with amplitude a = skip skip' / deviation.
-
-    So two tokens' covariance gains (a_i + a_j) times the input's, beside the two kernels, and the
-    gradient's likewise on its way back.
-    """
     between, back_attention = forward(node.attention, signal, trace)
     entering, back_norm = forward(node.norm, between, trace)
-    inner, back_ffn = forward(node.ffn, entering, trace)
+    branch, back_ffn = forward(node.ffn.branch, entering, trace)
+    inner = _residual_sum(node.ffn, entering, branch)
     carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
     carried = carried * node.attention.skip_scale * node.ffn.skip_scale
-    first, second = signal.kernel.over_tokens(carried)
+    total = Sum(node, signal, between, entering, inner, carried)
+    output = total.output()
 
-    def both(kernel: Kernel) -> Kernel:
-        return kernel.weighted(1 + 2 * carried, 1 + first + second)
+    def to_entering(gradient: Gradient) -> Gradient:
+        return total.at_entering(output, gradient, back_ffn)
 
-    kernel = inner.kernel + both(signal.kernel)
-    spread = inner.spread
-    if spread is not None and signal.spread is not None:
-        cross = (signal.kernel * inner.kernel).scaled(4 / signal.width)
-        spread = spread + signal.spread + cross
-    output = Signal(kernel, signal.seq_len, width=signal.width, spread=spread)
+    back_inner = _recorded(trace, node.ffn.label, inner, to_entering)
 
     def backward(gradient: Gradient) -> Gradient:
-        sent = back_attention(back_norm(back_ffn(gradient.with_kernel(gradient.kernel))))
-        return Gradient(sent.kernel + both(gradient.kernel), gradient.seq_len)
+        sent = back_attention(back_norm(back_inner(gradient)))
+        return total.returned(output, gradient, sent)
 
     return output, _recorded(trace, node.label, output, backward)
 
@@ -233,13 +243,23 @@ def _returned(returned: Kernel, part: Gradient, branch: Component, width: Array)
     are, and what lies along the token itself is the normalisation's to remove.
     """
     grown = part.persistence
-    if grown is None or _splits(branch):
+    if grown is None or splits(branch):
         return returned
-    if not _mixes_tokens(branch):
+    if not mixes_tokens(branch):
         return returned.weighted(1 + grown.diagonal, 1 + grown.pairs)
     tokens = grown.pairs.shape[-1] if grown.resolved else part.seq_len
     shared = grown.total(tokens) / tokens**2
     return returned.scaled(1 + shared - (1 - part.radial) / width)
+
+
+def _persistence(
+    signal: Signal, response: Array, passed: tuple[tuple[Array, Array], ...], branch: Component
+) -> Kernel:
+    norm = grouped_norm(branch)
+    if norm is None:
+        return persistence(signal, response)
+    of_groups = grouped_persistence(signal, passed, norm.groups, norm.freedom(signal.width))
+    return persistence(signal, response, own=False) + of_groups
 
 
 def _merge(gradient: Gradient, kept: Kernel, returned: Kernel, scale_free: bool) -> Gradient:
@@ -257,29 +277,6 @@ def _merge(gradient: Gradient, kept: Kernel, returned: Kernel, scale_free: bool)
         radial=0.0 if gradient.orthogonal and scale_free else 1.0,
         centred_share=gradient.centred_share * share,
     )
-
-
-def _splits(component: Component) -> bool:
-    """Whether a branch ends in parallel branches, which take their own parts."""
-    last = component.parts[-1] if isinstance(component, Chain) else component
-    return isinstance(last, Parallel)
-
-
-def _mixes_tokens(component: Component) -> bool:
-    return _any(component, "mixes_tokens")
-
-
-def _normalises(component: Component) -> bool:
-    return _any(component, "normalises")
-
-
-def _any(component: Component, mark: str) -> bool:
-    inner: tuple[Component, ...] = ()
-    if isinstance(component, Chain):
-        inner = component.parts
-    elif isinstance(component, Parallel):
-        inner = component.branches
-    return any(_any(part, mark) for part in inner) or bool(getattr(component, mark, False))
 
 
 def _square(scale: Any) -> Any:

@@ -237,6 +237,8 @@ class Gradient:
             signal's squared norm there: 1 behind a normalisation, which divides by that norm.
         persistence: relative growth of what a branch returns, k (v_i + v_j + 2 c_ij)/4, that is
             left to its parts to add (`propagate._persisting`).
+        grouped: of every normalisation in groups of features that variance came through, its share
+            of the variance, and the share of what it normalised that the signal here is.
     """
 
     kernel: Kernel
@@ -245,6 +247,7 @@ class Gradient:
     centred_share: Array = 0.0
     norm_response: Array = 0.0
     persistence: Kernel | None = None
+    grouped: tuple[tuple[Array, Array], ...] = ()
 
     @property
     def orthogonal(self) -> bool:

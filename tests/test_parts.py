@@ -24,10 +24,12 @@ from moments.activations import (
 from moments.composition import Leaf
 from moments.errors import DomainError
 from moments.gated import GatedLinear
+from moments.inputs import gaussian
 from moments.laws.linear import BIASED_LINEAR, LINEAR
 from moments.laws.normalization import LAYERNORM, RMSNORM
 from moments.normalization import DynamicTanh, FiniteNormalization
 from moments.parts import Linear
+from moments.short_vectors import expected_cosine, expected_pull, persistent_pull
 from moments.state import Gradient, Kernel, Signal
 
 
@@ -454,14 +456,37 @@ def test_registering_from_several_threads_gives_one_answer() -> None:
 
 @pytest.mark.parametrize(("freedom", "correlation"), [(3, 0.5), (7, 0.8), (3, 0.95)])
 def test_expected_cosine_of_gaussian_vectors(freedom: int, correlation: float) -> None:
-    from moments.normalization import expected_cosine
-
     rng = np.random.default_rng(5)
     x, other = rng.normal(size=(2, 200_000, freedom))
     y = correlation * x + np.sqrt(1 - correlation**2) * other
     cosines = (x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)
     error = cosines.std() / correlation / np.sqrt(len(x))
     assert abs(cosines.mean() / correlation - expected_cosine(freedom, correlation)) < 4 * error
+
+
+@pytest.mark.parametrize(("freedom", "correlation"), [(3, 0.0), (3, 0.85), (7, 0.5), (7, 0.97)])
+def test_inverse_norms_of_short_vectors(freedom: int, correlation: float) -> None:
+    rng = np.random.default_rng(7)
+    x, other = rng.normal(size=(2, 200_000, freedom))
+    y = correlation * x + np.sqrt(1 - correlation**2) * other
+    first, second = np.linalg.norm(x, axis=1), np.linalg.norm(y, axis=1)
+    cosine = (x * y).sum(1) / (first * second)
+    pulled = (freedom - 2 + cosine**2) / (first * second)
+    error = pulled.std() / np.sqrt(len(x))
+    assert abs(pulled.mean() - expected_pull(freedom, correlation)) < 4 * error
+    whole = expected_pull(freedom, np.array([1.0, 1.0 - 1e-13]))
+    np.testing.assert_allclose(whole, (freedom - 1) / (freedom - 2), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("freedom", "share"), [(7, 0.8), (12, 0.3)])
+def test_persisting_inverse_norms_of_short_vectors(freedom: int, share: float) -> None:
+    rng = np.random.default_rng(8)
+    x, other = rng.normal(size=(2, 200_000, freedom))
+    y = np.sqrt(share) * x + np.sqrt(1 - share) * other
+    mean = freedom - 2  # of a chi-square's inverse
+    both = mean**2 / ((x**2).sum(1) * (y**2).sum(1))
+    error = both.std() / np.sqrt(len(x))
+    assert abs(both.mean() - 1 - persistent_pull(freedom, share)) < 4 * error
 
 
 @pytest.mark.parametrize("centres", [True, False])
@@ -480,7 +505,7 @@ def test_gradient_behind_small_groups(centres: bool) -> None:
     leaf = FiniteNormalization(
         LAYERNORM if centres else RMSNORM, "norm", centres=centres, groups=count
     )
-    signal = Signal(Kernel(2.25, 0.5), 4, width=float(size * count), spread=Kernel(0.0, 0.0))
+    signal = gaussian(Kernel(2.25, 0.5), 4, size * count, True)
     back = leaf.forward(signal)[1]
     predicted = back(Gradient(Kernel(1.0, 0.0), 4)).gradient.kernel.diagonal
     assert abs(predicted - measured) < 4 * error

@@ -1,0 +1,200 @@
+"""A layer's input x added again at its end, to an output that still carries it (B2T).
+
+    s = k x + A(x),    y = s/|s|,    u = k' y + F(y),    out = u + x
+
+Of u, k' y is x with amplitude a = k k'/deviation of s, and what attention added. Derived here, to
+order 1/width, for an x that a normalisation left (every layer's but the first). With g the gradient
+at `out`, of which a share 1 - radial of the component along `out` is missing, and D = a X,
+
+    E (p.g)(q.g) = (p.q - (1 - radial) (p.out)(q.out)/|out|^2) |g|^2/width
+
+for any two of its parts. A normalised s is orthogonal to what it returns, so that of the gradient
+g_x at x, x.g_x = x.g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .composition import BottomToTop
+from .directions import isotropic, orthogonal_parts
+from .state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+
+BackwardPass = Callable[[Gradient], Gradient]
+
+
+class Sum(NamedTuple):
+    """A layer with a second connection, on its way up.
+
+    Attributes:
+        node: its declaration.
+        signal: the input.
+        between: attention's residual sum.
+        entering: the same, normalised.
+        inner: the feed-forward block's residual sum.
+        carried: amplitude of the input in `inner`, per token.
+    """
+
+    node: BottomToTop
+    signal: Signal
+    between: Signal
+    entering: Signal
+    inner: Signal
+    carried: Array
+
+    def crossed(self, kernel: Kernel, factor: Array = 1.0) -> Kernel:
+        """What the sum's moments gain because u holds the input by the carried amplitude."""
+        own = self.carried * factor
+        first, second = kernel.over_tokens(own)
+        return kernel.weighted(2 * own, first + second)
+
+    def output(self) -> Signal:
+        """The sum."""
+        signal, inner = self.signal, self.inner
+        if signal.spread is None or inner.spread is None:
+            kernel = inner.kernel + (signal.kernel + self.crossed(signal.kernel))
+            return Signal(kernel, signal.seq_len, width=signal.width)
+        cross = self.crossed(signal.kernel, self._norm_mean() - self._turned())
+        centred = None
+        if inner.centred is not None:
+            centred = inner.centred + cross
+            centred = centred if signal.centred is None else centred + signal.centred
+        return Signal(
+            inner.kernel + signal.kernel + cross,
+            signal.seq_len,
+            width=signal.width,
+            spread=self._spread(),
+            realised=self._realised(),
+            centred=centred,
+        )
+
+    def _norm_mean(self) -> Array:
+        """E 1/|s| over 1/sqrt(E |s|^2)."""
+        assert self.between.spread is not None
+        size = self.between.kernel.diagonal
+        return 1 + 0.375 * ratio_or_zero(self.between.spread.diagonal, size * size)
+
+    def _turned(self) -> Array:
+        """Half the relative covariance of x.s and |s|^2, which share x.A."""
+        skip = self.node.attention.skip_scale
+        total = self.between.kernel.diagonal
+        added = total - skip * skip * self.signal.kernel.diagonal
+        return ratio_or_zero(added, total) / self.signal.width
+
+    def _spread(self) -> Kernel:
+        """|out|^2 = |u|^2 + |x|^2 + 2 x.F + 2 k' x.y, where x.y = x.s/|s|.
+
+        With e, f the relative deviations of x.s and of |A|^2 over |s|^2, and w the share of x in
+        |s|^2, that of x.y is (1 - w) e - f/2.
+        """
+        signal, between, inner = self.signal, self.between, self.inner
+        assert signal.spread is not None
+        assert between.spread is not None
+        assert inner.spread is not None
+        width, tokens = signal.width, signal.kernel
+        skip = _square(self.node.attention.skip_scale)
+        added = between.kernel - tokens.scaled(skip)
+        fresh = inner.kernel - self.entering.kernel.scaled(_square(self.node.ffn.skip_scale))
+        met = tokens * added
+        sizes = between.spread - signal.spread.scaled(skip * skip) - met.scaled(4 * skip / width)
+        total = between.kernel.diagonal
+        share = skip * tokens.diagonal / total
+        turned = self._by_token(met, self.carried * (1 - share)).scaled(1 / (skip * width))
+        sized = self._by_token(sizes, 0.5 * self.carried * tokens.diagonal / total)
+        both = ((tokens + self.crossed(tokens)) * fresh).scaled(4 / width)
+        return inner.spread + signal.spread + both + (turned + sized).scaled(4.0)
+
+    def _by_token(self, kernel: Kernel, factor: Array) -> Kernel:
+        first, second = kernel.over_tokens(factor)
+        return kernel.weighted(factor * factor, first * second)
+
+    def _realised(self) -> Realised | None:
+        """Overlaps of (1 + a) x and the rest, of which `inner` holds those of a x and the rest."""
+        signal, inner = self.signal, self.inner
+        if signal.realised is None or inner.realised is None:
+            return None
+        tokens = signal.kernel
+        held = self._by_token(tokens, self.carried)
+        more = self._by_token(tokens, 1 + self.carried)
+        rest = inner.kernel - held
+        squares = self._by_token(signal.realised.overlaps, (1 + self.carried) ** 2)
+        squares = squares - self._by_token(signal.realised.overlaps, self.carried**2)
+        crossed = ((more - held) * rest).scaled(4 / signal.width)
+        return Realised(inner.realised.overlaps + squares + crossed)
+
+    # --- the way back -----------------------------------------------------------------------------
+
+    def at_entering(self, output: Signal, gradient: Gradient, back: BackwardPass) -> Gradient:
+        """The gradient at the feed-forward block's input y, `back` the pass through the block.
+
+        As `directions.orthogonal_parts`, with `output` in place of u: that g lacks E (u.g)^2 of
+        y.g_y = u.g, and 2 E (k' y.g)(F.g) + E (F.g)^2 of |g_y|^2.
+        """
+        node = self.node.ffn
+        kept = gradient.kernel.scaled(_square(node.skip_scale))
+        handed = gradient.kernel.scaled(_square(node.branch_scale))
+        if self.signal.spread is None:
+            passed = back(gradient.with_kernel(handed))
+            return Gradient(kept + passed.kernel, gradient.seq_len)
+        total, own = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
+        held, part = _square(node.skip_scale) * own, self.inner.kernel.mean_diagonal()
+        added, shared = part - held, self._overlap()
+        sent = back(gradient.at_part(handed, added / total))
+        lacking = (2 * (held + shared) + added) / total - 1.0
+        share = ratio_or_zero(added * lacking, held)
+        kept, returned = orthogonal_parts(self.entering, share, gradient, kept, sent, mixing=False)
+        merged = kept + returned
+        radial: Array = 1.0
+        if not isotropic(gradient.radial):
+            along = part - (1.0 - gradient.radial) * (part + shared) ** 2 / total
+            received = gradient.kernel.mean_diagonal()
+            radial = ratio_or_zero(along * received, own * merged.mean_diagonal())
+        kept_share = ratio_or_zero(kept.mean_diagonal(), merged.mean_diagonal())
+        centred = gradient.centred_share * kept_share
+        return Gradient(merged, gradient.seq_len, radial, centred)
+
+    def returned(self, output: Signal, gradient: Gradient, sent: Gradient) -> Gradient:
+        """The gradient at the input, of what the sum received and what attention's side sends."""
+        above = gradient.kernel
+        if self.signal.spread is None:
+            return Gradient(sent.kernel + (above + self.crossed(above)), gradient.seq_len)
+        own, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
+        skip = _square(self.node.ffn.skip_scale)
+        held, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()
+        lacks = (1.0 - gradient.radial) / total
+        # E (x.g)^2, E (x.g)(y.g), E (y.g)^2, y what the skip connection of u holds
+        alone = own - lacks * (own + shared) ** 2
+        mutual = shared - lacks * (own + shared) * (held + shared)
+        beside = held - lacks * (held + shared) ** 2
+        # Through s the input receives P g/|s| with P orthogonal to y; and attention, along x, what
+        # cancels that, averaged over the tokens' gradients.
+        common = ratio_or_zero(above.mean_pairs(), above.mean_diagonal())
+        turned = (alone - shared * mutual / held) / own
+        lost = beside / held
+        if self.entering.centred is not None:  # the mean over features
+            lost = lost + 1.0 - gradient.centred_share
+        width, norms = self.signal.width, self._norm_mean()
+        one, _ = above.lift(1.0 - (lost + common * turned) / width)
+        _, two = above.lift(1.0 - (lost + turned) / width)
+        first, second = above.over_tokens(self.carried * norms)
+        cross = above.weighted(2 * self.carried * norms * one, (first + second) * two)
+        kernel = sent.kernel + above + cross
+        received, kept = above.mean_diagonal(), (above + cross).mean_diagonal()
+        size = kernel.mean_diagonal()
+        centred = kept * gradient.centred_share + sent.kernel.mean_diagonal() * sent.centred_share
+        return Gradient(
+            kernel,
+            gradient.seq_len,
+            ratio_or_zero(alone * received, own * size),
+            ratio_or_zero(centred, size),
+        )
+
+    def _overlap(self) -> Array:
+        """Of the input and u."""
+        own = self.signal.kernel
+        return own.weighted(self.carried, 1.0).mean_diagonal()
+
+
+def _square(scale: Any) -> Any:
+    return scale * scale

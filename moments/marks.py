@@ -1,0 +1,42 @@
+"""What a branch is made of, as far as the gradient through it depends on that."""
+
+from __future__ import annotations
+
+from .composition import Chain, Component, Parallel
+from .normalization import FiniteNormalization
+
+
+def splits(component: Component) -> bool:
+    """Whether a branch ends in parallel branches, which take their own parts."""
+    last = component.parts[-1] if isinstance(component, Chain) else component
+    return isinstance(last, Parallel)
+
+
+def mixes_tokens(component: Component) -> bool:
+    """Whether tokens receive what others send."""
+    return _any(component, "mixes_tokens")
+
+
+def normalises(component: Component) -> bool:
+    """Whether the output ignores the input's scale."""
+    return _any(component, "normalises")
+
+
+def grouped_norm(component: Component) -> FiniteNormalization | None:
+    """The normalisation that a branch begins with, where it is one in groups of features."""
+    for part in _inner(component):
+        if normalises(part):
+            return grouped_norm(part)
+    found = isinstance(component, FiniteNormalization) and component.groups > 1
+    return component if found else None  # type: ignore[return-value]
+
+
+def _any(component: Component, mark: str) -> bool:
+    held = any(_any(part, mark) for part in _inner(component))
+    return held or bool(getattr(component, mark, False))
+
+
+def _inner(component: Component) -> tuple[Component, ...]:
+    if isinstance(component, Chain):
+        return component.parts
+    return component.branches if isinstance(component, Parallel) else ()
