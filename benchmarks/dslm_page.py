@@ -45,8 +45,8 @@ NOTES = """
 * **Forward.** The predicted variance is 1 after every layer{missed}. The measured one is a mean
   over few draws, each of which strays by some 10 % at this width, and the column is the worst of N
   layers. {forward}
-* **Width.** Finite widths enter the plan to first order. At 96 layers of GPT-2 the variance averaged
-  over layers is {widths}.
+* **Width.** Finite widths enter the plan to first order. At 96 layers of GPT-2 the variance
+  averaged over layers is {widths}.
 * **Entering variance.** Families that normalise the embedding and drop behind it (BERT and its
   relatives) enter layer 1 with 1/(1 - p). Their first norm takes it away.
 * **Gradient.** {band}

@@ -131,6 +131,7 @@ class Sum(NamedTuple):
         As `directions.orthogonal_parts`, with `output` in place of u: that g lacks E (u.g)^2 of
         y.g_y = u.g, and 2 E (k' y.g)(F.g) + E (F.g)^2 of |g_y|^2.
         """
+        gradient = gradient.averaged()
         node = self.node.ffn
         kept = gradient.kernel.scaled(_square(node.skip_scale))
         handed = gradient.kernel.scaled(_square(node.branch_scale))
@@ -156,6 +157,7 @@ class Sum(NamedTuple):
 
     def returned(self, output: Signal, gradient: Gradient, sent: Gradient) -> Gradient:
         """The gradient at the input, of what the sum received and what attention's side sends."""
+        gradient = gradient.averaged()
         above = gradient.kernel
         if self.signal.spread is None:
             return Gradient(sent.kernel + (above + self.crossed(above)), gradient.seq_len)

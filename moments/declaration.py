@@ -55,7 +55,10 @@ def check(model: Transformer) -> None:
     if model.activation in GATED:
         _set(model, "activation", GATED[model.activation])
         _set(model, "gated", True)
-    activation_laws(model.activation)
+    try:
+        activation_laws(model.activation)
+    except DomainError as error:
+        raise DomainError(f"{error}; gated units: {', '.join(GATED)}") from None
     check_choice("layernorm_scaling", model.layernorm_scaling, LAYERNORM_SCALINGS)
     check_choice("qk_norm", model.qk_norm, (None, "rmsnorm", "layernorm"))
     check_in("dropout", model.dropout, PROBABILITY, "pass 0.1 for ten percent")

@@ -126,7 +126,8 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         state = "expected" if self.expected else "not expected"
-        first = f", likeliest cause: {self.causes[0].words}" if self.causes else ""
+        causes = [cause for cause in self.causes if cause.explains >= SHARE]
+        first = f", likeliest cause: {causes[0].words}" if causes else ""
         return f"Diagnosis({state}, {len(self._points)} points out of their band{first})"
 
 

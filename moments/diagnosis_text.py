@@ -44,11 +44,13 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     if not diagnosis.expected and not diagnosis.explained > ENOUGH and not diagnosis.notes:
         yield (
             "what is left comes from something that neither weights nor scales nor the causal mask "
-            "show: a mask or code of the module's own, dropout elsewhere, features that are not "
-            "independent, or an error of the theory"
+            "show: the chance of this draw, a mask or code of the module's own, dropout elsewhere, "
+            "features that are not independent, or an error of the theory"
         )
     if idle:
-        yield "not as declared either, without an effect on the stream:"
+        small = f"explaining less than {100 * SHARE:.0f} % of the difference each"
+        rest = "with no point out of its band" if frame.empty else small
+        yield f"{'also ' if causes else ''}not as declared, {rest}:"
         for cause in idle:
             yield f"- {cause.words}"
     if not frame.empty:
@@ -62,9 +64,10 @@ def _points(stack: str, quantity: str, cause: str, rows: list[Any]) -> str:
     """One line for all points of a quantity that have one cause."""
     worst: Mapping[str, Any] = max(rows, key=lambda row: abs(row["deviations"]))
     times = worst["measured"] / worst["predicted"] if worst["predicted"] else math.inf
+    most = f", most at {worst['layer']}" if len(rows) > 1 else ""
     line = (
-        f"- {'encoder ' if stack else ''}{NAMES[quantity]} at {_runs([r['layer'] for r in rows])}, "
-        f"most at {worst['layer']}: {worst['measured']:.4g}, predicted {worst['predicted']:.4g} "
+        f"- {'encoder ' if stack else ''}{NAMES[quantity]} at {_runs([r['layer'] for r in rows])}"
+        f"{most}: {worst['measured']:.4g}, predicted {worst['predicted']:.4g} "
         f"({times:.3g}x, {worst['deviations']:+.1f} standard deviations)"
     )
     return f"{line}: {cause}" if cause else f"{line}: no difference found explains it"

@@ -64,7 +64,7 @@ def differences(declared: Transformer, found: Transformer) -> list[Feature]:
     """Features in which `found` is not as `declared`, those of an encoder included.
 
     A matrix counts as different where its variance is off by more than five standard deviations of
-    its own mean square, in one layer or on average over all.
+    its own mean square, in one layer or on average over all; so does a bias.
     """
     features = list(_stack(declared, found, ""))
     if declared.encoder is not None and found.encoder is not None:
@@ -150,25 +150,44 @@ def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
 
 
 def _biases(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
-    one, other = declared.biases or Biases(), found.biases or Biases()
-    if one == other:
-        return
-    names = [f.name for f in dataclasses.fields(Biases)]
-    means = [
-        (n, *(float(np.mean(each(getattr(side, n), found.layers))) for side in (other, one)))
-        for n in names
-        if getattr(one, n) != getattr(other, n)
-    ]
-    rows = [f"{n} {has:.3g} (declared {said:.3g})" for n, has, said in means if has != said]
+    rows: dict[str, str] = {}
+    for name in (f.name for f in dataclasses.fields(Biases)):
+        if name == "gate" and not declared.gated:
+            continue
+        one, other = (each(_bias(side, name), side.layers) for side in (declared, found))
+        different = _apart(one, other, SAMPLING * math.sqrt(2 / _bias_entries(declared, name)))
+        if different:
+            at = positions(different)
+            has, said = (float(np.mean(side[at])) for side in (other, one))
+            rows[name] = f"{name} {has:.3g} (declared {said:.3g})"
     if not rows:
         return
+
+    def change(model: Transformer) -> Transformer:
+        of = {f.name: _bias(model, f.name, None) for f in dataclasses.fields(Biases)}
+        of |= {name: _bias(found, name, None) for name in rows}
+        return model.replace(biases=Biases(**of))
+
     yield Feature(
         stack + "biases",
-        f"{stack}biases: variance of {', '.join(rows)}",
+        f"{stack}biases: variance of {', '.join(rows.values())}",
         math.nan,
         (),
-        _changing(stack, lambda model: model.replace(biases=other)),
+        _changing(stack, change),
     )
+
+
+def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
+    """Variance of a matrix's bias; one that is absent adds as much as one of zeros."""
+    value = None if model.biases is None else getattr(model.biases, matrix)
+    return absent if value is None else value
+
+
+def _bias_entries(model: Transformer, matrix: str) -> int:
+    """Entries of a matrix's bias: one per output."""
+    if matrix in ("output", "ffn_out"):
+        return model.d_model
+    return fan_product(model, matrix) // model.d_model
 
 
 def _multipliers(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
@@ -221,7 +240,7 @@ def _outside(
         return
     for field in dataclasses.fields(one):
         values = [getattr(side, field.name) for side in (one, other)]
-        if not field.init or values[0] == values[1]:
+        if not field.init or _alike(*values):
             continue
         if field.name.endswith("_variance") and all(isinstance(v, float) and v for v in values):
             entries = declared.d_model * max(2, getattr(one, "vocab_size", 2) or 2)
@@ -242,9 +261,15 @@ def _outside(
         )
 
 
+def _alike(one: Any, other: Any) -> bool:
+    """The same, or two numbers no further apart than two multipliers that count as one."""
+    numbers = all(isinstance(v, float) for v in (one, other))
+    return one == other or (numbers and math.isclose(one, other, rel_tol=SCALE))
+
+
 def _field(declared: Transformer, found: Transformer, stack: str, name: str) -> Iterator[Feature]:
     one, other = getattr(declared, name), getattr(found, name)
-    if one == other:
+    if _alike(one, other):
         return
     if name == "attention_dropout" and other == found.dropout and one == declared.dropout:
         return  # it follows dropout

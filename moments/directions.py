@@ -33,13 +33,28 @@ def knows_directions(gradient: Gradient) -> bool:
     return not (nothing and isotropic(gradient.radial))
 
 
+def at_tokens(kernel: Kernel, value: Array) -> tuple[Array, Array, Array]:
+    """A number per token or one for all: at one token, and at the two of a pair."""
+    if not kernel.resolved or np.ndim(value) == 0:
+        return value, value, value
+    if np.ndim(value) < np.ndim(kernel.diagonal):
+        one, two = kernel.lift(value)
+        return one, two, two
+    return (value, *kernel.over_tokens(value))
+
+
+def of_pairs(first: Array, second: Array, signal: Signal) -> Array:
+    """What two tokens' covariance loses where each loses that share: overlaps count once."""
+    return first + second - abs(first * second) ** 0.5 * signal.cosine_square()
+
+
 def without(kernel: Kernel, signal: Signal, lost: Array) -> Kernel:
     """A gradient's kernel, less the share `lost` that lies along its signal's direction.
 
     Two tokens' directions overlap by r: a covariance loses 2 - r^2 of them.
     """
-    one, two = kernel.lift(lost)
-    return kernel.weighted(1 - one, 1 - two * (2 - signal.cosine_square()))
+    one, first, second = at_tokens(kernel, lost)
+    return kernel.weighted(1 - one, 1 - of_pairs(first, second, signal))
 
 
 def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Array) -> Kernel:
@@ -54,10 +69,11 @@ def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Arr
     more = (alignment - 1) / output.width
     if kernel.resolved and np.ndim(alignment):
         more = more.mean(-1)
-    one, two = kernel.lift((1 - gradient.radial) * more)
-    falls, falls_two = kernel.lift(gradient.norm_response * more)
-    pairs = two * (2 - output.cosine_square()) + falls_two
-    return kernel.weighted(1 / (1 + one + falls), 1 / (1 + pairs))
+    of_one, of_two = kernel.lift(more)
+    one, first, second = at_tokens(kernel, 1 - gradient.radial)
+    falls, falls_first, falls_second = at_tokens(kernel, gradient.norm_response)
+    pairs = of_pairs(first, second, output) + (falls_first + falls_second) / 2
+    return kernel.weighted(1 / (1 + of_one * (one + falls)), 1 / (1 + of_two * pairs))
 
 
 def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
@@ -69,9 +85,8 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     if type(response) is float and response == 0.0:
         return tokens
     own = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
-    first, second = tokens.over_tokens(own)
-    one, two = tokens.lift(response)
-    return tokens.weighted(1 / (1 + one * own), 1 / (1 + two * (first + second) / 2))
+    one, first, second = at_tokens(tokens, response * own)
+    return tokens.weighted(1 / (1 + one), 1 / (1 + (first + second) / 2))
 
 
 def persistence(signal: Signal, response: Array, own: bool = True) -> Kernel:
@@ -85,9 +100,29 @@ def persistence(signal: Signal, response: Array, own: bool = True) -> Kernel:
     """
     single, common = relative_spread(signal, own)
     kernel = signal.kernel
-    one, two = kernel.lift(response)
+    one, first, second = at_tokens(kernel, response)
     v, w = kernel.over_tokens(single)
-    return Kernel.joined(one * single, two * (v + w + 2 * common) / 4, kernel.resolved)
+    pairs = (first * v + second * w + (first + second) * common) / 4
+    return Kernel.joined(one * single, pairs, kernel.resolved)
+
+
+def shared_persistence(signal: Signal, response: Array, above: Kernel) -> Array:
+    """What of that growth attention returns to a token, averaged over those that send it.
+
+    k_i c_ij over tokens i of a sequence, weighted by the gradient's variance at each; which of them
+    attend to j is left out.
+    """
+    single, common = relative_spread(signal)
+    length = signal.seq_len
+    if not signal.resolved:
+        return response * (single + (length - 1) * common) / length
+    leading, count = common.shape[:-2], common.shape[-1]
+    blocks = common.reshape(*leading, count // length, length, count // length, length)
+    own = np.einsum("...bibj->...bij", blocks)
+    sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*own.shape[:-1])
+    shares = ratio_or_zero(sizes, sizes.sum(-1, keepdims=True) + 0.0 * sizes)
+    falls = np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
+    return np.einsum("...bi,...bij->...bj", shares * falls, own).reshape(*leading, count)
 
 
 def relative_spread(signal: Signal, own: bool = True) -> tuple[Array, Array]:

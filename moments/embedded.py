@@ -26,9 +26,13 @@ def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
 
 def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
     """Integers of shape (B, L)."""
-    matrix = np.atleast_2d(np.asarray(ids))
+    allowed = f"{name} must be non-negative integers of shape (L,) or (B, L)"
+    try:
+        matrix = np.atleast_2d(np.asarray(ids))
+    except ValueError:
+        raise DomainError(f"{allowed}: pad shorter sequences") from None
     if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.integer) or matrix.min() < 0:
-        raise DomainError(f"{name} must be non-negative integers of shape (L,) or (B, L)")
+        raise DomainError(allowed)
     if matrix.shape[1] != seq_len:
         raise domain_error(
             name,

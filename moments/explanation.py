@@ -98,6 +98,8 @@ def explain(
     Raises:
         DomainError: no such layer, several configurations at once, or as `predict`.
     """
+    if not isinstance(model, Transformer):
+        raise domain_error("model", type(model).__name__, "a moments.Transformer")
     check_count("layer", layer)
     if layer > model.layers:
         raise domain_error("layer", layer, f"at most layers = {model.layers}")

@@ -36,7 +36,13 @@ def check_moments(
     )
     if np.ndim(variance) == 0 and np.ndim(correlation) == 0:
         return float(variance), float(correlation)
-    v, r = np.broadcast_arrays(np.asarray(variance, float), np.asarray(correlation, float))
+    try:
+        v, r = np.broadcast_arrays(np.asarray(variance, float), np.asarray(correlation, float))
+    except ValueError:
+        shapes = f"{np.shape(variance)} and {np.shape(correlation)}"
+        raise DomainError(
+            f"{prefix}variance and {prefix}correlation of shapes {shapes} must broadcast"
+        ) from None
     return v, r
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .composition import Leaf, Pullback, Pulled
-from .directions import relative_spread
+from .directions import at_tokens, relative_spread
 from .evaluation import Values, evaluate
 from .law import ComponentLaws
 from .laws.normalization import DYT
@@ -82,10 +82,12 @@ class FiniteNormalization(Leaf):
         def pullback(gradient: Gradient) -> Pulled:
             received = gradient.kernel.scaled(square)
             radial, mean = self._lost_directions(gradient)
-            share, _ = received.lift((radial + mean) / width)
+            along, along_first, along_second = at_tokens(received, radial)
+            share = (along + received.lift(mean)[0]) / width
             overlap = two["x_correlation"] ** 2
             _, pair_share = received.lift(1 / width)
-            lost = received.lift(radial)[1] * (2 - overlap) + received.lift(mean)[1]
+            lost = along_first + along_second - abs(along_first * along_second) ** 0.5 * overlap
+            lost = lost + received.lift(mean)[1]
             pair_share = pair_share * lost
             single = one | {"grad_variance": received.diagonal, "removed_share": share}
             pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}

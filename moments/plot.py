@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .report import STREAM_QUANTITIES, TITLES
 
@@ -42,6 +43,7 @@ def _panels(title: str) -> tuple[Figure, dict[str, Axes]]:
         ax.spines[["top", "right"]].set_visible(False)
     for ax in grid[1]:
         ax.set_xlabel("layer (0 enters layer 1)")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     return figure, axes
 
@@ -69,9 +71,7 @@ def _describe(prediction: Prediction) -> str:
 
 
 def _shade_band(ax: Axes, prediction: Prediction) -> None:
-    """Where one draw of the weights falls 95 % of the time (refined theory)."""
-    if prediction.theory != "refined":
-        return
+    """Where one draw of the weights falls 95 % of the time."""
     low, high = prediction.grad_variance_band
     layers = np.arange(low.size)
     ax.fill_between(
@@ -84,13 +84,17 @@ def plot_prediction(prediction: Prediction) -> Figure:
     """Four panels along the depth; one line per configuration."""
     figure, axes = _panels(_describe(prediction))
     layers = np.arange(prediction.model.layers + 1)
-    if prediction.variance.ndim == 1:
+    shaded = prediction.variance.ndim == 1 and prediction.theory == "refined"
+    if shaded:
         _shade_band(axes["grad_variance"], prediction)
     for quantity, ax in axes.items():
         curves = getattr(prediction, quantity).reshape(-1, layers.size)
         for curve in curves:
             ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, alpha=0.9)
-        _scale(ax, quantity, curves)
+        upper = (
+            (prediction.grad_variance_band[1],) if shaded and quantity == "grad_variance" else ()
+        )
+        _scale(ax, quantity, curves, *upper)
     return figure
 
 
@@ -130,7 +134,8 @@ def plot_comparison(comparison: Comparison) -> Figure:
                 markeredgecolor=OUTSIDE,
                 label="out of its band",
             )
-        _scale(ax, quantity, curve, points)
+        expected = comparison.ranges.get(quantity)
+        _scale(ax, quantity, curve, points, *(() if expected is None else (expected.high,)))
     for quantity in ("variance", "grad_variance"):
         axes[quantity].legend(frameon=False, fontsize=9)
     return figure

@@ -9,7 +9,14 @@ import numpy as np
 
 from .bottom_to_top import Sum
 from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Reader, Residual
-from .directions import grouped_persistence, isotropic, orthogonal_parts, persistence
+from .directions import (
+    at_tokens,
+    grouped_persistence,
+    isotropic,
+    orthogonal_parts,
+    persistence,
+    shared_persistence,
+)
 from .errors import DomainError
 from .marks import grouped_norm, mixes_tokens, normalises, splits
 from .realised import summed
@@ -134,11 +141,11 @@ def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, Bac
         if signal.spread is None:
             returned = back(gradient.with_kernel(handed)).kernel
             return _merge(gradient, kept, returned, scale_free)
-        total = output.kernel.mean_diagonal()
-        share = ratio_or_zero(branch.kernel.mean_diagonal() * scale, total)
-        part = gradient.at_part(handed, share)
         if scale_free:
-            sent = back(part)
+            gradient = gradient.averaged()
+            total = output.kernel.mean_diagonal()
+            share = ratio_or_zero(branch.kernel.mean_diagonal() * scale, total)
+            sent = back(gradient.at_part(handed, share))
             returned = sent.kernel
             if isotropic(gradient.radial):
                 return _merge(gradient, kept, returned, scale_free)
@@ -151,18 +158,23 @@ def _residual(node: Residual, signal: Signal, trace: Trace) -> tuple[Signal, Bac
                 kept_share = ratio_or_zero(kept.mean_diagonal(), merged.kernel.mean_diagonal())
                 merged.radial = gradient.radial * kept_share * ratio_or_zero(1.0, 1.0 - share)
             return merged
+        added = branch.kernel.diagonal * output.kernel.lift(scale)[0]
+        share = ratio_or_zero(added, output.kernel.diagonal)
+        part = gradient.at_part(handed, share)
         response = (1.0 - share) * gradient.norm_response
-        passed = tuple((w, (1.0 - share) * held) for w, held in gradient.grouped)
-        part.persistence = _persistence(signal, response, passed, node.branch)
+        held = 1.0 - output.kernel.mean_share(added)
+        passed = tuple((w, held * one) for w, one in gradient.grouped)
+        part.persistence = _persistence(signal, response, passed, node.branch, gradient.kernel)
         returned = _returned(back(part).kernel, part, node.branch, signal.width)
         merged = _merge(gradient, kept, returned, scale_free)
-        kept_share = ratio_or_zero(kept.mean_diagonal(), merged.kernel.mean_diagonal())
+        kept_share = ratio_or_zero(kept.diagonal, merged.kernel.diagonal)
         # (x.g)^2, which the branch does not change: its norm sends back nothing along x
         merged.radial = kept_share * (share + (1.0 - share) * gradient.radial)
         merged.norm_response = response + 1.0 - kept_share
         if grouped_norm(node.branch) is not None:
-            held = tuple((kept_share * w, held) for w, held in passed)
-            merged.grouped = (*held, (1.0 - kept_share, 1.0))
+            kept_share = ratio_or_zero(kept.mean_diagonal(), merged.kernel.mean_diagonal())
+            through = tuple((kept_share * w, one) for w, one in passed)
+            merged.grouped = (*through, (1.0 - kept_share, 1.0))
         return merged
 
     return output, _recorded(trace, node.label, output, backward)
@@ -178,10 +190,9 @@ def _parallel(node: Parallel, signal: Signal, trace: Trace) -> tuple[Signal, Bac
         if signal.spread is None:
             kernels = [back(gradient.with_kernel(gradient.kernel)).kernel for _, back in passes]
         else:
-            total = output.kernel.mean_diagonal()
             kernels = []
             for (found, back), branch in zip(passes, node.branches, strict=True):
-                share = ratio_or_zero(found.kernel.mean_diagonal(), total)
+                share = ratio_or_zero(found.kernel.diagonal, output.kernel.diagonal)
                 part = gradient.at_part(gradient.kernel, share)
                 part.persistence = gradient.persistence
                 kernels.append(_returned(back(part).kernel, part, branch, signal.width))
@@ -242,24 +253,30 @@ def _returned(returned: Kernel, part: Gradient, branch: Component, width: Array)
     values lose the average's direction, (1 - radial)/width; entrywise units lose theirs where they
     are, and what lies along the token itself is the normalisation's to remove.
     """
-    grown = part.persistence
-    if grown is None or splits(branch):
+    if part.persistence is None or splits(branch):
         return returned
+    grown, shared = part.persistence
     if not mixes_tokens(branch):
         return returned.weighted(1 + grown.diagonal, 1 + grown.pairs)
-    tokens = grown.pairs.shape[-1] if grown.resolved else part.seq_len
-    shared = grown.total(tokens) / tokens**2
-    return returned.scaled(1 + shared - (1 - part.radial) / width)
+    lost, _ = returned.lift((1 - part.averaged().radial) / width)
+    one, first, second = at_tokens(returned, 1 + shared - lost)
+    return returned.weighted(one, (first + second) / 2)
 
 
 def _persistence(
-    signal: Signal, response: Array, passed: tuple[tuple[Array, Array], ...], branch: Component
-) -> Kernel:
+    signal: Signal,
+    response: Array,
+    passed: tuple[tuple[Array, Array], ...],
+    branch: Component,
+    above: Kernel,
+) -> tuple[Kernel, Array]:
     norm = grouped_norm(branch)
     if norm is None:
-        return persistence(signal, response)
+        return persistence(signal, response), shared_persistence(signal, response, above)
     of_groups = grouped_persistence(signal, passed, norm.groups, norm.freedom(signal.width))
-    return persistence(signal, response, own=False) + of_groups
+    grown = persistence(signal, response, own=False) + of_groups
+    tokens = grown.pairs.shape[-1] if grown.resolved else signal.seq_len
+    return grown, grown.lift(grown.total(tokens) / tokens**2)[0]
 
 
 def _merge(gradient: Gradient, kept: Kernel, returned: Kernel, scale_free: bool) -> Gradient:

@@ -111,7 +111,14 @@ def _inside(comparison: Comparison) -> Any:
 
 
 def _outputs_table(outputs: Any) -> Table:
-    table = Table(title="at the output", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="at the output",
+        caption="deviations: measured from predicted, in units of the scatter expected",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     table.add_column("")
     for name in ("predicted", "measured", "error", "deviations"):
         table.add_column(name, justify="right", no_wrap=True)

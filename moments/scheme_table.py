@@ -111,14 +111,14 @@ def _sensitivity(found: Prediction) -> float:
 
 
 def compare_schemes(
-    model: Transformer, schemes: Sequence[str] | None = None, **inputs: Any
+    model: Transformer, schemes: str | Sequence[str] | None = None, **inputs: Any
 ) -> SchemeComparison:
     """Apply schemes to a model, with their authors' options, and predict each.
 
     Args:
         model: shape, activation, dropout, embedding and head; its placement stays where a scheme
             does not ask for another.
-        schemes: names; None: all.
+        schemes: one name or several; None: all.
         inputs: what `predict` takes to describe input and gradient. Schemes whose constants depend
             on the input get its correlation too.
 
@@ -131,7 +131,7 @@ def compare_schemes(
     if not isinstance(model, Transformer):
         raise domain_error("model", type(model).__name__, "a moments.Transformer")
     known = {scheme.name: scheme for scheme in every_scheme()}
-    names = list(known) if schemes is None else list(schemes)
+    names = list(known) if schemes is None else [schemes] if isinstance(schemes, str) else schemes
     for name in names:
         if name not in known:
             raise domain_error("scheme", name, f"one of {', '.join(known)}")

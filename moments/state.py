@@ -111,6 +111,12 @@ class Kernel:
             return np.mean(self.diagonal, axis=-1)
         return (self.diagonal * real).sum(-1) / np.sum(real, axis=-1)
 
+    def mean_share(self, part: Array) -> Array:
+        """A part of the diagonal over the whole, both averaged over tokens."""
+        if not self.resolved:
+            return ratio_or_zero(part, self.diagonal)
+        return ratio_or_zero(np.mean(part, -1), np.mean(self.diagonal, -1))
+
     def mean_pairs(self, real: Array = None) -> Array:
         """Average over ordered pairs of different tokens, both of them `real`; 0 without any."""
         if not self.resolved:
@@ -231,12 +237,13 @@ class Gradient:
         seq_len: tokens per sequence.
         radial: variance of the gradient's component along the signal at its point, over that of
             any other component: 0.0 where everything downstream ignores the signal's scale, 1 where
-            nothing is known.
+            nothing is known. A number for all tokens or one for each.
         centred_share: share of the variance whose features already average to zero.
         norm_response: by how much, relatively, a token's variance falls per relative rise of the
-            signal's squared norm there: 1 behind a normalisation, which divides by that norm.
-        persistence: relative growth of what a branch returns, k (v_i + v_j + 2 c_ij)/4, that is
-            left to its parts to add (`propagate._persisting`).
+            signal's squared norm there, for all tokens or each: 1 behind a normalisation, which
+            divides by that norm.
+        persistence: relative growth of what a branch returns, to tokens that it treats alone and
+            to those that it mixes, left to its parts to add (`directions.persistence`).
         grouped: of every normalisation in groups of features that variance came through, its share
             of the variance, and the share of what it normalised that the signal here is.
     """
@@ -246,7 +253,7 @@ class Gradient:
     radial: Array = 1.0
     centred_share: Array = 0.0
     norm_response: Array = 0.0
-    persistence: Kernel | None = None
+    persistence: tuple[Kernel, Array] | None = None
     grouped: tuple[tuple[Array, Array], ...] = ()
 
     @property
@@ -261,6 +268,20 @@ class Gradient:
     def with_kernel(self, kernel: Kernel) -> Gradient:
         """A generic gradient with these moments: nothing known about its directions."""
         return Gradient(kernel, self.seq_len)
+
+    def averaged(self) -> Gradient:
+        """The same with one number for all tokens, weighted by their variances."""
+        if not self.resolved:
+            return self
+        return replace(
+            self, radial=self._average(self.radial), norm_response=self._average(self.norm_response)
+        )
+
+    def _average(self, value: Array) -> Array:
+        sizes = self.kernel.diagonal
+        if np.ndim(value) == 0 or np.ndim(value) < np.ndim(sizes):
+            return value
+        return ratio_or_zero((value * sizes).sum(-1), sizes.sum(-1))
 
     def at_part(self, kernel: Kernel, share: Array) -> Gradient:
         """The gradient as seen by one addend, `share` of the variance of the sum of independents.

@@ -66,9 +66,12 @@ def _worst(part: Any, stack: str, quantity: str) -> str:
     index = int(np.argmax(np.abs(np.nan_to_num(part["deviations"].to_numpy(), posinf=1e9))))
     worst = part.iloc[index]
     layers = part["layer"].tolist()
-    where = f"point {layers[0]}" if len(layers) == 1 else f"points {layers[0]} to {layers[-1]}"
+    where = f"point {layers[0]}"
+    if len(layers) > 1:
+        several = "points" if layers[-1] - layers[0] < len(layers) else f"{len(layers)} points from"
+        where = f"{several} {layers[0]} to {layers[-1]}, most at {worst['layer']}"
     times = _ratio(worst["measured"], worst["predicted"])
     return (
-        f"{_name(stack, quantity)} is out of its band at {where}, most at {worst['layer']}, "
+        f"{_name(stack, quantity)} is out of its band at {where}, "
         f"{times:.3g} times the prediction ({worst['deviations']:+.1f} standard deviations)"
     )

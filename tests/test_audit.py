@@ -405,4 +405,5 @@ def test_errors():
         audit(torch.nn.Linear(2, 2), Transformer(1, 4, 2, 4))
     placed = audit(module, plan.replace(norm="post"))
     assert {f.quantity for f in placed.offenders} >= {"norm placement"}
-    assert any("'pre'" in s and "'post'" in s for s in placed.advice)
+    (sentence,) = [s for s in placed.advice if "'pre'" in s and "'post'" in s]
+    assert "attention sum and ffn sum in every layer: the norm sits 'pre'" in sentence

@@ -180,9 +180,14 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["predict", "bert-bass"], "neither a file nor a preset; presets: bert-tiny"),
+        (["predict", "bert-bass"], "neither a file nor a preset; did you mean bert-base or"),
+        (["predict", "my-model"], "neither a file nor a preset; presets: bert-tiny"),
+        (["audit", "bert-tiny", "--plan", "pyproject.toml"], "pyproject.toml: not JSON: "),
+        (["compare", "llama-7b", "--theory", "published"], "'published' does not cover"),
+        (["figures", "noci-8", "--folder", "LICENSE/x"], "LICENSE/x: Not a directory"),
         (["predict", "missing.json"], "missing.json"),
         (["predict", "--layers", "3"], "add --d-model, --heads, --seq-len"),
+        (["solve", "--layers", "3"], "no MODEL given: name a preset or a config.json\n"),
         (["predict", *OWN, "--dropout", "1.5"], "dropout = 1.5"),
         (["predict", *OWN, "--heads", "5"], "heads = 5"),
         (["predict", *OWN, "--correlation", "2", *PUBLISHED], "correlation = 2.0"),
@@ -254,5 +259,6 @@ def test_compare_schemes_and_figures(tmp_path: Path) -> None:
     rows = json.loads(run("compare-schemes", *shape, "--json"))["schemes"]
     assert [row["scheme"] for row in rows] == ["lns", "deepnorm"]
     assert "noci-10" in run("figures", "--list").split()
+    assert "Pre-LN: forward variance grows linearly" in run("figures", "kedia-1", "--list")
     run("figures", "kedia-13", "--folder", str(tmp_path))
     assert (tmp_path / "kedia-13.png").stat().st_size > 10_000

@@ -118,6 +118,22 @@ def test_one_fault_explains_all(
     assert diagnosis.causes[0].words in str(diagnosis).replace("\n   ", " ")
 
 
+def test_a_bias_differs_where_its_draws_cannot_be_of_the_declared_variance() -> None:
+    """5 standard deviations of a mean square of n Gaussian entries are 5 sqrt(2 / n)."""
+    declared = DECLARED.replace(biases=moments.Biases.of("query", "ffn_in").replace(ffn_in=0.01))
+
+    def found(**biases: float | None) -> list[str]:
+        other = declared.replace(biases=declared.biases.replace(**biases))  # type: ignore[union-attr]
+        return [feature.words for feature in differences(declared, other)]
+
+    bound = 5 * (2 / (4 * DECLARED.d_model) / DECLARED.layers) ** 0.5
+    assert found(ffn_in=0.01 * np.exp(0.9 * bound)) == []
+    assert found(ffn_in=0.01 * np.exp(1.1 * bound)) != []
+    assert found(gate=None, query=None, value=None) == []
+    assert found(ffn_in=None) == ["biases: variance of ffn_in 0 (declared 0.01)"]
+    assert found(query=0.1) == ["biases: variance of query 0.1 (declared 0)"]
+
+
 def test_a_fault_is_told_from_what_differs_besides(template: moments.Measurement) -> None:
     """The query's variance hardly moves uniform attention; the value's does."""
     found = with_matrix(with_matrix(DECLARED, "query", 0.5, 3), "value", 50.0, 2)
@@ -126,7 +142,7 @@ def test_a_fault_is_told_from_what_differs_besides(template: moments.Measurement
     assert diagnosis.causes[0].feature == "value"
     assert by_name["value"] > 0.9
     assert abs(by_name["query"]) < 0.05
-    assert "not as declared either, without an effect" in str(diagnosis)
+    assert "also not as declared, explaining less than 5 % of the" in str(diagnosis)
 
 
 def test_faults_that_make_up_for_each_other_are_both_seen(template: moments.Measurement) -> None:

@@ -6,6 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import moments
+from moments.families import FAMILIES
 from moments.formula_page import formula_page
 
 ROOT = Path(__file__).parent.parent
@@ -34,3 +36,45 @@ def test_readme_installs_extras_that_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name in re.findall(r'"\.\[(\w+)\]"', readme):
         assert name in extras["optional-dependencies"]
+
+
+def test_the_counts_in_the_documents_are_the_code_s() -> None:
+    """Model types, schemes and presets, wherever a document counts them."""
+    counts = {
+        r"(\d+)\s+(?:Hugging Face )?model\s+types": len(FAMILIES),
+        r"(\d+)\s+\[?schemes": len(moments.schemes()),
+        r"(\d+)\s+presets": len(moments.preset.names()),
+    }
+    for name in ("README.md", "CHANGELOG.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        found = [
+            (m.group(0), int(m.group(1)), n)
+            for p, n in counts.items()
+            for m in re.finditer(p, text)
+        ]
+        assert found
+        for words, stated, true in found:
+            assert stated == true, f"{name}: {words}"
+
+
+def test_the_readme_s_errors_are_those_of_the_validation_page() -> None:
+    """To as many digits as the README prints."""
+    page = (ROOT / "docs/validation.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    header, *lines = re.findall(
+        r"^\|.*\|$", page.split("## Errors by norm placement and mask")[1], re.M
+    )
+    columns = [c.strip() for c in re.split(r"(?<!\\)\|", header)[1:-1]]
+    stated: dict[tuple[str, str], dict[str, str]] = {}
+    group = ("", "")
+    for line in lines[1:13]:
+        cells = dict(zip(columns, (c.strip() for c in line.split("|")[1:-1]), strict=True))
+        group = (cells["norm"], cells["mask"]) if cells["norm"] else group
+        stated.setdefault(group, {})[cells["theory"]] = cells[r"gradient \|log\|"]
+        stated[group].setdefault("standard error of the simulation", cells["s.e."])
+    order = [("pre", "full"), ("pre", "causal"), ("post", "full"), ("post", "causal")]
+    for row in ("refined", "published", "standard error of the simulation"):
+        (numbers,) = re.findall(rf"^\| `?{row}`? \| ([\d.| ]+) \|$", readme, re.M)
+        for printed, group in zip(numbers.split(" | "), order, strict=True):
+            unit = 10.0 ** -len(printed.partition(".")[2])
+            assert abs(float(printed) - float(stated[group][row])) <= 0.51 * unit, (row, group)

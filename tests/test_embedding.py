@@ -168,6 +168,8 @@ def test_bad_texts_are_named() -> None:
         joint_kernel(embedding, LENGTH, IDS + 5)
     with pytest.raises(DomainError, match="seq_len"):
         joint_kernel(embedding, LENGTH + 1, IDS)
+    with pytest.raises(DomainError, match="pad shorter sequences"):
+        joint_kernel(embedding, LENGTH, [[0] * LENGTH, [0]])
     with pytest.raises(DomainError, match="12"):
         embedding_gradients(embedding, LENGTH, WIDTH, Kernel.of_matrix(np.eye(6)), IDS)
     with pytest.raises(DomainError, match="d_model"):

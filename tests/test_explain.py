@@ -183,7 +183,12 @@ def test_the_displays() -> None:
 
 @pytest.mark.parametrize(
     ("layer", "inputs", "match"),
-    [(0, {}, "layer"), (4, {}, "at most layers = 3"), (1, {"correlation": [0.1, 0.2]}, "one conf")],
+    [
+        (0, {}, "layer"),
+        (4, {}, "at most layers = 3"),
+        (1, {"correlation": [0.1, 0.2]}, "one conf"),
+        (1, {"correlation": [0.1, 0.2], "variance": [1, 1, 1]}, "must broadcast"),
+    ],
 )
 def test_bad_input_is_named(layer: int, inputs: dict[str, Any], match: str) -> None:
     with pytest.raises(moments.DomainError, match=match):

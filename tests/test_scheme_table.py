@@ -46,6 +46,7 @@ def test_a_choice_and_what_cannot_be_applied() -> None:
     assert "norm_groups" in compared.left_out["group-ln"]
     assert "without group-ln" in str(compared)
     np.testing.assert_allclose(compared.predictions["dslm"].variance, 1.0, rtol=1e-6)
+    assert list(compare_schemes(base, "lns").predictions) == ["lns"]
     with pytest.raises(moments.DomainError, match="one of"):
         compare_schemes(base, ["lnss"])
     with pytest.raises(moments.DomainError, match=r"moments\.Transformer"):

@@ -179,6 +179,13 @@ def test_less_than_the_skip_connection_brings_is_reported() -> None:
     assert "NOT FEASIBLE" in str(plan)
 
 
+def test_what_is_met_in_a_limit_alone_says_so() -> None:
+    """A stream of variance 1 to which blocks add nothing: branch_scale 0, which is no variable."""
+    with pytest.warns(moments.ValidityWarning, match="met only in the limit of branch_scale"):
+        plan = solve(BASE, "final_variance", target=1.0, free=["branch_scale"])
+    assert not plan.feasible
+
+
 @pytest.mark.parametrize("target", [1.0, 0.5])
 def test_a_target_met_only_in_the_limit_is_not_met(target: float) -> None:
     plan = solve(BASE, "final_variance", target=target)
@@ -327,6 +334,7 @@ def test_the_search_for_a_balance_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_largest_k_keeps_its_bound_and_no_larger_does() -> None:
     plan = solve(BASE, "largest_k", bound=("final_correlation", 0.5), correlation=0.3)
     assert plan.feasible
+    assert f"at most 0.5: {BASE.layers * plan.model.branch_scale**2:.4g}" in str(plan)
     assert moments.predict(plan.model, correlation=0.3).correlation[-1] <= 0.5
     square = plan.model.branch_scale**2 * (1 + 1e-6)
     more = BASE.replace(branch_scale=math.sqrt(square), skip_scale=math.sqrt(1 - square))
@@ -341,6 +349,7 @@ def test_the_largest_depth_keeps_its_bound_and_one_more_layer_does_not() -> None
     tight = solve(BASE, "largest_depth", bound=("final_variance", 1.01), correlation=0.3)
     assert not tight.feasible
     assert tight.nearest > 1.01
+    assert "the nearest value is" in str(tight)
 
 
 # --- schemes -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DomainError
-from .base import CsvOption, JsonOption, LayersOption, app, out, plain, write_csv
+from .base import CsvOption, JsonOption, LayersOption, app, no_preset, out, plain, write_csv
 
 if TYPE_CHECKING:
     from ..transformer import Transformer
@@ -91,10 +91,7 @@ def _module(name: str, layers: int | None, seed: int) -> Any:
         return load(path)
     if path.exists():
         return build_module(name, seed, layers=layers)
-    raise DomainError(
-        f"MODULE = {name!r}: neither a checkpoint, a config nor a preset; presets: "
-        f"{', '.join(preset.names())}"
-    )
+    raise no_preset("MODULE", name, "a checkpoint, a config nor a preset")
 
 
 def _model(plan: Path | None, module: Any) -> Transformer:
@@ -109,8 +106,13 @@ def _model(plan: Path | None, module: Any) -> Transformer:
         return model
     try:
         stored = json.loads(plan.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DomainError(f"--plan {plan}: {error}") from None
+    except OSError as error:
+        raise DomainError(f"--plan {plan}: {error.strerror}") from None
+    except ValueError as error:
+        raise DomainError(f"--plan {plan}: not JSON: {error}") from None
     if not isinstance(stored, dict):
         raise DomainError(f"--plan {plan}: not a JSON object")
-    return Transformer.from_dict(stored.get("model", stored))
+    try:
+        return Transformer.from_dict(stored.get("model", stored))
+    except DomainError as error:
+        raise DomainError(f"--plan {plan}: not a plan or model: {error}") from None

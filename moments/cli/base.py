@@ -108,7 +108,8 @@ def declared_model(name: str | None, changes: dict[str, Any]) -> Transformer:
         missing = [key for key in required if key not in given]
         if missing:
             flags = ", ".join("--" + key.replace("_", "-") for key in missing)
-            raise DomainError(f"no MODEL given: name a preset or a config.json, or add {flags}")
+            own = f", or add {flags}" if set(required) <= set(changes) else ""
+            raise DomainError(f"no MODEL given: name a preset or a config.json{own}")
         return Transformer(**given)
     seq_len = given.pop("seq_len", None)
     if name in preset.names():
@@ -116,12 +117,22 @@ def declared_model(name: str | None, changes: dict[str, Any]) -> Transformer:
     elif Path(name).exists() or name.endswith(".json"):
         model = _from_file(name, seq_len)
     else:
-        raise DomainError(
-            f"MODEL = {name!r}: neither a file nor a preset; presets: {', '.join(preset.names())}"
-        )
+        raise no_preset("MODEL", name)
     if "d_model" in given or "heads" in given:
         raise DomainError("--d-model and --heads describe a model of your own: leave MODEL out")
     return model.replace(**given) if given else model
+
+
+def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -> DomainError:
+    """What a name that means nothing gets: the nearest presets, else all of them."""
+    from difflib import get_close_matches
+
+    from ..presets import preset
+
+    near = get_close_matches(name, preset.names(), cutoff=0.7)
+    remedy = f"did you mean {' or '.join(near)}?" if near else ""
+    remedy = remedy or f"presets: {', '.join(preset.names())}"
+    return DomainError(f"{argument} = {name!r}: neither {expected}; {remedy}")
 
 
 def _from_file(name: str, seq_len: int | None) -> Transformer:
@@ -140,7 +151,7 @@ def write_csv(frame: Any, path: Path) -> None:
     try:
         frame.to_csv(path, index=False)
     except OSError as error:
-        raise DomainError(f"cannot write {path}: {error.strerror}") from None
+        raise DomainError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def write_plot(figure: Any, path: Path) -> None:

@@ -19,6 +19,7 @@ from .base import (
     TheoryName,
     TheoryOption,
     app,
+    no_preset,
     out,
     plain,
     write_csv,
@@ -67,6 +68,7 @@ def compare(
     loss and gradients are predicted absolutely; else the gradient measured at the last layer is
     where the prediction's backward pass starts.
     """
+    from ..blocks import check_coverage
     from ..comparison import compare as put_beside
     from ..passes import predict as run
 
@@ -74,6 +76,7 @@ def compare(
         raise DomainError("no MODEL given: name a preset or a config.json")
     config = _config(model, layers)
     declared, data = _declared(config, seq_len, batch, seed)
+    check_coverage(declared, theory.value)
     measurement = _measured(config, data, seeds, seed)
     given = _given(declared, data, measurement, theory.value, measured_gradient)
     prediction = run(declared, theory=theory.value, progress=True, **given)
@@ -119,9 +122,7 @@ def _config(name: str, layers: int | None) -> dict[str, Any]:
 
     known = name in preset.names()
     if not known and not Path(name).exists() and not name.endswith(".json"):
-        raise DomainError(
-            f"MODEL = {name!r}: neither a file nor a preset; presets: {', '.join(preset.names())}"
-        )
+        raise no_preset("MODEL", name)
     entries = dict(preset.config(name)) if known else read_config(name)
     return entries if layers is None else at_depth(entries, layers)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import DomainError
 from .base import (
     CsvOption,
     JsonOption,
@@ -63,17 +64,26 @@ def figures(
     name: Annotated[str | None, typer.Argument(help="Which; left out: all.")] = None,
     folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("figures"),
     names: Annotated[bool, typer.Option("--list", help="List them instead.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Redraw the papers' figures from predictions, with simulated points over them."""
-    from ..figures import draw
+    from ..figures import draw, setup
     from ..figures import names as every
 
-    if names:
-        for one in every():
-            out.print(one)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for one in every() if name is None else (name,):
-        path = folder / f"{one}.png"
-        draw(one, path)
-        out.print(f"picture: {path}")
+    chosen = {one: setup(one) for one in (every() if name is None else (name,))}
+    listed = [{"name": n, "title": s.title, "source": str(s.source)} for n, s in chosen.items()]
+    if not names:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DomainError(f"--folder {folder}: {error.strerror}") from None
+    for row in listed:
+        path = folder / f"{row['name']}.png"
+        if not names:
+            draw(row["name"], path)
+            row["picture"] = str(path)
+        if not as_json:
+            words = f"{row['name']:9} {row['title']}" if names else f"picture: {path}"
+            out.print(plain(words), soft_wrap=True)
+    if as_json:
+        print(json.dumps(listed, indent=2))

@@ -32,8 +32,12 @@ def predict(
     heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
     seq_len: SeqLenOption = None,
     d_ff: Annotated[int | None, typer.Option(help="Feed-forward width.")] = None,
-    norm: Annotated[str | None, typer.Option(help="pre, post or none.")] = None,
-    activation: Annotated[str | None, typer.Option(help="relu, gelu, gelu_tanh, identity.")] = None,
+    norm: Annotated[
+        str | None, typer.Option(help="pre, post, none, sandwich, mix, hybrid or b2t.")
+    ] = None,
+    activation: Annotated[
+        str | None, typer.Option(help="Such as relu, gelu or swiglu; a wrong name lists all.")
+    ] = None,
     dropout: Annotated[float | None, typer.Option(help="Probability of dropping.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Causal mask.")] = None,
     variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,

@@ -69,18 +69,17 @@ def validate(
     if max_error is not None and "refined" not in theories:
         raise DomainError("--max-error judges the refined theory: add --theory refined")
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    held = None if run else load(data)
     with Progress(*columns, console=err, transient=True) as bar:
-        if run:
+        if held is None:
             work = sum(c.cost * c.seeds for c in configurations)
             simulating = bar.add_task("simulating", total=round(work))
             data = Path("validation.json") if data is None else data
-            stored = run_grid(
+            held = run_grid(
                 configurations, data, progress=lambda c: bar.advance(simulating, c.cost * c.seeds)
             )
-        else:
-            stored = load(data)
         predicting = bar.add_task("predicting", total=len(configurations))
-        frame = errors(theories, configurations, stored, lambda c: bar.advance(predicting))
+        frame = errors(theories, configurations, held, lambda c: bar.advance(predicting))
     if csv is not None:
         write_csv(frame, csv)
     if plot is not None:

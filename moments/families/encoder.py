@@ -38,10 +38,11 @@ def _attention(site: str, path: str, dropout: str) -> tuple[Site, ...]:
 
 
 def _ffn(dropout: str) -> tuple[Site, ...]:
-    # The activation is followed by a dropout of its own, before which the site sits.
+    # The activation is a function, seen by the dropout behind it.
     return (
         ("ffn.in", "linear1", "output"),
         ("ffn.activation", "dropout", "input"),
+        ("ffn.activation_dropout", "dropout", "output"),
         ("ffn.out", "linear2", "output"),
         ("ffn.dropout", dropout, "output"),
     )

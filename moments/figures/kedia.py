@@ -71,7 +71,7 @@ def _conserved() -> Setup:
         for norm in ("pre", "post")
     )
     panels.append(Panel("", tuple(norms), x="layer", y=f"{LAYER_NORM} (last: 1)"))
-    title = "DeepScaleLM conserves variances, forward and backward"
+    title = "DeepScaleLM conserves the variance forward, norms of weight gradients backward"
     settings = DEEP.replace("256 tokens, ReLU", "64 tokens for the authors' 256, ReLU")
     settings += (
         ". The authors' scripts plot the right panel's quantity over five parameters a layer"

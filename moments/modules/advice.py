@@ -59,10 +59,11 @@ def advise(
     told = {name for names, _ in crossed for name in names}
     diagnoses = [_diagnosis(groups[n], groups, model, described) for n in roles]
     wanting = [d for d in diagnoses if d.causes or d.instead or d.name not in told]
-    sentences = [sentence for _, sentence in crossed]
+    sentences = list(_structure_sentences(failed, model))
+    sentences += [sentence for _, sentence in crossed]
     sentences += _role_sentences(_with_common_cause(wanting))
     sentences += list(_scale_sentences(failed, model))
-    sentences += list(_other_sentences(failed, groups))
+    sentences += list(_other_sentences(failed))
     if any(MISSING in sentence for sentence in sentences):
         sentences.append(
             "hooks of moments.torch.initialize are in no state_dict: moments.torch.attach(module, "
@@ -258,22 +259,38 @@ def _scale_fault(rows: list[Finding]) -> str:
     return f"is {ratios} times the plan's{hint}"
 
 
-def _other_sentences(failed: list[Finding], groups: dict[str, list[Measured]]) -> Iterator[str]:
-    variances = ("variance", "variance over its expectation")
+def _structure_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]:
+    """What is wrong in how layers are built: one sentence for all layers alike."""
+    layers: dict[tuple[str, str], list[int]] = {}
     for f in failed:
         if f.quantity in ("norm placement", "unexplained share of the sum"):
-            yield f"layer {f.layer}, {f.role}: {f.note}"
+            layers.setdefault((f.role, f.note), []).append(f.layer)
+    roles: dict[tuple[str, str], list[str]] = {}
+    for (role, note), found in layers.items():
+        stack = ENCODER if role.startswith(ENCODER) else ""
+        where = _where(sorted(found), model_of_stack(model, stack).layers)
+        roles.setdefault((where, note), []).append(role)
+    for (where, note), names in roles.items():
+        yield f"{' and '.join(names)}{where}: {note}"
+
+
+def _other_sentences(failed: list[Finding]) -> Iterator[str]:
+    variances = ("variance", "variance over its expectation")
     for f in [f for f in failed if f.quantity == "temperature"][:1]:
         yield (
             f"attention logits of layer {f.layer} are divided by {f.measured:.4g} sqrt(d_head), "
             f"not by {f.expected:.4g} sqrt(d_head)"
         )
     vectors = [f for f in failed if f.quantity in variances and f.role.endswith("bias")]
-    if vectors and all(f.expected == 0 for f in vectors):
-        yield f"{len(vectors)} bias vectors are not zero, first {vectors[0].parameter}"
+    if any(f.expected != 0 for f in vectors):
+        vectors = []
     gains = [f for f in failed if f.quantity in ("gain", "mean square")]
-    if gains:
-        yield f"{len(gains)} gains or biases of norms are not as set, first {gains[0].parameter}"
     means = [f for f in failed if f.quantity == "mean"]
-    if means:
-        yield f"{len(means)} matrices have a mean that is not zero, first {means[0].parameter}"
+    for found, one, several in (
+        (vectors, "bias vector is not zero", "bias vectors are not zero"),
+        (gains, "gain or bias of a norm is not as set", "gains or biases of norms are not as set"),
+        (means, "matrix has a mean that is not zero", "matrices have a mean that is not zero"),
+    ):
+        if found:
+            words = one if len(found) == 1 else f"{several}, first"
+            yield f"{len(found)} {words}: {found[0].parameter}"

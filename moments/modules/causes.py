@@ -38,14 +38,17 @@ def causes(
         return tuple(factor * v for v in expected)
 
     if name in MATRICES:
+        alike: dict[tuple[float, ...], list[str]] = {}
         for other in MATRICES:
             if other != name and stack + other in groups:
                 variances = tuple(getattr(model.layer_weights(n), other) for n in layers)
-                yield Cause(
-                    variances,
-                    f"it is what the plan gives {other}: {name} was skipped, or "
-                    "took the other's scale",
-                )
+                alike.setdefault(variances, []).append(other)
+        for variances, others in alike.items():
+            yield Cause(
+                variances,
+                f"it is what the plan gives {' and '.join(others)}: {name} was skipped, or "
+                "took another's scale",
+            )
         if described is not None:
             variances = tuple(getattr(described.layer_weights(n), name) for n in layers)
             yield Cause(variances, "it is the framework's own initialisation, unscaled")

@@ -113,7 +113,9 @@ def _prepared(model: Transformer, k: float, alpha: float) -> Transformer:
     added = branch * (2 if model.parallel else 1)
     if added >= 1:
         least = "layers^alpha / 2" if model.parallel else "layers^alpha"
-        raise domain_error("k", k, f"below {least} = {k / added:g}")
+        raise domain_error(
+            "k", k, f"below {least} = {k / added:g}", "pass a smaller k, or use more layers"
+        )
     d_model, d_ff = model.d_model, model.d_ff or 0
     ffn = math.sqrt(2 * (1 - (model.ffn_dropout or 0.0)) / (d_model * d_ff))
     # Logits of variance 1 whatever divides them (T5's are not divided by sqrt(d_head)).
@@ -169,8 +171,8 @@ def _input_correlation(model: Transformer, given: float | None) -> float:
         return float(given)
     if not hasattr(model.embedding, "token_variance"):
         raise DomainError(
-            "input_correlation is needed where the model declares no embedding of tokens: pass the "
-            "token correlation of its input"
+            "the model declares no embedding of tokens: pass the token correlation of its input, "
+            'with_scheme("dslm", input_correlation=...) or solve(model, "dslm", correlation=...)'
         )
     tables = embedded_alike(model.embedding, model.seq_len, "published", d_model=model.d_model)
     return float(tables.pairs / tables.diagonal)

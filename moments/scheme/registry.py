@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import domain_error
@@ -32,7 +32,7 @@ class Scheme:
     title: str
     sets: tuple[str, ...]
     source: Source
-    transform: Callable[..., Transformer]
+    transform: Callable[..., Transformer] = field(repr=False)
     placements: tuple[str, ...] = ()
     both_stacks: bool = False
 

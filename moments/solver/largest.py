@@ -44,8 +44,13 @@ def largest(model: Transformer, objective: str, bound: Any, predict: Predict, in
 
     search = _depth if what == "depth" else _k
     found, kept, spread = search(model, lambda candidate: value(candidate) <= most)
+    k = found.layers * float(found.by_block("branch_scale")[0, 0]) ** 2
+    reached = found.layers if what == "depth" else k
+    title += f": {reached:.6g}" if kept else ""
     if what == "depth" and found.layers == DEPTH_MAX:
-        title += ", of those up to this depth"
+        title += ", where the search ends"
+    elif what == "k" and kept and spread == 0:
+        title += ", the whole range"
     free = ("layers",) if what == "depth" else ("k",)
     return Plan(
         found,

@@ -149,7 +149,23 @@ class Plan:
     def _state(self) -> str:
         if self.feasible:
             return f"residual {self.residual:.2g}"
-        return f"NOT FEASIBLE: the nearest value is {shown(self.nearest)}"
+        return f"NOT FEASIBLE: {self.missed}"
+
+    @property
+    def missed(self) -> str:
+        """What comes nearest to a target that is not met, in words; "" where it is."""
+        if self.feasible:
+            return ""
+        near, wanted = np.asarray(self.nearest), np.asarray(self.target)
+        if near.shape == wanted.shape and np.allclose(near, wanted, self.tolerance or 0.0, 0.0):
+            return f"met only in the limit of {', '.join(self.free)}"
+        return f"the nearest value is {shown(self.nearest)}"
+
+    def __repr__(self) -> str:
+        by = f", by {', '.join(self.free)}" if self.free else ""
+        return (
+            f"Plan({self.title or self.objective}{by}, {self.model.layers} layers, {self._state()})"
+        )
 
     def _repr_html_(self) -> str:
         from html import escape

@@ -21,7 +21,7 @@ from .from_scheme import from_scheme
 from .goals import GOALS, PROFILES, Goal
 from .largest import LARGEST, largest
 from .layerwise import LAYERWISE
-from .plan import Plan, shown
+from .plan import Plan
 from .search import Search, least_squares, per_layer, root
 from .variables import bounds, check_free, names_of, scaled
 
@@ -109,7 +109,7 @@ def solve(
             allowed = f"one of {', '.join(objectives())}, or a scheme: {', '.join(known)}"
             raise domain_error("objective", objective, allowed)
     if not plan.feasible:
-        text = f"{plan.title} is not feasible; the nearest value is {shown(plan.nearest)}"
+        text = f"{plan.title} is not feasible; {plan.missed}"
         warnings.warn(text, ValidityWarning, stacklevel=2)
     return plan
 
