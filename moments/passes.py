@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .architecture import declare, declare_output
-from .checks import check_choice, check_count
+from .checks import check_choice, check_count, check_flag
 from .errors import DomainError, ValidityWarning
 from .law import THEORIES, Theory
 from .prediction import Prediction
@@ -178,6 +178,8 @@ def _resolution(
     Raises:
         DomainError: what the user asks for is not what the theory, the mask or the input allow.
     """
+    if tokens is not None:
+        check_flag("tokens", tokens)
     encoder = model.encoder
     placed = positional(model) or (encoder is not None and positional(encoder))
     given = own.by_token or other.by_token or grad_kernel is not None

@@ -51,6 +51,20 @@ def process(*arguments: str) -> subprocess.CompletedProcess[str]:
 # --- predict --------------------------------------------------------------------------------------
 
 
+def test_vision_models_read_a_photograph() -> None:
+    short = ["vit-base", "--layers", "2"]
+    predicted = json.loads(run("predict", *short, "--json"))
+    explained = json.loads(run("explain", *short, "--json"))
+    plan = json.loads(run("solve", *short, "--objective", "block_variance", "--json"))
+    assert plan["inputs"]["variance"] == pytest.approx(predicted["variance"][0])
+    assert plan["inputs"]["correlation"] == pytest.approx(predicted["correlation"][0])
+    assert explained
+    said = process("predict", *short)
+    assert "photograph" in said.stderr
+    own = process("predict", *short, "--variance", "1", "--correlation", "0.4")
+    assert "photograph" not in own.stderr
+
+
 def test_predict_as_json_is_the_prediction() -> None:
     printed = json.loads(
         run("predict", *OWN, "--correlation", "0.3", "--dropout", "0.1", *PUBLISHED, "--json")

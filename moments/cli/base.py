@@ -161,6 +161,43 @@ def write_plot(figure: Any, path: Path) -> None:
         raise DomainError(f"cannot write {path}: {error}") from None
 
 
+def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:
+    """What a vision model reads where the user describes no input: a photograph, with a note."""
+    from ..patches import PatchEmbedding
+
+    embedding = model.embedding
+    if not isinstance(embedding, PatchEmbedding) or embedding.channels != 3:
+        return None
+    if variance is not None or correlation is not None:
+        return None
+    from ..images import photograph
+
+    err.print(
+        "[yellow]note:[/] reads the photograph that ships with matplotlib; for an input of your "
+        "own give --variance and --correlation",
+        soft_wrap=True,
+    )
+    return photograph(embedding.image_size)
+
+
+def input_moments(
+    model: Transformer, variance: float | None, correlation: float | None
+) -> dict[str, float]:
+    """What the user says of the input; of a vision model's, else, the photograph's moments."""
+    given = {"variance": variance, "correlation": correlation}
+    found = {name: value for name, value in given.items() if value is not None}
+    pixels = pictures(model, variance, correlation)
+    if pixels is None:
+        return found
+    from ..passes import predict
+
+    entering = predict(model, pixels=pixels)
+    return {
+        "variance": float(entering.variance[0]),
+        "correlation": float(entering.correlation[0]),
+    }
+
+
 # Tokens that attention is resolved over where the user names no length: the cost per layer grows
 # with the cube of the length.
 _TOKENS = 256

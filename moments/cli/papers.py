@@ -18,6 +18,7 @@ from .base import (
     SeqLenOption,
     app,
     declared_model,
+    input_moments,
     out,
     plain,
     shortened,
@@ -45,9 +46,7 @@ def compare_schemes(
     from ..scheme_table import compare_schemes as run
 
     declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
-    given = {"variance": variance, "correlation": correlation}
-    inputs = {name: value for name, value in given.items() if value is not None}
-    found = run(declared, scheme or None, **inputs)
+    found = run(declared, scheme or None, **input_moments(declared, variance, correlation))
     if csv is not None:
         write_csv(found.to_frame(), csv)
     if plot is not None:

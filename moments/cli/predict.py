@@ -18,6 +18,7 @@ from .base import (
     app,
     declared_model,
     out,
+    pictures,
     shortened,
     write_csv,
     write_plot,
@@ -79,6 +80,7 @@ def predict(
         declared = declared.with_scheme(scheme, **options)
     prediction = run(
         declared,
+        pixels=pictures(declared, variance, correlation),
         variance=variance,
         correlation=correlation,
         grad_variance=grad_variance,

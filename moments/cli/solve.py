@@ -18,6 +18,7 @@ from .base import (
     TheoryOption,
     app,
     declared_model,
+    input_moments,
     out,
     plain,
     shortened,
@@ -70,8 +71,7 @@ def solve(
     from ..solver import solve as run
 
     declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
-    given = {"variance": variance, "correlation": correlation}
-    inputs: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+    inputs: dict[str, Any] = input_moments(declared, variance, correlation)
     plan = run(
         declared,
         [_named(text, "goal") for text in goal] if goal else objective,
@@ -119,7 +119,7 @@ def explain(
     from ..explanation import explain as run
 
     declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
-    inputs: dict[str, Any] = {"variance": variance, "correlation": correlation}
+    inputs: dict[str, Any] = input_moments(declared, variance, correlation)
     explanation = run(declared, layer, theory=theory.value, **inputs)
     if csv is not None:
         write_csv(explanation.to_frame(), csv)

@@ -96,6 +96,12 @@ def _heat_map(ax: Axes, panel: HeatMap) -> AxesImage:
     return image
 
 
+def _darker(color: str) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    return tuple(0.5 * part for part in to_rgb(color))
+
+
 def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
     ends: list[np.ndarray] = []
     if panel.diagonal:
@@ -110,7 +116,10 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
         dash = "-" if line.points else (0, (5, 2))
         # Later lines are thinner, so that one that covers another shows both.
         width = 2.8 - 0.5 * colored if line.points else 1.4
-        ax.plot(x, values, color=color, linestyle=dash, linewidth=width, label=line.label)
+        # What is held beside a prediction is drawn over it, where the two coincide too.
+        shade, order = (color, 2) if line.points else (_darker(color), 4)
+        look: dict[str, Any] = {"color": shade, "linestyle": dash, "linewidth": width, "zorder": order}
+        ax.plot(x, values, label=line.label, **look)
         if line.points:
             _points(ax, line, key(found.name, index, line.label), color, panel.log)
     ax.set_title(panel.title, loc="left", fontsize=10)
