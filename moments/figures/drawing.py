@@ -118,8 +118,9 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
         width = 2.8 - 0.5 * colored if line.points else 1.4
         # What is held beside a prediction is drawn over it, where the two coincide too.
         shade, order = (color, 2) if line.points else (_darker(color), 4)
-        look: dict[str, Any] = {"color": shade, "linestyle": dash, "linewidth": width, "zorder": order}
-        ax.plot(x, values, label=line.label, **look)
+        style = {"linestyle": dash, "linewidth": width, "zorder": order}
+        (drawn,) = ax.plot(x, values, color=shade, label=line.label)
+        drawn.set(**style)
         if line.points:
             _points(ax, line, key(found.name, index, line.label), color, panel.log)
     ax.set_title(panel.title, loc="left", fontsize=10)
