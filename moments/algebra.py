@@ -93,6 +93,10 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     if variance is other and np.ndim(correlation) == 0 and correlation == 1:
         return _expect_float(lambda m, x: function(m, x) ** 2, v)
     rows = _hermite_rows(nodes.size // 2)
+    if v.ndim == w.ndim == np.ndim(correlation) == 0:
+        one = _scalar_coefficients(function, float(v), nodes.size // 2)
+        two = _scalar_coefficients(function, float(w), nodes.size // 2)
+        return _mehler_scalar(one, two, float(correlation))
     first = _coefficients(function, v, nodes, weights, rows)
     if v.size == w.size and np.array_equal(v.ravel(), w.ravel()):
         # The usual pair of tokens: one list of variances, along rows and along columns.
@@ -114,6 +118,20 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     for a in range(orders - 1, -1, -1):
         total = total * r + first.orders[..., a] * second.orders[..., a]
     return total
+
+
+def _mehler_scalar(first: _Coefficients, second: _Coefficients, r: float) -> Any:
+    """The sum of `_expect_pair_float` for one pair, and what the orders left out hold."""
+    left = math.sqrt(first.even * second.even)
+    left += math.copysign(math.sqrt(first.odd * second.odd), r) if r else 0.0
+    powers = r ** np.arange(_ORDERS + 1)
+    return powers[:-1] @ (first.orders * second.orders) + left * powers[-1]
+
+
+@functools.lru_cache(maxsize=256)
+def _scalar_coefficients(function: Formula, variance: float, half: int) -> _Coefficients:
+    nodes, weights = _normal_grid(half)
+    return _coefficients(function, np.asarray(variance), nodes, weights, _hermite_rows(half))
 
 
 class _Coefficients(NamedTuple):
