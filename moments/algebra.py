@@ -32,6 +32,7 @@ def _harmonic_sum(count: int, order: int) -> float:
     return float(np.sum(1.0 / np.arange(count, 0, -1, dtype=float) ** order))
 
 
+_FINEST = 4096  # steps on either side of 0
 _WIDEST = 12.0  # the Gaussian weight beyond twelve deviations is below 1e-31
 _ORDERS = 400  # Hermite orders; those that matter at the variances of a call are summed
 
@@ -45,10 +46,13 @@ def _normal_grid(half: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _grid_for(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A step that resolves a function of x at standard deviation sqrt(v): at most 0.3 in x."""
+    """A step that resolves a function of x at standard deviation sqrt(v): at most 0.3 in x.
+
+    Beyond a variance of about 10^4, far outside what laws by quadrature are resolved for, no finer.
+    """
     step = min(0.125, 0.3 / math.sqrt(max(float(np.max(variance)), 1e-300)))
     # Powers of two in the number of steps keep the cache small.
-    return _normal_grid(2 ** math.ceil(math.log2(_WIDEST / step)))
+    return _normal_grid(min(2 ** math.ceil(math.log2(_WIDEST / step)), _FINEST))
 
 
 @functools.lru_cache(maxsize=8)

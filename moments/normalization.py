@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .composition import Leaf, Pullback, Pulled
 from .directions import at_tokens, relative_spread
 from .evaluation import Values, evaluate
@@ -65,6 +67,9 @@ class FiniteNormalization(Leaf):
         pairs = evaluate(laws["covariance"], algebra, spreads)
         if self.groups > 1:
             pairs = pairs * expected_cosine(self.freedom(signal.width), two["x_correlation"])
+        varies = float(np.max(one["norm_spread"]))
+        if varies > _EXPANDED:
+            pairs = _possible(Kernel.joined(variance, pairs, kernel.resolved), inner)
         normal = Kernel.joined(variance, pairs, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
@@ -77,6 +82,7 @@ class FiniteNormalization(Leaf):
             realised=rescaled(signal, kernel, self.epsilon, square),
             centred=scaled if self.centres else None,
             kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
+            notes=_unexpandable(varies) if self.groups == 1 else (),
         )
 
         def pullback(gradient: Gradient) -> Pulled:
@@ -168,6 +174,26 @@ class FiniteNormalization(Leaf):
         """
         radial = self.groups - 1.0 + gradient.radial
         return radial, self.groups - gradient.centred_share if self.centres else 0.0
+
+
+_EXPANDED, _FAR = 0.05, 0.3  # relative variances of squared norms: small, and too large
+
+
+def _possible(normal: Kernel, inner: Signal) -> Array:
+    """Covariances no larger than the variances allow, and of the sign they had."""
+    first, second = normal.over_tokens(normal.diagonal)
+    sign = np.sign(inner.kernel.pairs)
+    pairs = sign * np.clip(sign * normal.pairs, 0.0, (first * second) ** 0.5)
+    return pairs if normal.resolved or np.ndim(pairs) else float(pairs)
+
+
+def _unexpandable(varies: float) -> tuple[str, ...]:
+    if varies <= _FAR:
+        return ()
+    return (
+        f"squared norms of the tokens vary by {varies:.2g} (relative variance), and normalisation "
+        "is expanded to second order in that",
+    )
 
 
 @dataclass(frozen=True)

@@ -550,3 +550,18 @@ def test_token_moments_of_the_simulator_are_a_kernels() -> None:
     x = np.random.default_rng(6).normal(size=(TOKENS, 50))
     kernel = Kernel.of_matrix(x @ x.T / 50)
     assert token_moments(x) == pytest.approx((kernel.mean_diagonal(), kernel.mean_pairs()))
+
+
+def test_numbers_stay_possible_where_norms_vary_too_much_to_expand() -> None:
+    """Few, strongly nonlinear units at a tiny width, and an unnormalised stack that explodes."""
+    tiny = moments.Transformer(
+        6, 8, 2, 33, d_ff=7, norm="post", activation="relu_squared", gated=True, dropout=0.5
+    )
+    with pytest.warns(moments.ValidityWarning, match="squared norms"):
+        p = moments.predict(tiny, correlation=0.99)
+    assert np.all(np.abs(p.correlation) <= 1)
+    assert np.all(np.isfinite(p.grad_variance_band))
+    assert np.all(np.isfinite(p.weight_gradients().squared_norm))
+    explodes = moments.Transformer(8, 64, 4, 2, norm="none", activation="silu", gated=True)
+    with pytest.warns(moments.ValidityWarning):
+        assert np.all(np.isfinite(moments.predict(explodes, correlation=0.3).variance))
