@@ -43,9 +43,9 @@ def at_tokens(kernel: Kernel, value: Array) -> tuple[Array, Array, Array]:
     return (value, *kernel.over_tokens(value))
 
 
-def of_pairs(first: Array, second: Array, signal: Signal) -> Array:
-    """What two tokens' covariance loses where each loses that share: overlaps count once."""
-    return first + second - abs(first * second) ** 0.5 * signal.cosine_square()
+def of_pairs(first: Array, second: Array, overlap: Array) -> Array:
+    """What a covariance of two tokens loses where each loses its share; `overlap`, r^2, once."""
+    return first + second - abs(first * second) ** 0.5 * overlap
 
 
 def without(kernel: Kernel, signal: Signal, lost: Array) -> Kernel:
@@ -54,7 +54,7 @@ def without(kernel: Kernel, signal: Signal, lost: Array) -> Kernel:
     Two tokens' directions overlap by r: a covariance loses 2 - r^2 of them.
     """
     one, first, second = at_tokens(kernel, lost)
-    return kernel.weighted(1 - one, 1 - of_pairs(first, second, signal))
+    return kernel.weighted(1 - one, 1 - of_pairs(first, second, signal.cosine_square()))
 
 
 def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Array) -> Kernel:
@@ -72,7 +72,7 @@ def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Arr
     of_one, of_two = kernel.lift(more)
     one, first, second = at_tokens(kernel, 1 - gradient.radial)
     falls, falls_first, falls_second = at_tokens(kernel, gradient.norm_response)
-    pairs = of_pairs(first, second, output) + (falls_first + falls_second) / 2
+    pairs = of_pairs(first, second, output.cosine_square()) + (falls_first + falls_second) / 2
     return kernel.weighted(1 / (1 + of_one * (one + falls)), 1 / (1 + of_two * pairs))
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from .composition import Leaf, Pullback, Pulled
-from .directions import at_tokens, relative_spread
+from .directions import at_tokens, of_pairs, relative_spread
 from .evaluation import Values, evaluate
 from .law import ComponentLaws
 from .laws.normalization import DYT
 from .parts import Activation
 from .realised import rescaled, signed_root
 from .short_vectors import expected_cosine, expected_pull
-from .state import Array, Gradient, Kernel, Realised, Signal
+from .state import Array, Gradient, Kernel, Signal
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ class FiniteNormalization(Leaf):
             share = (along + received.lift(mean)[0]) / width
             overlap = two["x_correlation"] ** 2
             _, pair_share = received.lift(1 / width)
-            lost = along_first + along_second - abs(along_first * along_second) ** 0.5 * overlap
-            lost = lost + received.lift(mean)[1]
+            lost = of_pairs(along_first, along_second, overlap) + received.lift(mean)[1]
             pair_share = pair_share * lost
             single = one | {"grad_variance": received.diagonal, "removed_share": share}
             pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}
@@ -234,9 +233,7 @@ class DynamicTanh(Leaf):
         if output.spread is not None:
             output.spread = output.spread.scaled(square * square)
         if output.realised is not None:
-            overlaps, _, shared = output.realised
-            of = None if shared is None else (shared[0].scaled(square), shared[1].scaled(square))
-            output.realised = Realised(overlaps.scaled(square * square), None, of)
+            output.realised = output.realised.scaled(square)
 
         def pullback(gradient: Gradient) -> Pulled:
             pulled = back(gradient.with_kernel(gradient.kernel.scaled(square)))

@@ -142,9 +142,7 @@ class Linear(Lawful):
         # x.W^T g = (W x).g: what g lacks along W x, W^T g lacks along x.
         if not isotropic(gradient.radial):
             kernel = without(kernel, signal, (1 - gradient.radial) / self.parameters["fan_in"])
-        return Gradient(
-            kernel, gradient.seq_len, gradient.radial, norm_response=gradient.norm_response
-        )
+        return gradient.along(kernel)
 
     def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values]:
         # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
@@ -238,9 +236,7 @@ class Dropout(Lawful):
         self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
     ) -> Gradient:
         # The masks of a signal are those of its gradient: x'.g' is what it was.
-        return Gradient(
-            kernel, gradient.seq_len, gradient.radial, norm_response=gradient.norm_response
-        )
+        return gradient.along(kernel)
 
 
 @dataclass(frozen=True)
@@ -251,9 +247,7 @@ class Scale(Lawful):
         assert signal.spread is not None
         factor = self.parameters["weight_variance"]
         output.spread = signal.spread.scaled(factor * factor)
-        if signal.realised is not None:
-            overlaps = signal.realised.overlaps.scaled(factor * factor)
-            output.realised = Realised(overlaps, None, scaled_shared(signal, factor))
+        output.realised = None if signal.realised is None else signal.realised.scaled(factor)
         output.centred = None if signal.centred is None else signal.centred.scaled(factor)
         output.kurtosis = signal.kurtosis
 

@@ -269,6 +269,10 @@ class Gradient:
         """A generic gradient with these moments: nothing known about its directions."""
         return Gradient(kernel, self.seq_len)
 
+    def along(self, kernel: Kernel) -> Gradient:
+        """The gradient behind a map that keeps x.g and the tokens' norms."""
+        return Gradient(kernel, self.seq_len, self.radial, norm_response=self.norm_response)
+
     def averaged(self) -> Gradient:
         """The same with one number for all tokens, weighted by their variances."""
         if not self.resolved:

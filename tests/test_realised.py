@@ -16,10 +16,10 @@ from moments.attention import SelfAttention
 from moments.composition import Chain, Layer, Residual
 from moments.gated import GatedLinear
 from moments.inputs import alike, gaussian
-from moments.laws.linear import LINEAR
+from moments.laws.linear import LINEAR, SCALE
 from moments.laws.normalization import RMSNORM
 from moments.normalization import FiniteNormalization
-from moments.parts import Linear
+from moments.parts import Linear, Scale
 from moments.propagate import Trace, forward, start
 from moments.realised import overlap_variance
 from moments.state import Gradient, Kernel, Signal
@@ -140,3 +140,19 @@ def test_gated_units_see_realised_overlaps(causal: bool) -> None:
     gated = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
     without, _ = gated.forward(entering)
     assert pairs_of(without.kernel.pairs) < 0.985 * off(mean)
+
+
+def test_a_scale_in_front_of_attention_scales_the_values_overlaps() -> None:
+    """As LayerNorm Scaling has it: what varied before the norm still does behind the factor."""
+    factor = 0.3
+    attend = SelfAttention(
+        "heads", WIDTH, 1, WIDTH, 1e-9 / WIDTH, 1e-9 / WIDTH, 4.0 / WIDTH, 0.0, 1.0, False
+    )
+    norm = FiniteNormalization(RMSNORM, "norm", centres=False)
+    reduced = Scale(SCALE, "refined", "scale", {"weight_variance": factor})
+    signal = gaussian(Kernel(1.0, 0.1), TOKENS, WIDTH, True)
+    plain, _ = forward(Chain((norm, attend)), signal, Trace())
+    scaled, _ = forward(Chain((norm, reduced, attend)), signal, Trace())
+    assert plain.spread is not None
+    assert scaled.spread is not None
+    assert scaled.spread.diagonal == pytest.approx(factor**2 * plain.spread.diagonal, rel=1e-6)
