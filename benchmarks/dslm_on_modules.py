@@ -22,8 +22,9 @@ import json
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,7 +80,7 @@ class Case(NamedTuple):
     targets: dict[str, Any]
     build: Callable[[int], Any]
     batch: Callable[[int], dict[str, Any]]
-    options: dict[str, Any] = {}  # noqa: RUF012
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 # --- families of transformers ---------------------------------------------------------------------
