@@ -13,10 +13,8 @@ from .attention_by_token import (
     BEYOND_TABLES,
     LOGIT_VARIANCE_MAX,
     attention_facts,
-    build,
-    flat,
     mean_spread,
-    self_masks,
+    self_attention,
     variance_notes,
 )
 from .attention_laws import attend_by_laws
@@ -95,69 +93,41 @@ class SelfAttention(Leaf):
             DomainError: tokens alike under a mask or positions that tell them apart.
         """
         if signal.resolved:
-            return self._by_token(signal)
+            return self._resolved(signal)
         self._check_alike(signal.seq_len)
         plain = self.qk_norm is None and self.logit_softcap is None
         if plain and not np.any(self.query_bias):
             return self._alike_by_laws(signal)
         return self._alike(signal)
 
-    def _by_token(self, signal: Signal) -> tuple[Signal, Pullback]:
+    def _resolved(self, signal: Signal) -> tuple[Signal, Pullback]:
         tokens = signal.second_moment()
-        matrices = flat(tokens)
-        masks = self_masks(self, matrices.shape[-1], len(matrices))
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        rows, wanted = build(self, law, tokens, masks, mean_spread(signal), False)
-        shape = tokens.pairs.shape
-        mixed = Kernel.of_matrix(np.stack([one.forward() for one in rows]).reshape(shape))
-        squares = np.stack([one.sum_square for one in rows])
-        output = self._output(
-            signal,
-            mixed,
-            squares.reshape(shape[:-1]),
-            lambda: Kernel.of_matrix(np.stack([one.mean_output() for one in rows]).reshape(shape)),
-            lambda: np.stack([one.mean_attention for one in rows]).reshape(shape),
-        )
-        output.facts = attention_facts(
-            np.stack([one.logit_variance for one in rows]),
-            squares,
-            np.stack([one.entropy for one in rows]),
-            np.stack([mask.sum(-1) for mask in masks]).astype(float),
-        )
-        output.notes = variance_notes(wanted) + law.notes
-        if not output.notes and any(np.any(one.beyond_tables) for one in rows):
+        layer = self_attention(self, law, tokens, mean_spread(signal))
+        mixed, squares = layer.forward(), layer.sum_square
+        output = self._output(signal, mixed, squares, layer.mean_output, layer.weights)
+        output.facts = layer.facts()
+        output.notes = variance_notes(layer.wanted) + law.notes
+        if not output.notes and layer.beyond_tables:
             output.notes = (BEYOND_TABLES,)
 
         def pullback(gradient: Gradient) -> Pulled:
             received = gradient.kernel
-            gained = flat(received.scaled(self._width * self.value))
-            parts = [one.backward(matrix) for one, matrix in zip(rows, gained, strict=True)]
-
-            def path(name: str) -> Kernel:
-                stacked = np.stack([getattr(part, name) for part in parts])
-                return Kernel.of_matrix(stacked.reshape(shape))
-
-            query = through(path("query"), law.queries, law.spoken)
-            key = through(path("key"), law.keys, law.spoken)
-            plain = law.queries.gain is None
-            sent = path("total") if plain else path("value") + path("cross") + query + key
+            gained = received.scaled(self._width * self.value)
+            paths = layer.backward(gained)
+            query = through(paths.query, law.queries, law.spoken)
+            key = through(paths.key, law.keys, law.spoken)
+            sent = paths.value + paths.cross + query + key
 
             def tilt() -> Kernel:
-                found = np.stack([one.tilt * g for one, g in zip(rows, gained, strict=True)])
-                return through(Kernel.of_matrix(found.reshape(shape)), law.queries, law.spoken)
+                return through(layer.tilt(gained), law.queries, law.spoken)
 
             def weights() -> dict[str, Array]:
                 norms = projection_gradients(
-                    self, signal, mixed, received, query, key, tilt(), squares.reshape(shape[:-1])
+                    self, signal, mixed, received, query, key, tilt(), squares
                 )
-                tables = [
-                    one.noise.table_gradient(one.kernel, matrix)
-                    for one, matrix in zip(rows, gained, strict=True)
-                    if one.noise is not None
-                ]
-                if tables:
-                    norms["relative_bias"] = self.d_model * np.reshape(tables, shape[:-2])
-                return norms
+                table = layer.table_gradient(gained)
+                return norms if table is None else norms | {"relative_bias": table}
 
             return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, tilt)
 

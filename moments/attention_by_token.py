@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DomainError
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
+from .kernels.position_attention import PositionAttention
 from .logits import LogitLaw
 from .positions import alibi_slopes
 from .state import Array, Kernel, Signal
@@ -154,6 +156,158 @@ def build(
     return heads, wanted
 
 
+class Paths(NamedTuple):
+    """Gradient kernels at the tokens by path, before what stands between tokens and logits.
+
+    Attributes:
+        value, query, key: through those.
+        cross: correlation of the value and key paths.
+    """
+
+    value: Kernel
+    query: Kernel
+    key: Kernel
+    cross: Kernel
+
+
+class TokenLayer:
+    """One layer of self-attention on every kernel of a batch, by token."""
+
+    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: float) -> None:
+        self._leaf, self._shape = leaf, tokens.pairs.shape
+        matrices = flat(tokens)
+        self._masks = self_masks(leaf, matrices.shape[-1], len(matrices))
+        self._rows, self.wanted = build(leaf, law, tokens, self._masks, norm_spread, False)
+        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+
+    def _kernel(self, matrices: list[Array]) -> Kernel:
+        return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
+
+    def _numbers(self, name: str) -> Array:
+        return np.stack([getattr(one, name) for one in self._rows])
+
+    def forward(self) -> Kernel:
+        """Second moments per feature of sum_j a_ij x_j."""
+        return self._kernel([one.forward() for one in self._rows])
+
+    def mean_output(self) -> Kernel:
+        """Overlap of the outputs of two heads that share keys and values."""
+        return self._kernel([one.mean_output() for one in self._rows])
+
+    def weights(self) -> Array:
+        """Mean attention."""
+        return self._numbers("mean_attention").reshape(self._shape)
+
+    @functools.cached_property
+    def sum_square(self) -> Array:
+        """E sum_j a_ij^2."""
+        return self._numbers("sum_square").reshape(self._shape[:-1])
+
+    def facts(self) -> dict[str, Array]:
+        """See `attention_facts`."""
+        keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
+        numbers = (self._numbers(name) for name in ("logit_variance", "sum_square", "entropy"))
+        return attention_facts(*numbers, keys)
+
+    def backward(self, gained: Kernel) -> Paths:
+        """Of the gradient at sum_j a_ij x_j."""
+        parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
+        return Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
+
+    def tilt(self, gained: Kernel) -> Kernel:
+        """What the query path gains per unit of the relative variance of two tokens' overlap."""
+        found = [one.tilt * g for one, g in zip(self._rows, flat(gained), strict=True)]
+        return self._kernel(found)
+
+    def table_gradient(self, gained: Kernel) -> Array | None:
+        """Of a table of relative biases."""
+        tables = [
+            one.noise.table_gradient(one.kernel, matrix)
+            for one, matrix in zip(self._rows, flat(gained), strict=True)
+            if one.noise is not None
+        ]
+        return self._leaf.d_model * np.reshape(tables, self._shape[:-2]) if tables else None
+
+
+class ClassLayer:
+    """`TokenLayer` on classes of positions."""
+
+    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: float) -> None:
+        assert tokens.classes is not None
+        self._classes, self._shape = tokens.classes, tokens.pairs.shape
+        own = tokens.mean_diagonal() * (tokens.mean_diagonal() - tokens.mean_pairs())
+        wanted = np.reshape(law.scale * own, -1)
+        self.wanted = float(wanted.max())
+        shrunk = np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300))
+        self._rows = [
+            PositionAttention(
+                diagonal,
+                pairs,
+                self._classes,
+                logit_scale=law.scale * factor,
+                drop_prob=leaf.drop_prob,
+                d_model=leaf.d_model,
+                d_head=law.head_freedom,
+                norm_spread=norm_spread,
+                value_bias=leaf.value_bias / memory_gain(leaf),
+            )
+            for (diagonal, pairs), factor in zip(self._flat(tokens), shrunk, strict=True)
+        ]
+        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+
+    def _flat(self, kernel: Kernel) -> list[tuple[Array, Array]]:
+        size = self._shape[-1]
+        own = np.broadcast_to(kernel.diagonal, self._shape[:-1]).reshape(-1, size)
+        pairs = np.broadcast_to(kernel.pairs, self._shape).reshape(-1, size, size)
+        return list(zip(own, pairs, strict=True))
+
+    def _kernel(self, kernels: list[Any]) -> Kernel:
+        own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
+        return Kernel(own.reshape(self._shape[:-1]), pairs.reshape(self._shape), self._classes)
+
+    def _numbers(self, name: str) -> Array:
+        return np.stack([getattr(one, name) for one in self._rows]).reshape(self._shape[:-1])
+
+    def forward(self) -> Kernel:
+        return self._kernel([one.output for one in self._rows])
+
+    def mean_output(self) -> Kernel:
+        means = [one.mean_output() for one in self._rows]
+        return self._kernel([(np.diagonal(mean), mean) for mean in means])
+
+    def weights(self) -> Array:
+        return np.stack([one.weights for one in self._rows]).reshape(self._shape)
+
+    @functools.cached_property
+    def sum_square(self) -> Array:
+        return self._numbers("sum_square")
+
+    def facts(self) -> dict[str, Array]:
+        keys = self._classes.nodes.astype(float)
+        numbers = (self._numbers(name) for name in ("logit_variance", "sum_square", "entropy"))
+        found = attention_facts(*numbers, keys)
+        return {name: self._classes.mean(values) for name, values in found.items()}
+
+    def backward(self, gained: Kernel) -> Paths:
+        given = zip(self._rows, self._flat(gained), strict=True)
+        parts = [one.backward(own, pairs) for one, (own, pairs) in given]
+        return Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
+
+    def tilt(self, gained: Kernel) -> Kernel:
+        given = zip(self._rows, self._flat(gained), strict=True)
+        found = [(one.tilt[0] * own, one.tilt[1] * pairs) for one, (own, pairs) in given]
+        return self._kernel(found)
+
+    def table_gradient(self, gained: Kernel) -> Array | None:
+        return None
+
+
+def self_attention(leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: float) -> Any:
+    """The layer in the resolution of its tokens."""
+    layer = TokenLayer if tokens.classes is None else ClassLayer
+    return layer(leaf, law, tokens, norm_spread)
+
+
 def memory_gain(leaf: Any) -> float:
     """Variance of a value per unit of the tokens' kernel, kept above 0."""
     return float(max(getattr(leaf, "memory_width", leaf.d_model) * leaf.value, 1e-60))
@@ -192,4 +346,5 @@ def mean_spread(signal: Signal) -> float:
     """Var |x|^2 / E^2 |x|^2, averaged over tokens; 0 where it is not followed."""
     if signal.spread is None:
         return 0.0
-    return float(np.mean(signal.spread.diagonal / signal.kernel.diagonal**2))
+    relative = signal.spread.diagonal / signal.kernel.diagonal**2
+    return float(np.mean(signal.kernel.average(relative)))

@@ -68,7 +68,7 @@ def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Arr
     """
     more = (alignment - 1) / output.width
     if kernel.resolved and np.ndim(alignment):
-        more = more.mean(-1)
+        more = kernel.average(more)
     of_one, of_two = kernel.lift(more)
     one, first, second = at_tokens(kernel, 1 - gradient.radial)
     falls, falls_first, falls_second = at_tokens(kernel, gradient.norm_response)
@@ -116,6 +116,12 @@ def shared_persistence(signal: Signal, response: Array, above: Kernel) -> Array:
     length = signal.seq_len
     if not signal.resolved:
         return response * (single + (length - 1) * common) / length
+    if signal.kernel.classes is not None:
+        counted = above.diagonal * signal.kernel.classes.count
+        share = ratio_or_zero(counted, counted.sum(-1, keepdims=True) + 0.0 * counted) * response
+        apart = single - np.diagonal(common, axis1=-2, axis2=-1)
+        met = (share[..., None, :] @ common)[..., 0, :]
+        return met + share * apart / signal.kernel.classes.count
     leading, count = common.shape[:-2], common.shape[-1]
     blocks = common.reshape(*leading, count // length, length, count // length, length)
     own = np.einsum("...bibj->...bij", blocks)

@@ -184,9 +184,10 @@ def embedding_gradients(
         DomainError: ids that do not fit the gradient.
     """
     scale = embedding.scale**2
-    if not gradient.resolved:
+    if gradient.resolved is not True:
         token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
-        own, pairs = seq_len * gradient.diagonal, seq_len * (seq_len - 1) * gradient.pairs
+        own = seq_len * gradient.mean_diagonal()
+        pairs = seq_len * (seq_len - 1) * gradient.mean_pairs()
         found = {"token": scale * (own + token * pairs), "position": own}
         found["segment"] = own + segment * pairs
     else:

@@ -231,7 +231,7 @@ def _mean_pairs(like: Kernel, pairs: Array) -> Array:
 
 
 def _mean_over_tokens(output: Signal) -> Any:
-    return output.kurtosis.mean(-1) if output.resolved else output.kurtosis
+    return output.kernel.average(output.kurtosis)
 
 
 def _joined(first: Pulled, second: Pulled) -> Callable[[], Values]:

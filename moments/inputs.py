@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .checks import check_in
+from .classes import PositionClasses
 from .embedded import FixedPart, check_ids, embedded_alike, joint_kernel
 from .embedding import Embedding
 from .errors import DomainError, domain_error
@@ -46,10 +47,17 @@ def check_moments(
     return v, r
 
 
-def alike(variance: Array, correlation: Array, seq_len: int, resolved: bool) -> Kernel:
-    """Tokens alike, in either resolution."""
+def alike(
+    variance: Array, correlation: Array, seq_len: int, resolved: bool | PositionClasses
+) -> Kernel:
+    """Tokens alike, in any resolution."""
     if not resolved:
         return Kernel(variance, variance * correlation)
+    if isinstance(resolved, PositionClasses):
+        v, c = np.asarray(variance, float), np.asarray(variance * correlation, float)
+        size = len(resolved.nodes)
+        own = np.broadcast_to(v[..., None], (*v.shape, size))
+        return Kernel(own, np.broadcast_to(c[..., None, None], (*c.shape, size, size)), resolved)
     v, c = np.asarray(variance, float), np.asarray(variance * correlation, float)
     matrix = np.broadcast_to(c[..., None, None], (*c.shape, seq_len, seq_len))
     diagonal = np.broadcast_to(v[..., None], (*v.shape, seq_len))
@@ -118,7 +126,7 @@ def check_mask(mask: Any, seq_len: int, token_ids: Any) -> np.ndarray:
 def first_kernel(
     model: Transformer,
     theory: Theory,
-    resolved: bool,
+    resolved: bool | PositionClasses,
     variance: Any,
     correlation: Any,
     token_ids: Any,
@@ -164,7 +172,7 @@ def first_kernel(
 
 def last_kernel(
     model: Transformer,
-    resolved: bool,
+    resolved: bool | PositionClasses,
     variance: Any,
     correlation: Any,
     kernel: Any,

@@ -58,6 +58,8 @@ class Layout:
     def _mean(self, signal: Signal) -> Array:
         if not signal.resolved or np.ndim(signal.mean) == 0:
             return signal.mean
+        if signal.kernel.classes is not None:
+            return signal.kernel.average(signal.mean)
         means = self.by_sequence(signal.mean)
         if self._real is None:
             return means.mean((-2, -1) if self.sequences > 1 else -1)

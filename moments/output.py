@@ -17,7 +17,13 @@ from .own_row import cross_gradient
 from .propagate import Point, Trace, forward
 from .readout import Readout
 from .state import Array, Gradient, Kernel, Signal
-from .targets import Targets, alike_targets, class_targets, text_targets
+from .targets import (
+    Targets,
+    alike_targets,
+    class_targets,
+    position_targets,
+    text_targets,
+)
 from .transformer import Transformer
 
 
@@ -83,7 +89,7 @@ def output_moments(
     if not isinstance(head, Head):
         raise DomainError("the model has no head: declare model.head")
     sequences = 1
-    if signal.resolved:
+    if signal.resolved is True:
         sequences = signal.kernel.pairs.shape[-1] // model.seq_len
     own = Trace(layer=model.layers + 1)
     chain = head_chain(model, head, sequences, real)
@@ -266,9 +272,11 @@ def _targets(
             return class_targets(vocab_size, sequences, targets, batch)
         one = Kernel(1.0, 0.0)
         return Targets(float(batch), one.diagonal, one.pairs, 0.0, 0.0, 0.0, 0.0, 0.0)
-    if not signal.resolved:
+    if signal.resolved is not True:
         if targets is not None:
             raise DomainError("targets are resolved by token: leave tokens=False out")
+        if signal.kernel.classes is not None:
+            return position_targets(head, vocab_size, signal.kernel.classes, batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)
     every = np.ones(sequences * model.seq_len)
     if real is not None:

@@ -46,6 +46,7 @@ from .normalization import DynamicTanh
 from .overlap_units import unit_growth, units
 from .parts import Activation, Dropout, Linear
 from .propagate import Point, Trace
+from .realised import between_rows, met_by
 from .state import Gradient, Kernel, Signal
 
 
@@ -150,17 +151,18 @@ def averaging_elasticity(leaf: SelfAttention, tokens: Signal) -> float:
     """
     if not tokens.resolved:
         return 0.0
-    kernel = tokens.second_moment().pairs
-    mask = self_masks(leaf, len(kernel), 1)[0]
-    weights = mask / mask.sum(1, keepdims=True)
-    met = weights @ kernel
-    owns = [_own(matrix) for matrix in (met, kernel, met @ weights.T)]
+    kernel = tokens.second_moment()
+    if kernel.classes is not None:
+        classes = kernel.classes
+        rows = np.tril(np.ones_like(classes.keys)) / classes.nodes[:, None]
+        kernels = met_by(rows, kernel), kernel, between_rows(rows, kernel)
+    else:
+        mask = self_masks(leaf, len(kernel.pairs), 1)[0]
+        weights = mask / mask.sum(1, keepdims=True)
+        met = weights @ kernel.pairs
+        kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
+    owns = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
     return max(owns[0], 0.0) ** 2 / (owns[1] * owns[2]) if min(owns[1:]) > 0.0 else 0.0
-
-
-def _own(matrix: np.ndarray) -> float:
-    count, trace = len(matrix), float(np.trace(matrix))
-    return trace / count - (float(matrix.sum()) - trace) / (count * (count - 1))
 
 
 _Walked = Callable[..., tuple[Signal, Overlap]]

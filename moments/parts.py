@@ -172,7 +172,7 @@ class Activation(Lawful):
         assert signal.spread is not None
         kurtosis = evaluate(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
         if signal.resolved:
-            kurtosis = kurtosis.mean(-1)
+            kurtosis = signal.kernel.average(kurtosis)
         moment = output.second_moment()
         shared = signal.spread.mixed(1.0, signal.kernel * signal.kernel, -2 / signal.width)
         ratio = moment.mean_diagonal() / signal.kernel.mean_diagonal()
@@ -190,7 +190,7 @@ class Activation(Lawful):
         own, pairs = kernel.mean_diagonal(), kernel.mean_pairs()
         given = dict(self.parameters)
         given["x_variance"] = given["x_other_variance"] = own
-        given["x_mean"] = given["x_other_mean"] = np.mean(mean, -1) if np.ndim(mean) else mean
+        given["x_mean"] = given["x_other_mean"] = kernel.average(mean)
         given["x_correlation"] = ratio_or_zero(pairs, own)
         given["grad_covariance"] = 1.0
         return evaluate(law, signal.algebra, given)

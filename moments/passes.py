@@ -13,6 +13,7 @@ import numpy as np
 
 from .architecture import declare, declare_output
 from .checks import check_choice, check_count, check_flag
+from .classes import PositionClasses
 from .errors import DomainError, ValidityWarning
 from .law import THEORIES, Theory
 from .prediction import Prediction
@@ -172,8 +173,8 @@ def _resolution(
     own: Inputs,
     other: Inputs,
     grad_kernel: Any,
-) -> bool:
-    """Whether moments are resolved by token.
+) -> bool | PositionClasses:
+    """Whether moments are resolved by token, or by which classes of positions.
 
     Raises:
         DomainError: what the user asks for is not what the theory, the mask or the input allow.
@@ -199,7 +200,25 @@ def _resolution(
             "tokens=False: under a causal mask, a window or positions in attention tokens are not "
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
+    if resolved and tokens is None and not given and by_position(model):
+        return PositionClasses.of(model.seq_len)
     return bool(resolved)
+
+
+LEAST_LENGTH = 32
+"""Sequences shorter than this are resolved by token: classes would be hardly fewer."""
+
+
+def by_position(model: Transformer) -> bool:
+    """Whether tokens are alike but for how many they see, so that classes of positions serve."""
+    placed = model.rotary or model.alibi or model.relative_bias
+    windowed = any(window is not None and window < model.seq_len for window in model.windows)
+    return (
+        model.causal
+        and model.seq_len >= LEAST_LENGTH
+        and not (placed or windowed or model.encoder)
+        and (model.head is None or model.head.loss in (None, "causal"))
+    )
 
 
 def positional(model: Transformer) -> bool:

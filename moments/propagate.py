@@ -275,7 +275,7 @@ def _persistence(
         return persistence(signal, response), shared_persistence(signal, response, above)
     of_groups = grouped_persistence(signal, passed, norm.groups, norm.freedom(signal.width))
     grown = persistence(signal, response, own=False) + of_groups
-    tokens = grown.pairs.shape[-1] if grown.resolved else signal.seq_len
+    tokens = grown.pairs.shape[-1] if grown.resolved is True else signal.seq_len
     return grown, grown.lift(grown.total(tokens) / tokens**2)[0]
 
 

@@ -110,14 +110,15 @@ class Readout:
         each = softmax.log_sum - (1 - spread) * target - spread * mean
         if not self.kernel.resolved:
             return each
-        return (each * targets.active).sum(-1) / targets.active.sum()
+        average = self.kernel.average
+        return average(each * targets.active) / average(targets.active + 0.0 * each)
 
     @functools.cached_property
     def logit_square(self) -> Array:
         """Mean square of a logit, over all tokens."""
         own, other = self.softmax.own, self.softmax.other
         square = (own.square + (self.vocab_size - 1) * other.square) / self.vocab_size
-        return square.mean(-1) if self.kernel.resolved else square
+        return self.kernel.average(square)
 
     def loss_variance(self) -> Array:
         """Variance of the loss over draws of the matrix.
@@ -277,8 +278,7 @@ class Readout:
     def _risen(self, correlation: Array) -> Array:
         """`softmax_agreement.rise`, at every configuration's mean variance of the logits."""
         variance = self.softmax.other.square
-        if self.kernel.resolved:
-            variance = np.mean(variance, axis=-1)
+        variance = self.kernel.average(variance)
         if np.ndim(variance) == 0:
             return rise(self.vocab_size, float(variance), correlation)
         tail = np.shape(correlation)[np.ndim(variance) :]

@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from .classes import diagonal
 from .state import Array, Kernel, Realised, Signal, ratio_or_zero
 
 
@@ -96,13 +97,7 @@ def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
     if shared is not None:
         return shared
     first, _ = overlaps.over_tokens(1.0 / signal.second_moment().diagonal)
-    return _weighted(overlaps, first), _weighted(signal.spread, first)
-
-
-def _weighted(kernel: Kernel, pairs: Array) -> Kernel:
-    if not kernel.resolved:
-        return Kernel(kernel.diagonal * pairs, kernel.pairs * pairs)
-    return Kernel.of_matrix(kernel.pairs * pairs)
+    return overlaps.at_pairs(first), signal.spread.at_pairs(first)
 
 
 def mapped(signal: Signal, output: Signal, gain: Array) -> Realised | None:
@@ -138,10 +133,8 @@ def summed(signal: Signal, branch: Signal, skip: Any, scale: Any) -> tuple[Reali
 
 
 def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
-    moved = _weighted(shared, size).scaled(factor)
-    if not moved.resolved:
-        return moved.scaled(2.0)
-    return Kernel.of_matrix(moved.pairs + np.swapaxes(moved.pairs, -1, -2))
+    moved = shared.at_pairs(size).scaled(factor)
+    return moved + moved.transposed()
 
 
 def averaged_overlaps(signal: Signal, weights: Array | None, gain: Any) -> Realised | None:
@@ -149,7 +142,8 @@ def averaged_overlaps(signal: Signal, weights: Array | None, gain: Any) -> Reali
 
     Args:
         signal: the tokens attended to.
-        weights: (..., L, L) mean attention; None: uniform, tokens alike.
+        weights: (..., L, L) mean attention, or (..., P, P) to one token of a class; None: uniform,
+            tokens alike.
         gain: from an average's overlap to that of values.
     """
     if signal.realised is None:
@@ -158,7 +152,7 @@ def averaged_overlaps(signal: Signal, weights: Array | None, gain: Any) -> Reali
     overlaps, norms, _ = signal.realised
     norms = signal.spread if norms is None else norms
     assert norms is not None
-    average = _alike if weights is None else _by_token
+    average = _alike if weights is None else _by_token if tokens.classes is None else _by_class
     mixed, shared, _, _ = average(tokens, overlaps, weights, False, signal.seq_len)
     _, _, mixed_norms, shared_norms = average(tokens, norms, weights, fixed, signal.seq_len)
     found = shared.scaled(gain), shared_norms.scaled(gain)
@@ -188,6 +182,49 @@ def _by_token(
     return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
 
 
+def _by_class(
+    tokens: Kernel, square: Kernel, weights: Array, fixed: bool, _seq_len: int
+) -> _Averages:
+    def of(pairs: Array) -> Kernel:
+        """A row's own is what it has with its neighbour: the rows are the same."""
+        return Kernel(diagonal(pairs), pairs, tokens.resolved)
+
+    root = signed_root(square, tokens)
+    met = met_by(weights, root).pairs ** 2
+    mixed = between_rows(weights, root).pairs ** 2
+    size = tokens.diagonal[..., :, None]
+    free = of(mixed), of(np.swapaxes(met, -1, -2) / size)
+    if not fixed:
+        return (*free, *free)
+    lost = weights * met_by(weights, tokens).pairs / tokens.diagonal[..., None, :]
+    assert tokens.classes is not None
+    cross = met @ np.swapaxes(tokens.classes.keys * lost, -1, -2)
+    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + between_rows(lost, square).pairs
+    back = np.swapaxes(met_by(lost, square).pairs, -1, -2)
+    shared = (np.swapaxes(met, -1, -2) - back) / size
+    return (*free, of(mixed), of(shared))
+
+
+def met_by(rows: Array, kernel: Kernel) -> Kernel:
+    """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
+    key at its own position what it has with one beside that."""
+    classes = kernel.classes
+    assert classes is not None
+    apart = kernel.diagonal - diagonal(kernel.pairs)
+    met = classes.keys * rows @ kernel.pairs + rows * apart[..., None, :]
+    return Kernel(diagonal(met), met, classes)
+
+
+def between_rows(rows: Array, kernel: Kernel) -> Kernel:
+    """W K W^T on classes."""
+    classes = kernel.classes
+    assert classes is not None
+    counted, apart = classes.keys * rows, kernel.diagonal - diagonal(kernel.pairs)
+    own = np.einsum("psq,...pq,...sq,...q->...ps", classes.shared, rows, rows, apart)
+    found = counted @ kernel.pairs @ np.swapaxes(counted, -1, -2) + own
+    return Kernel(diagonal(found), found, classes)
+
+
 def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
     root = signed_root(square, tokens)
     met = ((root.diagonal + (seq_len - 1) * root.pairs) / seq_len) ** 2
@@ -210,16 +247,13 @@ def rescaled(signal: Signal, kernel: Kernel, epsilon: Any, square: Any) -> Reali
     first, second = kernel.over_tokens(size)
     both = first * second
 
-    def weighted(of: Kernel) -> Kernel:
-        return _weighted(of, both)
-
     overlaps, norms, shared = signal.realised
     norms = signal.spread if norms is None else norms
     assert norms is not None
     if shared is not None:
-        moved = _weighted(shared[0], second)
+        moved = shared[0].at_pairs(second)
         shared = moved, moved.scaled(0.0)
-    return Realised(weighted(overlaps), weighted(norms), shared)
+    return Realised(overlaps.at_pairs(both), norms.at_pairs(both), shared)
 
 
 def entrywise(signal: Signal, output: Signal, fresh: Array, moved: Array) -> Realised | None:

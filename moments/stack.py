@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .architecture import declare, declare_embedding, declare_output
+from .classes import PositionClasses
 from .embedded import embedding_gradients, fixed_positions
 from .embedding import Embedding
 from .errors import DomainError
@@ -60,14 +61,16 @@ class Outcome:
 class Stack:
     """One stack of layers with its embedding, its trace and the way back."""
 
-    def __init__(self, model: Transformer, theory: Theory, inputs: Inputs, resolved: bool) -> None:
+    def __init__(
+        self, model: Transformer, theory: Theory, inputs: Inputs, resolved: bool | PositionClasses
+    ) -> None:
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
         self.trace = Trace()
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.first = self._first()
         sequences = 1
-        if resolved and inputs.kernel is None:
+        if resolved is True and inputs.kernel is None:
             sequences = self.first.pairs.shape[-1] // model.seq_len
         self.layout = Layout(sequences, real)
 
@@ -234,7 +237,9 @@ def last_gradient(
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
     leading = np.shape(stack.first.pairs)[:-2]
     if stack.resolved and leading and np.ndim(last.pairs) == 2:
-        last = Kernel.of_matrix(np.broadcast_to(last.pairs, (*leading, *last.pairs.shape)))
+        own = np.broadcast_to(last.diagonal, (*leading, *last.diagonal.shape))
+        pairs = np.broadcast_to(last.pairs, (*leading, *last.pairs.shape))
+        last = Kernel(own, pairs, last.resolved)
     if layout.real is not None:
         real = layout.real.reshape(-1) if layout.sequences > 1 else layout.real
         real = real[0] if real.ndim == 2 else real
@@ -271,7 +276,8 @@ def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray
     both = []
     for diagonals in ([point.signal.kernel.diagonal for point in stream], gradients):
         stacked = np.stack([np.broadcast_to(d, shape) for d in diagonals], axis=-2)
-        both.append(layout.by_token(stacked))
+        classes = stream[0].signal.kernel.classes
+        both.append(layout.by_token(stacked) if classes is None else classes.spread_out(stacked))
     return both[0], both[1]
 
 

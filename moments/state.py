@@ -1,8 +1,10 @@
 """What travels through a network: the moments of a signal and of its gradient.
 
-A `Kernel` holds one number per token and one per pair of tokens, in one of two resolutions:
+A `Kernel` holds one number per token and one per pair of tokens, in one of three resolutions:
 
 exchangeable     all tokens alike: `diagonal` and `pairs` have shape (...,)
+by class         P classes of positions (`classes`): shapes (..., P) and (..., P, P), `pairs` having
+                 two different tokens of one class on its diagonal
 token-resolved   `diagonal` has shape (..., L), `pairs` (..., L, L) with `diagonal` on its diagonal
 
 Leading axes are configurations. Without any, exchangeable entries are plain floats, which keeps a
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .algebra import FLOAT, NUMPY
+from .classes import PositionClasses
 
 Array = Any  # float or numpy array; see the module docstring
 
@@ -32,11 +35,19 @@ def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """Second moments: per token, and per ordered pair of different tokens."""
+    """Second moments: per token, and per ordered pair of different tokens.
+
+    `resolved` is False for tokens alike, True by token, and the classes where there are some.
+    """
 
     diagonal: Array
     pairs: Array
-    resolved: bool = False
+    resolved: bool | PositionClasses = False
+
+    @property
+    def classes(self) -> PositionClasses | None:
+        """Of positions; None for tokens alike and by token."""
+        return self.resolved if isinstance(self.resolved, PositionClasses) else None
 
     @classmethod
     def of_matrix(cls, matrix: Array) -> Kernel:
@@ -45,8 +56,8 @@ class Kernel:
 
     def with_diagonal(self, diagonal: Array) -> Kernel:
         """The same pairs with another diagonal."""
-        if not self.resolved:
-            return Kernel(diagonal, self.pairs)
+        if self.resolved is not True:
+            return Kernel(diagonal, self.pairs, self.resolved)
         matrix = np.array(
             np.broadcast_to(self.pairs, (*np.shape(diagonal), np.shape(diagonal)[-1]))
         )
@@ -55,10 +66,10 @@ class Kernel:
         return Kernel(diagonal, matrix, True)
 
     @classmethod
-    def joined(cls, diagonal: Array, pairs: Array, resolved: bool) -> Kernel:
+    def joined(cls, diagonal: Array, pairs: Array, resolved: bool | PositionClasses) -> Kernel:
         """A kernel of one law's diagonal and another's pairs."""
         kernel = cls(diagonal, pairs, resolved)
-        return kernel.with_diagonal(diagonal) if resolved else kernel
+        return kernel.with_diagonal(diagonal) if resolved is True else kernel
 
     def lift(self, value: Array) -> tuple[Array, Array]:
         """A per-configuration number, shaped to meet `diagonal` and to meet `pairs`."""
@@ -97,6 +108,21 @@ class Kernel:
     def __mul__(self, other: Kernel) -> Kernel:
         return Kernel(self.diagonal * other.diagonal, self.pairs * other.pairs, self.resolved)
 
+    def at_pairs(self, factor: Array) -> Kernel:
+        """Every entry times a factor per pair, a token's own being that of it with itself."""
+        if self.classes is not None:
+            own = np.diagonal(factor, axis1=-2, axis2=-1)
+            return Kernel(self.diagonal * own, self.pairs * factor, self.resolved)
+        if not self.resolved:
+            return Kernel(self.diagonal * factor, self.pairs * factor)
+        return Kernel.of_matrix(self.pairs * factor)
+
+    def transposed(self) -> Kernel:
+        """The second token first."""
+        if not self.resolved:
+            return self
+        return Kernel(self.diagonal, np.swapaxes(self.pairs, -1, -2), self.resolved)
+
     def over_tokens(self, value: Array) -> tuple[Array, Array]:
         """A per-token number at the first and at the second token of every pair."""
         if not self.resolved:
@@ -108,19 +134,28 @@ class Kernel:
         if not self.resolved:
             return self.diagonal
         if real is None:
-            return np.mean(self.diagonal, axis=-1)
+            return self.average(self.diagonal)
         return (self.diagonal * real).sum(-1) / np.sum(real, axis=-1)
+
+    def average(self, values: Array) -> Array:
+        """Average over tokens of a number for each; a number for all stays."""
+        if not self.resolved or np.ndim(values) < np.ndim(self.diagonal):
+            return values
+        return np.mean(values, axis=-1) if self.classes is None else self.classes.mean(values)
 
     def mean_share(self, part: Array) -> Array:
         """A part of the diagonal over the whole, both averaged over tokens."""
         if not self.resolved:
             return ratio_or_zero(part, self.diagonal)
-        return ratio_or_zero(np.mean(part, -1), np.mean(self.diagonal, -1))
+        return ratio_or_zero(self.average(part), self.average(self.diagonal))
 
     def mean_pairs(self, real: Array = None) -> Array:
         """Average over ordered pairs of different tokens, both of them `real`; 0 without any."""
         if not self.resolved:
             return self.pairs
+        if self.classes is not None:
+            length = self.classes.length
+            return self._over_pairs() / max(length * (length - 1), 1)
         if real is None:
             length = self.pairs.shape[-1]
             total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
@@ -131,9 +166,15 @@ class Kernel:
 
     def total(self, seq_len: int) -> Array:
         """Sum over all tokens and ordered pairs."""
+        if self.classes is not None:
+            return (self.diagonal * self.classes.count).sum(-1) + self._over_pairs()
         if self.resolved:
             return self.pairs.sum((-2, -1))
         return seq_len * (self.diagonal + (seq_len - 1) * self.pairs)
+
+    def _over_pairs(self) -> Array:
+        assert self.classes is not None
+        return (self.pairs * self.classes.pair_count).sum((-2, -1))
 
 
 class Realised(NamedTuple):
@@ -198,7 +239,7 @@ class Signal:
         return FLOAT if type(self.kernel.diagonal) is float else NUMPY
 
     @property
-    def resolved(self) -> bool:
+    def resolved(self) -> bool | PositionClasses:
         return self.kernel.resolved
 
     def correlation(self) -> Array:
@@ -262,7 +303,7 @@ class Gradient:
         return type(self.radial) is float and self.radial == 0.0
 
     @property
-    def resolved(self) -> bool:
+    def resolved(self) -> bool | PositionClasses:
         return self.kernel.resolved
 
     def with_kernel(self, kernel: Kernel) -> Gradient:
@@ -282,10 +323,11 @@ class Gradient:
         )
 
     def _average(self, value: Array) -> Array:
-        sizes = self.kernel.diagonal
-        if np.ndim(value) == 0 or np.ndim(value) < np.ndim(sizes):
+        kernel = self.kernel
+        if np.ndim(value) == 0 or np.ndim(value) < np.ndim(kernel.diagonal):
             return value
-        return ratio_or_zero((value * sizes).sum(-1), sizes.sum(-1))
+        sizes = kernel.diagonal
+        return ratio_or_zero(kernel.average(value * sizes), kernel.average(sizes))
 
     def at_part(self, kernel: Kernel, share: Array) -> Gradient:
         """The gradient as seen by one addend, `share` of the variance of the sum of independents.

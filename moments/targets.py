@@ -9,11 +9,12 @@ import numpy as np
 
 from .algebra import NUMPY
 from .checks import check_count
+from .classes import PositionClasses
 from .embedded import check_ids
 from .errors import DomainError, domain_error
 from .head import Head
 from .laws.embedding import TOKEN_EMBEDDING
-from .state import Array
+from .state import Array, ratio_or_zero
 
 NO_TARGET = -100
 
@@ -150,6 +151,35 @@ def alike_targets(head: Head, vocab_size: int, seq_len: int, batch: int = 1) -> 
         both = _chosen_pairs(active, float(batch * seq_len))
     count = batch * seq_len * active
     return Targets(count, active, both, collision, collision, hit, collision, both_hit)
+
+
+def position_targets(
+    head: Head, vocab_size: int, classes: PositionClasses, batch: int = 1
+) -> Targets:
+    """Targets of an unknown text on classes of positions, each token predicting the next one.
+
+    Two tokens i and i + 1 are the first nodes, one position apart; beyond them, neighbours of one
+    class are, in as many of its pairs as there are tokens.
+    """
+    check_count("batch", batch)
+    collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
+    size = len(classes.nodes)
+    active = np.ones(size)
+    active[-1] = 0.0  # the last token has no target
+    beside = np.diff(classes.nodes) == 1
+    following = np.diag(beside.astype(float), 1)
+    inside = np.append(~beside, False)
+    inside[-2] = True
+    pairs = np.diagonal(classes.pair_count)
+    following[inside, inside] = np.clip(
+        ratio_or_zero(classes.count, np.maximum(pairs, 0.0))[inside], 0.0, 1.0
+    )
+    hit = following + (1.0 - following) * collision
+    both_hit = following.T * collision + (1.0 - following.T) * triple
+    count = batch * (classes.length - 1.0)
+    even = np.full((size, size), collision)
+    own = np.full(size, collision)
+    return Targets(count, active, np.outer(active, active), even, even, hit, own, both_hit)
 
 
 def class_targets(classes: int, sequences: int, labels: Any = None, batch: int = 1) -> Targets:

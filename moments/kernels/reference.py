@@ -13,6 +13,7 @@ kernel is returned exactly, and so are clusters of equal size whose members coin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -36,22 +37,26 @@ class ReferenceRow(NamedTuple):
     keys: Array
 
 
-def _moments(kernel: Array, prior: Array, tau: float) -> tuple[Array, Array]:
-    """log mean e^{tau (C - mean C)} and log mean e^{2 tau (C - mean C)} over a row's key pairs."""
-    top = kernel.max()
+Mean = Callable[[Callable[[Array], Array]], Array]
+"""Means over every row's pairs of keys of a function of C - max C."""
 
-    def mean(values: Array) -> Array:
-        return np.asarray(np.einsum("ij,ij->i", prior @ values, prior))
 
-    average = mean(kernel)
-    shift = tau * (top - average)
-    if tau * float(np.ptp(kernel)) < 1.0:  # logarithms of numbers near one: keep their excess
-        first = np.log1p(mean(np.expm1(tau * (kernel - top))))
-        second = np.log1p(mean(np.expm1(2.0 * tau * (kernel - top))))
+def annealed_moments(mean: Mean, relative: Array, spread: float, tau: float) -> tuple[Array, Array]:
+    """log mean e^{tau (C - mean C)} and log mean e^{2 tau (C - mean C)} over a row's key pairs.
+
+    Args:
+        mean: over pairs.
+        relative: (rows,) mean of C - max C.
+        spread: max C - min C.
+        tau: as in `reference_rows`.
+    """
+    shift = -tau * relative
+    if tau * spread < 1.0:  # logarithms of numbers near one: keep their excess
+        first = np.log1p(mean(lambda below: np.expm1(tau * below)))
+        second = np.log1p(mean(lambda below: np.expm1(2.0 * tau * below)))
     else:
-        boltzmann = np.exp(tau * (kernel - top))
-        first = np.log(np.maximum(mean(boltzmann), 1e-300))
-        second = np.log(np.maximum(mean(boltzmann * boltzmann), 1e-300))
+        first = np.log(np.maximum(mean(lambda below: np.exp(tau * below)), 1e-300))
+        second = np.log(np.maximum(mean(lambda below: np.exp(2.0 * tau * below)), 1e-300))
     return np.maximum(first + shift, 0.0), np.maximum(second + 2.0 * shift, 0.0)
 
 
@@ -88,11 +93,21 @@ def reference_rows(kernel: Array, prior: Array, tau: float) -> ReferenceRow:
     Source:
         derived here; which annealed moments to match was decided by measurement (`attention`).
     """
-    count = 1.0 / (prior * prior).sum(1)
+    below = kernel - kernel.max()
+
+    def mean(function: Callable[[Array], Array]) -> Array:
+        return np.asarray(np.einsum("ij,ij->i", prior @ function(below), prior))
+
+    relative = mean(lambda values: values)
+    first, second = annealed_moments(mean, relative, float(np.ptp(kernel)), tau)
+    return matched(first, second, 1.0 / (prior * prior).sum(1))
+
+
+def matched(first: Array, second: Array, count: Array) -> ReferenceRow:
+    """The exchangeable rows of these `annealed_moments`, of at most `count` keys."""
     several = count > 1.0 + 1e-6
     ceiling = np.where(several, count, 2.0)
     floor = np.minimum(FEWEST_KEYS, ceiling)
-    first, second = _moments(kernel, prior, tau)
 
     def excess(keys: Array, theta: Array) -> tuple[Array, Array]:
         theta = _theta_of(keys, first, theta)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moments.kernels import exact_rows
-from moments.kernels.reference import reference_rows
+from moments.kernels.reference import ReferenceRow, reference_rows
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -71,9 +71,45 @@ def row_statistics(
         temperature: (rows,) second moment C_ii of each row's query.
         logit_scale: tau, so that row i has logit covariance tau C_ii C_jk.
     """
-    # vanishing logits: the reference has a limit, which a small scale finds without cancellation
-    scale = max(logit_scale * float(temperature.mean()), 1e-3 / max(float(np.ptp(kernel)), 1e-12))
-    reference = reference_rows(kernel, prior, scale)
+    scale = reference_scale(logit_scale * float(temperature.mean()), float(np.ptp(kernel)))
+    logs = np.log(np.where(prior > 0.0, prior, 1.0))
+    return statistics_of(
+        reference_rows(kernel, prior, scale),
+        scale,
+        1.0 / (prior * prior).sum(1),
+        temperature,
+        logit_scale,
+        prior @ np.diag(kernel),
+        np.einsum("ij,ij->i", prior @ kernel, prior),
+        np.maximum(-(prior * logs).sum(1), 0.0),
+    )
+
+
+def reference_scale(logit_scale: float, spread: float) -> float:
+    """Where logits vanish the reference has a limit, which a small scale finds without
+    cancellation."""
+    return max(logit_scale, 1e-3 / max(spread, 1e-12))
+
+
+def statistics_of(
+    reference: ReferenceRow,
+    scale: float,
+    count: Array,
+    temperature: Array,
+    logit_scale: float,
+    diagonal: Array,
+    overlap: Array,
+    uniform: Array,
+) -> RowStatistics:
+    """Exact statistics of the rows' references.
+
+    Args:
+        reference, scale: the references, found at that scale.
+        count: (rows,) number of keys.
+        temperature, logit_scale: as in `row_statistics`.
+        diagonal, overlap: (rows,) means of C_jj over a row's keys and of C_jl over their pairs.
+        uniform: (rows,) entropy without any logits.
+    """
     unshared = reference.theta / scale
     variance = unshared * logit_scale * temperature
     theta = exact_rows.tabulated(variance)
@@ -90,13 +126,9 @@ def row_statistics(
     response = np.where(wide, keys / np.maximum(keys - 2.0, 1e-6) * curvature / rest, 0.0)
     # the pull `response` already contains a share P2 of the key's own variance: added back
     own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
-    diagonal = prior @ np.diag(kernel)
-    overlap = np.einsum("ij,ij->i", prior @ kernel, prior)
     own_part = (1.0 - overlap / diagonal) / (1.0 - 1.0 / keys)
-    logs = np.log(np.where(prior > 0.0, prior, 1.0))
-    uniform = np.maximum(-(prior * logs).sum(1), 0.0)  # entropy without any logits
     return RowStatistics(
-        1.0 / (prior * prior).sum(1),
+        count,
         temperature,
         variance,
         unshared,
@@ -136,11 +168,30 @@ def mean_attention(
     crowd = np.log(np.maximum(prior @ boltzmann, 1e-300))
     variance = np.diag(kernel)
     relative = variance - (prior @ variance)[:, None]
-    lift = scale * statistics.temperature[rows] * statistics.softening[rows]
-    lift = lift * statistics.variance_response[rows]
-    shared = statistics.kernel_response[rows] / own
-    log_weight = lift[:, None] * relative - shared[:, None] * crowd
+    log_weight = log_weights(statistics, rows, scale, relative, crowd, own)
     held = prior > 0.0
     log_weight = np.where(held, log_weight + np.log(np.where(held, prior, 1.0)), -np.inf)
     weight = np.exp(log_weight - log_weight.max(1, keepdims=True))
     return np.asarray(weight / weight.sum(1, keepdims=True))
+
+
+def log_weights(
+    statistics: RowStatistics,
+    rows: Indices,
+    scale: float,
+    relative: Array,
+    crowd: Array,
+    own: Array | float,
+) -> Array:
+    """(a, n) logarithm of `mean_attention` over the prior, up to a constant of every row.
+
+    Args:
+        statistics, rows, scale: as there.
+        relative: (a, n) a key's variance less the row's mean.
+        crowd: (a, n) logarithm of the mean e^{x tau C_jk} over the row's keys k.
+        own: x, of every row or of all.
+    """
+    lift = scale * statistics.temperature[rows] * statistics.softening[rows]
+    lift = lift * statistics.variance_response[rows]
+    shared = statistics.kernel_response[rows] / own
+    return np.asarray(lift[:, None] * relative - shared[:, None] * crowd)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from moments.kernels.closure import OverlapClosure
 from moments.kernels.logits import Logits
+from moments.kernels.pair_weights import PairWeights
 from moments.kernels.widths import Widths
 
 Array = NDArray[np.float64]
@@ -64,22 +65,66 @@ class WidthTerms:
         self.output = tilt * pairs.tilt * logits.queries / widths.d_model
         if widths.deficit <= 0.0:
             return
-        # Keys that move together count as one: n_e of them, of which a row holds 1/n_e in common
-        # with itself. Rows of one key have nothing to fluctuate.
-        keys = np.maximum(closure.effective_keys, 1.0)
-        several = keys > 1.0 + 1e-6
-        unshared = weights @ own - np.diagonal(mean)
-        unshared = np.where(several, unshared / np.where(several, keys - 1.0, 1.0), 0.0)
-        unshared = np.maximum(unshared, 0.0) / (weights * weights).sum(1)
+        unshared = unshared_part(
+            closure.effective_keys,
+            weights @ own - np.diagonal(mean),
+            (weights * weights).sum(1),
+        )
         rooted = weights * np.sqrt(unshared)[:, None]
-        held = rooted @ rooted.T
-        stiffness = 0.5 * calibration.stiffness[own_class]
-        exponent = np.add.outer(stiffness, stiffness) * (1.0 + pairs.correlation)
-        against = 0.5 * calibration.against[own_class]
-        self.output += np.expm1(-exponent) * (held + excess)
-        self.output -= np.add.outer(against, against) * (mean - held)
-        shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - closure.own_fraction, 0.0, 1.0)
-        self.output += np.outer(shared, shared) * pairs.growth * slope
+        self.output += fixed_norms(
+            widths,
+            pairs,
+            calibration.stiffness[own_class],
+            calibration.against[own_class],
+            closure.own_fraction,
+            mean,
+            excess,
+            slope,
+            rooted @ rooted.T,
+        )
+
+
+def unshared_part(effective_keys: Array, apart: Array, square: Array) -> Array:
+    """(Lq,) own part of a row's keys, those that move together counting as one: n_e of them, of
+    which a row holds 1/n_e in common with itself. Rows of one key have nothing to fluctuate.
+
+    Args:
+        effective_keys: n_e.
+        apart: w.diag(C) - w^T C w.
+        square: sum_j w_j^2.
+    """
+    keys = np.maximum(effective_keys, 1.0)
+    several = keys > 1.0 + 1e-6
+    unshared = np.where(several, apart / np.where(several, keys - 1.0, 1.0), 0.0)
+    return np.asarray(np.maximum(unshared, 0.0) / square)
+
+
+def fixed_norms(
+    widths: Widths,
+    pairs: PairWeights,
+    stiffness: Array,
+    against: Array,
+    own_fraction: Array,
+    mean: Array,
+    excess: Array,
+    slope: Array,
+    held: Array,
+) -> Array:
+    """(Lq, Lq) what tokens of fixed norm add to the output; see above.
+
+    Args:
+        widths, pairs: of the layer.
+        stiffness, against, own_fraction: (Lq,) of every row.
+        mean, excess, slope: as in `WidthTerms`.
+        held: what two rows hold in common of the same tokens' own parts.
+    """
+    half = 0.5 * stiffness
+    exponent = np.add.outer(half, half) * (1.0 + pairs.correlation)
+    output = np.expm1(-exponent) * (held + excess)
+    half = 0.5 * against
+    output -= np.add.outer(half, half) * (mean - held)
+    shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - own_fraction, 0.0, 1.0)
+    return np.asarray(output + np.outer(shared, shared) * pairs.growth * slope)
 
 
 def _apart(weights: Array, kernel: Array) -> Array:
