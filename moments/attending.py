@@ -10,9 +10,25 @@ import numpy as np
 from .attention import SelfAttention
 from .attention_by_token import self_masks
 from .attention_response import AttentionResponse
-from .block_noise import ratio
 from .logits import logit_law
-from .sensitivity import SINGLE, Ascent, Descent, diagonal, paired
+from .sensitivity import (
+    SINGLE,
+    Ascent,
+    Descent,
+    Matrix,
+    count_of,
+    diagonal,
+    entrywise,
+    matrix_of,
+    over_tokens,
+    own_entries,
+    paired,
+    ratio,
+    row_sums,
+    stacked,
+    total,
+    trace_of,
+)
 from .state import Array, Signal
 
 
@@ -32,18 +48,18 @@ class Together(NamedTuple):
             is its own.
     """
 
-    gradients: Array
-    queries: Array
+    gradients: Matrix
+    queries: Matrix
     crowding: Array
     alone: Array
 
     @classmethod
-    def of(cls, maps: AttentionResponse, gradient: Array) -> Together:
-        own = np.diagonal(gradient, axis1=-2, axis2=-1)
-        single = ratio(own, own.sum(-1)[..., None])  # a row that is alone is common with itself
+    def of(cls, maps: AttentionResponse, gradient: Matrix) -> Together:
+        own = own_entries(gradient)
+        single = ratio(own, trace_of(gradient)[..., None])  # a row that is alone: common with itself
         agreement = maps.agreement(gradient)
-        common = gradient - diagonal(own * (1 - single))
-        queries = diagonal(own * (1 - single) * agreement)
+        common = gradient - diagonal(own * (1 - single), gradient)
+        queries = diagonal(own * (1 - single) * agreement, gradient)
         alone = ((1 - single) * (1 - agreement)) ** 2
         several = 3 * maps.participation(np.ones_like(agreement)) - 1 / maps.keys
         return cls(
@@ -69,18 +85,20 @@ class Attending:
     maps: AttentionResponse
     gain: float
     back_gain: float
-    received: Array
+    received: Matrix
     together: Together
     heads: float
     d_head: float
     d_model: float
 
     @classmethod
-    def of(cls, attention: SelfAttention, signal: Signal, received: Array) -> Attending:
+    def of(cls, attention: SelfAttention, signal: Signal, received: Matrix) -> Attending:
         """Around the signal that enters and the gradient kernel received."""
         tokens = signal.second_moment()
-        kernel = tokens.pairs
-        allowed = self_masks(attention, kernel.shape[-1], int(np.prod(kernel.shape[:-2])))
+        kernel = matrix_of(tokens)
+        allowed = None
+        if tokens.classes is None:
+            allowed = self_masks(attention, kernel.shape[-1], int(np.prod(kernel.shape[:-2])))
         law = logit_law(attention, tokens, tokens, (attention.d_model, attention.d_model))
         # Normalised or shifted queries and keys by their size alone, rotated ones as if they stood.
         size = law.queries.kernel.mean_diagonal() * law.keys.kernel.mean_diagonal()
@@ -105,31 +123,30 @@ class Attending:
         onward = self.back_gain * rise.onward
         noise = 2 / (self.heads * self.d_head) * paired(onward, self.received, self.received)
         together = self.together
-        rows = np.abs(self.maps.by_head * self.received * rise.gathered).sum(-1)
-        crowding = ratio((rows * together.crowding).sum(-1), rows.sum(-1))
+        sizes = entrywise(np.abs, self.maps.by_head * self.received * rise.gathered)
+        rows = row_sums(sizes)
+        crowding = ratio(over_tokens(rows * together.crowding, sizes), over_tokens(rows, sizes))
         for sent in (together.gradients, together.queries):
             by_key = (3 * crowding - 1) * paired(sensitivity, sent, sent)
-            size = 2 * (sensitivity * sent).sum((-2, -1)) ** 2 / self.d_model
+            size = 2 * total(sensitivity * sent) ** 2 / self.d_model
             noise = noise + (by_key + size) / self.heads
         own = self.maps.by_head * rise.gathered + self.maps.query * sensitivity
-        own = self.back_gain * np.diagonal(own * self.received, axis1=-2, axis2=-1)
-        noise = noise + (own**2 * together.alone).sum(-1) / self.heads
-        met = (sensitivity * (self.received @ self.maps.weights)).sum((-2, -1))
-        whole = (sensitivity * self.received).sum((-2, -1)) * (onward * self.received).sum((-2, -1))
+        own = self.back_gain * own_entries(own * self.received)
+        noise = noise + over_tokens(own**2 * together.alone, self.received) / self.heads
+        met = total(sensitivity * (self.received @ self.maps.weights))
+        whole = total(sensitivity * self.received) * total(onward * self.received)
         return Ascent(onward, rise, noise, ratio(self.back_gain * met**2, whole))
 
     def descend(self, sensitivity: Array, exposure: Any) -> Descent:
         """The noise is that of |W_k^T W_q x|^2 in every head, which scales a query's logits."""
         gain, received = SINGLE(self.gain), SINGLE(self.back_gain) * self.received
         count = len(exposure.given)
-        total, queries = self.maps.fall(gain * sensitivity[:count], exposure, received)
+        onward, queries = self.maps.fall(gain * sensitivity[:count], exposure, received)
         if count < len(sensitivity):
             rest = self.maps.fall(gain * sensitivity[count:], None, received)
-            total, queries = (
-                np.concatenate(pair) for pair in zip((total, queries), rest, strict=True)
-            )
+            onward, queries = (stacked(pair) for pair in zip((onward, queries), rest, strict=True))
         relative = 2 * (1 / self.d_head + 1 / self.d_model) / self.heads
         kernel = self.maps.kernel
         noise = relative * paired(queries, kernel, kernel)
-        size = np.diagonal(kernel, axis1=-2, axis2=-1).mean(-1)
-        return Descent(total, noise, relative * (queries.sum((-2, -1)) * size) ** 2)
+        size = trace_of(kernel) / count_of(kernel)
+        return Descent(onward, noise, relative * (total(queries) * size) ** 2)

@@ -20,15 +20,27 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .attention import SelfAttention
-from .block_noise import ratio
-from .kernels import exact_rows
-from .kernels.row_statistics import mean_attention, row_statistics
-from .sensitivity import SINGLE, diagonal, symmetric, transposed
+from .classes import ClassMatrix
+from .kernels import exact_rows, position_attention
+from .kernels.row_statistics import RowStatistics, mean_attention, row_statistics
+from .sensitivity import (
+    SINGLE,
+    Matrix,
+    count_of,
+    diagonal,
+    entrywise,
+    own_entries,
+    ratio,
+    stacked,
+    symmetric,
+    trace_of,
+    transposed,
+)
 from .state import Array
 
 FAINT = 1e-9
@@ -71,37 +83,37 @@ class AttentionResponse:
         logit_variance, keys: (..., L) theta and effective number of keys of every row.
     """
 
-    kernel: Array
-    weights: Array
-    squares: Array
-    by_head: Array
-    query: Array
-    slope: Array
-    slope_change: Array
+    kernel: Matrix
+    weights: Matrix
+    squares: Matrix
+    by_head: Matrix
+    query: Matrix
+    slope: Matrix
+    slope_change: Matrix
     logit_variance: Array
     keys: Array
 
     @classmethod
     def of(
-        cls, attention: SelfAttention, kernel: Array, allowed: list[np.ndarray], tau: float
+        cls, attention: SelfAttention, kernel: Matrix, allowed: Any, tau: float
     ) -> AttentionResponse:
         """The response around a kernel (..., L, L).
 
         Args:
             attention: the layer.
             kernel: second moments of the tokens that attend.
-            allowed: for every leading entry, (L, L) which keys each query sees.
+            allowed: for every leading entry, (L, L) which keys each query sees; None on classes,
+                where it sees those before it.
             tau: logit scale.
         """
-        flat = kernel.reshape(-1, *kernel.shape[-2:])
         dropped = attention.drop_prob / (1 - attention.drop_prob)
-        built = [
-            _response(one, mask.astype(float), tau, dropped, float(attention.d_model))
-            for one, mask in zip(flat, allowed, strict=True)
-        ]
         axes = kernel.shape[:-2]
-        fields = [np.stack(one) for one in zip(*built, strict=True)]
-        fields = [field.reshape(*axes, *field.shape[1:]) for field in fields]
+        built = []
+        for place, index in enumerate(np.ndindex(axes)):
+            one = kernel[index]
+            rows = _on_classes(one, tau) if allowed is None else _by_token(one, allowed[place], tau)
+            built.append(_response(one, *rows, tau, dropped, float(attention.d_model)))
+        fields = [_reshaped(field, axes) for field in zip(*built, strict=True)]
         return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
 
     def rise(self, sensitivity: Array) -> Rise:
@@ -111,9 +123,10 @@ class AttentionResponse:
         mean = seen @ transposed(w)
         cross = w @ transposed(self._mixed * seen)
         gathered = w @ (self.kernel * sensitivity) @ transposed(w)
-        gathered += self._means * mean - cross - transposed(cross)
-        dropped = np.einsum("...ij,...jj->...i", self.squares, sensitivity)
-        onward = mean + self.by_head * gathered + self.query * sensitivity + diagonal(dropped)
+        gathered = gathered + self._means * mean - cross - transposed(cross)
+        dropped = (self.squares @ own_entries(sensitivity)[..., None])[..., 0]
+        onward = mean + self.by_head * gathered + self.query * sensitivity
+        onward = onward + diagonal(dropped, onward)
         return Rise(sensitivity, symmetric(onward), gathered)
 
     def fall(self, sensitivity: Array, rise: Rise | None, gradient: Array) -> tuple[Array, Array]:
@@ -131,7 +144,7 @@ class AttentionResponse:
         pairs = self.by_head * sensitivity
         direct = self.query * sensitivity
         middle = sensitivity + pairs * self._means
-        dropped = np.einsum("...ij,...ii->...j", self.squares, sensitivity)
+        dropped = (transposed(self.squares) @ own_entries(sensitivity)[..., None])[..., 0]
         if rise is not None:
             given = rise.given
             twice = 2 * self.slope + self.slope_change
@@ -149,8 +162,8 @@ class AttentionResponse:
             cross = cross + sent * transposed(seen)
             kept = kept + (sent @ w) * given
         cross = cross @ w
-        total = wt @ middle @ w + kept - cross - transposed(cross)
-        return symmetric(total + direct + diagonal(dropped)), direct
+        found = wt @ middle @ w + kept - cross - transposed(cross)
+        return symmetric(found + direct + diagonal(dropped, found)), direct
 
     def sent_by_head(self, gradient: Array) -> Array:
         """The part of the gradient at the input that is one vector over tokens in each head."""
@@ -158,16 +171,15 @@ class AttentionResponse:
         pairs = self.by_head * gradient
         onward = wt @ pairs
         cross = (onward * transposed(self._mixed)) @ w
-        total = (onward @ w) * self.kernel - cross - transposed(cross)
-        return total + wt @ (pairs * self._means) @ w
+        found = (onward @ w) * self.kernel - cross - transposed(cross)
+        return found + wt @ (pairs * self._means) @ w
 
     def agreement(self, gradient: Array) -> Array:
         """(..., L) correlation of a row's query with others', as gradients weigh them."""
-        size = np.sqrt(np.diagonal(self.kernel, axis1=-2, axis2=-1))
-        weight = np.diagonal(gradient, axis1=-2, axis2=-1)
+        size, weight = np.sqrt(own_entries(self.kernel)), own_entries(gradient)
         correlation = self.kernel / (size[..., :, None] * size[..., None, :])
         others = (correlation @ weight[..., None])[..., 0] - weight
-        return np.clip(ratio(others, weight.sum(-1)[..., None] - weight), 0.0, 1.0)
+        return np.clip(ratio(others, trace_of(gradient)[..., None] - weight), 0.0, 1.0)
 
     def participation(self, agreement: Array) -> Array:
         """(..., L) one over the number of keys that a head's sum over rows averages.
@@ -190,13 +202,42 @@ class AttentionResponse:
         return self._mixed @ transposed(self.weights)
 
 
+def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[RowStatistics, Array, Array]:
+    """Statistics of rows, mean attention and its squares, of one sequence."""
+    prior = mask / mask.sum(1, keepdims=True)
+    rows = row_statistics(kernel, prior, np.diag(kernel), tau)
+    weights = mean_attention(kernel, prior, rows, np.arange(len(kernel)), tau)
+    return rows, weights, weights**2
+
+
+def _on_classes(kernel: ClassMatrix, tau: float) -> tuple[RowStatistics, Matrix, Matrix]:
+    given = kernel.own, kernel.pairs, kernel.classes, tau
+    rows = position_attention.row_statistics(*given)
+    weights = position_attention.mean_attention(*given, rows)
+    both = (ClassMatrix.of_rows(one, kernel.classes) for one in (weights, weights**2))
+    return rows, *both
+
+
+def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
+    """Fields of every leading entry, as one."""
+    found = stacked(fields, np.stack)
+    if isinstance(found, ClassMatrix):
+        own = found.own.reshape(*axes, *found.own.shape[1:])
+        return ClassMatrix(own, found.pairs.reshape(*axes, *found.shape[1:]), found.classes)
+    return found.reshape(*axes, *found.shape[1:])
+
+
 def _response(
-    kernel: Array, allowed: Array, tau: float, dropped: float, d_model: float
-) -> tuple[Array, ...]:
+    kernel: Matrix,
+    rows: RowStatistics,
+    weights: Matrix,
+    squares: Matrix,
+    tau: float,
+    dropped: float,
+    d_model: float,
+) -> tuple[Any, ...]:
     """All attributes but the kernel, of one sequence."""
-    own = np.diag(kernel)
-    rows = row_statistics(kernel, allowed, own, tau)
-    weights = mean_attention(kernel, allowed, rows, np.arange(len(kernel)), tau)
+    own = own_entries(kernel)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1 + 1e-6, rows.own_response * theta, theta)
     correlation = kernel / np.sqrt(np.outer(own, own))
@@ -205,21 +246,25 @@ def _response(
         shapes = [
             total + 0.5 * half
             for total, half in zip(
-                shapes, _saturation(correlation, *map(to_rows, (keys, theta, odds))), strict=True
+                shapes,
+                entrywise(_saturation, correlation, *map(to_rows, (keys, theta, odds))),
+                strict=True,
             )
         ]
     chord, slope, change = (tau * rows.softening.mean() * shape for shape in shapes)
     mixed = weights @ kernel
-    means = mixed @ weights.T
-    excess = own - 2 * mixed + np.diag(means)[:, None]
-    squares = weights**2 * (1 + np.diag(kernel * chord)[:, None] * np.maximum(excess, 0.0))
+    means = mixed @ transposed(weights)
+    itself = own_entries(means)[:, None]
+    excess = entrywise(lambda met: np.maximum(met, 0.0), own[None, :] - 2 * mixed + itself)
+    squares = squares * (1 + own_entries(kernel * chord)[:, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
-    apart = weights @ own - np.diag(means)
-    cross = weights @ (mixed * mixed).T
-    overlap = weights @ kernel**2 @ weights.T - cross - cross.T + means**2
+    apart = (weights @ own[:, None])[:, 0] - own_entries(means)
+    cross = weights @ transposed(mixed * mixed)
+    overlap = weights @ kernel**2 @ transposed(weights) - cross - transposed(cross) + means**2
     query = slope * (overlap + np.outer(apart, apart) / d_model)
     # Dropout makes logits matter by what their keys have of their own, whatever they share.
-    through_keys = np.eye(len(kernel)) * dropped / np.maximum(rows.unshared / own.mean(), 0.05)
+    mean = trace_of(kernel) / count_of(kernel)
+    through_keys = diagonal(dropped / np.maximum(rows.unshared / mean, 0.05), kernel)
     by_head = kernel * (chord + slope * (1 + through_keys))
     return weights, dropped * squares, by_head, query, slope, change, rows.theta, rows.keys
 

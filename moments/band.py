@@ -179,7 +179,8 @@ def course(layers: Sequence[Layer], trace: Trace, batch: int, top: Any = None) -
 def _by_token(declaration: Chain, trace: Trace, batch: int, top: Any) -> Array:
     layers = [part for part in declaration.parts if isinstance(part, Layer)]
     first = trace.stream()[0].signal
-    batch = max(1, batch // (first.kernel.pairs.shape[-1] // first.seq_len))
+    if first.resolved is True:
+        batch = max(1, batch // (first.kernel.pairs.shape[-1] // first.seq_len))
     overlaps: list[Array] = [0.0] * (part_starts(layers)[-1] + 1)
     if batch > 1:
         # what sequences share, followed with moments averaged over tokens

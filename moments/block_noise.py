@@ -20,6 +20,7 @@ from .composition import BottomToTop, Chain, Component, Parallel, Residual
 from .logits import logit_law
 from .normalized_attention import NormalizedAttention
 from .propagate import Trace
+from .sensitivity import ratio
 from .softmax import SquareTable
 from .softmax.chebyshev import THETA_MAX
 from .state import Array, Kernel
@@ -204,9 +205,3 @@ def own_fluctuation(path: Chain, inner: Trace) -> Array:
     moment = reached.second_moment().diagonal
     relative: Array = reached.spread.diagonal / moment**2
     return relative[0]
-
-
-def ratio(numerator: Array, denominator: Array) -> Array:
-    """A ratio; 0 where there is no such mode (tokens identical, or of zero sum)."""
-    numerator, denominator = np.broadcast_arrays(numerator, denominator)
-    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator != 0)

@@ -205,3 +205,124 @@ def entrywise(function: Any, one: Matrix) -> Matrix:
     own, pairs = one
     inside = function(pairs)
     return function(own + diagonal(pairs)) - diagonal(inside), inside
+
+
+class ClassMatrix:
+    """A matrix over tokens on classes, with the arithmetic of arrays (..., L, L).
+
+    Classes are taken as blocks of alike tokens here, each of `count`: a row that sees a part of a
+    class sees all of it with as much less weight. Products, transposes and sums are then those of
+    one matrix over all tokens, so that maps of kernels and their transposes agree; it costs the
+    order of a cell in how a mask's edge is met.
+
+    Attributes:
+        own: (..., P) entries of a token with itself.
+        pairs: (..., P, P) of two different tokens.
+        classes: the positions.
+    """
+
+    __array_ufunc__ = None
+    __slots__ = ("classes", "own", "pairs")
+
+    def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
+        shape = np.broadcast_shapes(np.shape(own)[:-1], np.shape(pairs)[:-2])
+        size = np.shape(pairs)[-1]
+        self.own = np.broadcast_to(own, (*shape, size))
+        self.pairs = np.broadcast_to(pairs, (*shape, size, size))
+        self.classes = classes
+
+    @classmethod
+    def of_rows(cls, rows: Array, classes: PositionClasses) -> ClassMatrix:
+        """Of what rows give to one key of a class that they see, (..., P, P)."""
+        count, inside = classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
+        pairs = rows * classes.keys / count
+        several = count > 1.5
+        beside = (np.diagonal(classes.keys) - 1.0) / np.where(several, count - 1.0, 1.0)
+        index = np.arange(len(count))
+        pairs[..., index, index] = np.where(
+            several, inside * beside, inside * np.diagonal(classes.keys) / count
+        )
+        return cls(np.where(several, inside, pairs[..., index, index]), pairs, classes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.pairs.shape
+
+    @property
+    def size(self) -> int:
+        return int(self.pairs.size)
+
+    def astype(self, kind: Any) -> ClassMatrix:
+        return ClassMatrix(self.own.astype(kind), self.pairs.astype(kind), self.classes)
+
+    def transposed(self) -> ClassMatrix:
+        return ClassMatrix(self.own, np.swapaxes(self.pairs, -1, -2), self.classes)
+
+    def total(self) -> Array:
+        """(...) sum of all entries."""
+        return np.asarray((self.row_sums() * self.classes.count).sum(-1))
+
+    def row_sums(self) -> Array:
+        """(..., P) sums over the second token."""
+        return np.asarray(self.own - diagonal(self.pairs) + self.pairs @ self.classes.count)
+
+    def trace(self) -> Array:
+        return np.asarray((self.own * self.classes.count).sum(-1))
+
+    def __getitem__(self, index: Any) -> ClassMatrix:
+        return ClassMatrix(self.own[index], self.pairs[index], self.classes)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __matmul__(self, other: Any) -> Any:
+        count, apart = self.classes.count, self.own - diagonal(self.pairs)
+        if not isinstance(other, ClassMatrix):  # a column per token
+            return apart[..., None] * other + self.pairs @ (count[:, None] * other)
+        beyond = other.own - diagonal(other.pairs)
+        pairs = apart[..., :, None] * other.pairs + self.pairs * beyond[..., None, :]
+        pairs = pairs + self.pairs @ (count[:, None] * other.pairs)
+        return ClassMatrix(apart * beyond + diagonal(pairs), pairs, self.classes)
+
+    def _with(self, other: Any, operation: Any) -> ClassMatrix:
+        if isinstance(other, ClassMatrix):
+            return ClassMatrix(
+                operation(self.own, other.own), operation(self.pairs, other.pairs), self.classes
+            )
+        return ClassMatrix(
+            operation(self.own, own_part(other)), operation(self.pairs, other), self.classes
+        )
+
+    def __add__(self, other: Any) -> ClassMatrix:
+        return self._with(other, np.add)
+
+    def __sub__(self, other: Any) -> ClassMatrix:
+        return self._with(other, np.subtract)
+
+    def __mul__(self, other: Any) -> ClassMatrix:
+        return self._with(other, np.multiply)
+
+    def __truediv__(self, other: Any) -> ClassMatrix:
+        return self._with(other, np.divide)
+
+    def __pow__(self, power: int) -> ClassMatrix:
+        return ClassMatrix(self.own**power, self.pairs**power, self.classes)
+
+    def __neg__(self) -> ClassMatrix:
+        return self * -1.0
+
+    def __rsub__(self, other: Any) -> ClassMatrix:
+        return -self + other
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+def own_part(other: Any) -> Any:
+    """What meets a token's own entry, of an array that meets pairs (..., P or 1, P or 1)."""
+    other = np.asarray(other)
+    if other.ndim < 2:
+        return other
+    if other.shape[-1] == 1:
+        return other[..., 0]
+    return other[..., 0, :] if other.shape[-2] == 1 else diagonal(other)

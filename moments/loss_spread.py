@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .block_noise import ratio
 from .cross_entropy import softmax_expectations
 from .readout import Readout
-from .sensitivity import SINGLE
+from .sensitivity import SINGLE, Matrix, matrix_of, ratio
 from .state import Array, Kernel
 
 _NODES = 9  # of the average over the target's logit
@@ -43,8 +42,9 @@ def across(readout: Readout) -> Array:
     first, second = overlap.over_tokens(targets.active)
     agree = first * second * targets.same_target * common**2
     if overlap.resolved:
-        apart = agree.sum((-2, -1)) - np.trace(agree, axis1=-2, axis2=-1)
-        return apart / overlap.diagonal.sum(-1) ** 2
+        own, kind = overlap.diagonal, overlap.resolved
+        apart, alone = Kernel.joined(0.0 * own, agree, kind), overlap.weighted(1.0, 0.0)
+        return apart.total(readout.seq_len) / alone.total(readout.seq_len) ** 2
     return agree / overlap.diagonal**2
 
 
@@ -62,7 +62,8 @@ def mean_square(readout: Readout) -> Kernel:
 def _slope_square(readout: Readout) -> Array:
     """E f'^2 of a logit's cap f, averaged over tokens."""
     slope = readout.softmax.other.slope_square
-    return slope.mean(-1)[..., None, None] if readout.kernel.resolved else slope
+    kernel = readout.kernel
+    return kernel.average(slope)[..., None, None] if kernel.resolved else slope
 
 
 def softmax_variance(readout: Readout, batch: int) -> Array:
@@ -73,19 +74,20 @@ def softmax_variance(readout: Readout, batch: int) -> Array:
     agree = agree * targets.both * kernel.pairs / kernel.diagonal
     active, length = targets.active, readout.seq_len
     tokens = (active + (length - 1) * agree) / (length * active**2)
-    return over_tokens(logit_effect(readout), tokens * (1 + 1 / other) / batch)
+    return left_of_average(logit_effect(readout), tokens * (1 + 1 / other) / batch)
 
 
-def logit_agreement(readout: Readout) -> Array:
-    """(..., L, L) how far log D_ii and log D_jj vary together, 1 + 1/(V - 1) where they are one."""
+def logit_agreement(readout: Readout) -> Matrix:
+    """How far log D_ii and log D_jj vary together, 1 + 1/(V - 1) where they are one."""
     same, kernel = readout.targets.same_target, readout.kernel
     other = readout.vocab_size - 1
     first, second = kernel.over_tokens(kernel.diagonal)
     agree = (same - (1 - same) / other) * kernel.pairs / np.sqrt(first * second)
-    return np.asarray(agree * (1 + 1 / other)).astype(SINGLE)
+    agree = Kernel.joined(1.0 + 0.0 * kernel.diagonal, agree, kernel.resolved)
+    return matrix_of(agree.scaled(1 + 1 / other)).astype(SINGLE)
 
 
-def over_tokens(effect: tuple[Array, Array], share: Array) -> Array:
+def left_of_average(effect: tuple[Array, Array], share: Array) -> Array:
     """Var log of an average, `share` of the variance of one left: exact for one and for many.
 
     Of one it is the variance of the logarithm, of many the relative variance over their number.
@@ -101,8 +103,7 @@ def logit_effect(readout: Readout) -> tuple[Array, Array]:
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
     weights = weights / weights.sum()
-    variance = readout.variance
-    each = np.asarray(variance.mean(-1) if readout.kernel.resolved else variance)[..., None]
+    each = np.asarray(readout.kernel.average(readout.variance))[..., None]
     count, hit = readout.vocab_size, 1 - readout.smoothing
     softmax = softmax_expectations(
         count, each, nodes * np.sqrt(each), _FIXED * each, readout.softcap

@@ -15,7 +15,6 @@ import numpy as np
 
 from .attending import Attending
 from .attention import SelfAttention
-from .block_noise import ratio
 from .branches import values_normalised
 from .composition import Chain, Component, Leaf, Parallel, Pullback, Residual
 from .cross_attention import CrossAttention
@@ -23,7 +22,26 @@ from .errors import MomentsError
 from .normalized_attention import NormalizedAttention
 from .parts import Dropout, Linear, Scale
 from .propagate import Point
-from .sensitivity import SINGLE, Ascent, Descent, Response, diagonal
+from .sensitivity import (
+    SINGLE,
+    Ascent,
+    Descent,
+    Matrix,
+    Response,
+    diagonal,
+    grown,
+    kernel_of,
+    matrix_of,
+    off_diagonal,
+    ones,
+    own_entries,
+    per_unit,
+    present,
+    ratio,
+    row_sums,
+    sum_of,
+    total,
+)
 from .state import Array, Gradient, Kernel, Signal
 
 STEP = 1e-4
@@ -43,13 +61,13 @@ class Elementwise:
         kernel, gradient: second moments at the input, gradient at the output.
     """
 
-    onward: Array
-    own: Array
-    back: Array
-    back_change: Array
-    back_own: Array
-    kernel: Array
-    gradient: Array
+    onward: Matrix
+    own: Matrix
+    back: Matrix
+    back_change: Matrix
+    back_own: Matrix
+    kernel: Matrix
+    gradient: Matrix
 
     @classmethod
     def of(cls, leaf: Any, signal: Signal, gradient: Gradient, received: Array) -> Elementwise:
@@ -61,23 +79,26 @@ class Elementwise:
         base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = np.sqrt(first * second)
-        nearer = Kernel.joined(kernel.diagonal, kernel.pairs - STEP * scale, True)
-        grown = base.replace(
+        nearer = Kernel.joined(kernel.diagonal, kernel.pairs - STEP * scale, kernel.resolved)
+        risen = base.replace(
             kernel=kernel.scaled(1 + STEP),
             spread=None if spread is None else spread.scaled((1 + STEP) ** 2),
         )
-        ones = _ones(gradient, kernel)
+        even = _ones(gradient, kernel)
         values = []
-        for entering in (base, base.replace(kernel=nearer), grown):
+        for entering in (base, base.replace(kernel=nearer), risen):
             output, pullback = leaf.forward(entering)
-            values.append((output.second_moment().pairs, pullback(ones).gradient.kernel.pairs))
+            sent = pullback(even).gradient.kernel
+            values.append((matrix_of(output.second_moment()), matrix_of(sent)))
         (out, back), (out_near, back_near), (out_grown, back_grown) = values
-        diag = np.arange(kernel.pairs.shape[-1])
-        onward, change = (out - out_near) / (STEP * scale), (back - back_near) / (STEP * scale)
-        onward[..., diag, diag] = change[..., diag, diag] = 0.0
-        own = (out_grown - out) / STEP - onward * kernel.pairs
-        back_own = (back_grown - back) / STEP - change * kernel.pairs
-        fields = (onward, own, back, change, back_own, kernel.pairs, received)
+        tokens = matrix_of(kernel)
+        onward, change = (
+            off_diagonal((at - near) / (STEP * scale))
+            for at, near in ((out, out_near), (back, back_near))
+        )
+        own = (out_grown - out) / STEP - onward * tokens
+        back_own = (back_grown - back) / STEP - change * tokens
+        fields = (onward, own, back, change, back_own, tokens, received)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     @classmethod
@@ -86,19 +107,19 @@ class Elementwise:
     ) -> Elementwise:
         """What scales every pair by a factor, the same at any kernel: no differences needed."""
         kernel = signal.second_moment()
-        ones = _ones(gradient, kernel)
-        unit = Signal(ones.kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=signal.width)
+        even = _ones(gradient, kernel)
+        unit = Signal(even.kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=signal.width)
         output, pullback = leaf.forward(unit)
-        factor, back = output.kernel.pairs, pullback(ones).gradient.kernel.pairs
-        own = diagonal(np.diagonal(factor, axis1=-2, axis2=-1) * kernel.diagonal)
-        onward = factor - diagonal(np.diagonal(factor, axis1=-2, axis2=-1))
-        fields = (onward, own, back, 0 * back, 0 * back, kernel.pairs, received)
+        factor, back = matrix_of(output.kernel), matrix_of(pullback(even).gradient.kernel)
+        own = diagonal(own_entries(factor) * kernel.diagonal, factor)
+        onward = off_diagonal(factor)
+        fields = (onward, own, back, 0 * back, 0 * back, matrix_of(kernel), received)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     def ascend(self, sensitivity: Array) -> Ascent:
         paired = sensitivity * self.gradient
         none = np.zeros(sensitivity.shape[:-2])
-        by_pair = self.back_change * paired if np.any(self.back_change) else None
+        by_pair = self.back_change * paired if present(self.back_change) else None
         exposure = by_pair, self._by_size(self.back_own * paired)
         return Ascent(self.back * sensitivity, exposure, none, none + self._coherence)
 
@@ -106,22 +127,20 @@ class Elementwise:
         by_pair, by_size = exposure
         size = self._by_size(self.own * sensitivity)
         size[: len(by_size)] += by_size
-        total = self.onward * sensitivity
+        found = self.onward * sensitivity
         if by_pair is not None:
-            total[: len(by_pair)] += by_pair
-        index = np.arange(total.shape[-1])
-        total[..., index, index] += size
+            found = grown(found, by_pair)
         none = np.zeros(sensitivity.shape[:-2])
-        return Descent(total, none, none)
+        return Descent(found + diagonal(size, found), none, none)
 
     @functools.cached_property
     def _coherence(self) -> Array:
-        factor = Kernel.of_matrix(self.back)
+        factor = kernel_of(self.back)
         return factor.mean_pairs() / factor.mean_diagonal()
 
     def _by_size(self, pairs: Array) -> Array:
         """Each of two tokens has half a share in their pair."""
-        return pairs.sum(-1) / np.diagonal(self.kernel, axis1=-2, axis2=-1)
+        return row_sums(pairs) / own_entries(self.kernel)
 
 
 @dataclass(frozen=True)
@@ -164,7 +183,7 @@ class Sum:
         steps = [part.ascend(sensitivity) for part in self.parts]
         shared = zip(self.shares, steps, strict=True)
         return Ascent(
-            np.sum([step.sensitivity for step in steps], axis=0),
+            sum_of([step.sensitivity for step in steps]),
             [step.exposure for step in steps],
             np.sum([step.noise for step in steps], axis=0),
             sum(share * step.coherence for share, step in shared),  # type: ignore[arg-type]
@@ -175,16 +194,18 @@ class Sum:
             part.descend(sensitivity, exposed)
             for part, exposed in zip(self.parts, exposure, strict=True)
         ]
-        return Descent(*(np.sum(entries, axis=0) for entries in zip(*steps, strict=True)))
+        return Descent(
+            sum_of([step.sensitivity for step in steps]),
+            np.sum([step.noise for step in steps], axis=0),
+            np.sum([step.common for step in steps], axis=0),
+        )
 
     @functools.cached_property
     def shares(self) -> list[Array]:
         """(...,) share of every branch in the variance of the gradient they send back."""
-        shape = self.received.shape
-        identity = np.broadcast_to(np.eye(shape[-1], dtype=SINGLE), (1, *shape))
+        identity = diagonal(np.ones((1, *self.received.shape[:-1]), SINGLE), self.received)
         sizes = [
-            (part.ascend(identity).sensitivity[0] * self.received).sum((-2, -1))
-            for part in self.parts
+            total(part.ascend(identity).sensitivity[0] * self.received) for part in self.parts
         ]
         return [ratio(size, sum(sizes)) for size in sizes]
 
@@ -239,7 +260,7 @@ def response(
         raise MomentsError(f"no band of one draw through a {type(component).__name__} in a branch")
     point = next(points)
     assert point.gradient is not None
-    received = in_units(point.gradient.kernel.pairs, unit)
+    received = in_units(point.gradient.kernel, unit)
     if isinstance(component, SelfAttention):
         return Attending.of(component, signal, received), point.signal
     if isinstance(component, NormalizedAttention):
@@ -265,7 +286,7 @@ def _kept_gradient(
     found, output = response(branch, signal, kept(), unit, memory)
     last = passed[-1].gradient
     assert last is not None
-    return found, output, in_units(last.kernel.pairs, unit)
+    return found, output, in_units(last.kernel, unit)
 
 
 def _normalised(
@@ -279,18 +300,17 @@ def _normalised(
     tokens, _ = unit.forward(signal)
     attending = Attending.of(plain, tokens, received)
     sent, _ = attending.maps.fall(SINGLE(attending.back_gain) * received, None, received)
-    at_tokens = Gradient(Kernel.of_matrix(sent), gradient.seq_len)
+    at_tokens = Gradient(kernel_of(sent), gradient.seq_len)
     return Sequence((Elementwise.of(unit, signal, at_tokens, sent), attending))
 
 
-def in_units(kernel: Array, unit: Array) -> Array:
+def in_units(kernel: Kernel, unit: Array) -> Matrix:
     """A gradient's kernel in these units; 0 where the unit is."""
-    return ratio(kernel, np.asarray(unit)[..., None, None]).astype(SINGLE)
+    return per_unit(matrix_of(kernel), unit).astype(SINGLE)
 
 
 def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
     """A gradient of covariance 1 everywhere, otherwise as the one given."""
-    ones = np.ones(np.broadcast_shapes(gradient.kernel.pairs.shape, kernel.pairs.shape))
-    return Gradient(
-        Kernel.of_matrix(ones), gradient.seq_len, gradient.radial, gradient.centred_share
-    )
+    shape = np.broadcast_shapes(gradient.kernel.pairs.shape, kernel.pairs.shape)
+    even = kernel_of(ones(shape, matrix_of(kernel)))
+    return Gradient(even, gradient.seq_len, gradient.radial, gradient.centred_share)

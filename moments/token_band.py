@@ -31,12 +31,27 @@ from typing import Any
 
 import numpy as np
 
-from .block_noise import ratio
 from .composition import Layer
 from .propagate import Trace
-from .sensitivity import SINGLE, Ascent, Descent, Response, diagonal, paired
+from .sensitivity import (
+    SINGLE,
+    Ascent,
+    Descent,
+    Matrix,
+    Response,
+    count_of,
+    diagonal,
+    matrix_of,
+    own_entries,
+    paired,
+    per_unit,
+    row_sums,
+    stacked,
+    total,
+    trace_of,
+)
 from .state import Array, Signal
-from .token_parts import Part, network_parts, trace_of
+from .token_parts import Part, network_parts
 
 TARGETS = 9
 """Points of the stream that are followed; the deviation is linear in between."""
@@ -64,7 +79,7 @@ def log_variance_by_token(
     targets = np.append(below, len(layers)).astype(int)
     size = max(1, CHUNK_ENTRIES // (parts[0].sent.size * len(parts)))
     received = parts[-1].received
-    end: tuple[Array, Response] = (received, Fresh(received, parts[-1].width))
+    end: tuple[Matrix, Response] = (received, Fresh(received, parts[-1].width))
     if top is not None:
         end = top.by_token(trace, batch)
     network = _Network(parts, stream[0].signal, batch, overlaps, end)
@@ -84,7 +99,7 @@ def log_variance_by_token(
 class Fresh:
     """A Gaussian gradient of its own at the last layer, kernel (..., L, L)."""
 
-    received: Array
+    received: Matrix
     width: float
 
     def ascend(self, sensitivity: Array) -> Ascent:
@@ -119,18 +134,17 @@ class _Network:
         """
         parts = self.parts
         shape = parts[0].sent.shape
-        identity = np.broadcast_to(np.eye(shape[-1], dtype=SINGLE), (1, *shape))
-        sensitivity = np.zeros((0, *shape), SINGLE)
+        identity = diagonal(np.ones((1, *shape[:-1]), SINGLE), parts[0].sent)
+        sensitivity = identity[:0]
         ascents, shares = [], []
         noise = np.zeros((len(starts), *shape[:-2]))
         for k in range(len(parts) + 1):
             fresh = [identity] * sum(start == k for start in starts)
-            sensitivity = np.concatenate([sensitivity, *fresh])
+            sensitivity = stacked([sensitivity, *fresh])
             sent = parts[k].sent if k < len(parts) else self.top
             # A linear map's paths together hand on the whole: what traced moments lost to
             # corrections of order 1/d, and the maps to their approximations, is put back.
-            whole = (sensitivity * sent).sum((-2, -1))
-            sensitivity = ratio(sensitivity, whole[..., None, None])
+            sensitivity = per_unit(sensitivity, total(sensitivity * sent))
             if k < len(parts):
                 step = parts[k].ascend(sensitivity)
                 added = parts[k].gradient_noise(sensitivity) + step.noise
@@ -150,51 +164,51 @@ class _Network:
     def _shares(self, part: Part, sensitivity: Array, coherence: Array) -> tuple[Array, ...]:
         """Shares of skip connection and branch in y, the latter's for different directions, and
         the share of all directions but one."""
-        carried = part.skip * (sensitivity * part.received).sum((-2, -1))
+        carried = part.skip * total(sensitivity * part.received)
         alone = paired(sensitivity, part.sent, part.sent) / self.batch
         others = np.clip(1 - alone, 0.0, 1.0)
         return carried, 1 - carried, coherence * (1 - carried), others, coherence
 
     def _gradient_floor(self, shares: Sequence[tuple[Array, ...]], like: Array) -> Array:
-        overlap, total = np.full_like(like, 1 / self.width), np.zeros_like(like)
+        overlap, found = np.full_like(like, 1 / self.width), np.zeros_like(like)
         for part, (carried, added, coherent, others, _) in zip(
             self.parts[::-1], shares[::-1], strict=True
         ):
             if part.residual:
                 here = slice(len(carried))
-                total[here] += part.floor(carried, added, coherent, overlap[here]) * others
+                found[here] += part.floor(carried, added, coherent, overlap[here]) * others
                 fresh = (2 * carried + part.kappa / 2 * added) * added / self.width
                 overlap[here] = (carried + coherent) ** 2 * overlap[here] + fresh
-        return total
+        return found
 
     # --- signal --------------------------------------------------------------------------------
 
     def _signal(
         self, ascents: Sequence[Any], like: Array, exposure: Any, coherence: Sequence[Array]
     ) -> Array:
-        last = self.end.descend(np.zeros_like(like), exposure)
+        last = self.end.descend(0.0 * like, exposure)
         sensitivity = last.sensitivity
-        total = np.zeros(like.shape[:-2]) + last.noise / self.batch
+        found = np.zeros(like.shape[:-2]) + last.noise / self.batch
         overlaps = self._signal_overlaps(coherence)
         for k in range(len(self.parts) - 1, -1, -1):
             part = self.parts[k]
-            total += part.signal_noise(sensitivity) / self.batch
+            found += part.signal_noise(sensitivity) / self.batch
             if part.residual:
-                carried = part.skip * (sensitivity * part.entering).sum((-2, -1))
-                added = (sensitivity * part.leaving).sum((-2, -1)) - carried
+                carried = part.skip * total(sensitivity * part.entering)
+                added = total(sensitivity * part.leaving) - carried
                 floor = part.floor(carried, added, coherence[k] * added, overlaps[k])
-                total += (1 - 1 / self.batch) * floor + self._across(sensitivity, k)
+                found += (1 - 1 / self.batch) * floor + self._across(sensitivity, k)
             step = part.descend(sensitivity, ascents[k])
             sensitivity = step.sensitivity
-            total += step.noise / self.batch + self._agreement(k) * step.common
-        kernel = self.first.kernel.pairs.astype(SINGLE)
+            found += step.noise / self.batch + self._agreement(k) * step.common
+        kernel = matrix_of(self.first.kernel).astype(SINGLE)
         if self.first.spread is not None and not np.any(self.first.spread.diagonal):
             # a norm has fixed every token's size
-            lost = (sensitivity * kernel).sum(-1) / np.diagonal(kernel, axis1=-2, axis2=-1)
-            sensitivity = sensitivity - diagonal(lost)
-        total += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
-        across = (sensitivity.sum((-2, -1)) * self.overlaps[0]) ** 2
-        return total + 2 / self.width * (1 - 1 / self.batch) * across
+            lost = row_sums(sensitivity * kernel) / own_entries(kernel)
+            sensitivity = sensitivity - diagonal(lost, kernel)
+        found += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
+        across = (total(sensitivity) * self.overlaps[0]) ** 2
+        return found + 2 / self.width * (1 - 1 / self.batch) * across
 
     def _signal_overlaps(self, coherence: Sequence[Array]) -> list[Array]:
         """q of the signals of two sequences before every part."""
@@ -213,7 +227,7 @@ class _Network:
         """Square of the correlation of tokens of other sequences before a part."""
         if self.batch == 1:
             return 0.0
-        variance = np.diagonal(self.parts[k].entering, axis1=-2, axis2=-1).mean(-1)
+        variance = trace_of(self.parts[k].entering) / count_of(self.parts[k].entering)
         square = (self.overlaps[k] / variance) ** 2 + 1 / self.width
         return (1 - 1 / self.batch) * square
 
@@ -224,4 +238,4 @@ class _Network:
         kept = self.parts[k].skip * self.overlaps[k]
         added = self.overlaps[k + 1] - kept
         noise = (4 * kept + self.parts[k].kappa * added) * added / self.width
-        return (1 - 1 / self.batch) * noise * sensitivity.sum((-2, -1)) ** 2
+        return (1 - 1 / self.batch) * noise * total(sensitivity) ** 2

@@ -13,8 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from .block_noise import ratio
-from .sensitivity import SINGLE, Ascent, Descent, diagonal, paired
+from .sensitivity import (
+    SINGLE,
+    Ascent,
+    Descent,
+    Matrix,
+    count_of,
+    diagonal,
+    over_tokens,
+    own_entries,
+    paired,
+    ratio,
+    row_sums,
+    total,
+    trace_of,
+)
 from .state import Array
 from .token_parts import Part
 
@@ -53,7 +66,7 @@ class Bypass:
             sensitivity, sensitivity, self.sent - attended, attended, self.attention.back_kappa
         )
         sizes = [
-            (inner_one * kernel).sum((-2, -1))
+            total(inner_one * kernel)
             for inner_one, kernel in ((sensitivity, attended), (between.sensitivity, deep))
         ]
         met = sizes[0] * inner.coherence + sizes[1] * top.coherence
@@ -71,10 +84,10 @@ class Bypass:
         between = self.norm.descend(top.sensitivity, of_norm)
         kernel, around = self.attention.entering, self.attention.leaving
         # a falls as |u| grows
-        moved = (sensitivity * kernel).sum(-1)
-        moved[: len(given)] += (given * self.received).sum(-1)
-        fall = self.carried / np.diagonal(around, axis1=-2, axis2=-1)
-        middle = between.sensitivity - diagonal((fall * moved).astype(SINGLE))
+        moved = row_sums(sensitivity * kernel)
+        moved[: len(given)] += row_sums(given * self.received)
+        fall = self.carried / own_entries(around)
+        middle = between.sensitivity - diagonal((fall * moved).astype(SINGLE), around)
         inner = self.attention.descend(middle, of_attention)
         both, skip = self._both, self.attention.skip
         first = skip * kernel
@@ -134,10 +147,12 @@ def bypassed(
     carried = carried.astype(SINGLE)
     answer = Bypass(attention, norm, ffn, carried, leaving, sent, received)
     # What different directions share passes the connections on average over tokens.
-    kept = np.mean((1 + carried) ** 2)
+    each = over_tokens((1 + carried) ** 2, entering) / count_of(entering)
+    kept = np.mean(each)
     added = [part.leaving - part.skip * part.entering for part in (attention, ffn)]
-    sizes = [np.trace(one, axis1=-2, axis2=-1) for one in added]
-    first = carried.mean(-1) ** 2 / attention.skip**2 if attention.skip else 0.0
+    sizes = [trace_of(one) for one in added]
+    mean = over_tokens(carried, entering) / count_of(entering)
+    first = mean**2 / attention.skip**2 if attention.skip else 0.0
     sizes[0] = sizes[0] * first
     share = ratio(sizes[0], sizes[0] + sizes[1])
     kappa = 2 + (attention.kappa - 2) * share**2 + (ffn.kappa - 2) * (1 - share) ** 2

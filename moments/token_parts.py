@@ -22,7 +22,17 @@ from .composition import BottomToTop, Chain, Component, Layer, Residual
 from .part_response import Sequence as Branch
 from .part_response import Sum, in_units, response
 from .propagate import Point, Trace
-from .sensitivity import SINGLE, Ascent, Descent, Response, transposed
+from .sensitivity import (
+    SINGLE,
+    Ascent,
+    Descent,
+    Matrix,
+    Response,
+    matrix_of,
+    total,
+    trace_of,
+    transposed,
+)
 from .state import Array, Signal
 
 
@@ -48,10 +58,10 @@ class Part:
     residual: bool
     skip: float
     scale: float
-    entering: Array
-    leaving: Array
-    sent: Array
-    received: Array
+    entering: Matrix
+    leaving: Matrix
+    sent: Matrix
+    received: Matrix
     kappa: Array
     back_kappa: Array
     width: float
@@ -100,7 +110,7 @@ class Part:
             return np.zeros(sensitivity.shape[:-2])
         skipped, branch = sensitivity @ carried, sensitivity @ added
         weight = np.asarray(kappa)[..., None, None].astype(SINGLE)
-        return ((4 * skipped + weight * branch) * transposed(branch)).sum((-2, -1)) / self.width
+        return total((4 * skipped + weight * branch) * transposed(branch)) / self.width
 
 
 def network_parts(layers: Sequence[Layer], trace: Trace) -> tuple[list[Part], list[int]]:
@@ -116,7 +126,7 @@ def network_parts(layers: Sequence[Layer], trace: Trace) -> tuple[list[Part], li
     for layer in layers:
         for component in parts_of(layer):
             assert before.gradient is not None
-            unit = np.broadcast_to(trace_of(before.gradient.kernel.pairs), axes)
+            unit = np.broadcast_to(trace_of(matrix_of(before.gradient.kernel)), axes)
             around = _Around(points, unit, trace.memory)
             part, before = around.part(component, before)
             found.append(part)
@@ -175,10 +185,10 @@ class _Around:
         assert before.gradient is not None
         assert after.gradient is not None
         return (
-            before.signal.second_moment().pairs.astype(SINGLE),
-            after.signal.second_moment().pairs.astype(SINGLE),
-            in_units(before.gradient.kernel.pairs, self.unit),
-            in_units(after.gradient.kernel.pairs, self.unit),
+            matrix_of(before.signal.second_moment()).astype(SINGLE),
+            matrix_of(after.signal.second_moment()).astype(SINGLE),
+            in_units(before.gradient.kernel, self.unit),
+            in_units(after.gradient.kernel, self.unit),
         )
 
     def _bypassed(self, node: BottomToTop, before: Point) -> tuple[Part, Point]:
@@ -263,9 +273,4 @@ def _own_fluctuation(path: Chain, entering: Signal, reached: Signal) -> Array:
 def _relative_spread(signal: Signal) -> Array:
     """Var |x|^2/E^2 |x|^2, averaged over tokens."""
     assert signal.spread is not None
-    return (signal.spread.diagonal / signal.second_moment().diagonal ** 2).mean(-1)
-
-
-def trace_of(kernel: Array) -> Array:
-    """Sum over tokens of their own entries."""
-    return np.trace(kernel, axis1=-2, axis2=-1)
+    return signal.kernel.average(signal.spread.diagonal / signal.second_moment().diagonal ** 2)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .block_noise import Modes, ratio
+from .block_noise import Modes
 from .composition import Chain, Component
 from .head_parts import Pool
 from .loss_spread import (
@@ -28,7 +28,7 @@ from .loss_spread import (
     logit_agreement,
     logit_effect,
     mean_square,
-    over_tokens,
+    left_of_average,
     overlap_variance,
     softmax_variance,
 )
@@ -36,7 +36,25 @@ from .part_response import STEP, Elementwise, Sequence, in_units, response
 from .parts import Activation, Linear
 from .propagate import Point, Trace, forward
 from .readout import Readout
-from .sensitivity import SINGLE, Ascent, Descent, Response, paired
+from .sensitivity import (
+    SINGLE,
+    Ascent,
+    Descent,
+    Matrix,
+    Response,
+    diagonal,
+    entrywise,
+    matrix_of,
+    off_diagonal,
+    over_tokens,
+    own_entries,
+    paired,
+    per_unit,
+    ratio,
+    row_sums,
+    total,
+    trace_of,
+)
 from .state import Array, Gradient, Kernel, Signal
 
 _COARSE = 1e-2
@@ -59,7 +77,7 @@ class HeadTop:
         """The last layer's gradient (..., L, L), and how it answers to all that is behind it."""
         points, before = _behind(trace), trace.stream()[-1]
         assert before.gradient is not None
-        unit = np.trace(before.gradient.kernel.pairs, axis1=-2, axis2=-1)
+        unit = trace_of(matrix_of(before.gradient.kernel))
         first = _received(before, unit)
         parts: list[Response] = []
         for leaf in self.chain.parts:
@@ -130,7 +148,7 @@ def _kappa(leaf: Component, output: Signal) -> Array:
         return 0.0
     assert output.spread is not None
     relative = output.spread.diagonal / output.second_moment().diagonal ** 2
-    own = relative.mean(-1) if output.resolved else relative
+    own = output.kernel.average(relative)
     return np.maximum(own * output.width - 2.0, 0.0)
 
 
@@ -153,7 +171,7 @@ class _Drawn:
 
     def descend(self, sensitivity: Array, exposure: Any) -> Descent:
         step = self.inner.descend(sensitivity, exposure)
-        kernel = self.output.second_moment().pairs.astype(SINGLE)
+        kernel = matrix_of(self.output.second_moment()).astype(SINGLE)
         return step._replace(noise=step.noise + self._noise(sensitivity, kernel))
 
     def _noise(self, sensitivity: Array, kernel: Array) -> Array:
@@ -208,11 +226,10 @@ class _Ending:
         kernel = readout.kernel
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = np.sqrt(first * second)
-        near = Kernel.joined(kernel.diagonal, kernel.pairs - STEP * scale, True)
-        base = _sent(readout).pairs
-        change = (base - _sent(_moved(readout, near)).pairs) / (STEP * scale)
-        diag = np.arange(base.shape[-1])
-        change[..., diag, diag] = 0.0
+        near = Kernel.joined(kernel.diagonal, kernel.pairs - STEP * scale, kernel.resolved)
+        base = matrix_of(_sent(readout))
+        change = (base - matrix_of(_sent(_moved(readout, near)))) / (STEP * scale)
+        change = off_diagonal(change)
         own = 0.0 * base
         if not readout.normalised:
             grown = dataclasses.replace(
@@ -220,13 +237,14 @@ class _Ending:
                 kernel=kernel.scaled(1 + _COARSE),
                 carried=readout.carried * np.sqrt(1 + _COARSE),
             )
-            own = (_sent(grown).pairs - base) / _COARSE - change * kernel.pairs
-        back, change, own = (in_units(entry, unit) for entry in (base, change, own))
+            own = (matrix_of(_sent(grown)) - base) / _COARSE - change * matrix_of(kernel)
+        back, change, own = (per_unit(entry, unit).astype(SINGLE) for entry in (base, change, own))
         none = 0.0 * back
-        pairs = np.broadcast_to(kernel.pairs, base.shape).astype(SINGLE)
+        pairs = (matrix_of(kernel) + 0.0 * base).astype(SINGLE)
         answer = Elementwise(none, none, back, change, own, pairs, none + 1)
-        excess = mean_square(readout).pairs - readout.overlap.pairs**2
-        excess = ratio(np.maximum(excess, 0.0), readout.overlap.pairs**2)
+        square = matrix_of(readout.overlap) ** 2
+        excess = matrix_of(mean_square(readout)) - square
+        excess = entrywise(lambda more, of: ratio(np.maximum(more, 0.0), of), excess, square)
         drawn = logit_agreement(readout), logit_effect(readout), batch
         shared = (batch - 1) * across(readout)
         return cls(answer, received, float(readout.width), *drawn, excess, shared)
@@ -234,23 +252,25 @@ class _Ending:
     def ascend(self, sensitivity: Array) -> Ascent:
         step, weighted = self.answer.ascend(sensitivity), sensitivity * self.received
         noise = 2 / self.width * paired(sensitivity, self.received, self.received)
-        own = np.diagonal(sensitivity, axis1=-2, axis2=-1)
+        own = own_entries(sensitivity)
         spread = self.unknown * self.received**2 * own[..., :, None] * own[..., None, :]
-        noise += 2 / self.width * (spread.sum((-2, -1)) + self.shared)
-        tokens = weighted.sum(-1)
-        share = (tokens[..., None, :] @ self.agreement @ tokens[..., :, None])[..., 0, 0]
-        noise += over_tokens(self.effect, share / self.batch) * self.batch
+        noise += 2 / self.width * (total(spread) + self.shared)
+        tokens = row_sums(weighted)
+        met = (self.agreement @ tokens[..., :, None])[..., 0]
+        share = over_tokens(tokens * met, self.received)
+        noise += left_of_average(self.effect, share / self.batch) * self.batch
         return step._replace(noise=noise)
 
     def descend(self, sensitivity: Array, exposure: Any) -> Descent:
         # above it there is nothing, of as many tokens as the matrix sees
         by_size = exposure[1]
-        return self.answer.descend(np.zeros((*by_size.shape, by_size.shape[-1]), SINGLE), exposure)
+        none = diagonal(np.zeros(by_size.shape, SINGLE), self.received)
+        return self.answer.descend(none, exposure)
 
 
 def _received(point: Point, unit: Array) -> Array:
     assert point.gradient is not None
-    return in_units(point.gradient.kernel.pairs, unit)
+    return in_units(point.gradient.kernel, unit)
 
 
 def _moved(readout: Readout, kernel: Kernel) -> Readout:

@@ -93,8 +93,8 @@ class PositionAttention:
         self._seen = index[None, :] <= index[:, None]
         self._both = self._seen[:, :, None] & self._seen[:, None, :]
         self._apart = own - diagonal(pairs)
-        self._rows = rows = self._statistics()
-        self.weights = self._mean_attention()
+        self._rows = rows = row_statistics(own, pairs, classes, logit_scale)
+        self.weights = mean_attention(own, pairs, classes, logit_scale, rows)
         self._counted = keys * self.weights
         response = self._self_response()
         self._response = response
@@ -116,41 +116,6 @@ class PositionAttention:
         return self.logit_variance > exact_rows.THETA_MAX
 
     # --- rows ----------------------------------------------------------------------------------
-
-    def _statistics(self) -> RowStatistics:
-        own, pairs, keys = self._own, self._pairs, self.classes.keys
-        count = keys.sum(1)
-        top = float(max(own.max(), pairs.max()))
-        spread = top - float(pairs.min())
-        below_own, below = own - top, pairs - top
-
-        def mean(function: object) -> Array:
-            of_own, of_pairs = function(below_own), function(below)  # type: ignore[operator]
-            total = np.einsum("pq,pq->p", keys @ of_pairs, keys)
-            return np.asarray((total + keys @ (of_own - diagonal(of_pairs))) / count**2)
-
-        relative = mean(lambda values: values)
-        scale = reference_scale(self._scale * float(self.classes.mean(own)), spread)
-        reference = matched(*annealed_moments(mean, relative, spread, scale), count)
-        mean_own = keys @ own / count
-        return statistics_of(
-            reference, scale, count, own, self._scale, mean_own, relative + top, np.log(count)
-        )
-
-    def _mean_attention(self) -> Array:
-        own, pairs, rows, keys = self._own, self._pairs, self._rows, self.classes.keys
-        pull = rows.own_response * self._scale * own * rows.softening
-        top = max(own.max(), pairs.max())
-        of_pairs = np.exp(pull[:, None, None] * (pairs - top))
-        of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
-        crowd = (np.einsum("pr,pqr->pq", keys, of_pairs) + of_own) / rows.count[:, None]
-        crowd = np.log(np.maximum(crowd, 1e-300))
-        relative = own - (keys @ own / rows.count)[:, None]
-        every = np.arange(len(own))
-        logs = log_weights(rows, every, self._scale, relative, crowd, rows.own_response)
-        logs = np.where(self._seen, logs, -np.inf)
-        weight = np.exp(logs - logs.max(1, keepdims=True))
-        return np.asarray(weight / (keys * weight).sum(1, keepdims=True))
 
     def _projected(self, response: Matrix, counts: Array, other: Matrix) -> Matrix:
         """(1 - A) C (1 - A')^T."""
@@ -442,6 +407,49 @@ class PositionAttention:
         query = own * self._query[0], pairs * self._query[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
+
+
+def row_statistics(
+    own: Array, pairs: Array, classes: PositionClasses, logit_scale: float
+) -> RowStatistics:
+    """Of every node as a row; arguments as those of `PositionAttention`."""
+    keys = classes.keys
+    count = keys.sum(1)
+    top = float(max(own.max(), pairs.max()))
+    spread = top - float(pairs.min())
+    below_own, below = own - top, pairs - top
+
+    def mean(function: object) -> Array:
+        of_own, of_pairs = function(below_own), function(below)  # type: ignore[operator]
+        total = np.einsum("pq,pq->p", keys @ of_pairs, keys)
+        return np.asarray((total + keys @ (of_own - diagonal(of_pairs))) / count**2)
+
+    relative = mean(lambda values: values)
+    scale = reference_scale(logit_scale * float(classes.mean(own)), spread)
+    reference = matched(*annealed_moments(mean, relative, spread, scale), count)
+    mean_own = keys @ own / count
+    return statistics_of(
+        reference, scale, count, own, logit_scale, mean_own, relative + top, np.log(count)
+    )
+
+
+def mean_attention(
+    own: Array, pairs: Array, classes: PositionClasses, logit_scale: float, rows: RowStatistics
+) -> Array:
+    """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
+    keys = classes.keys
+    pull = rows.own_response * logit_scale * own * rows.softening
+    top = max(own.max(), pairs.max())
+    of_pairs = np.exp(pull[:, None, None] * (pairs - top))
+    of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
+    crowd = (np.einsum("pr,pqr->pq", keys, of_pairs) + of_own) / rows.count[:, None]
+    crowd = np.log(np.maximum(crowd, 1e-300))
+    relative = own - (keys @ own / rows.count)[:, None]
+    every = np.arange(len(own))
+    logs = log_weights(rows, every, logit_scale, relative, crowd, rows.own_response)
+    logs = np.where(np.tril(np.ones_like(keys)) > 0.0, logs, -np.inf)
+    weight = np.exp(logs - logs.max(1, keepdims=True))
+    return np.asarray(weight / (keys * weight).sum(1, keepdims=True))
 
 
 def _bounded_exp(exponent: Matrix, factor: Array) -> Matrix:
