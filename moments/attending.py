@@ -56,7 +56,9 @@ class Together(NamedTuple):
     @classmethod
     def of(cls, maps: AttentionResponse, gradient: Matrix) -> Together:
         own = own_entries(gradient)
-        single = ratio(own, trace_of(gradient)[..., None])  # a row that is alone: common with itself
+        single = ratio(
+            own, trace_of(gradient)[..., None]
+        )  # a row that is alone: common with itself
         agreement = maps.agreement(gradient)
         common = gradient - diagonal(own * (1 - single), gradient)
         queries = diagonal(own * (1 - single) * agreement, gradient)

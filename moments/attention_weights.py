@@ -47,17 +47,19 @@ def projection_gradients(
     size, length, tokens = leaf.d_model, signal.seq_len, signal.second_moment()
     width, weight = leaf.heads * leaf.d_head, _weights(leaf)
     grown = overlap_gradients(leaf, signal, tilt)
+    # A shift of all keys moves no softmax, unless positions turn it or a norm takes it up: what all
+    # tokens share meets rows that sum to 0.
+    moved = leaf.rotary is not None or leaf.qk_norm is not None
+    turned = tokens if moved else tokens.without_common()
     norms = {
         "query": size * (tokens * query).total(length) / weight["query"],
-        "key": size * (tokens * key).total(length) / weight["key"] + grown["key"] / size,
+        "key": size * (turned * key).total(length) / weight["key"] + grown["key"] / size,
         "value": size * width * (mixed * received).total(length),
     }
     if leaf.has_bias:
         ones = received.with_diagonal(
             received.diagonal * (1 + leaf.drop_prob / (1 - leaf.drop_prob) * squares)
         )
-        # A shift of all keys moves no softmax, unless positions turn it or a norm takes it up.
-        moved = leaf.rotary is not None or leaf.qk_norm is not None
         biases = {
             "query": query.total(length) / weight["query"],
             "key": np.maximum(key.total(length), 0.0) / weight["key"] if moved else 0.0,

@@ -8,9 +8,9 @@ two neighbours near x_p. Sums over tokens are sums over nodes with counts,
     sum_{j <= x_p} f(j) = sum_q keys[p, q] f(x_q),
 
 those of the interpolant of f that is cubic in log j between its nearest nodes, all of them on the
-summed side of x_p: f may jump there. The last position is by itself, for no loss reads a next token
-there: no cell before it is interpolated from it. A sum over rows i >= x_q, whose terms fall like i^-k because
-attention's weights do, interpolates i^k f(i).
+summed side of x_p: f may jump there. The last position is by itself, since it has no next token to
+predict: no cell before it is interpolated from it. A sum over rows i >= x_q, whose terms fall like
+i^-k because attention's weights do, interpolates i^k f(i).
 
 A matrix over keys has a part of each key's own beside the smooth one, X = (a, B), and products
 close over the counts N of the inner key:
@@ -85,6 +85,28 @@ class PositionClasses:
         """(P, P, P) counts [p, s, q] of keys that rows p and s both see."""
         index = np.arange(len(self.nodes))
         return self.keys[np.minimum.outer(index, index)]
+
+    @functools.cached_property
+    def split(self) -> Array:
+        """(P, P, P) counts [s, p, q] of sum_{j <= x_p} of what may jump behind x_s <= x_p."""
+        size = len(self.nodes)
+        found = np.zeros((size, size, size))
+        for short in range(size):
+            found[short, short:] = self.keys[short]
+            for long in range(short + 1, size):
+                found[short, long] += self._behind(short, long)
+        return found
+
+    def _behind(self, short: int, long: int) -> Array:
+        """(P,) counts of sum_{x_s < j <= x_p}, from nodes behind x_s alone."""
+        nodes, logs, counts = self.nodes, np.log(self.nodes), np.zeros(len(self.nodes))
+        counts[short + 1 : long + 1] = 1.0
+        last = min(long, len(nodes) - 2)
+        for cell in range(short, last):
+            points, masses = _between(nodes[cell], nodes[cell + 1])
+            stencil = _stencil(cell, short + 1, last)
+            counts[stencil] += (_lagrange(logs[stencil], np.log(points)) * masses).sum(1)
+        return counts
 
     def mean(self, values: Array) -> Array:
         """(...) average over tokens of (..., P) values."""

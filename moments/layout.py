@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .attention import Padding
+from .classes import PositionClasses
 from .propagate import Point
 from .state import Array, Kernel, Signal, ratio_or_zero
 
@@ -19,10 +20,12 @@ class Layout:
     Attributes:
         sequences: how many share one kernel, one after the other.
         real: (sequences, L) or (L,), 1.0 where a token counts and 0.0 where it pads; None: all do.
+        classes: of positions, in which one sequence is resolved; None: it is not.
     """
 
     sequences: int = 1
     real: np.ndarray | None = None
+    classes: PositionClasses | None = None
 
     @property
     def padding(self) -> Padding | None:

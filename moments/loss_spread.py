@@ -74,7 +74,7 @@ def softmax_variance(readout: Readout, batch: int) -> Array:
     agree = agree * targets.both * kernel.pairs / kernel.diagonal
     active, length = targets.active, readout.seq_len
     tokens = (active + (length - 1) * agree) / (length * active**2)
-    return left_of_average(logit_effect(readout), tokens * (1 + 1 / other) / batch)
+    return log_variance_of_mean(logit_effect(readout), tokens * (1 + 1 / other) / batch)
 
 
 def logit_agreement(readout: Readout) -> Matrix:
@@ -87,7 +87,7 @@ def logit_agreement(readout: Readout) -> Matrix:
     return matrix_of(agree.scaled(1 + 1 / other)).astype(SINGLE)
 
 
-def left_of_average(effect: tuple[Array, Array], share: Array) -> Array:
+def log_variance_of_mean(effect: tuple[Array, Array], share: Array) -> Array:
     """Var log of an average, `share` of the variance of one left: exact for one and for many.
 
     Of one it is the variance of the logarithm, of many the relative variance over their number.

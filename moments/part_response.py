@@ -204,9 +204,7 @@ class Sum:
     def shares(self) -> list[Array]:
         """(...,) share of every branch in the variance of the gradient they send back."""
         identity = diagonal(np.ones((1, *self.received.shape[:-1]), SINGLE), self.received)
-        sizes = [
-            total(part.ascend(identity).sensitivity[0] * self.received) for part in self.parts
-        ]
+        sizes = [total(part.ascend(identity).sensitivity[0] * self.received) for part in self.parts]
         return [ratio(size, sum(sizes)) for size in sizes]
 
 
@@ -260,7 +258,7 @@ def response(
         raise MomentsError(f"no band of one draw through a {type(component).__name__} in a branch")
     point = next(points)
     assert point.gradient is not None
-    received = in_units(point.gradient.kernel, unit)
+    received = in_units(matrix_of(point.gradient.kernel), unit)
     if isinstance(component, SelfAttention):
         return Attending.of(component, signal, received), point.signal
     if isinstance(component, NormalizedAttention):
@@ -286,7 +284,7 @@ def _kept_gradient(
     found, output = response(branch, signal, kept(), unit, memory)
     last = passed[-1].gradient
     assert last is not None
-    return found, output, in_units(last.kernel, unit)
+    return found, output, in_units(matrix_of(last.kernel), unit)
 
 
 def _normalised(
@@ -304,9 +302,9 @@ def _normalised(
     return Sequence((Elementwise.of(unit, signal, at_tokens, sent), attending))
 
 
-def in_units(kernel: Kernel, unit: Array) -> Matrix:
+def in_units(kernel: Matrix, unit: Array) -> Matrix:
     """A gradient's kernel in these units; 0 where the unit is."""
-    return per_unit(matrix_of(kernel), unit).astype(SINGLE)
+    return per_unit(kernel, unit).astype(SINGLE)
 
 
 def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:

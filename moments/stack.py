@@ -72,7 +72,8 @@ class Stack:
         sequences = 1
         if resolved is True and inputs.kernel is None:
             sequences = self.first.pairs.shape[-1] // model.seq_len
-        self.layout = Layout(sequences, real)
+        classes = resolved if isinstance(resolved, PositionClasses) else None
+        self.layout = Layout(sequences, real, classes)
 
     def _first(self) -> Kernel:
         """What the user, a text, an image or the embedding says of what enters the network."""

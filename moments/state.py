@@ -99,6 +99,11 @@ class Kernel:
             self.pairs * share + other.pairs * other_share,
         )
 
+    def without_common(self) -> Kernel:
+        """Every entry less the mean over pairs of different tokens."""
+        one, two = self.lift(self.mean_pairs())
+        return Kernel(self.diagonal - one, self.pairs - two, self.resolved)
+
     def __add__(self, other: Kernel) -> Kernel:
         return Kernel(self.diagonal + other.diagonal, self.pairs + other.pairs, self.resolved)
 

@@ -17,7 +17,6 @@ from .sensitivity import (
     SINGLE,
     Ascent,
     Descent,
-    Matrix,
     count_of,
     diagonal,
     over_tokens,

@@ -187,8 +187,8 @@ class _Around:
         return (
             matrix_of(before.signal.second_moment()).astype(SINGLE),
             matrix_of(after.signal.second_moment()).astype(SINGLE),
-            in_units(before.gradient.kernel, self.unit),
-            in_units(after.gradient.kernel, self.unit),
+            in_units(matrix_of(before.gradient.kernel), self.unit),
+            in_units(matrix_of(after.gradient.kernel), self.unit),
         )
 
     def _bypassed(self, node: BottomToTop, before: Point) -> tuple[Part, Point]:

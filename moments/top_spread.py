@@ -25,10 +25,10 @@ from .composition import Chain, Component
 from .head_parts import Pool
 from .loss_spread import (
     across,
+    log_variance_of_mean,
     logit_agreement,
     logit_effect,
     mean_square,
-    left_of_average,
     overlap_variance,
     softmax_variance,
 )
@@ -40,7 +40,6 @@ from .sensitivity import (
     SINGLE,
     Ascent,
     Descent,
-    Matrix,
     Response,
     diagonal,
     entrywise,
@@ -49,7 +48,6 @@ from .sensitivity import (
     over_tokens,
     own_entries,
     paired,
-    per_unit,
     ratio,
     row_sums,
     total,
@@ -238,7 +236,7 @@ class _Ending:
                 carried=readout.carried * np.sqrt(1 + _COARSE),
             )
             own = (matrix_of(_sent(grown)) - base) / _COARSE - change * matrix_of(kernel)
-        back, change, own = (per_unit(entry, unit).astype(SINGLE) for entry in (base, change, own))
+        back, change, own = (in_units(entry, unit) for entry in (base, change, own))
         none = 0.0 * back
         pairs = (matrix_of(kernel) + 0.0 * base).astype(SINGLE)
         answer = Elementwise(none, none, back, change, own, pairs, none + 1)
@@ -258,7 +256,7 @@ class _Ending:
         tokens = row_sums(weighted)
         met = (self.agreement @ tokens[..., :, None])[..., 0]
         share = over_tokens(tokens * met, self.received)
-        noise += left_of_average(self.effect, share / self.batch) * self.batch
+        noise += log_variance_of_mean(self.effect, share / self.batch) * self.batch
         return step._replace(noise=noise)
 
     def descend(self, sensitivity: Array, exposure: Any) -> Descent:
@@ -270,7 +268,7 @@ class _Ending:
 
 def _received(point: Point, unit: Array) -> Array:
     assert point.gradient is not None
-    return in_units(point.gradient.kernel, unit)
+    return in_units(matrix_of(point.gradient.kernel), unit)
 
 
 def _moved(readout: Readout, kernel: Kernel) -> Readout:

@@ -108,7 +108,9 @@ class Log:
     def _of_tokens(self, value: Any) -> float:
         if np.ndim(value) == 0:
             return float(value)
-        diagonal = np.ravel(value)
+        diagonal, classes = np.ravel(value), self.layout.classes
+        if classes is not None:
+            return float(classes.mean(diagonal))
         return float(self.layout.token_average(Kernel.of_matrix(np.diag(diagonal)))[0])
 
     def _of_pairs(self, value: Any) -> float:
@@ -116,7 +118,9 @@ class Log:
         if np.ndim(value) == 0:
             return float(value)
         count = max(np.shape(value))
-        matrix = np.broadcast_to(value, (count, count))
+        matrix, classes = np.broadcast_to(value, (count, count)), self.layout.classes
+        if classes is not None:
+            return float(Kernel(np.diagonal(matrix), matrix, classes).mean_pairs())
         return float(self.layout.token_average(Kernel.of_matrix(matrix))[1])
 
     def complete(self, leaf: Component, way: str, kernel: Kernel, steps: list[Step]) -> None:

@@ -30,9 +30,9 @@ from moments.attention_response import AttentionResponse
 from moments.band import band, log_variance
 from moments.kernels import KernelAttention
 from moments.loss_spread import (
+    log_variance_of_mean,
     logit_agreement,
     logit_effect,
-    over_tokens,
     overlap_variance,
 )
 from moments.readout import Readout
@@ -480,7 +480,7 @@ def test_softmax_of_few_logits(classes: int, variance: float) -> None:
     p[:, 0] -= 1
     size = (p**2).sum(1)
     share = float(logit_agreement(readout)[0, 0])
-    one, many = over_tokens(logit_effect(readout), share), logit_effect(readout)[0] * share
+    one, many = log_variance_of_mean(logit_effect(readout), share), logit_effect(readout)[0] * share
     assert many == pytest.approx(size.var() / size.mean() ** 2, rel=0.15)
     assert one == pytest.approx(np.log(size).var(), rel=0.2)
 

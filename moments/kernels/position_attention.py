@@ -186,7 +186,9 @@ class PositionAttention:
         both = self._seen[long][:, None, :, None] & seen[..., None, :]
         joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
         weights = self.weights[long][:, None], self.weights[short][:, None]
-        self._joint = _balanced(joint, weights, (keys[long][:, None], keys[short][:, None]), 3)
+        # the longer row's keys behind the shorter one's last lack what that row's own terms add
+        counts = self.classes.split[short, long][:, None], keys[short][:, None]
+        self._joint = _balanced(joint, weights, counts, 3)
         # a row with itself, and with its neighbour
         twin = np.block([[pairs, pairs], [pairs, pairs]])
         every = np.arange(2 * size)
@@ -216,7 +218,8 @@ class PositionAttention:
         """(r, P, P) tr(F C) of two rows at every node."""
         (a, inside), keys = self._joint, self.classes.keys
         short, long, weights = self._short, self._long, self.weights
-        left, right = self._counted[long], self._counted[short]
+        left = self.classes.split[short, long] * weights[long]
+        right = self._counted[short]
         value = np.einsum("cx,crxy,cy->cr", left, inside * self._pairs, right, optimize=True)
         beside = (a + diagonal(inside)) * self._own - diagonal(inside) * diagonal(self._pairs)
         value += np.einsum("crq,cq->cr", beside, keys[short] * weights[short] * weights[long])

@@ -1,0 +1,261 @@
+"""Classes of positions against sums over every token, and against predictions by token."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moments
+from moments import Transformer
+from moments.classes import ClassMatrix, PositionClasses, entrywise, product
+from moments.kernels import KernelAttention, balance, row_classes
+from moments.kernels.position_attention import PositionAttention
+
+LENGTH = 96
+
+
+def predicted(model: Transformer, **arguments: Any) -> moments.Prediction:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        return moments.predict(model, **arguments)
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(length=st.integers(32, 4000), power=st.floats(-1.0, 0.5), shift=st.floats(4.0, 20.0))
+def test_sums_over_positions(length: int, power: float, shift: float) -> None:
+    """Of a function that is smooth in log position, up to a node and from a node on."""
+    classes = PositionClasses.of(length)
+    positions = np.arange(1, length + 1)
+    every, held = (positions + shift) ** power, (classes.nodes + shift) ** power
+    for row, node in enumerate(classes.nodes):
+        np.testing.assert_allclose(classes.keys[row] @ held, every[:node].sum(), rtol=2e-3)
+        later = every[node - 1 :] / positions[node - 1 :]
+        np.testing.assert_allclose(
+            classes.rows[row] @ (held / classes.nodes), later.sum(), rtol=8e-3
+        )
+        later = later / positions[node - 1 :]
+        found = classes.rows_square[row] @ (held / classes.nodes**2)
+        np.testing.assert_allclose(found, later.sum(), rtol=5e-3)
+    np.testing.assert_allclose(classes.spread_out(held), every, rtol=3e-3)
+    np.testing.assert_allclose(classes.count.sum(), length, rtol=1e-9)
+
+
+def test_a_million_positions_cost_nothing() -> None:
+    classes = PositionClasses.of(2**20)
+    assert len(classes.nodes) < 45
+    np.testing.assert_allclose(classes.count.sum(), 2**20, rtol=1e-9)
+    np.testing.assert_allclose(classes.pair_count.sum(), 2**20 * (2**20 - 1.0), rtol=2e-3)
+
+
+def whole(own: np.ndarray, pairs: np.ndarray, blocks: list[int]) -> np.ndarray:
+    """The (L, L) matrix of blocks of alike tokens."""
+    index = np.repeat(np.arange(len(blocks)), blocks)
+    matrix = pairs[np.ix_(index, index)].copy()
+    matrix[np.arange(len(index)), np.arange(len(index))] = own[index]
+    return matrix
+
+
+class Blocks:
+    """Stands in for `PositionClasses` where only counts matter."""
+
+    def __init__(self, count: list[int]) -> None:
+        self.count = np.array(count, float)
+        self.length = int(sum(count))
+
+
+def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
+    blocks, random = [1, 3, 2, 5], np.random.default_rng(3)
+    size = len(blocks)
+    classes: Any = Blocks(blocks)
+    one, other = (
+        ClassMatrix(random.normal(size=size), random.normal(size=(size, size)), classes)
+        for _ in range(2)
+    )
+    for matrix in (one, other):  # a class of one has no pairs of its own
+        matrix.pairs = matrix.pairs.copy()
+        matrix.pairs[0, 0] = matrix.own[0]
+    first, second = (whole(m.own, m.pairs, blocks) for m in (one, other))
+    places = np.cumsum([0, *blocks[:-1]])
+    found, expected = one @ other, first @ second
+    np.testing.assert_allclose(found.own, np.diag(expected)[places], rtol=1e-12)
+    for p in range(size):
+        for q in range(size):
+            place = places[q] + (1 if p == q and blocks[q] > 1 else 0)
+            np.testing.assert_allclose(found.pairs[p, q], expected[places[p], place], rtol=1e-12)
+    np.testing.assert_allclose(found.total(), expected.sum(), rtol=1e-12)
+    np.testing.assert_allclose(found.trace(), np.trace(expected), rtol=1e-12)
+    np.testing.assert_allclose(found.row_sums(), expected.sum(1)[places], rtol=1e-12)
+    square = (one * 2.0 - other / 3.0).transposed()
+    np.testing.assert_allclose(square.total(), (2 * first - second / 3).sum(), rtol=1e-12)
+    column = (one @ np.arange(1.0, 5.0)[:, None])[:, 0]
+    repeated = np.repeat(np.arange(1.0, 5.0), blocks)
+    np.testing.assert_allclose(column, (first @ repeated)[places], rtol=1e-12)
+
+
+def test_products_and_functions_of_matrices_over_keys() -> None:
+    """(a, B) stands for diag(a) + B with B smooth: here with every key a class."""
+    random = np.random.default_rng(5)
+    counts = np.ones(6)
+    parts = [(random.normal(size=6), random.normal(size=(6, 6))) for _ in range(2)]
+    first, second = (np.diag(a) + b for a, b in parts)
+    a, b = product(*parts, counts)
+    np.testing.assert_allclose(np.diag(a) + b, first @ second, rtol=1e-12)
+    a, b = entrywise(np.exp, parts[0])
+    beside = np.exp(parts[0][1])
+    np.testing.assert_allclose(np.diag(a) + b, np.where(np.eye(6) > 0, np.exp(first), beside))
+
+
+# --- one layer ------------------------------------------------------------------------------------
+
+
+def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a class for every row there, too, and its iteration run to its end."""
+    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    length = 20
+    settings = {
+        "logit_scale": 1.5,
+        "drop_prob": 0.1,
+        "d_model": 128.0,
+        "d_head": 32.0,
+        "norm_spread": 0.002,
+    }
+    place = np.arange(length)
+    own = 1.0 + 0.3 / (1 + place)
+    pairs = 0.2 + 0.1 / (1 + np.maximum.outer(place, place))
+    kernel = np.where(np.eye(length) > 0, own[:, None], pairs)
+    gradient = np.where(np.eye(length) > 0, 1.0, 0.05)
+    by_token = KernelAttention(kernel, allowed=np.tri(length, dtype=bool), **settings)
+    classes = PositionClasses(length, np.arange(1, length + 1))
+    by_class = PositionAttention(own, pairs, classes, **settings)
+    # in single precision by token
+    np.testing.assert_allclose(by_class.output[0], np.diag(by_token.forward()), rtol=3e-5)
+    off = np.tril_indices(length, -1)
+    np.testing.assert_allclose(by_class.output[1][off], by_token.forward()[off], rtol=1e-4)
+    np.testing.assert_allclose(by_class.sum_square, by_token.sum_square, rtol=3e-5)
+    np.testing.assert_allclose(by_class.logit_variance, by_token.logit_variance, rtol=1e-6)
+    np.testing.assert_allclose(by_class.entropy, by_token.entropy, rtol=1e-6, atol=1e-9)
+    expected = by_token.backward(gradient)
+    found = by_class.backward(np.diag(gradient).copy(), np.full((length, length), 0.05))
+    for name in ("value", "query", "key"):
+        own_part, pair_part = getattr(found, name)
+        matrix = getattr(expected, name)
+        size = np.abs(np.diag(matrix)).max()
+        np.testing.assert_allclose(own_part, np.diag(matrix), rtol=3e-4, atol=3e-5 * size)
+        np.testing.assert_allclose(pair_part[off], matrix[off], rtol=2e-3, atol=3e-5 * size)
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+CASES = {
+    "pre": (Transformer(6, 256, 4, LENGTH, dropout=0.1, causal=True), {"correlation": 0.2}),
+    "post": (
+        Transformer(6, 256, 4, LENGTH, dropout=0.1, norm="post", causal=True),
+        {"correlation": 0.2},
+    ),
+    "sharp logits": (
+        Transformer(4, 256, 4, LENGTH, causal=True, temperature=0.7, activation="gelu"),
+        {"correlation": 0.3},
+    ),
+    "gated, grouped heads": (
+        Transformer(
+            4,
+            256,
+            8,
+            LENGTH,
+            kv_heads=2,
+            normalization="rmsnorm",
+            activation="swiglu",
+            causal=True,
+        ),
+        {"correlation": 0.1, "variance": 0.3},
+    ),
+    "gpt2": (moments.preset("gpt2", seq_len=LENGTH).replace(layers=4), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_classes_against_every_token(name: str) -> None:
+    """The bounds are those of the interpolation between nodes; by token, rows are grouped, which
+    by itself costs up to 7e-3 of a token's gradient and 1 percent of a query gradient."""
+    model, given_ = CASES[name]
+    by_token, by_class = predicted(model, tokens=True, **given_), predicted(model, **given_)
+    assert by_class.layout.classes is not None
+    assert by_token.layout.classes is None
+    np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=1e-3)
+    np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=2e-3)
+    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=8e-3)
+    np.testing.assert_allclose(by_class.grad_correlation, by_token.grad_correlation, atol=2e-3)
+    assert by_class.token_variance.shape == by_token.token_variance.shape
+    np.testing.assert_allclose(by_class.token_variance, by_token.token_variance, rtol=4e-3)
+    np.testing.assert_allclose(
+        by_class.token_grad_variance, by_token.token_grad_variance, rtol=0.08, atol=1e-12
+    )
+    band = [np.log(p.grad_variance_band[1] / p.grad_variance_band[0]) for p in (by_class, by_token)]
+    np.testing.assert_allclose(band[0], band[1], rtol=0.05)
+    if by_class.loss is not None:
+        np.testing.assert_allclose(by_class.loss, by_token.loss, rtol=1e-5)
+        np.testing.assert_allclose(by_class.loss_stderr, by_token.loss_stderr, rtol=1e-3)
+    frames = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
+    ratio = (frames[0] / frames[1])["squared_norm"].dropna()
+    ratio = ratio.drop("token", level=1, errors="ignore")  # repetitions count on classes alone
+    sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
+    assert abs(ratio[~sharp] - 1).max() < 0.02
+    assert abs(ratio[sharp] - 1).max() < 0.06
+
+
+def test_queries_and_keys_against_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By token, with a class for every row; see above for what grouped rows cost there."""
+    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    model = Transformer(3, 128, 4, 40, dropout=0.1, norm="post", causal=True)
+    by_token = predicted(model, tokens=True, correlation=0.2)
+    by_class = predicted(model, correlation=0.2)
+    np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=2e-4)
+    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=4e-3)
+    norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
+    assert (norms[0] / norms[1] - 1).abs()["squared_norm"].max() < 0.012
+
+
+def test_halving_the_classes_of_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moments.preset("gpt2").replace(layers=3, seq_len=8192)
+    fine = PositionClasses.of(8192, per_octave=3.0)
+    coarse = predicted(model)
+    assert coarse.layout.classes is not None
+    assert len(coarse.layout.classes.nodes) < len(fine.nodes)
+    monkeypatch.setattr(PositionClasses, "of", classmethod(lambda *_: fine))
+    finer = predicted(model)
+    np.testing.assert_allclose(coarse.variance, finer.variance, rtol=2e-3)
+    np.testing.assert_allclose(coarse.grad_variance, finer.grad_variance, rtol=5e-3)
+    np.testing.assert_allclose(coarse.correlation, finer.correlation, atol=2e-3)
+
+
+def test_configurations_side_by_side_are_what_they_are_alone() -> None:
+    model = Transformer(2, 64, 4, 40, causal=True, dropout=0.1)
+    both = predicted(model, correlation=[0.0, 0.4], variance=[1.0, 2.0])
+    for index, (variance, correlation) in enumerate(((1.0, 0.0), (2.0, 0.4))):
+        alone = predicted(model, correlation=correlation, variance=variance)
+        for name in ("variance", "correlation", "grad_variance", "grad_variance_typical"):
+            np.testing.assert_allclose(
+                getattr(both, name)[index], getattr(alone, name), rtol=2e-3, atol=1e-12
+            )
+
+
+def test_what_classes_do_not_cover_is_resolved_by_token() -> None:
+    plain = Transformer(1, 64, 4, 40, causal=True)
+    assert predicted(plain).layout.classes is not None
+    text = np.arange(40) % 7
+    embedded = plain.replace(embedding=moments.Embedding(50, 1.0))
+    assert predicted(embedded, token_ids=text).layout.classes is None
+    for change in ({"window": 8}, {"alibi": True}, {"rotary": moments.Rotary()}):
+        assert predicted(plain.replace(**change)).layout.classes is None
+    assert predicted(plain.replace(causal=False)).token_variance is None
+    assert predicted(plain.replace(seq_len=16)).layout.classes is None
