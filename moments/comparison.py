@@ -27,9 +27,6 @@ __all__ = ["QUANTITIES", "Comparison", "compare", "last_gradient"]
 
 QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
 
-CLEAR = 3.0
-"""Standard deviations beyond which a verdict does not put a difference down to chance."""
-
 
 @dataclass(frozen=True, eq=False)
 class Comparison:

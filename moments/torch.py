@@ -28,8 +28,9 @@ with optional("torch", "torch"):
     from moments.modules.initialize import Initialization, attach, initialize
     from moments.modules.scales import AppliedScales
     from moments.modules.snippet import snippet, tensor_table
-    from moments.modules.tensors import first_tensor
+    from moments.modules.tensors import first_tensor, own_logits, own_loss
     from moments.modules.watch import training, watched
+    from moments.modules.wrappers import unwrapped
     from moments.simulation.collector import Collector, squared_norm
 
 __all__ = [
@@ -79,17 +80,18 @@ def measure(
 
     Args:
         module: a Hugging Face module of a known family (see `moments.families`), bare or with its
-            head, an nn.TransformerEncoder, or any module with `sites`. With a module its weights
-            stay as they are and the draws differ in dropout alone, so that standard errors say
-            nothing about other weights; with a factory, called with seed, seed + 1, ..., every draw
-            has fresh weights.
+            head, an nn.TransformerEncoder, or any module with `sites`; compiled and data-parallel
+            modules are measured as what they hold. With a module its weights stay as they are and
+            the draws differ in dropout alone, so that standard errors say nothing about other
+            weights; with a factory, called with seed, seed + 1, ..., every draw has fresh weights.
         batch: keyword arguments of the module as a mapping of arrays or tensors, or its one
             positional argument. Tokens that `attention_mask` or `src_key_padding_mask` leave out
             are left out of every moment; of a decoder beside an encoder, those that
             `decoder_attention_mask` leaves out.
         loss: takes the module's output and the batch as tensors, returns a scalar. None: the
-            module's own loss; a causal head without labels predicts the next token; a module
-            without a head gets a white gradient of variance 1 at its output.
+            module's own loss, which may be the one scalar among its outputs; a causal head
+            without labels predicts the next token; a module without a loss gets a white gradient
+            of variance 1 at its output.
         seeds: draws.
         seed: of the draws; the same seed on the same device gives the same result.
         sites: (layer, site, submodule path, "input" or "output") for each point of a module that is
@@ -113,6 +115,7 @@ def measure(
     for draw in range(seeds):
         with torch.random.fork_rng():
             target = module if isinstance(module, nn.Module) else _built(module, seed + draw)
+            target = unwrapped(target)
             state = np.random.SeedSequence((seed, draw)).generate_state(1)[0]
             torch.manual_seed(int(state))
             result, size = _draw(target, batch, loss, given)
@@ -152,7 +155,7 @@ def _draw(
         ends = [*parameters.values(), *inputs.differentiable()]
         gradients = torch.autograd.grad(top, ends, cotangent, allow_unused=True)
     norms = _norms(weights, dict(zip(parameters, gradients, strict=False)))
-    logits = getattr(output, "logits", None)
+    logits = own_logits(output)
     encoder = None
     if (own := seen[ENCODER]).signal:
         encoder = Draw(own.signal, own.gradient, _of_encoder(norms, True))
@@ -248,7 +251,7 @@ def _objective(output: Any, inputs: _Inputs, loss: Loss | None) -> tuple[Tensor,
         if not isinstance(scalar, Tensor) or scalar.numel() != 1:
             raise domain_error("loss", type(scalar).__name__, "a function returning one scalar")
         return scalar, None
-    own = getattr(output, "loss", None)
+    own = own_loss(output)
     if own is not None:
         return own, None
     top = getattr(output, "last_hidden_state", None)

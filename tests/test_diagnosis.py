@@ -220,8 +220,13 @@ def test_layers_that_are_copies_of_one_are_told() -> None:
     batch = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2))
     diagnosis = moments.torch.diagnose(encoder(copies=True), batch)
     assert not diagnosis.expected
-    assert "hold the same entries in layers 1, 2, 3" in diagnosis.notes[0]
-    assert diagnosis.notes[0].startswith("query, key, value, output, ffn_in, ffn_out")
+    first = diagnosis.causes[0]
+    assert first.feature == "copied layers"
+    assert first.words.startswith("query, key, value, output, ffn_in, ffn_out")
+    assert "hold the same entries in layers 1, 2, 3" in first.words
+    assert first.layers == (1, 2, 3)
+    assert first.explains > 0.5
+    assert "no difference found explains it" not in str(diagnosis).replace("\n   ", " ")
 
 
 def test_a_live_module_with_one_wrong_matrix() -> None:

@@ -43,6 +43,15 @@ ModelArgument = Annotated[
 ]
 LayersOption = Annotated[int | None, typer.Option(help="Number of layers.")]
 SeqLenOption = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
+SchemeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        help="Of a scheme: NAME=VALUE, such as per_head=false (`moments schemes` lists them); "
+        "may be repeated.",
+        show_default=False,
+    ),
+]
 TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 CsvOption = Annotated[Path | None, typer.Option("--csv", help="Write every point as CSV.")]
@@ -145,6 +154,28 @@ def _from_file(name: str, seq_len: int | None) -> Transformer:
         return from_huggingface(name, seq_len=seq_len)
     model = Transformer.from_dict(entries)
     return model if seq_len is None else model.replace(seq_len=seq_len)
+
+
+def scheme_options(given: list[str] | None) -> dict[str, Any]:
+    """NAME=VALUE of every --option; true, false and numbers are no words."""
+    found: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise DomainError(f"--option {text!r}: NAME=VALUE is wanted, such as per_head=false")
+        found[name] = _plain_value(value)
+    return found
+
+
+def _plain_value(text: str) -> bool | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def write_csv(frame: Any, path: Path) -> None:

@@ -15,12 +15,14 @@ from .base import (
     LayersOption,
     ModelArgument,
     PlotOption,
+    SchemeOption,
     SeqLenOption,
     app,
     declared_model,
     input_moments,
     out,
     plain,
+    scheme_options,
     shortened,
     write_csv,
     write_plot,
@@ -36,6 +38,7 @@ def compare_schemes(
         list[str] | None,
         typer.Option(help="Which; may be repeated. Left out: all.", show_default=False),
     ] = None,
+    option: SchemeOption = None,
     variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
     correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
     as_json: JsonOption = False,
@@ -46,7 +49,8 @@ def compare_schemes(
     from ..scheme_table import compare_schemes as run
 
     declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
-    found = run(declared, scheme or None, **input_moments(declared, variance, correlation))
+    inputs = input_moments(declared, variance, correlation)
+    found = run(declared, scheme or None, options=scheme_options(option), **inputs)
     if csv is not None:
         write_csv(found.to_frame(), csv)
     if plot is not None:

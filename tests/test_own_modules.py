@@ -1,0 +1,232 @@
+"""A module of one's own, tried as its author would: recognised, audited, diagnosed, or drafted."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+
+import moments
+from moments import DomainError, Embedding, Head, Transformer, Weights
+
+torch = pytest.importorskip("torch")
+
+import nano_gpt  # noqa: E402
+
+from moments.modules.architecture import read_architecture  # noqa: E402
+from moments.modules.roles import roles_of  # noqa: E402
+
+CONFIG = nano_gpt.Config(n_layer=3)
+SQUARE = nano_gpt.STD**2
+LINEARS = ("query", "key", "value", "output", "ffn_in", "ffn_out")
+PLAN = Transformer(
+    layers=CONFIG.n_layer,
+    d_model=CONFIG.n_embd,
+    heads=CONFIG.n_head,
+    seq_len=CONFIG.block_size,
+    causal=True,
+    activation="gelu",
+    dropout=CONFIG.dropout,
+    weights=Weights.normal(SQUARE, output_divisor=2 * CONFIG.n_layer),
+    biases=moments.Biases.of(*LINEARS),
+    embedding=Embedding(CONFIG.vocab_size, SQUARE, SQUARE, dropout=CONFIG.dropout),
+    head=Head(),
+)
+BATCH = nano_gpt.text(CONFIG)
+
+NAMES = {
+    "transformer.h.{layer}.attn.c_attn.weight": "query+key+value",
+    "transformer.h.{layer}.attn.c_proj.weight": "output",
+    "transformer.h.{layer}.mlp.c_fc.weight": "ffn_in",
+    "transformer.h.{layer}.mlp.c_proj.weight": "ffn_out",
+    "transformer.wte.weight": "token",
+    "transformer.wpe.weight": "position",
+}
+STREAM = [(0, "stream", "transformer.h.0", "input")] + [
+    (n + 1, "stream", f"transformer.h.{n}", "output") for n in range(CONFIG.n_layer)
+]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Any:
+    torch.manual_seed(0)
+    return nano_gpt.GPT(CONFIG)
+
+
+@pytest.fixture
+def module(drawn: Any) -> Any:
+    return copy.deepcopy(drawn)
+
+
+def one_line(report: Any) -> str:
+    return " ".join(str(report).split())
+
+
+def headline(report: Any) -> str:
+    """Up to the first line that is not indented."""
+    first, *rest = str(report).splitlines()
+    for line in rest:
+        if not line.startswith("  ") or not line.strip():
+            break
+        first += " " + line.strip()
+    return first
+
+
+# --- recognised -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["dropout", "bare"])
+def test_a_gpt_of_linear_layers_is_recognised(bare: bool) -> None:
+    config = nano_gpt.Config(n_layer=2, bare=bare)
+    module = nano_gpt.GPT(config)
+    found = roles_of(module)
+    assert not found.unidentified
+    assert len(found.blocks) == 2 * config.n_layer
+    (value,) = (r for r in found.named("value") if r.layer == 1)
+    rows = module.transformer["h"][0].attn.c_attn.weight[2 * config.n_embd :]
+    assert torch.equal(value.part.of(module.get_parameter(value.parameter)), rows)
+    assert (value.fan_in, value.fan_out) == (config.n_embd, config.n_embd)
+    plan = PLAN.replace(layers=2, weights=Weights.normal(SQUARE, output_divisor=4))
+    report = moments.torch.audit(module, plan)
+    assert report.passed
+    assert not report.unchecked
+    assert headline(report) == "audit of GPT: passed"
+
+
+def test_its_architecture_is_read_for_a_scheme(module: Any) -> None:
+    read = read_architecture(module)
+    assert read is not None
+    for name in ("layers", "d_model", "heads", "seq_len", "d_ff", "norm", "activation", "dropout"):
+        assert getattr(read, name) == getattr(PLAN, name), name
+    moments.torch.initialize(module, "xavier", seed=1)
+    report = moments.torch.audit(module, "xavier")
+    assert report.passed
+    assert any("token, position" in words for words in report.unchecked)
+    with pytest.raises(DomainError, match=r"moments\.Transformer\(layers=3, d_model=64, heads=4"):
+        moments.torch.diagnose(module, BATCH)
+
+
+def test_the_loss_beside_the_logits_is_the_modules_own(module: Any) -> None:
+    seen = moments.torch.measure(module, BATCH)
+    with torch.no_grad():
+        logits, loss = module.eval()(**BATCH)
+    assert seen.loss == pytest.approx(float(loss), rel=0.02)  # dropout
+    assert seen.logit_variance == pytest.approx(float(logits.square().mean()), rel=0.1)
+
+
+def test_query_key_and_value_scaled_instead_of_the_output(module: Any) -> None:
+    """The stream hardly shows it, so the headline has to."""
+    scale = 1 / math.sqrt(2 * CONFIG.n_layer)
+    with torch.no_grad():
+        for block in module.transformer["h"]:
+            block.attn.c_attn.weight.mul_(scale)
+            block.attn.c_proj.weight.div_(scale)
+    words = "query and key and value carry the factor"
+    assert words in one_line(moments.torch.audit(module, PLAN))
+    diagnosis = moments.torch.diagnose(module, BATCH, PLAN)
+    assert words in one_line(diagnosis)
+    assert {"query", "key", "value", "output"} <= set(diagnosis.differing)
+    if diagnosis.expected:
+        assert headline(diagnosis).startswith("NOT AS DECLARED: query, key, value, output")
+
+
+def test_a_depth_scale_that_counts_the_layer(module: Any) -> None:
+    with torch.no_grad():
+        for number, block in enumerate(module.transformer["h"], start=1):
+            for linear in (block.attn.c_proj, block.mlp.c_proj):
+                linear.weight.mul_(math.sqrt(CONFIG.n_layer / number))
+    words = "a scale 1/sqrt(2 l) that counts the layer l was applied for 1/sqrt(2 N)"
+    (sentence,) = moments.torch.audit(module, PLAN).advice
+    assert sentence.startswith("output, ffn_out in layers 1, 2")
+    assert words in sentence
+    diagnosis = moments.torch.diagnose(module, BATCH, PLAN)
+    assert not diagnosis.expected
+    ranked = [cause for cause in diagnosis.causes if cause.explains > 0.05]
+    assert {cause.feature for cause in ranked} == {"output", "ffn_out"}
+    assert all(words in cause.words for cause in ranked)
+
+
+def test_a_residual_multiplier_that_counts_the_layer(module: Any) -> None:
+    plan = PLAN.replace(branch_scale=1 / math.sqrt(2 * CONFIG.n_layer))
+    wrong = plan.replace(branch_scale=[1 / math.sqrt(2 * n) for n in (1, 2, 3)])
+    moments.torch.initialize(module, wrong)
+    (sentence,) = moments.torch.audit(module, plan).advice
+    assert "a scale 1/sqrt(2 l) that counts the layer l was applied for" in sentence
+
+
+# --- never reassured ------------------------------------------------------------------------------
+
+
+def broken(module: Any) -> Any:
+    """Attention's output doubled in one layer, a norm gone in another."""
+    module.transformer["h"][0].attn.register_forward_hook(lambda part, given, output: 2 * output)
+    module.transformer["h"][1].ln_1 = torch.nn.Identity()
+    return module
+
+
+def test_an_audit_without_sites_says_what_it_did_not_check(module: Any) -> None:
+    report = moments.torch.audit(broken(module), PLAN, names=NAMES, sites=STREAM)
+    assert report.passed
+    assert "passed" not in headline(report)
+    for words in ("NOT CHECKED", "residual multipliers", "norm placement", "in every layer"):
+        assert words in headline(report)
+    assert "parameters of unknown role" in headline(report)
+    assert "not checked" in repr(report)
+
+
+def test_with_its_sites_both_faults_are_found(module: Any) -> None:
+    failed = {(f.layer, f.quantity) for f in moments.torch.audit(broken(module), PLAN).offenders}
+    assert failed == {(1, "branch_scale"), (2, "norm placement")}
+
+
+def test_a_norm_that_is_there_and_never_run(module: Any) -> None:
+    block = module.transformer["h"][2]
+    block.forward = lambda x: x + block.attn(x) + block.mlp(block.ln_2(x))
+    report = moments.torch.audit(module, PLAN)
+    assert any(f.layer == 3 and "no tensor passes" in f.note for f in report.offenders)
+
+
+def test_a_matrix_without_a_role_is_named(module: Any) -> None:
+    names = {k: v for k, v in NAMES.items() if v != "ffn_in"}
+    report = moments.torch.audit(module, PLAN, names=names)
+    assert any(words.startswith("ffn_in in every layer") for words in report.unchecked)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "names"])
+def test_what_an_argument_is_called_decides_nothing(module: Any, known: bool) -> None:
+    """A token table 2500 times the declared variance, under `idx`, `input_ids` or no name."""
+
+    class Renamed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer, self.lm_head = module.transformer, module.lm_head
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            return nano_gpt.GPT.forward(self, input_ids, labels)
+
+    with torch.no_grad():
+        module.transformer["wte"].weight.mul_(50)
+    given = {} if known else {"names": NAMES, "sites": STREAM}
+    renamed = {"input_ids": BATCH["idx"], "labels": BATCH["targets"]}
+    found = [
+        moments.torch.diagnose(module, BATCH, PLAN, **given),
+        moments.torch.diagnose(Renamed(), renamed, PLAN, **given),
+    ]
+    for diagnosis in found:
+        assert not diagnosis.expected
+        assert diagnosis.causes[0].feature == "embedding.token_variance"
+        assert diagnosis.causes[0].explains > 0.9
+    assert str(found[0]) == str(found[1])
+
+
+def test_what_was_measured_and_not_predicted_is_named(module: Any) -> None:
+    silent = PLAN.replace(embedding=None, head=None)
+    diagnosis = moments.torch.diagnose(module, BATCH, silent)
+    assert diagnosis.expected
+    assert "NOT CHECKED" in headline(diagnosis)
+    assert "the embedding (what enters layer 1 was measured" in headline(diagnosis)
+    assert "head and loss" in headline(diagnosis)
+    stream = moments.torch.diagnose(module, BATCH, PLAN, names=NAMES, sites=STREAM)
+    assert "residual multipliers, norm factors and norm placement" in headline(stream)
