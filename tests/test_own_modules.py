@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import moments
@@ -230,3 +232,62 @@ def test_what_was_measured_and_not_predicted_is_named(module: Any) -> None:
     assert "head and loss" in headline(diagnosis)
     stream = moments.torch.diagnose(module, BATCH, PLAN, names=NAMES, sites=STREAM)
     assert "residual multipliers, norm factors and norm placement" in headline(stream)
+
+
+def test_what_attention_is_told_to_multiply_by(module: Any) -> None:
+    """A wrong number of heads divides logits by another root."""
+    module.transformer["h"][1].attn.n_head = 1
+    (offender,) = moments.torch.audit(module, PLAN).offenders
+    assert (offender.layer, offender.quantity) == (2, "temperature")
+    assert offender.measured == pytest.approx(math.sqrt(CONFIG.n_head))
+
+
+# --- wrapped --------------------------------------------------------------------------------------
+
+
+def test_compiled_modules_are_audited_and_measured_as_what_they_hold(module: Any) -> None:
+    """The whole, its layers alone, or in place; nothing is compiled for it."""
+    text = str(moments.torch.audit(module, PLAN))
+    moved = torch.nn.DataParallel(torch.compile(module, backend=refuse))
+    assert str(moments.torch.audit(moved, PLAN)) == text
+    layers = copy.deepcopy(module)
+    for n, block in enumerate(layers.transformer["h"]):
+        layers.transformer["h"][n] = torch.compile(block, backend=refuse)
+    assert headline(moments.torch.audit(layers, PLAN)) == "audit of GPT: passed"
+    inside = copy.deepcopy(module)
+    inside.compile(backend=refuse)
+    assert str(moments.torch.audit(inside, PLAN)) == text
+    plain = moments.torch.measure(module, BATCH)
+    for other in (moved, layers, inside):
+        np.testing.assert_array_equal(moments.torch.measure(other, BATCH).variance, plain.variance)
+    assert moments.torch.describe(moved, architecture=PLAN) == moments.torch.describe(
+        module, architecture=PLAN
+    )
+
+
+def refuse(graph: Any, inputs: Any) -> Any:
+    raise AssertionError("compiled")
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A process group of this process."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield distributed
+    distributed.destroy_process_group()
+
+
+def test_distributed_modules_are_unwrapped_or_refused(module: Any, alone: Any) -> None:
+    data_parallel = torch.nn.parallel.DistributedDataParallel(module)
+    assert moments.torch.audit(data_parallel, PLAN).passed
+    whole = copy.deepcopy(module)
+    mesh = alone.device_mesh.init_device_mesh("cpu", (1,))
+    alone.fsdp.fully_shard(whole, mesh=mesh)
+    for use in (moments.torch.audit, moments.torch.initialize):
+        with pytest.raises(DomainError, match=r"transformer\.wte\.weight is a shard"):
+            use(whole, PLAN)
+    flat = copy.deepcopy(module)
+    flat.transformer["wte"].weight.data = flat.transformer["wte"].weight.data.flatten()
+    with pytest.raises(DomainError, match="is a shard"):
+        moments.torch.audit(flat, PLAN)
