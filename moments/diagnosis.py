@@ -197,10 +197,10 @@ def diagnose_case(
             found = declared if not features else None
             return Diagnosis(comparison, found, idle, math.nan, *told)
         distance = _Distance(comparison, points)
+        if progress and features:
+            runs = 1 + (2 * len(features) if len(features) > 1 else 1)
+            say(f"ranking {len(features)} differences: {runs} predictions of some {seconds:.1f} s")
         everything, usable = applied(case, list(features))
-        if progress and usable:
-            runs = 1 + (2 * len(usable) if len(usable) > 1 else 1)
-            say(f"ranking {len(usable)} differences: {runs} predictions of some {seconds:.1f} s")
         found = _predicted(everything)
         causes = _ranked(case, usable, everything, found, distance, progress)
     explained = math.nan

@@ -79,7 +79,9 @@ def allowed_outside(points: int) -> int:
 
     The fewest that are exceeded with less probability than a single point lies three standard
     deviations out (1 in 370), were the points independent: K is binomial(points, 1/20). Points of
-    neighbouring layers move together, so that a right network exceeds it more often.
+    neighbouring layers move together, so that a right network exceeds it more often: of 450
+    simulated draws (4 and 12 layers Pre-LN, 6 Post-LN, d_model 64, 12 tokens) 14 did, 3.1 +- 0.8 %,
+    with no point beyond three standard deviations; 11 others had one.
     """
     from scipy.special import bdtrc
 

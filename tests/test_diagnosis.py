@@ -17,6 +17,8 @@ from moments.differences import Case, differences
 
 torch = pytest.importorskip("torch")
 
+from moments.modules.diagnose import _large  # noqa: E402
+
 DECLARED = Transformer(layers=4, d_model=48, heads=4, seq_len=12, dropout=0.1)
 INPUT = {"correlation": 0.3}
 
@@ -279,6 +281,30 @@ def test_a_scheme_that_was_never_applied() -> None:
     assert not diagnosis.expected
     assert {"value", "output", "ffn_in", "ffn_out"} <= {c.feature for c in diagnosis.causes}
     assert diagnosis.explained > 0.8
+
+
+def test_a_long_diagnosis_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, the verdict before the search for causes."""
+    batch = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2))
+    diagnosis = moments.torch.diagnose(encoder(copies=True), batch, progress=True)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert lines[0] == "measuring TransformerEncoder, 1 draw"
+    verdict = lines.index(diagnosis.comparison.verdict())
+    assert lines[verdict - 1] == "predicting 3 layers at 12 tokens"
+    assert lines[verdict + 1].startswith("ranking 2 differences: 5 predictions of some ")
+    ranked = [line for line in lines[verdict + 2 :] if " of 2: " in line]
+    assert len(ranked) == 2
+    moments.torch.diagnose(encoder(copies=True), batch)
+    assert capsys.readouterr().err == "", "small ones are silent"
+
+
+def test_which_diagnoses_are_long() -> None:
+    large, ids = torch.nn.Linear(8000, 8000, device="meta"), torch.zeros(4, 64)
+    assert _large(large, {"input_ids": ids}, 1)
+    assert _large(large, ids[:1], 4)
+    assert not _large(large, ids[:1], 1)
 
 
 def test_what_cannot_be_diagnosed_says_why() -> None:
