@@ -24,6 +24,7 @@ with optional("torch", "torch"):
     from moments.modules.audit import AuditReport, audit
     from moments.modules.describe import describe, weight_statistics
     from moments.modules.diagnose import diagnose
+    from moments.modules.draft import Draft, draft
     from moments.modules.fold import fold
     from moments.modules.initialize import Initialization, attach, initialize
     from moments.modules.scales import AppliedScales
@@ -36,12 +37,14 @@ with optional("torch", "torch"):
 __all__ = [
     "AppliedScales",
     "AuditReport",
+    "Draft",
     "HookPoint",
     "Initialization",
     "attach",
     "audit",
     "describe",
     "diagnose",
+    "draft",
     "fold",
     "hook_points",
     "initialize",

@@ -291,3 +291,126 @@ def test_distributed_modules_are_unwrapped_or_refused(module: Any, alone: Any) -
     flat.transformer["wte"].weight.data = flat.transformer["wte"].weight.data.flatten()
     with pytest.raises(DomainError, match="is a shard"):
         moments.torch.audit(flat, PLAN)
+
+
+# --- drafted --------------------------------------------------------------------------------------
+
+
+class Root(torch.nn.Module):
+    """RMSNorm of one's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Any) -> Any:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True))
+
+
+class Layer(torch.nn.Module):
+    """Separate matrices, a gate, and norms before or behind its blocks."""
+
+    def __init__(self, width: int, pre: bool) -> None:
+        super().__init__()
+        self.pre = pre
+        self.n2, self.n1 = Root(width), Root(width)  # not in the order in which they act
+        sizes = {"wv": 1, "wq": 1, "wo": 1, "wk": 1, "up": 3, "gate": 3}
+        self.m = torch.nn.ModuleDict(
+            {n: torch.nn.Linear(width, k * width, bias=False) for n, k in sizes.items()}
+        )
+        self.down = torch.nn.Linear(3 * width, width, bias=False)
+
+    def attend(self, x: Any) -> Any:
+        q, k, v = (self.m[n](x).unflatten(-1, (4, -1)).transpose(1, 2) for n in ("wq", "wk", "wv"))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.m["wo"](mixed.transpose(1, 2).flatten(2))
+
+    def feed(self, x: Any) -> Any:
+        return self.down(torch.nn.functional.silu(self.m["gate"](x)) * self.m["up"](x))
+
+    def forward(self, x: Any) -> Any:
+        if self.pre:
+            x = x + self.attend(self.n1(x))
+            return x + self.feed(self.n2(x))
+        x = self.n1(x + self.attend(x))
+        return self.n2(x + self.feed(x))
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self, pre: bool = True, layers: int = 3, width: int = 32) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(53, width)
+        self.stack = torch.nn.ModuleList(Layer(width, pre) for _ in range(layers))
+        self.end, self.logits = Root(width), torch.nn.Linear(width, 53, bias=False)
+        self.rope = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.words(tokens)
+        for layer in self.stack:
+            x = layer(x)
+        return self.logits(self.end(x))
+
+
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+def test_a_draft_of_a_module_that_no_family_knows(pre: bool) -> None:
+    torch.manual_seed(3)
+    module = Decoder(pre)
+    made = moments.torch.draft(module)
+    assert {k.removeprefix("stack.{layer}."): v for k, v in made.names.items()} == {
+        "m.wq.weight": "query",
+        "m.wk.weight": "key",
+        "m.wv.weight": "value",
+        "m.wo.weight": "output",
+        "m.up.weight": "ffn_in",
+        "m.gate.weight": "gate",
+        "down.weight": "ffn_out",
+        "n1.weight": "attention.norm.gain",
+        "n2.weight": "ffn.norm.gain",
+        "words.weight": "token",
+        "end.weight": "final.norm.gain",
+        "logits.weight": "head",
+    }
+    assert made.unplaced == ("rope (3,)",)
+    assert made.doubts == ()
+    written: dict[str, Any] = {}
+    exec(str(made), written)
+    assert written["names"] == made.names
+    assert written["sites"] == list(made.sites)
+    plan = Transformer(
+        3,
+        32,
+        4,
+        16,
+        d_ff=96,
+        causal=True,
+        norm="pre" if pre else "post",
+        normalization="rmsnorm",
+        activation="silu",
+        gated=True,
+        weights=Weights.torch_default(32, 96).replace(gate=1 / 96),
+    )
+    ids = torch.randint(53, (2, 16), generator=torch.Generator().manual_seed(0))
+    given = {"names": written["names"], "sites": written["sites"], "batch": ids}
+    report = moments.torch.audit(module, plan, **given)
+    assert report.passed, str(report)
+    assert not any("norm placement" in words for words in report.unchecked)
+    module.stack[1].down.register_forward_hook(lambda part, inputs, output: 0.5 * output)
+    module.stack[2].n1.forward = lambda x: 3 * x
+    report = moments.torch.audit(module, plan, **given)
+    assert {f.layer for f in report.offenders} >= {2, 3}
+
+
+def test_an_unknown_module_gets_its_draft_with_the_refusal() -> None:
+    module, ids = Decoder(), torch.zeros(1, 8, dtype=torch.long)
+    plan = Transformer(3, 32, 4, 16)
+    for use in (
+        lambda: moments.torch.audit(module, plan),
+        lambda: moments.torch.initialize(module, plan),
+        lambda: moments.torch.diagnose(module, ids, plan),
+    ):
+        with pytest.raises(moments.MomentsError, match="no known layer in Decoder") as refusal:
+            use()
+        assert '"stack.{layer}.m.wq.weight": "query"' in str(refusal.value)
+        assert '("attention.norm", ".n1", "output")' in str(refusal.value)
+    with pytest.raises(moments.MomentsError, match="no list of layers"):
+        moments.torch.draft(torch.nn.Linear(3, 3))

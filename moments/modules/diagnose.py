@@ -98,6 +98,8 @@ def diagnose(
     sites = None if sites is None else list(sites)
     fixed = isinstance(module, nn.Module)
     target = unwrapped(module if isinstance(module, nn.Module) else module(seed))
+    if sites is None and names is None:
+        roles_of(target)  # a module that is not known is refused with a draft
     if progress is None:
         progress = _large(target, batch, seeds)
     if progress:
