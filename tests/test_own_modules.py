@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -414,3 +415,40 @@ def test_an_unknown_module_gets_its_draft_with_the_refusal() -> None:
         assert '("attention.norm", ".n1", "output")' in str(refusal.value)
     with pytest.raises(moments.MomentsError, match="no list of layers"):
         moments.torch.draft(torch.nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "opt", "gemma2"])
+def test_drafts_of_known_families_are_what_is_known_of_them(kind: str) -> None:
+    """Post-LN, Pre-LN with a gate and shared heads, Pre-LN, norms on both sides of a block."""
+    pytest.importorskip("transformers")
+    import small_modules
+
+    module = small_modules.family_module(kind, 2, 64)
+    made = moments.torch.draft(module)
+    assert made.doubts == ()
+    known, found = roles_of(module), roles_of(module, made.names, made.sites)
+
+    def inside(roles: Any) -> set[tuple[int, str, str]]:
+        return {(r.layer, r.name, r.label) for r in roles.roles if 1 <= r.layer <= 2}
+
+    assert inside(found) == inside(known)
+    for one, other in zip(found.blocks, known.blocks, strict=True):
+        for name in ("layer", "name", "placement", "norm", "post_norm", "raw", "total"):
+            assert getattr(one, name) == getattr(other, name), name
+
+
+def test_a_norm_of_a_blocks_output_is_no_post_norm() -> None:
+    module = Decoder(pre=False)
+    for layer in module.stack:
+        layer.forward = functools.partial(branch_normed, layer)
+    made = moments.torch.draft(module)
+    assert set(made.doubts) == {
+        "n1 norms a block's output, not the sum",
+        "n2 norms a block's output, not the sum",
+    }
+    assert (1, "attention.post_norm", "stack.0.n1", "output") in made.sites
+
+
+def branch_normed(layer: Any, x: Any) -> Any:
+    x = x + layer.n1(layer.attend(x))
+    return x + layer.n2(layer.feed(x))

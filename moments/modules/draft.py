@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from moments.errors import MomentsError, domain_error
 from moments.modules.probe import TOKENS, in_mode, run
+from moments.modules.tensors import first_tensor
 from moments.modules.wrappers import unwrapped
 from moments.optional import optional
 
@@ -116,6 +117,7 @@ class _Drafting:
         self.stack, self.layers = _stack(module)
         self.first = f"{self.stack}.{self.layers[0]}".lstrip(".")
         self.layer = module.get_submodule(self.first)
+        self.tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.order = self._acting(batch)
 
     def draft(self) -> Draft:
@@ -150,10 +152,16 @@ class _Drafting:
         }
         given = _ids(self.module) if batch is None else batch
         seen: list[str] = []
-        hooks = [
-            part.register_forward_hook(lambda *_, path=path: seen.append(path))
-            for path, part in leaves.items()
-        ]
+
+        def acted(path: str) -> Any:
+            def hook(part: nn.Module, read: Any, made: Any) -> None:
+                seen.append(path)
+                if path.startswith(self.first) and read and isinstance(made, torch.Tensor):
+                    self.tensors[path] = first_tensor(read), made
+
+            return hook
+
+        hooks = [part.register_forward_hook(acted(path)) for path, part in leaves.items()]
         try:
             if given is not None:
                 with in_mode(self.module, False):
@@ -212,6 +220,7 @@ class _Drafting:
                 del roles[m]
         for m in [*square, *narrow]:
             fitting = [role for role, words in _WORDS.items() if _last(m) & words]
+            fitting = [role for role in fitting if role != "output"] or fitting  # q_proj
             if len(fitting) == 1 and fitting[0] not in roles.values():
                 roles[m] = fitting[0]
         missing = [r for r in ("query", "key", "value", "output") if r not in roles.values()]
@@ -249,6 +258,11 @@ class _Drafting:
             if [len(s) for s in sites] == [len(first), len(between), len(last)]:
                 for found, named in zip((first, between, last), sites, strict=True):
                     places |= dict(zip(found, named, strict=True))
+        for role, site in (("output", "attention.norm"), ("ffn_out", "ffn.norm")):
+            before = next(leaf.path for leaf, name in roles.items() if name == role)
+            for leaf in [n for n in places if places[n] == site and self._reads(n.path, before)]:
+                places[leaf] = site.replace("norm", "post_norm")
+                self.doubts.append(f"{leaf.path} norms a block's output, not the sum")
         if norms and not places:
             self.doubts.append("its norms are neither Pre-LN nor Post-LN: place them yourself")
         return places
@@ -297,6 +311,11 @@ class _Drafting:
             for site, path, side in (*found, ("stream", "", "output")):
                 sites.append((number, site, f"{at}.{path}".rstrip("."), side))
         return sites
+
+    def _reads(self, path: str, other: str) -> bool:
+        """Whether one part reads what another made, unchanged."""
+        seen = [self.tensors.get(f"{self.first}.{one}") for one in (path, other)]
+        return seen[0] is not None and seen[1] is not None and torch.equal(seen[0][0], seen[1][1])
 
     def _follows(self, path: str, other: str | None) -> bool:
         at, before = f"{self.first}.{path}", f"{self.first}.{other}"

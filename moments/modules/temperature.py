@@ -87,7 +87,7 @@ def _factors_seen(module: nn.Module, batch: Any) -> list[float]:
     """What every call of scaled_dot_product_attention multiplies q k by, in order."""
     found: list[float] = []
 
-    class Watch(TorchFunctionMode):
+    class Watch(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
