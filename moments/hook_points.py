@@ -68,7 +68,8 @@ def stacks_of(module: nn.Module) -> dict[str, list[tuple[str, Layout]]]:
         raise MomentsError(
             f"no known layer in {type(module).__name__}: moments finds the layers of Hugging Face "
             f"families ({', '.join(sorted(FAMILIES))}) and of nn.TransformerEncoder; for another "
-            "module pass sites=[(layer, site, submodule_path, 'input' or 'output'), ...]"
+            "module pass sites=[(layer, site, submodule_path, 'input' or 'output'), ...], of which "
+            "moments.torch.draft(module) makes a draft"
         )
     for layers in found.values():
         stacks = sorted({_list_of(path) for path, _ in layers})
