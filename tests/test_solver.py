@@ -352,6 +352,60 @@ def test_the_largest_depth_keeps_its_bound_and_one_more_layer_does_not() -> None
     assert "the nearest value is" in str(tight)
 
 
+CAUSAL = moments.Transformer(2, 32, 2, 6, causal=True, norm="pre", dropout=0.1)
+
+
+def test_the_largest_depth_walks_and_does_not_predict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depth after depth on the layers passed before: as many layers as the answer, and one."""
+    from moments.solver import largest, solve as solver
+
+    passed = []
+    layer = largest.declare_layer
+    monkeypatch.setattr(
+        largest, "declare_layer", lambda *a: passed.append(a[2]) or layer(*a)
+    )
+    monkeypatch.setattr(solver, "predict", None)
+    plan = solve(CAUSAL, "largest_depth", bound=("final_correlation", 0.6), correlation=0.3)
+    depth = plan.model.layers
+    assert passed == list(range(1, depth + 2))
+    monkeypatch.undo()
+    found = moments.predict(CAUSAL.replace(layers=depth + 1), correlation=0.3).correlation
+    assert found[depth] <= 0.6 < found[depth + 1]
+    assert plan.title.endswith(f"at most 0.6: {depth}")
+
+
+@pytest.mark.parametrize("goal", ["final_correlation", "gradient_ratio"])
+def test_no_depth_breaks_a_bound_that_values_settle_below(goal: str) -> None:
+    """Said early; and a stack sixteen times as deep keeps the bound, within what is said of it."""
+    model = CAUSAL.replace(norm="post", causal=goal == "final_correlation", branch_scale=0.3)
+    inputs = {"correlation": 0.3, "grad_correlation": 0.5}
+    if goal == "gradient_ratio":  # down a stack whose weights shrink nothing
+        model = BASE.replace(dropout=0.0, norm="none", branch_scale=0.01, skip_scale=1.0)
+        model = model.replace(skip_scale=0.9)
+    plan = solve(model, "largest_depth", bound=(goal, 0.999), **inputs)
+    assert plan.feasible
+    assert "unbounded" in plan.title
+    assert plan.model.layers <= 256
+    deep = moments.predict(model.replace(layers=16 * plan.model.layers), **inputs)
+    value = {
+        "final_correlation": deep.correlation[-1],
+        "gradient_ratio": deep.grad_variance[0] / deep.grad_variance[-1],
+    }[goal]
+    assert value <= 0.999
+    told = plan.title.partition("tend to ")[2].split(" give or take ")
+    tends, remaining = float(told[0]), float(told[1]) if len(told) > 1 else 0.0
+    assert value == pytest.approx(tends, abs=2 * remaining + 2e-3 * abs(tends))
+
+
+def test_a_search_for_depth_is_bounded_by_the_tokens_it_resolves() -> None:
+    from moments.solver.largest import DEPTH_MAX, HELD_PAIRS, WALKED_PAIRS, _limit
+
+    assert _limit(HELD_PAIRS, 0.5) == DEPTH_MAX
+    assert _limit(WALKED_PAIRS, np.eye(64)) == DEPTH_MAX
+    assert [_limit(WALKED_PAIRS, np.eye(n)) for n in (256, 1024)] == [256, 16]
+    assert _limit(HELD_PAIRS, np.eye(64)) == 256
+
+
 # --- schemes -------------------------------------------------------------------------------------
 
 
@@ -540,6 +594,14 @@ def test_solve_command(tmp_path: Any) -> None:
     assert "NOT FEASIBLE" in done.stdout
     largest = ["largest_k", "--bound", "final_correlation=0.99", "--json"]
     assert json.loads(RUNNER.invoke(app, [*common, *largest]).stdout)["free"] == ["k"]
+
+
+def test_a_search_for_depth_tells_how_far_it_is() -> None:
+    arguments = ["gpt2", "--seq-len", "4", "--objective", "largest_depth", "--json"]
+    done = RUNNER.invoke(app, ["solve", *arguments, "--bound", "final_variance=0.1"])
+    told = [line for line in done.stderr.splitlines() if "the bound is 0.1" in line]
+    assert [int(line.split()[0]) for line in told] == [2, 4, 8]
+    assert 8 <= Plan.from_json(done.stdout).model.layers < 16
 
 
 def test_several_goals_from_the_command_line() -> None:

@@ -79,6 +79,7 @@ def solve(
         free=free or None,
         bound=None if bound is None else _named(bound, "bound"),
         tolerance=tolerance,
+        progress=True,
         **inputs,
     )
     if csv is not None:
