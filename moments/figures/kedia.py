@@ -91,7 +91,7 @@ def _of_block(label: str, which: str, drop_prob: float, **changes: object) -> Li
 def _correlations() -> Setup:
     lines = (
         _of_block("attention block", "attention", DROPOUT, seeds=2),
-        _of_block("feed-forward block", "ffn", DROPOUT, seeds=2),
+        _of_block("feed-forward block", "ffn", DROPOUT, seeds=8),
     )
     panel = Panel("dropout .1", lines, "input correlation", "output correlation", diagonal=True)
     title = "The feed-forward block lowers high correlations, dropout keeps attention's below 1"
@@ -120,7 +120,7 @@ def _no_collapse() -> Setup:
 
 def _polynomial() -> Setup:
     lines = (
-        _of_block("exact", "ffn", 0.0, seeds=2),
+        _of_block("exact", "ffn", 0.0, seeds=8),
         _of_block("polynomial of Table 2", "ffn", 0.0, theory="simplified", points=False),
     )
     panel = Panel("no dropout", lines, "input correlation", "output correlation", diagonal=True)
