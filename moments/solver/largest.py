@@ -1,8 +1,8 @@
 """The largest k or depth that keeps a number of the prediction within a bound.
 
-A stack's first layers are a shallower stack. The largest depth of a bound on the stream is therefore
-found by one walk, a layer at a time, that keeps no trace; only a bound on gradients, which enter at
-the top, takes a prediction per depth, by doubling and halving.
+A stack's first layers are a shallower stack. The largest depth of a bound on the stream is
+therefore found by one walk, a layer at a time, that keeps no trace; only a bound on gradients,
+which enter at the top, takes a prediction per depth, by doubling and halving.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class _Depths:
     def predicted(
         self, model: Transformer, inputs: Mapping[str, Any], value: Callable[[Transformer], float]
     ) -> Reached:
-        """By doubling, then halving; the depth found keeps the bound and one more layer breaks it."""
+        """By doubling, then halving; one more layer than the depth found breaks the bound."""
         limit = _limit(HELD_PAIRS, entered(model.replace(layers=1), inputs)[0].first.pairs)
 
         def at(depth: int) -> float:
