@@ -512,7 +512,7 @@ def test_laws_of_the_loss_by_sampling() -> None:
             for x, v, s in zip((z, y), (first, second), sums, strict=True)
         ]
         drawn = {
-            "mean": loss - (sums[0] - 1),
+            "mean": a - (sums[0] - 1),  # less the mean logit, which is 0 on average
             "loss": loss,
             "other": b - means[1],
             "square": a * a - 2 * a * means[0] + squares,
