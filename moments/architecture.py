@@ -32,6 +32,17 @@ def declare(
     return Chain(tuple(_Stack(model, theory, padding, sequences).layer(n) for n in layers))
 
 
+def declare_layer(
+    model: Transformer,
+    theory: Theory,
+    number: int,
+    padding: Padding | None = None,
+    sequences: int = 1,
+) -> Layer:
+    """One layer of `declare`, for a walk that does not hold them all."""
+    return _Stack(model, theory, padding, sequences).layer(number)
+
+
 def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) -> Chain:
     """What follows the sum of the embedding tables."""
     parts: list[Component] = []

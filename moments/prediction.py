@@ -190,11 +190,14 @@ class Prediction:
 
         return render(prediction_table(self))
 
-    def plot(self) -> Figure:
-        """Four panels: variance and correlation of signal and gradient along the depth."""
+    def plot(self, name: str | None = None) -> Figure:
+        """Four panels: variance and correlation of signal and gradient along the depth.
+
+        `name`, the model's, heads the title.
+        """
         from .plot import plot_prediction
 
-        return plot_prediction(self)
+        return plot_prediction(self, name)
 
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""

@@ -57,11 +57,14 @@ class SchemeComparison:
         rows = [(name, *_numbers(found)) for name, found in self.predictions.items()]
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
-    def plot(self) -> Figure:
-        """Variance, correlation and gradient along the depth, one row of panels per family."""
+    def plot(self, name: str | None = None) -> Figure:
+        """Variance, correlation and gradient along the depth, one row of panels per family.
+
+        `name`, the model's, heads the title.
+        """
         from .scheme_plot import plot_schemes
 
-        return plot_schemes(self)
+        return plot_schemes(self, name)
 
     def __str__(self) -> str:
         shown = self.to_frame().to_string(index=False, float_format=lambda value: f"{value:.3g}")

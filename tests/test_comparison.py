@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,9 +59,45 @@ def test_shown_as_text_and_picture(comparison: moments.Comparison) -> None:
     text = comparison.table()
     assert "signal along the residual stream" in text
     assert "±" in text
-    figure = comparison.plot()
+    figure = comparison.plot("a name")
     assert len(figure.axes) == 4
+    assert figure.get_suptitle().startswith("a name: ")
+    assert " ".join(figure.get_supxlabel().split()) == comparison.verdict()
     assert "Comparison(" in repr(comparison)
+
+
+def legend(ax: Any) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_a_band_is_called_what_it_is() -> None:
+    """A normalised stream hardly scatters over draws: its band is the tolerance."""
+    for norm, label in (("post", "± 3.9 % granted to the theory"), ("pre", "95 % expected")):
+        model = moments.Transformer(2, 48, 4, 12, norm=norm, dropout=0.1)
+        simulated = moments.simulate(model, correlation=0.3, seeds=4, batch=1)
+        predicted = moments.predict(model, correlation=0.3)
+        found = moments.compare(predicted, simulated)
+        named = legend(found.plot().axes[0])
+        assert any(text.startswith(label) for text in named), (norm, named)
+
+
+def test_a_prediction_shows_the_bands_it_has() -> None:
+    def drawn(**changes: Any) -> tuple[Any, list[list[str]]]:
+        model = moments.Transformer(
+            **{"layers": 2, "d_model": 48, "heads": 4, "seq_len": 12} | changes
+        )
+        figure = moments.predict(model, correlation=0.3).plot("tiny")
+        return figure, [legend(figure.axes[index]) for index in (0, 2)]
+
+    figure, both = drawn()
+    assert both == [["95 % of draws", "mean over draws"]] * 2
+    assert figure.get_suptitle().startswith("tiny: 2 layers")
+    assert "token correlation 0.3 to 0." in figure.get_supxlabel()
+    _, (of_signal, of_gradient) = drawn(norm="none")  # known to a factor of two only
+    assert of_signal == ["mean over draws"]
+    assert "95 % of draws" in of_gradient
+    published = moments.predict(moments.Transformer(2, 48, 4, 12), theory="published").plot()
+    assert [legend(published.axes[index]) for index in (0, 2)] == [["mean over draws"]] * 2
 
 
 def test_measurement_survives_json(measured: moments.Measurement) -> None:

@@ -481,3 +481,68 @@ def test_closed_forms_of_one_and_of_two_tokens_by_simulation() -> None:
     agree(laws["covariance"](**values), list(one * other), 2e-3)
     agree(laws["grad_variance"](**values), list((gradients[0] ** 2).mean(1)), 1e-3)
     agree(laws["grad_covariance"](**values), list((gradients[0] * gradients[1]).mean(1)), 1e-3)
+
+
+# --- the laws of a loss, against sampled logits ---------------------------------------------------
+
+
+def test_laws_of_the_loss_by_sampling() -> None:
+    """Two tokens' losses and gradients with all targets averaged out, and what is known of a sample
+    (mean square and mean exponential of its logits) subtracted as control variates. Beyond five
+    standard errors a term of the next order in 1/V is left."""
+    random, vocab, first, second, correlation = np.random.default_rng(5), 400, 0.5, 0.9, 0.6
+    shared = correlation * math.sqrt(first * second)
+    series: dict[str, list[np.ndarray]] = {}
+    for _ in range(12):
+        own = random.standard_normal((1500, vocab))
+        other = correlation * own
+        other = other + math.sqrt(1 - correlation**2) * random.standard_normal(own.shape)
+        z, y = own * math.sqrt(first), other * math.sqrt(second)
+        sums = [np.exp(x - v / 2).mean(1) for x, v in ((z, first), (y, second))]
+        a, b = (
+            math.log(vocab) + v / 2 + np.log(s) for v, s in zip((first, second), sums, strict=True)
+        )
+        means = [x.mean(1) for x in (z, y)]
+        squares, crossed = (z * z).mean(1), (z * y).mean(1)
+        loss = a - means[0]  # averaged over targets
+        same = a * b - a * means[1] - b * means[0] + crossed
+        both = (vocab * loss * (b - means[1]) - same) / (vocab - 1)
+        p = [
+            np.exp(x - v / 2) / vocab / s[:, None]
+            for x, v, s in zip((z, y), (first, second), sums, strict=True)
+        ]
+        drawn = {
+            "mean": a - (sums[0] - 1),  # less the mean logit, which is 0 on average
+            "loss": loss,
+            "other": b - means[1],
+            "square": a * a - 2 * a * means[0] + squares,
+            "same": same,
+            "both": both,
+            "agreement": (p[0] * p[0]).sum(1),
+            "overlap": (p[0] * p[1]).sum(1),
+            "squares": squares,
+            "crossed": crossed,
+        }
+        for name, values in drawn.items():
+            series.setdefault(name, []).append(values)
+    found = {name: np.concatenate(parts) for name, parts in series.items()}
+    laws = CROSS_ENTROPY.under("refined")
+    given = {"vocab_size": vocab, "x_variance": first}
+    pair = {**given, "x_other_variance": second, "x_correlation": correlation}
+
+    def agrees(samples: np.ndarray, value: float, scale: float) -> None:
+        error = samples.std() / math.sqrt(len(samples))
+        assert abs(samples.mean() - value) < 5 * error + 4 * scale / vocab**2, (value, error)
+
+    agrees(found["mean"], laws["mean"](**given), 1.0)
+    centre, beside = found["loss"].mean(), found["other"].mean()
+    variance = found["square"] - 2 * centre * found["loss"] + centre**2
+    agrees(variance - found["squares"] + first, laws["variance"](**given), 1.0)
+    for pattern, name in ((1.0, "same"), (0.0, "both")):
+        product = found[name] - centre * found["other"] - beside * found["loss"] + centre * beside
+        known = (found["crossed"] - shared) * pattern
+        agrees(product - known, laws["covariance"](**pair, pattern_correlation=pattern), 1.0)
+        value = laws["grad_covariance"](**pair, pattern_correlation=pattern, grad_covariance=2.0)
+        agrees(2 * (found["overlap"] - 2 / vocab + pattern) / vocab, value, 2.0 / vocab)
+    value = laws["grad_variance"](**given, grad_variance=3.0)
+    agrees(3 * (found["agreement"] - 2 / vocab + 1) / vocab, value, 3.0 / vocab)

@@ -55,7 +55,9 @@ SchemeOption = Annotated[
 TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 CsvOption = Annotated[Path | None, typer.Option("--csv", help="Write every point as CSV.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the picture to this file.")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", help="Write the picture to this file: .png, .svg or .pdf.")
+]
 
 
 def main() -> None:
@@ -186,10 +188,14 @@ def write_csv(frame: Any, path: Path) -> None:
 
 
 def write_plot(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise DomainError(f"cannot write {path}: {error}") from None
+    from ..plot import save
+
+    save(figure, path)
+
+
+def named(model: str | None) -> str | None:
+    """What a picture calls the MODEL argument: a preset's name, or a file's without its ending."""
+    return None if model is None else Path(model).stem if model.endswith(".json") else model
 
 
 def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:

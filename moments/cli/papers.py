@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..checks import check_choice
 from ..errors import DomainError
 from .base import (
     CsvOption,
@@ -20,6 +21,7 @@ from .base import (
     app,
     declared_model,
     input_moments,
+    named,
     out,
     plain,
     scheme_options,
@@ -54,7 +56,7 @@ def compare_schemes(
     if csv is not None:
         write_csv(found.to_frame(), csv)
     if plot is not None:
-        write_plot(found.plot(), plot)
+        write_plot(found.plot(named(model)), plot)
     if as_json:
         records = json.loads(found.to_frame().to_json(orient="records"))
         print(json.dumps({"schemes": records, "left_out": dict(found.left_out)}, indent=2))
@@ -66,6 +68,9 @@ def compare_schemes(
 def figures(
     name: Annotated[str | None, typer.Argument(help="Which; left out: all.")] = None,
     folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("figures"),
+    ending: Annotated[
+        str, typer.Option("--format", help="What they are written as: png, svg or pdf.")
+    ] = "png",
     names: Annotated[bool, typer.Option("--list", help="List them instead.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,12 +81,13 @@ def figures(
     chosen = {one: setup(one) for one in (every() if name is None else (name,))}
     listed = [{"name": n, "title": s.title, "source": str(s.source)} for n, s in chosen.items()]
     if not names:
+        check_choice("format", ending.removeprefix("."), ("png", "svg", "pdf"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DomainError(f"--folder {folder}: {error.strerror}") from None
     for row in listed:
-        path = folder / f"{row['name']}.png"
+        path = folder / f"{row['name']}.{ending.removeprefix('.')}"
         if not names:
             draw(row["name"], path)
             row["picture"] = str(path)

@@ -87,6 +87,7 @@ def solve(
         bound=None if bound is None else _named(bound, "bound"),
         tolerance=tolerance,
         options=options or None,
+        progress=True,
         **inputs,
     )
     if csv is not None:
