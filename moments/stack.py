@@ -166,9 +166,9 @@ class Stack:
             self.trace,
             layout,
             batch,
-            loss=None if output is None else float(output.loss),
-            loss_stderr=None if output is None else float(output.loss_stderr),
-            logit_variance=None if output is None else float(np.mean(output.logit_variance)),
+            loss=None if output is None else _each(output.loss),
+            loss_stderr=None if output is None else _each(output.loss_stderr),
+            logit_variance=None if output is None else _each(output.logit_variance),
             encoder=encoder,
             outer_weights=self._outer_weights(outcome),
             top=top if output is None else functools.partial(head_top, output),
@@ -262,6 +262,11 @@ def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
             f"model.replace(seq_len={model.embedding.seq_len})"
         )
     return image_kernel(model.embedding, inputs.pixels)
+
+
+def _each(value: Array) -> Any:
+    """A number, or one per configuration."""
+    return float(value) if np.ndim(value) == 0 else np.asarray(value, dtype=float)
 
 
 def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray]:
