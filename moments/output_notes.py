@@ -25,9 +25,9 @@ def output_notes(head: Head, readout: Readout, signal: Signal) -> tuple[str, ...
     own = float(np.max(readout.softmax.own.probability)) if np.any(readout.carried) else 0.0
     if own > _PEAKED:
         notes.append(
-            f"head: the tied table gives the token that is read a probability of {own:.2g}, so that "
-            "gradients point along what layer 1 reads; in the layers they come out low, by up to a "
-            "quarter in 1 to 4 layers"
+            f"head: the tied table gives the token that is read a probability of {own:.2g}; then "
+            "gradients point along what layer 1 reads, and in the layers they come out low, by up "
+            "to a quarter in 1 to 4 layers"
         )
     if head.loss == "classification" and head.pool == "first" and not signal.resolved:
         notes.append(

@@ -489,7 +489,7 @@ def test_several_configurations_at_once(causal: bool) -> None:
     for index, variance in enumerate(variances):
         one = predict(model, variance=variance, correlation=0.2)
         for name in ("loss", "loss_stderr", "logit_variance", "grad_variance", "grad_correlation"):
-            assert getattr(found, name)[index] == pytest.approx(getattr(one, name), rel=1e-5)
+            assert getattr(found, name)[index] == pytest.approx(getattr(one, name), rel=1e-4)
 
 
 # --- what the stream carries ----------------------------------------------------------------------
