@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from .errors import DomainError
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
 from .logits import LogitLaw
+from .packing import one_document
 from .positions import alibi_slopes
 from .state import Array, Kernel, Signal
 
@@ -74,7 +75,7 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
     if leaf.padding is None:
         return [_blocks([inside] * leaf.sequences)] * matrices
     # A query that sees no real key keeps itself: padding before a causal text.
-    seen = [seeing_itself(inside & np.asarray(real, dtype=bool)) for real in leaf.padding]
+    seen = [seeing_itself(inside & _visible(row)) for row in leaf.padding]
     if leaf.sequences > 1:
         if len(seen) != leaf.sequences:
             raise DomainError(
@@ -82,6 +83,12 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
             )
         return [_blocks(seen)] * matrices
     return seen if len(seen) == matrices else seen * matrices
+
+
+def _visible(documents: Any) -> Mask:
+    """(L, L) real keys of a query's own document; of a padding query, all that are real."""
+    numbers = np.asarray(documents, dtype=np.int64)
+    return np.asarray(one_document(numbers) | ((numbers[:, None] == 0) & (numbers > 0)))
 
 
 def seeing_itself(mask: Mask) -> Mask:

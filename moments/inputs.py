@@ -124,6 +124,7 @@ def first_kernel(
     token_ids: Any,
     segment_ids: Any,
     kernel: Any,
+    documents: np.ndarray | None = None,
 ) -> Kernel:
     """What the user, a text or the embedding says of the tensor that enters layer 1.
 
@@ -157,7 +158,9 @@ def first_kernel(
             "moments.images.photograph), or variance and correlation"
         )
     if token_ids is not None and resolved:
-        return joint_kernel(embedding, model.seq_len, token_ids, segment_ids, model.d_model)
+        return joint_kernel(
+            embedding, model.seq_len, token_ids, segment_ids, model.d_model, documents
+        )
     tables = embedded_alike(embedding, model.seq_len, theory, token_ids, segment_ids, model.d_model)
     return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
 

@@ -62,7 +62,8 @@ def text_targets(
         token_ids: integers (L,) or (B, L); None: unknown tokens, drawn by Zipf's law.
         targets: the same shape, -100 where there is none; None: as `loss` says, masked tokens
             being drawn at random.
-        real: (n,) or (B, L), 1 for real tokens, 0 for padding, which is neither target nor source.
+        real: (n,) or (B, L), the document of every token, or 1 for all, and 0 for padding, which is
+            neither target nor source. No token of a causal head predicts another document's.
 
     Raises:
         DomainError: targets of another shape or outside the vocabulary, or none at all.
@@ -78,12 +79,13 @@ def text_targets(
         ids = check_ids(token_ids, seq_len, "token_ids")
         count = ids.size
         same_token = _equal(ids.reshape(-1), ids.reshape(-1))
-    there = np.ones(count) if real is None else np.asarray(real, float).reshape(-1)
+    number = np.ones(count) if real is None else np.asarray(real, float).reshape(-1)
+    there, follows = (number > 0) + 0.0, _follows(number, seq_len)
     if targets is None and (head.loss != "causal" or token_ids is None):
-        return _random_text(head, vocab_size, seq_len, same_token, there)
+        return _random_text(head, vocab_size, same_token, there, follows)
     if targets is None:
         chosen = np.full(ids.shape, NO_TARGET)
-        chosen[:, :-1] = np.where(there.reshape(ids.shape)[:, 1:] > 0, ids[:, 1:], NO_TARGET)
+        chosen[:, :-1] = np.where(follows.reshape(ids.shape)[:, :-1], ids[:, 1:], NO_TARGET)
     else:
         chosen = _checked(targets, ids.shape, vocab_size)
     flat, read = chosen.reshape(-1), ids.reshape(-1)
@@ -102,8 +104,16 @@ def text_targets(
     )
 
 
+def _follows(number: Array, seq_len: int) -> Array:
+    """(n,) whether the next token of the row is real and of the same document."""
+    found = np.zeros(len(number), dtype=bool)
+    found[:-1] = (number[1:] == number[:-1]) & (number[1:] > 0)
+    found[seq_len - 1 :: seq_len] = False
+    return found
+
+
 def _random_text(
-    head: Head, vocab_size: int, seq_len: int, same_token: Array, there: Array
+    head: Head, vocab_size: int, same_token: Array, there: Array, follows: Array
 ) -> Targets:
     """Unknown targets: the next token where causal, else drawn at random."""
     collision = zipf_collision(vocab_size)
@@ -112,8 +122,7 @@ def _random_text(
     alike = np.where(place[:, None] == place[None, :], 1.0, collision)
     hit = np.full((count, count), collision)
     if head.loss == "causal":
-        active = there * ((place + 1) % seq_len > 0)
-        active[:-1] *= there[1:]
+        active = follows + 0.0
         both = active[:, None] * active[None, :]
         # The target of one token is the next one that is read.
         hit[place[:-1], place[1:]] = 1.0
