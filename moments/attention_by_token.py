@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from .errors import DomainError
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
 from .logits import LogitLaw
-from .packing import one_document
+from .packing import one_document, places
 from .positions import alibi_slopes
 from .state import Array, Kernel, Signal
 
@@ -49,9 +49,14 @@ def attention_facts(
     }
 
 
-def positions(tokens: int, sequences: int) -> Array:
-    """(tokens,) position of every token in its sequence."""
-    return np.tile(np.arange(tokens // sequences, dtype=np.float64), sequences)
+def positions(tokens: int, leaf: Any) -> Array:
+    """(tokens,) position of every token in its sequence, or in its document of a packed row."""
+    length = tokens // leaf.sequences
+    documents = np.ones((1, length)) if leaf.padding is None else np.asarray(leaf.padding)
+    if np.max(documents) < 2 or documents.shape[-1] != length:
+        documents = np.ones((1, length))
+    where = np.broadcast_to(places(documents), (leaf.sequences, length))
+    return where.reshape(-1).astype(np.float64)
 
 
 def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
@@ -141,7 +146,7 @@ def build(
     value_gain = memory_gain(leaf)
     matrices = zip(flat(queries), flat(keys), flat(memory), allowed, strict=True)
     for asking, asked, values, mask in matrices:
-        where = [positions(len(one), leaf.sequences) for one in (asking, asked)]
+        where = [positions(len(one), leaf) for one in (asking, asked)]
         # A common shift of all keys cancels in the softmax unless it is turned.
         plain = law.keys.gain is None and (not turned or keys is memory)
         settings = {
