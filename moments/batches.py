@@ -11,6 +11,7 @@ import numpy as np
 from .embedding import Embedding
 from .measured import last_gradient
 from .measurement import Measurement
+from .packing import restarted
 from .passes import positional
 from .patches import PatchEmbedding
 from .transformer import Transformer
@@ -60,6 +61,10 @@ def inputs_of(model: Transformer, batch: Mapping[str, Any], *, start: int = 0) -
     segments = batch.get("token_type_ids")
     given = _text(batch["input_ids"], batch.get("attention_mask"), segments)
     given["tokens"] = True
+    if (places := batch.get("position_ids")) is not None:
+        documents = restarted(places, batch.get("attention_mask"))
+        if documents is not None:
+            given["document_ids"] = np.broadcast_to(documents, given["token_ids"].shape)
     if head and labels is not None:
         assert model.head is not None
         causal = model.head.loss == "causal"

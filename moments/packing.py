@@ -58,3 +58,28 @@ def one_document(documents: Any) -> np.ndarray:
     numbers = np.asarray(documents, dtype=np.int64)
     first, second = numbers[..., :, None], numbers[..., None, :]
     return np.asarray((first == second) & (first > 0))
+
+
+def restarted(position_ids: Any, mask: Any = None) -> np.ndarray | None:
+    """(B, L) documents, from 1, of positions that begin at 0 again; 0 where `mask` is.
+
+    Args:
+        position_ids: (B, L), as a module takes them.
+        mask: (B, L), 0 at padding; None, or of another shape: all tokens are real.
+
+    Returns:
+        None where no row holds more than one document, or something else begins than a document.
+    """
+    place = np.atleast_2d(np.asarray(position_ids))
+    if place.ndim != 2:
+        return None
+    begins = np.ones(place.shape, dtype=np.int64)
+    begins[:, 1:] = place[:, 1:] != place[:, :-1] + 1
+    real = np.ones(place.shape, dtype=bool)
+    if mask is not None and np.shape(mask) == place.shape:
+        real = np.asarray(mask) > 0
+    if np.any(place[real & (begins > 0)]):
+        return None
+    numbers = begins.cumsum(-1) * real
+    several = any(len(np.unique(row[row > 0])) > 1 for row in numbers)
+    return numbers if several else None

@@ -40,7 +40,9 @@ def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
         kept = (numbers > 0).double()
         wide = wide * kept[..., None]
         count = kept.sum(0)
-        member = (numbers[..., None] == torch.arange(1, int(numbers.max()) + 1).to(numbers)).double()
+        member = (
+            numbers[..., None] == torch.arange(1, int(numbers.max()) + 1).to(numbers)
+        ).double()
         length = member.sum(1)
         pairs = int((length * (length - 1)).sum())
     token_sum_of_squares = torch.linalg.vector_norm(wide, dim=(0, 2)) ** 2
