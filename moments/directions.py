@@ -112,8 +112,8 @@ def shared_persistence(
 ) -> Array:
     """What of that growth attention returns to a token, averaged over those that send it.
 
-    k_i c_ij over tokens i of a sequence, or of j's document in packed rows (B, L), weighted by the gradient's variance at each; which of them
-    attend to j is left out.
+    k_i c_ij over tokens i of a sequence, or of j's document in packed rows (B, L), weighted by the
+    gradient's variance at each; which of them attend to j is left out.
     """
     single, common = relative_spread(signal)
     length = signal.seq_len

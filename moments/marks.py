@@ -34,7 +34,7 @@ def grouped_norm(component: Component) -> FiniteNormalization | None:
 
 
 def packed(component: Component) -> np.ndarray | None:
-    """(B, L) the documents between which a branch's attention passes nothing on; None: one a row."""
+    """(B, L) the documents that a branch's attention keeps apart; None: each row is one."""
     for part in _inner(component):
         if (found := packed(part)) is not None:
             return found
