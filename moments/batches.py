@@ -83,7 +83,7 @@ def _text(ids: Any, mask: Any, segments: Any) -> dict[str, Any]:
 
 def measured_moments(measurement: Measurement) -> dict[str, Any]:
     """The tensor that entered layer 1, tokens alike: its variance and token correlation."""
-    least = -1 / (measurement.seq_len - 1)
+    least = -1 / max(measurement.seq_len - 1, 1)
     return {
         "variance": float(measurement.variance[0]),
         "correlation": float(np.clip(measurement.correlation[0], least, 1.0)),
@@ -97,7 +97,7 @@ def measured_gradient(
     by_token = any(name in inputs for name in ("token_ids", "pixels", "kernel"))
     if by_token or positional(model):
         return {"grad_kernel": last_gradient(measurement)}
-    least = -1 / (measurement.seq_len - 1)
+    least = -1 / max(measurement.seq_len - 1, 1)
     return {
         "grad_variance": float(measurement.grad_variance[-1]),
         "grad_correlation": float(np.clip(measurement.grad_correlation[-1], least, 1.0)),

@@ -251,7 +251,9 @@ def _same(rows: np.ndarray) -> np.ndarray:
 def _patterns(
     embedding: Embedding, seq_len: int, theory: Theory, token_ids: Any, segment_ids: Any
 ) -> tuple[float, float]:
-    """Shares of token pairs with one token row, and with one segment row."""
+    """Shares of token pairs with one token row, and with one segment row; 0 without pairs."""
+    if seq_len == 1:
+        return 0.0, 0.0
     if token_ids is None:
         vocab_size = embedding.vocab_size
         return (

@@ -13,7 +13,7 @@ import numpy as np
 
 from .architecture import declare, declare_output
 from .checks import check_choice, check_count, check_flag
-from .errors import DomainError, ValidityWarning
+from .errors import DomainError, ValidityWarning, domain_error
 from .law import THEORIES, Theory
 from .prediction import Prediction
 from .propagate import Trace
@@ -200,6 +200,13 @@ def _resolution(
     encoder = model.encoder
     placed = positional(model) or (encoder is not None and positional(encoder))
     given = own.by_token or other.by_token or grad_kernel is not None
+    if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
+        # The laws of tokens alike are those of a token and its pairs.
+        if theory != "refined":
+            raise domain_error(
+                "seq_len", 1, f"2 at least under theory {theory!r}", 'use theory="refined"'
+            )
+        given, tokens = True, None
     resolved = (theory == "refined" and (placed or given)) if tokens is None else tokens
     if resolved and theory != "refined":
         raise DomainError(

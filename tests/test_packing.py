@@ -167,3 +167,51 @@ def test_documents_go_beside_neither_classifier_nor_encoder() -> None:
             predict(declared, document_ids=[0] * 8)
         with pytest.raises(DomainError, match="document_ids"):
             moments.simulate(declared, document_ids=[0] * 8, seeds=1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head": None},
+        {"norm": "post"},
+        {"rotary": Rotary(), "window": 4, "norm": "hybrid", "head": None},
+        {
+            "causal": False,
+            "head": Head(target_share=0.5, loss="masked", tied=False, weight_variance=0.02),
+        },
+    ],
+)
+def test_sequences_of_one_token(changes: dict[str, Any]) -> None:
+    """Attention returns the token's own value; there are no pairs, and no number is NaN."""
+    found = predict(model(1, **changes))
+    assert not found.correlation.any()
+    assert not found.grad_correlation.any()
+    numbers = [found.variance, found.grad_variance, *found.grad_variance_band]
+    numbers.append(found.weight_gradients()["squared_norm"].to_numpy())
+    assert all(np.isfinite(each).all() for each in numbers)
+    # A query and a key of one token move no softmax.
+    rows = found.weight_gradients().set_index("weight")["squared_norm"]
+    assert rows[["query", "key"]].to_numpy() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_one_token_against_the_twin() -> None:
+    """Many rows of one token: three standard errors, or 3 % of a finite width."""
+    declared = model(1)
+    found = predict(declared, token_ids=[3])
+    measured = moments.simulate(declared, token_ids=[3], targets=[7], seeds=64, batch=1)
+    again = predict(declared, token_ids=[3], targets=[7])
+    assert again.loss == pytest.approx(found.loss, rel=0.01)
+    assert found.loss == pytest.approx(measured.loss, abs=3 * measured.loss_stderr)
+    for name in ("variance", "grad_variance"):
+        wanted, error = getattr(measured, name), getattr(measured, f"{name}_stderr")
+        off = np.abs(getattr(again, name) - wanted)
+        assert np.all(off < 3 * error + 0.03 * wanted), (name, off / wanted)
+    assert not measured.correlation.any()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({"correlation": 0.3}, "no pairs"), ({"theory": "published"}, "refined")]
+)
+def test_one_token_has_neither_pairs_nor_published_laws(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(DomainError, match=said):
+        predict(model(1, embedding=None, head=None), **given)

@@ -136,7 +136,8 @@ def targets_of(
 ) -> Tensor | None:
     """What the model's loss is to predict: (batch, L), or (batch,) classes; None: no loss.
 
-    Where nothing is given, a causal head predicts the next of the tokens it read. Other targets are
+    Where nothing is given, a causal head predicts the next of the tokens it read, and for sequences
+    of one token, whose next is beyond them, any. Other targets are
     drawn once: classes alike often, tokens by Zipf's law, at a share of the places if masked.
 
     Raises:
@@ -153,7 +154,8 @@ def targets_of(
         read = given.read
         tokens = None if read is None or read.is_floating_point() else read.cpu().numpy()
         found = _drawn_targets(model, tokens, shape, count, np.random.default_rng((seed, count)))
-        if model.head.loss == "causal" and given.documents is not None:
+        shifted = model.head.loss == "causal" and model.seq_len > 1
+        if shifted and given.documents is not None:
             found[given.last_of_document.cpu().numpy()] = NO_TARGET
     else:
         found = np.asarray(targets)
@@ -179,6 +181,8 @@ def _drawn_targets(
         return random.integers(count, size=shape)
     often = 1 / np.arange(1, count + 1)
     found = random.choice(count, shape, p=often / often.sum())
+    if model.head.loss == "causal" and model.seq_len == 1:
+        return found
     if model.head.loss == "causal":
         found = found if tokens is None else tokens
         return np.concatenate([found[:, 1:], np.full((len(found), 1), NO_TARGET)], axis=1)
