@@ -71,8 +71,8 @@ def predict(
         segment_ids: likewise for the segment table; None with token_ids: one segment.
         pixels: images of shape (B, C, H, W) for a patch embedding.
         targets: token ids of the loss, shaped as token_ids, -100 where there is none; classes (B,)
-            for a classifier. None: the next token of a causal head, where the sequence (or document)
-            has one, else chosen at random.
+            for a classifier. None: the next token of the sequence (or document) for a causal head,
+            else chosen at random.
         kernel: second moments E[x_i x_j] per feature of the tensor that enters layer 1, shape
             (..., L, L), instead of variance and correlation.
         grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
