@@ -478,6 +478,22 @@ def test_heads_of_large_logits_have_finite_moments(head: Head) -> None:
     assert np.isfinite(found.grad_variance_band).all()
 
 
+@pytest.mark.filterwarnings("ignore::moments.errors.ValidityWarning")
+@pytest.mark.parametrize("words", [2, 32])
+def test_rows_that_win_with_certainty(words: int) -> None:
+    """Few rows of variance 1, one of them read: all others' probabilities are e^-500."""
+    ids = np.arange(8) % words
+    model = Transformer(1, 768, 12, 8, causal=True, embedding=Embedding(words, 1.0), head=Head())
+    found = predict(model, token_ids=ids)
+    numbers = [found.grad_variance, found.grad_correlation, found.grad_variance_band.ravel()]
+    assert np.isfinite(np.concatenate(numbers)).all()
+    # At the normalised output E_id - E_t over T, less E_id's share 1/s^2 along the stream of
+    # variance s^2, by which the norm divides what it returns. The last token has no target.
+    level = found.token_variance[-1, :-1]
+    wanted = float(((2 - 1 / level) / level).sum() / 7**2 / 8)
+    assert found.grad_variance[-1] == pytest.approx(wanted, rel=0.02)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_several_configurations_at_once(causal: bool) -> None:
     """Each as if it were alone; its tokens alike, attention is interpolated, to 7e-4 here."""
