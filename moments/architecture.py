@@ -21,7 +21,7 @@ def declare(
     Args:
         model: the declaration.
         theory: which laws.
-        padding: for every sequence, which tokens are real; None: all.
+        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
         sequences: how many sequences share one kernel, one after the other.
 
     Raises:

@@ -160,7 +160,7 @@ def averaging_elasticity(leaf: SelfAttention, tokens: Signal) -> float:
 
 def _own(matrix: np.ndarray) -> float:
     count, trace = len(matrix), float(np.trace(matrix))
-    return trace / count - (float(matrix.sum()) - trace) / (count * (count - 1))
+    return trace / count - (float(matrix.sum()) - trace) / max(count * (count - 1), 1)
 
 
 _Walked = Callable[..., tuple[Signal, Overlap]]

@@ -16,6 +16,8 @@ from moments.errors import DomainError, domain_error
 from moments.hook_points import HookPoint, WeightPart, hook_points, weight_parts
 from moments.measurement import Measurement
 from moments.optional import optional
+from moments.packing import restarted
+from moments.targets import NO_TARGET
 
 with optional("torch", "torch"):
     import torch
@@ -90,7 +92,9 @@ def measure(
         batch: keyword arguments of the module as a mapping of arrays or tensors, or its one
             positional argument. Tokens that `attention_mask` or `src_key_padding_mask` leave out
             are left out of every moment; of a decoder beside an encoder, those that
-            `decoder_attention_mask` leaves out.
+            `decoder_attention_mask` leaves out. Where `position_ids` restart, rows are packed:
+            token pairs are those of one document. What they see is the module's own matter: most
+            need a mask of shape (B, 1, L, L) beside.
         loss: takes the module's output and the batch as tensors, returns a scalar. None: the
             module's own loss, which may be the one scalar among its outputs; a causal head
             without labels predicts the next token; a module without a loss gets a white gradient
@@ -237,6 +241,12 @@ def _add_labels(module: nn.Module, inputs: _Inputs) -> None:
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
         ids = inputs.named.get("input_ids", inputs.positional[0] if inputs.positional else None)
         if ids is not None:
+            documents = _documents(inputs)
+            if documents is not None:
+                # No token predicts the first of the next document.
+                first = torch.ones_like(documents, dtype=torch.bool)
+                first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+                ids = ids.masked_fill(first, NO_TARGET)
             inputs.named["labels"] = ids
         return
     for ends, maker in _NEED_LABELS.items():
@@ -272,8 +282,26 @@ def _norms(
     return norms
 
 
+def _documents(inputs: _Inputs) -> Tensor | None:
+    """(batch, L) the documents of packed rows, whose `position_ids` restart; None: not packed."""
+    places, ids = inputs.named.get("position_ids"), inputs.named.get("input_ids")
+    if not isinstance(places, Tensor):
+        return None
+    mask = inputs.named.get("attention_mask")
+    known = mask.cpu().numpy() if isinstance(mask, Tensor) else None
+    found = restarted(places.cpu().numpy(), known)
+    if found is None:
+        return None
+    rows = len(found) if ids is None else len(ids)
+    return torch.as_tensor(
+        np.broadcast_to(found, (rows, found.shape[1])).copy(), device=places.device
+    )
+
+
 def _kept(inputs: _Inputs, stack: str, points: Iterable[HookPoint]) -> Tensor | None:
-    """(batch, L), false at padding of that stack; None where there is none."""
+    """(batch, L), false at padding of that stack, or documents of packed rows; None: neither."""
+    if (documents := _documents(inputs)) is not None:
+        return documents
     two = any(point.site.startswith(ENCODER) for point in points)
     mask = inputs.named.get("decoder_attention_mask" if two and not stack else "attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
