@@ -43,8 +43,10 @@ def simulate(line: Line) -> dict[str, Any]:
     """x, value and stderr of one line."""
     options = {"seeds": line.seeds, "batch": 1}
     if line.site is not None:
+        # Draws of its own for every point: of shared ones all would lie to one side of the line.
         found = [
-            line.at_site(moments.simulate(line.model, correlation=r, **options)) for r in SWEPT
+            line.at_site(moments.simulate(line.model, correlation=r, seed=1 + index, **options))
+            for index, r in enumerate(SWEPT)
         ]
         values, errors = np.array(found).T
         return _entry(np.array(SWEPT), values, errors)

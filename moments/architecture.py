@@ -21,7 +21,7 @@ def declare(
     Args:
         model: the declaration.
         theory: which laws.
-        padding: for every sequence, which tokens are real; None: all.
+        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
         sequences: how many sequences share one kernel, one after the other.
 
     Raises:
@@ -30,6 +30,17 @@ def declare(
     check_coverage(model, theory)
     layers = range(1, model.layers + 1)
     return Chain(tuple(_Stack(model, theory, padding, sequences).layer(n) for n in layers))
+
+
+def declare_layer(
+    model: Transformer,
+    theory: Theory,
+    number: int,
+    padding: Padding | None = None,
+    sequences: int = 1,
+) -> Layer:
+    """One layer of `declare`, for a walk that does not hold them all."""
+    return _Stack(model, theory, padding, sequences).layer(number)
 
 
 def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) -> Chain:

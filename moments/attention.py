@@ -27,8 +27,8 @@ from .positions import RelativeBias, Rotary
 from .realised import averaged_overlaps
 from .state import Array, Gradient, Kernel, Realised, Signal
 
-# For every sequence of a batch, whether each of its tokens is real.
-Padding = tuple[tuple[bool, ...], ...]
+# For every sequence of a batch, the document of each of its tokens, from 1; 0 where it pads.
+Padding = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class SelfAttention(Leaf):
         drop_prob: dropout on the attention weights.
         temperature: divides the logits.
         causal: whether a token sees only itself and earlier ones.
-        padding: for every sequence, which tokens are real; None: all. Nobody attends to the others.
+        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
+            A token attends to its own document, and nobody to padding.
         kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
         rotary: how positions turn queries and keys.
         alibi: whether logits lose slope times distance.

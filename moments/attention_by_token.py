@@ -12,6 +12,7 @@ from .errors import DomainError
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
 from .kernels.position_attention import PositionAttention
 from .logits import LogitLaw
+from .packing import one_document, places
 from .positions import alibi_slopes
 from .state import Array, Kernel, Signal
 
@@ -50,9 +51,14 @@ def attention_facts(
     }
 
 
-def positions(tokens: int, sequences: int) -> Array:
-    """(tokens,) position of every token in its sequence."""
-    return np.tile(np.arange(tokens // sequences, dtype=np.float64), sequences)
+def positions(tokens: int, leaf: Any) -> Array:
+    """(tokens,) position of every token in its sequence, or in its document of a packed row."""
+    length = tokens // leaf.sequences
+    documents = np.ones((1, length)) if leaf.padding is None else np.asarray(leaf.padding)
+    if np.max(documents) < 2 or documents.shape[-1] != length:
+        documents = np.ones((1, length))
+    where = np.broadcast_to(places(documents), (leaf.sequences, length))
+    return where.reshape(-1).astype(np.float64)
 
 
 def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
@@ -76,7 +82,7 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
     if leaf.padding is None:
         return [_blocks([inside] * leaf.sequences)] * matrices
     # A query that sees no real key keeps itself: padding before a causal text.
-    seen = [seeing_itself(inside & np.asarray(real, dtype=bool)) for real in leaf.padding]
+    seen = [seeing_itself(inside & _visible(row)) for row in leaf.padding]
     if leaf.sequences > 1:
         if len(seen) != leaf.sequences:
             raise DomainError(
@@ -84,6 +90,12 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
             )
         return [_blocks(seen)] * matrices
     return seen if len(seen) == matrices else seen * matrices
+
+
+def _visible(documents: Any) -> Mask:
+    """(L, L) real keys of a query's own document; of a padding query, all that are real."""
+    numbers = np.asarray(documents, dtype=np.int64)
+    return np.asarray(one_document(numbers) | ((numbers[:, None] == 0) & (numbers > 0)))
 
 
 def seeing_itself(mask: Mask) -> Mask:
@@ -136,7 +148,7 @@ def build(
     value_gain = memory_gain(leaf)
     matrices = zip(flat(queries), flat(keys), flat(memory), allowed, strict=True)
     for asking, asked, values, mask in matrices:
-        where = [positions(len(one), leaf.sequences) for one in (asking, asked)]
+        where = [positions(len(one), leaf) for one in (asking, asked)]
         # A common shift of all keys cancels in the softmax unless it is turned.
         plain = law.keys.gain is None and (not turned or keys is memory)
         settings = {

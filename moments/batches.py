@@ -11,6 +11,7 @@ import numpy as np
 from .embedding import Embedding
 from .measured import last_gradient
 from .measurement import Measurement
+from .packing import restarted
 from .passes import positional
 from .patches import PatchEmbedding
 from .transformer import Transformer
@@ -60,6 +61,10 @@ def inputs_of(model: Transformer, batch: Mapping[str, Any], *, start: int = 0) -
     segments = batch.get("token_type_ids")
     given = _text(batch["input_ids"], batch.get("attention_mask"), segments)
     given["tokens"] = True
+    if (places := batch.get("position_ids")) is not None:
+        documents = restarted(places, batch.get("attention_mask"))
+        if documents is not None:
+            given["document_ids"] = np.broadcast_to(documents, given["token_ids"].shape)
     if head and labels is not None:
         assert model.head is not None
         causal = model.head.loss == "causal"
@@ -78,7 +83,7 @@ def _text(ids: Any, mask: Any, segments: Any) -> dict[str, Any]:
 
 def measured_moments(measurement: Measurement) -> dict[str, Any]:
     """The tensor that entered layer 1, tokens alike: its variance and token correlation."""
-    least = -1 / (measurement.seq_len - 1)
+    least = -1 / max(measurement.seq_len - 1, 1)
     return {
         "variance": float(measurement.variance[0]),
         "correlation": float(np.clip(measurement.correlation[0], least, 1.0)),
@@ -92,7 +97,7 @@ def measured_gradient(
     by_token = any(name in inputs for name in ("token_ids", "pixels", "kernel"))
     if by_token or positional(model):
         return {"grad_kernel": last_gradient(measurement)}
-    least = -1 / (measurement.seq_len - 1)
+    least = -1 / max(measurement.seq_len - 1, 1)
     return {
         "grad_variance": float(measurement.grad_variance[-1]),
         "grad_correlation": float(np.clip(measurement.grad_correlation[-1], least, 1.0)),

@@ -63,7 +63,7 @@ class Blocks:
         model: the declaration.
         theory: whose laws they hold.
         number: of the layer, from 1.
-        padding: for every sequence, which tokens are real; None: all.
+        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
         sequences: of one joint kernel.
         memory_padding: as `padding`, of what cross-attention reads.
     """

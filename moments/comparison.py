@@ -27,9 +27,6 @@ __all__ = ["QUANTITIES", "Comparison", "compare", "last_gradient"]
 
 QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
 
-CLEAR = 3.0
-"""Standard deviations beyond which a verdict does not put a difference down to chance."""
-
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
@@ -226,11 +223,11 @@ class Comparison:
         tables = (*comparison_tables(self), summary_table(self))
         return "\n\n".join([self.verdict(), *map(render, tables)])
 
-    def plot(self) -> Figure:
-        """The prediction as lines, the measurement as points with error bars."""
+    def plot(self, name: str | None = None) -> Figure:
+        """The prediction as lines, the measurement as points; `name`, the model's, in the title."""
         from .plot import plot_comparison
 
-        return plot_comparison(self)
+        return plot_comparison(self, name)
 
     def __repr__(self) -> str:
         stream = self.summary().query("points == 'stream'").set_index("quantity")["mean"]

@@ -26,7 +26,7 @@ from .errors import domain_error
 from .logits import LogitLaw, logit_law, positive, through
 from .state import Array, Gradient, Kernel, Signal
 
-Padding = tuple[tuple[bool, ...], ...]
+Padding = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)

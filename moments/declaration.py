@@ -39,7 +39,7 @@ def check(model: Transformer) -> None:
         DomainError: a value outside what is allowed, named with the remedy.
     """
     for name in ("layers", "d_model", "heads", "seq_len", "norm_groups", "parallel_norms"):
-        check_count(name, getattr(model, name), least=2 if name in ("d_model", "seq_len") else 1)
+        check_count(name, getattr(model, name), least=2 if name == "d_model" else 1)
     for name in (
         "causal",
         "norm_affine",

@@ -7,12 +7,16 @@ A, differ, each is judged twice: put into D alone, and taken out of A alone,
     explains = (E(D) - E(D + f) + E(A - f) - E(A)) / (2 E(D)),
 
 which is 1 for the one cause of a discrepancy, and does not lose causes that make up for each other.
+What no declaration can say, such as layers that are copies of one another, is taken out of the
+network instead, which is then measured again: E compares a prediction with that measurement.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,16 +25,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .band import NORMAL_95
-from .comparison import CLEAR, Comparison, compare
+from .comparison import Comparison, compare
 from .differences import Case, Feature, applied
 from .errors import DomainError, ValidityWarning
 from .expected import TOLERANCE
 from .measurement import Measurement
 from .passes import predict
 from .prediction import Prediction
+from .verdict import judge
 
 if TYPE_CHECKING:
     import pandas as pd
+
+TOKENS = "input tokens"
+"""Name of the feature that says how a batch's tokens are not as declared: not the module's."""
 
 SHARE = 0.05
 """A feature that explains less than this is not called a cause."""
@@ -76,6 +84,8 @@ class Diagnosis:
         explained: share of the discrepancy that all of them together explain; nan where there is
             none, or no `found`.
         notes: what else was seen, in words.
+        advice: what the weights are likely to have suffered, a sentence each.
+        unchecked: what of the declaration was not held against the network, a phrase each.
     """
 
     comparison: Comparison
@@ -84,11 +94,22 @@ class Diagnosis:
     explained: float
     notes: tuple[str, ...]
     _points: pd.DataFrame = dataclasses.field(repr=False)
+    advice: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
     @property
     def expected(self) -> bool:
-        """Whether no point lies further than three standard deviations from its expectation."""
-        return self.comparison.outliers(CLEAR).empty
+        """Whether the stream is as predicted, whatever else is not as declared.
+
+        No point lies further than three standard deviations from its expectation, and no more of
+        them out of their 95 % bands than chance allows (`moments.expected.allowed_outside`).
+        """
+        return judge(self.comparison).expected
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """Names of the features in which the network is not as declared."""
+        return tuple(cause.feature for cause in self.causes if cause.feature != TOKENS)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per point of the stream out of its 95 % band.
@@ -126,6 +147,8 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         state = "expected" if self.expected else "not expected"
+        state += f", {len(self.differing)} differences" if self.differing else ""
+        state += f", {len(self.unchecked)} things not checked" if self.unchecked else ""
         causes = [cause for cause in self.causes if cause.explains >= SHARE]
         first = f", likeliest cause: {causes[0].words}" if causes else ""
         return f"Diagnosis({state}, {len(self._points)} points out of their band{first})"
@@ -139,6 +162,9 @@ def diagnose_case(
     same_weights: bool = False,
     tolerance: float = TOLERANCE,
     notes: Sequence[str] = (),
+    advice: Sequence[str] = (),
+    unchecked: Sequence[str] = (),
+    progress: bool = False,
 ) -> Diagnosis:
     """Rank the features in which a network is not as declared by what they explain.
 
@@ -148,29 +174,45 @@ def diagnose_case(
         features: candidates, as `moments.differences.differences` finds them. Each costs two
             predictions, where any point is out of its band.
         same_weights, tolerance: as of `compare`.
-        notes: put into the diagnosis as they are.
+        notes, advice, unchecked: put into the diagnosis as they are.
+        progress: write the verdict to standard error as soon as it is known, how long the search
+            for causes will take, and a line for each.
 
     Raises:
         DomainError: as `predict` and `compare`.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ValidityWarning)
+        began = time.perf_counter()
         declared = predict(case.model, **case.inputs)
+        seconds = time.perf_counter() - began
         comparison = compare(declared, measurement, same_weights=same_weights, tolerance=tolerance)
         points = comparison.outliers(NORMAL_95)
+        told = (tuple(notes), points, tuple(advice), tuple(unchecked))
+        if progress:
+            say(comparison.verdict())
         if points.empty:
             none = np.zeros(0)
             idle = tuple(Cause(f.name, f.words, f.ratio, f.layers, 0.0, none) for f in features)
             found = declared if not features else None
-            return Diagnosis(comparison, found, idle, math.nan, tuple(notes), points)
+            return Diagnosis(comparison, found, idle, math.nan, *told)
         distance = _Distance(comparison, points)
+        if progress and features:
+            runs = 1 + (2 * len(features) if len(features) > 1 else 1)
+            say(f"ranking {len(features)} differences: {runs} predictions of some {seconds:.1f} s")
         everything, usable = applied(case, list(features))
         found = _predicted(everything)
-        causes = _ranked(case, usable, found, distance)
+        causes = _ranked(case, usable, everything, found, distance, progress)
     explained = math.nan
     if found is not None and usable:
-        explained = 1 - float(distance(found).sum() / distance.declared.sum())
-    return Diagnosis(comparison, found, tuple(causes), explained, tuple(notes), points)
+        left = distance(found, everything.measurement)
+        explained = 1 - float(left.sum() / distance.declared.sum())
+    return Diagnosis(comparison, found, tuple(causes), explained, *told)
+
+
+def say(words: str) -> None:
+    """One line on standard error."""
+    print(" ".join(words.split()), file=sys.stderr, flush=True)
 
 
 class _Distance:
@@ -184,17 +226,21 @@ class _Distance:
         ]
         self.declared = self(comparison.prediction)
 
-    def __call__(self, prediction: Prediction) -> np.ndarray:
-        """(P,)"""
-        return np.array([self._at(prediction, *row) for row in self.rows])
+    def __call__(self, prediction: Prediction, seen: Measurement | None = None) -> np.ndarray:
+        """(P,), of the network as it is unless something else was `seen`."""
+        measured = self.comparison.measurement if seen is None else seen
+        return np.array([self._at(prediction, measured, *row) for row in self.rows])
 
-    def _at(self, prediction: Prediction, stack: str, layer: int, quantity: str) -> float:
+    def _at(
+        self, prediction: Prediction, seen: Measurement, stack: str, layer: int, quantity: str
+    ) -> float:
         comparison = self.comparison
         if stack:
             assert comparison.encoder is not None
             assert prediction.encoder is not None
-            comparison, prediction = comparison.encoder, prediction.encoder
-        measured = float(getattr(comparison.measurement, quantity)[layer])
+            assert seen.encoder is not None
+            comparison, prediction, seen = comparison.encoder, prediction.encoder, seen.encoder
+        measured = float(getattr(seen, quantity)[layer])
         mean = float(getattr(prediction, quantity)[layer])
         if measured <= 0 or mean <= 0:
             return 0.0 if measured == mean else FAR
@@ -215,22 +261,29 @@ def _predicted(case: Case) -> Prediction | None:
 
 
 def _ranked(
-    case: Case, features: list[Feature], found: Prediction | None, distance: _Distance
+    case: Case,
+    features: list[Feature],
+    everything: Case,
+    found: Prediction | None,
+    distance: _Distance,
+    progress: bool,
 ) -> list[Cause]:
     start = distance.declared
     total = float(start.sum())
-    end = None if found is None else distance(found)
+    end = None if found is None else distance(found, everything.measurement)
     causes = []
-    for feature in features:
+    for number, feature in enumerate(features, start=1):
         gains = []
-        alone = _predicted(feature.apply(case))
+        changed = feature.apply(case)
+        alone = _predicted(changed)
         if alone is not None:
-            gains.append(start - distance(alone))
+            gains.append(start - distance(alone, changed.measurement))
         if end is not None and len(features) > 1:
             others = [other for other in features if other is not feature]
-            without = _predicted(applied(case, others)[0])
+            rest = applied(case, others)[0]
+            without = _predicted(rest)
             if without is not None:
-                gains.append(distance(without) - end)
+                gains.append(distance(without, rest.measurement) - end)
         gain = np.mean(gains, axis=0) if gains else np.zeros_like(start)
         causes.append(
             Cause(
@@ -242,4 +295,6 @@ def _ranked(
                 gain / np.where(start > 0, start, 1.0),
             )
         )
+        if progress:
+            say(f"{number} of {len(features)}: {causes[-1]}")
     return sorted(causes, key=lambda cause: -cause.explains)

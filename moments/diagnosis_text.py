@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .diagnosis import Diagnosis
 
 WIDTH = 100
+MOST = 8
+"""Features that a headline names."""
+
 ENOUGH = 0.8
 """Share of a difference from which what is found counts as the explanation."""
 
@@ -29,8 +32,10 @@ def text(diagnosis: Diagnosis) -> str:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    yield diagnosis.comparison.verdict()
+    yield _headline(diagnosis)
     frame = diagnosis.to_frame()
+    for sentence in diagnosis.advice:
+        yield f"in its weights, {sentence}"
     causes = [c for c in diagnosis.causes if abs(c.explains) >= SHARE]
     idle = [c for c in diagnosis.causes if abs(c.explains) < SHARE]
     if causes:
@@ -58,6 +63,18 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         keys = ["stack", "quantity", "cause"]
         for (stack, quantity, words), part in frame.groupby(keys, sort=False):
             yield _points(str(stack), str(quantity), str(words), part.to_dict("records"))
+
+
+def _headline(diagnosis: Diagnosis) -> str:
+    """The verdict; before it what it cannot speak for."""
+    verdict = diagnosis.comparison.verdict()
+    if diagnosis.unchecked:
+        verdict = f"{verdict}; NOT CHECKED: {'; '.join(diagnosis.unchecked)}"
+    if not (diagnosis.differing and diagnosis.expected):
+        return verdict
+    names = list(diagnosis.differing)
+    some = ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" * (len(names) > MOST))
+    return f"NOT AS DECLARED: {some} (below); all the same, {verdict}"
 
 
 def _points(stack: str, quantity: str, cause: str, rows: list[Any]) -> str:

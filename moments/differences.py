@@ -12,6 +12,7 @@ import numpy as np
 
 from .difference_words import each, numbers, pair, positions, quotient, ratio, where
 from .errors import DomainError
+from .measurement import Measurement
 from .transformer import Transformer
 from .weights import MATRICES, Biases, Weights
 
@@ -35,10 +36,18 @@ _TRAINABLE = {"norm_affine", "norm_bias"}  # say what has a gradient, and leave 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what `predict` is told of its input and of the gradient at its end."""
+    """A model, what `predict` is told of its input and gradient, and a network to hold it against.
+
+    Attributes:
+        model: the declaration.
+        inputs: arguments of `predict`.
+        measurement: of the network with something taken out of it that no declaration can say;
+            None: of the network as it is.
+    """
 
     model: Transformer
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measurement: Measurement | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .packing import one_document
 from .short_vectors import persistent_pull
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 
@@ -106,11 +107,13 @@ def persistence(signal: Signal, response: Array, own: bool = True) -> Kernel:
     return Kernel.joined(one * single, pairs, kernel.resolved)
 
 
-def shared_persistence(signal: Signal, response: Array, above: Kernel) -> Array:
+def shared_persistence(
+    signal: Signal, response: Array, above: Kernel, documents: np.ndarray | None = None
+) -> Array:
     """What of that growth attention returns to a token, averaged over those that send it.
 
-    k_i c_ij over tokens i of a sequence, weighted by the gradient's variance at each; which of them
-    attend to j is left out.
+    k_i c_ij over tokens i of a sequence, or of j's document in packed rows (B, L), weighted by the
+    gradient's variance at each; which of them attend to j is left out.
     """
     single, common = relative_spread(signal)
     length = signal.seq_len
@@ -126,6 +129,12 @@ def shared_persistence(signal: Signal, response: Array, above: Kernel) -> Array:
     blocks = common.reshape(*leading, count // length, length, count // length, length)
     own = np.einsum("...bibj->...bij", blocks)
     sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*own.shape[:-1])
+    if documents is not None:
+        together = one_document(documents) + 0.0
+        received = np.einsum("...bi,bij->...bj", sizes, together)
+        fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
+        found = np.einsum("...bi,...bij->...bj", fallen, own * together)
+        return ratio_or_zero(found, received).reshape(*leading, count)
     shares = ratio_or_zero(sizes, sizes.sum(-1, keepdims=True) + 0.0 * sizes)
     falls = np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
     return np.einsum("...bi,...bij->...bj", shares * falls, own).reshape(*leading, count)

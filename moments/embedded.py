@@ -10,6 +10,7 @@ from .embedding import Embedding
 from .errors import DomainError, domain_error
 from .law import ComponentLaws, Theory
 from .laws.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
+from .packing import places
 from .state import Array, Kernel
 
 
@@ -79,6 +80,7 @@ def joint_kernel(
     token_ids: Any,
     segment_ids: Any = None,
     d_model: int | None = None,
+    documents: np.ndarray | None = None,
 ) -> Kernel:
     """Sum of the embedding tables of a whole batch as one kernel, (B L, B L), sequence by sequence.
 
@@ -90,19 +92,20 @@ def joint_kernel(
         seq_len: tokens per sequence L.
         token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
         d_model: width; needed for sinusoidal positions.
+        documents: of packed rows, (L,) or (B, L), see `packing`: positions restart with each.
 
     Raises:
         DomainError: ids of another shape or outside the table, or sinusoidal positions without
             d_model.
     """
-    ids, places, segments = _rows(embedding, seq_len, token_ids, segment_ids)
+    ids, where, segments = _rows(embedding, seq_len, token_ids, segment_ids, documents)
     drawn = ids != embedding.padding_id if embedding.padding_id is not None else 1.0
     matrix = (
         embedding.scale**2 * embedding.token_variance * _same(ids) * drawn
         + embedding.segment_variance * _same(segments)
-        + embedding.position_variance * _same(places)
+        + embedding.position_variance * _same(where)
     )
-    fixed = fixed_positions(embedding, seq_len, d_model, len(ids) // seq_len)
+    fixed = fixed_positions(embedding, seq_len, d_model, len(ids) // seq_len, documents)
     return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
 
 
@@ -119,7 +122,11 @@ class FixedPart(NamedTuple):
 
 
 def fixed_positions(
-    embedding: Embedding, seq_len: int, d_model: int | None, sequences: int | None = None
+    embedding: Embedding,
+    seq_len: int,
+    d_model: int | None,
+    sequences: int | None = None,
+    documents: np.ndarray | None = None,
 ) -> FixedPart | None:
     """Sinusoidal positions; None where there are none.
 
@@ -131,6 +138,7 @@ def fixed_positions(
         seq_len: tokens per sequence L.
         d_model: width.
         sequences: B for kernels of shape (B L, B L); None: tokens alike.
+        documents: of packed rows, (L,) or (B, L); None: each row is one.
 
     Raises:
         DomainError: sinusoidal positions of unknown or odd width.
@@ -148,7 +156,7 @@ def fixed_positions(
     means = rows.mean(1)
     both = rows @ rows.T / d_model, means[:, None] * means[None, :]
     if sequences is not None:
-        place = np.tile(np.arange(seq_len), sequences)
+        place = _places(seq_len, sequences, documents)
         return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
     each = [Kernel.of_matrix(m) for m in both]
     return FixedPart(*(Kernel(float(k.mean_diagonal()), float(k.mean_pairs())) for k in each))
@@ -161,6 +169,7 @@ def embedding_gradients(
     gradient: Kernel,
     token_ids: Any = None,
     segment_ids: Any = None,
+    documents: np.ndarray | None = None,
 ) -> dict[str, Array]:
     """Squared gradient norms of the tables that have parameters.
 
@@ -194,16 +203,17 @@ def embedding_gradients(
         count = gradient.pairs.shape[-1]
         if token_ids is None:
             token_ids = np.arange(count).reshape(-1, seq_len) + embedding.vocab_size
-            rows = (token_ids.reshape(-1), np.arange(count) % seq_len, np.zeros(count))
+            where = _places(seq_len, count // seq_len, documents)
+            rows = (token_ids.reshape(-1), where, np.zeros(count))
         else:
-            rows = _rows(embedding, seq_len, token_ids, segment_ids)
-        ids, places, segments = rows
+            rows = _rows(embedding, seq_len, token_ids, segment_ids, documents)
+        ids, where, segments = rows
         if ids.size != count:
             raise domain_error("token_ids", f"{ids.size} tokens", f"{count}, as the gradient has")
         real = ids != embedding.padding_id
         found = {
             "token": scale * (gradient.pairs * _same(ids) * real).sum((-2, -1)),
-            "position": (gradient.pairs * _same(places)).sum((-2, -1)),
+            "position": (gradient.pairs * _same(where)).sum((-2, -1)),
             "segment": (gradient.pairs * _same(segments)).sum((-2, -1)),
         }
     there = {
@@ -215,15 +225,24 @@ def embedding_gradients(
 
 
 def _rows(
-    embedding: Embedding, seq_len: int, token_ids: Any, segment_ids: Any
+    embedding: Embedding,
+    seq_len: int,
+    token_ids: Any,
+    segment_ids: Any,
+    documents: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of the three tables that every token of a batch looks up, each (B L,)."""
     ids = _text_ids(embedding, seq_len, token_ids)
     segments = np.zeros_like(ids)
     if segment_ids is not None:
         segments = np.broadcast_to(check_ids(segment_ids, seq_len, "segment_ids"), ids.shape)
-    places = np.broadcast_to(np.arange(seq_len), ids.shape)
-    return ids.reshape(-1), places.reshape(-1), segments.reshape(-1)
+    return ids.reshape(-1), _places(seq_len, len(ids), documents), segments.reshape(-1)
+
+
+def _places(seq_len: int, sequences: int, documents: np.ndarray | None) -> np.ndarray:
+    """(B L,) position of every token."""
+    one = np.ones(seq_len, dtype=np.int64) if documents is None else documents
+    return np.broadcast_to(places(one), (sequences, seq_len)).reshape(-1)
 
 
 def _same(rows: np.ndarray) -> np.ndarray:
@@ -233,7 +252,9 @@ def _same(rows: np.ndarray) -> np.ndarray:
 def _patterns(
     embedding: Embedding, seq_len: int, theory: Theory, token_ids: Any, segment_ids: Any
 ) -> tuple[float, float]:
-    """Shares of token pairs with one token row, and with one segment row."""
+    """Shares of token pairs with one token row, and with one segment row; 0 without pairs."""
+    if seq_len == 1:
+        return 0.0, 0.0
     if token_ids is None:
         vocab_size = embedding.vocab_size
         return (

@@ -16,6 +16,7 @@ predicted, their standard error takes its place.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,14 @@ from .errors import MomentsError
 from .measurement import Measurement
 from .prediction import Prediction
 from .state import Kernel
+
+CENTRAL = 0.95
+"""Of a band."""
+
+CLEAR = 3.0
+"""Standard deviations beyond which a verdict does not put a difference down to chance."""
+
+BEYOND_CLEAR = math.erfc(CLEAR / math.sqrt(2))
 
 TOLERANCE = 0.02
 """Relative error of the theory itself, one standard deviation. On real modules the mean over layers
@@ -63,6 +72,20 @@ class Expected:
         found[known] = logarithm / scale
         found[(self.mean > 0) & (measured == 0) & np.isfinite(self.deviation)] = -np.inf
         return found
+
+
+def allowed_outside(points: int) -> int:
+    """Of so many points of a right network, how many may lie out of their 95 % bands.
+
+    The fewest that are exceeded with less probability than a single point lies three standard
+    deviations out (1 in 370), were the points independent: K is binomial(points, 1/20). Points of
+    neighbouring layers move together, so that a right network exceeds it more often: of 450
+    simulated draws (4 and 12 layers Pre-LN, 6 Post-LN, d_model 64, 12 tokens) 14 did, 3.1 +- 0.8 %,
+    with no point beyond three standard deviations; 11 others had one.
+    """
+    from scipy.special import bdtrc
+
+    return int(next(k for k in range(points + 1) if bdtrc(k, points, 1 - CENTRAL) < BEYOND_CLEAR))
 
 
 def over_draws(log_variance: np.ndarray, draws: int) -> np.ndarray:

@@ -28,6 +28,9 @@ __all__ = [
     "weight_parts",
 ]
 
+WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Names under which a compiled, sharded or checkpointed module keeps the one inside."""
+
 
 class HookPoint(NamedTuple):
     """One site: the first tensor going into, or coming out of, the submodule at `path`."""
@@ -65,10 +68,11 @@ def stacks_of(module: nn.Module) -> dict[str, list[tuple[str, Layout]]]:
         raise MomentsError(
             f"no known layer in {type(module).__name__}: moments finds the layers of Hugging Face "
             f"families ({', '.join(sorted(FAMILIES))}) and of nn.TransformerEncoder; for another "
-            "module pass sites=[(layer, site, submodule_path, 'input' or 'output'), ...]"
+            "module pass sites=[(layer, site, submodule_path, 'input' or 'output'), ...], of which "
+            "moments.torch.draft(module) makes a draft"
         )
     for layers in found.values():
-        stacks = sorted({path.rpartition(".")[0] for path, _ in layers})
+        stacks = sorted({_list_of(path) for path, _ in layers})
         if len(stacks) > 1:
             raise MomentsError(
                 f"{type(module).__name__} has several stacks of layers ({', '.join(stacks)}): "
@@ -77,6 +81,11 @@ def stacks_of(module: nn.Module) -> dict[str, list[tuple[str, Layout]]]:
     if "" not in found:  # an encoder alone is the main stack
         return {"": [(path, layout.alone()) for path, layout in next(iter(found.values()))]}
     return dict(sorted(found.items(), reverse=True))
+
+
+def _list_of(path: str) -> str:
+    """Where a layer is listed: its path without its number, and what wraps the layer itself."""
+    return ".".join([part for part in path.split(".") if part not in WRAPPED][:-1])
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, Layout]]:

@@ -28,7 +28,10 @@ def check_moments(
     """
     interval = NONNEGATIVE if prefix else POSITIVE
     check_in(f"{prefix}variance", variance, interval, "pass a variance, not a deviation")
-    least = -1.0 / (seq_len - 1)
+    if seq_len == 1 and np.any(np.asarray(correlation) != 0):
+        remedy = "one token has no pairs: leave it out"
+        raise domain_error(f"{prefix}correlation", correlation, "0 where seq_len is 1", remedy)
+    least = -1.0 / max(seq_len - 1, 1)
     check_in(
         f"{prefix}correlation",
         correlation,
@@ -118,7 +121,7 @@ def check_mask(mask: Any, seq_len: int, token_ids: Any) -> np.ndarray:
         real = np.broadcast_to(real, shape)
     if real.shape != shape:
         raise domain_error("attention_mask", f"shape {real.shape}", f"of shape {shape}")
-    if not np.all((real == 0) | (real == 1)) or np.any(real.sum(-1) < 2):
+    if not np.all((real == 0) | (real == 1)) or np.any(real.sum(-1) < min(2, seq_len)):
         raise domain_error("attention_mask", mask, "0 or 1, with two real tokens at least")
     return real
 
@@ -132,6 +135,7 @@ def first_kernel(
     token_ids: Any,
     segment_ids: Any,
     kernel: Any,
+    documents: np.ndarray | None = None,
 ) -> Kernel:
     """What the user, a text or the embedding says of the tensor that enters layer 1.
 
@@ -165,7 +169,9 @@ def first_kernel(
             "moments.images.photograph), or variance and correlation"
         )
     if token_ids is not None and resolved:
-        return joint_kernel(embedding, model.seq_len, token_ids, segment_ids, model.d_model)
+        return joint_kernel(
+            embedding, model.seq_len, token_ids, segment_ids, model.d_model, documents
+        )
     tables = embedded_alike(embedding, model.seq_len, theory, token_ids, segment_ids, model.d_model)
     return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from .attention import Padding
 from .classes import PositionClasses
+from .packing import one_document
 from .propagate import Point
 from .state import Array, Kernel, Signal, ratio_or_zero
 
@@ -21,18 +22,26 @@ class Layout:
         sequences: how many share one kernel, one after the other.
         real: (sequences, L) or (L,), 1.0 where a token counts and 0.0 where it pads; None: all do.
         classes: of positions, in which one sequence is resolved; None: it is not.
+        documents: of the same shape, of packed rows: each token's, from 1, and 0 where it pads.
     """
 
     sequences: int = 1
     real: np.ndarray | None = None
+    documents: np.ndarray | None = None
     classes: PositionClasses | None = None
 
     @property
     def padding(self) -> Padding | None:
-        """For every sequence, which tokens are real; None: all."""
-        if self.real is None:
+        """For every sequence, the document of each token, 0 where it pads; None: one of all."""
+        numbers = self.numbers
+        if numbers is None:
             return None
-        return tuple(tuple(bool(v) for v in row) for row in np.atleast_2d(self.real))
+        return tuple(tuple(int(v) for v in row) for row in np.atleast_2d(numbers))
+
+    @property
+    def numbers(self) -> np.ndarray | None:
+        """`documents`, or `real`, which says that all real tokens are of one."""
+        return self.real if self.documents is None else self.documents
 
     def split(self, kernel: Kernel) -> Kernel:
         """What tokens of one sequence share, (sequences, L, L); unchanged if there is only one."""
@@ -48,10 +57,25 @@ class Layout:
         own, real = self.split(kernel), self._real
         if own.resolved and real is not None and real.shape[-1] != own.pairs.shape[-1]:
             real = None  # behind a pooling head every token is one sequence's
+        if self.documents is not None and own.resolved:
+            return self._of_documents(own)
         found = own.mean_diagonal(real), own.mean_pairs(real)
         if self.sequences == 1 or not kernel.resolved:
             return found
         return np.mean(found[0], axis=0), np.mean(found[1], axis=0)
+
+    def _of_documents(self, kernel: Kernel) -> tuple[Array, Array]:
+        """Averages over all tokens, and over all pairs of one document; 0 without any."""
+        documents = np.reshape(self.documents, (-1, kernel.pairs.shape[-1]))  # type: ignore[arg-type]
+        axes: tuple[int, ...] = (-2, -1)
+        if self.sequences == 1:
+            documents = documents[0]
+        else:
+            axes = (-3, -2, -1)
+        real, pairs = (documents > 0) + 0.0, one_document(documents) + 0.0
+        pairs -= np.eye(pairs.shape[-1]) * real[..., None]
+        variance = (kernel.diagonal * real).sum(axes[1:]) / real.sum()
+        return variance, (kernel.pairs * pairs).sum(axes) / max(pairs.sum(), 1.0)
 
     @property
     def _real(self) -> np.ndarray | None:

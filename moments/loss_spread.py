@@ -22,6 +22,7 @@ from .sensitivity import SINGLE, Matrix, matrix_of, ratio
 from .state import Array, Kernel
 
 _NODES = 9  # of the average over the target's logit
+_ROUNDING = 1e-15
 _FIXED = 1e-9  # variance of a logit that is given, over that of the others
 
 
@@ -111,7 +112,8 @@ def logit_effect(readout: Readout) -> tuple[Array, Array]:
     own, other = softmax.own, softmax.other
     square = own.square_slope_square + (count - 1) * other.square_slope_square
     value = square - 2 * hit * own.probability_slope_square + hit**2 * own.slope_square
-    mean, logarithm = value @ weights, np.log(value)
+    # Where the target has all of the probability, the rest is rounding.
+    mean, logarithm = value @ weights, np.log(np.maximum(value, _ROUNDING))
     centre = logarithm @ weights
     relative = ratio((value - mean[..., None]) ** 2 @ weights, mean**2)
     return relative, (logarithm - centre[..., None]) ** 2 @ weights

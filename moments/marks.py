@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from .composition import Chain, Component, Parallel
 from .normalization import FiniteNormalization
 
@@ -29,6 +31,17 @@ def grouped_norm(component: Component) -> FiniteNormalization | None:
             return grouped_norm(part)
     found = isinstance(component, FiniteNormalization) and component.groups > 1
     return component if found else None  # type: ignore[return-value]
+
+
+def packed(component: Component) -> np.ndarray | None:
+    """(B, L) the documents that a branch's attention keeps apart; None: each row is one."""
+    for part in _inner(component):
+        if (found := packed(part)) is not None:
+            return found
+    numbers = getattr(component, "padding", None)
+    if numbers is None or np.max(numbers) < 2:
+        return None
+    return np.asarray(numbers, dtype=np.int64)
 
 
 def _any(component: Component, mark: str) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .attention import SelfAttention
+from .attention import Padding, SelfAttention
 from .composition import Leaf, Pullback, Pulled
 from .laws.normalization import RMSNORM
 from .normalization import FiniteNormalization
@@ -35,6 +35,10 @@ class NormalizedAttention(Leaf):
     @property
     def label(self) -> str:  # type: ignore[override]
         return self.attention.label
+
+    @property
+    def padding(self) -> Padding | None:
+        return self.attention.padding
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         own = self.attention

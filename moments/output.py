@@ -79,7 +79,7 @@ def output_moments(
         token_ids: integers (L,) or (B, L), the text; None: unknown, by Zipf's law.
         targets: shaped as token_ids, -100 for no target; for a classification labels (B,). None:
             the next token where the loss is causal, else drawn at random.
-        real: (L,) or (B, L), 1 for real tokens and 0 for padding.
+        real: (L,) or (B, L), the document of every token of packed rows, or 1, and 0 for padding.
         batch: sequences that the loss averages over, beyond those that are resolved.
 
     Raises:

@@ -57,9 +57,7 @@ def projected(readout: Readout) -> Kernel:
     forth, back = gradients(readout)
     # Two tokens that read the same one have correlated own probabilities.
     p_i, p_j = kernel.over_tokens(own.probability_slope)
-    rise_i, rise_j = kernel.over_tokens(
-        np.log(own.square_slope_square / own.probability_slope**2) / 2
-    )
+    rise_i, rise_j = kernel.over_tokens(np.log(own.ends) / 2)
     beyond = targets.same_token * targets.both * p_i * p_j
     beyond = beyond * np.expm1(correlation * (rise_i + rise_j))
     # Where the text is not known, a frequent token is hit by both more often than by chance.

@@ -14,7 +14,7 @@ import numpy as np
 from .architecture import declare, declare_output
 from .checks import check_choice, check_count, check_flag
 from .classes import PositionClasses
-from .errors import DomainError, ValidityWarning
+from .errors import DomainError, ValidityWarning, domain_error
 from .law import THEORIES, Theory
 from .prediction import Prediction
 from .propagate import Trace
@@ -30,6 +30,7 @@ INPUTS = (
     "pixels",
     "kernel",
     "attention_mask",
+    "document_ids",
 )
 
 
@@ -49,6 +50,7 @@ def predict(
     kernel: Any = None,
     grad_kernel: Any = None,
     attention_mask: Any = None,
+    document_ids: Any = None,
     encoder_inputs: Mapping[str, Any] | None = None,
     batch: int = 1,
     progress: bool = False,
@@ -70,12 +72,18 @@ def predict(
         segment_ids: likewise for the segment table; None with token_ids: one segment.
         pixels: images of shape (B, C, H, W) for a patch embedding.
         targets: token ids of the loss, shaped as token_ids, -100 where there is none; classes (B,)
-            for a classifier. None: the next token of a causal head, else chosen at random.
+            for a classifier. None: the next token of the sequence (or document) for a causal head,
+            else chosen at random.
         kernel: second moments E[x_i x_j] per feature of the tensor that enters layer 1, shape
             (..., L, L), instead of variance and correlation.
         grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
         attention_mask: shape (L,) or (B, L), 1 for a real token and 0 for padding, which no token
             attends to and which neither averages nor the loss count; None: all are real.
+        document_ids: shape (L,) or (B, L), which document each token of a packed row belongs to, a
+            run of one number each (of lengths: numpy.repeat(numpy.arange(len(lengths)), lengths)).
+            A token sees its own document alone, embedded positions restart with each, a causal head
+            predicts none across, and correlations are those of pairs of one document. None: every
+            row is one.
         encoder_inputs: for a model with an encoder, those of `variance`, `correlation`,
             `token_ids`, `segment_ids`, `kernel` and `attention_mask` that describe its input.
         batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a
@@ -92,7 +100,16 @@ def predict(
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
     check_count("batch", batch)
-    own = Inputs(variance, correlation, token_ids, segment_ids, pixels, kernel, attention_mask)
+    own = Inputs(
+        variance,
+        correlation,
+        token_ids,
+        segment_ids,
+        pixels,
+        kernel,
+        attention_mask,
+        document_ids,
+    )
     other = _encoder_inputs(model, encoder_inputs)
     resolved = _resolution(model, theory, tokens, own, other, grad_kernel)
     stack = Stack(model, theory, own, resolved)
@@ -160,9 +177,10 @@ def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inpu
         return Inputs()
     if model.encoder is None:
         raise DomainError("encoder_inputs describe an encoder's input: declare model.encoder")
+    known = [name for name in INPUTS if name != "document_ids"]
     for name in given:
-        if name not in INPUTS:
-            raise DomainError(f"encoder_inputs has no {name!r}: one of {', '.join(INPUTS)}")
+        if name not in known:
+            raise DomainError(f"encoder_inputs has no {name!r}: one of {', '.join(known)}")
     return Inputs(**given)
 
 
@@ -184,16 +202,23 @@ def _resolution(
     encoder = model.encoder
     placed = positional(model) or (encoder is not None and positional(encoder))
     given = own.by_token or other.by_token or grad_kernel is not None
+    if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
+        # The laws of tokens alike are those of a token and its pairs.
+        if theory != "refined":
+            raise domain_error(
+                "seq_len", 1, f"2 at least under theory {theory!r}", 'use theory="refined"'
+            )
+        given, tokens = True, None
     resolved = (theory == "refined" and (placed or given)) if tokens is None else tokens
     if resolved and theory != "refined":
         raise DomainError(
             f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
         )
-    kernels = (own.kernel, grad_kernel, own.attention_mask, own.pixels)
+    kernels = (own.kernel, grad_kernel, own.attention_mask, own.document_ids, own.pixels)
     if not resolved and any(value is not None for value in kernels):
         raise DomainError(
-            "kernel, grad_kernel, pixels and attention_mask are resolved by token: "
-            "leave tokens=False out"
+            "kernel, grad_kernel, pixels, attention_mask and document_ids are resolved by token: "
+            'leave tokens=False out, under theory="refined"'
         )
     if not resolved and theory == "refined" and placed:
         raise DomainError(
@@ -213,10 +238,15 @@ def by_position(model: Transformer) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve."""
     placed = model.rotary or model.alibi or model.relative_bias
     windowed = any(window is not None and window < model.seq_len for window in model.windows)
+    # Queries and keys of a kernel of their own.
+    biases = model.biases
+    shifted = biases is not None and (np.any(biases.query) or np.any(biases.key))
+    apart = model.qk_norm is not None or shifted or "hybrid" in model.placements
+    waves = getattr(model.embedding, "positions", None) == "sinusoidal"
     return (
         model.causal
         and model.seq_len >= LEAST_LENGTH
-        and not (placed or windowed or model.encoder)
+        and not (placed or windowed or apart or waves or model.encoder)
         and (model.head is None or model.head.loss in (None, "causal"))
     )
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from .band import NORMAL_95
+from .errors import DomainError, domain_error
+from .expected import Expected, signal_log_variance
 from .report import STREAM_QUANTITIES, TITLES
 
 if TYPE_CHECKING:
@@ -18,6 +23,9 @@ if TYPE_CHECKING:
     from .prediction import Prediction
 
 FORWARD, BACKWARD, MEASURED, OUTSIDE = "#1b6ca8", "#c8553d", "#222222", "#d00000"
+ENDINGS = (".png", ".svg", ".pdf")
+SEEN = 2e-3
+"""Deviation of a draw's logarithm, below which a band would be hidden by its line."""
 
 
 class Picture(Figure):
@@ -27,6 +35,34 @@ class Picture(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=80)
         return buffer.getvalue()
+
+
+def save(figure: Figure, path: str | Path, dpi: float = 150) -> None:
+    """Write a picture; the file's ending gives the format.
+
+    Raises:
+        DomainError: an ending that no picture is written as, or a file that cannot be written.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in ENDINGS:
+        allowed = f"a file name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
+        raise domain_error("picture", str(path), allowed)
+    try:
+        figure.savefig(path, dpi=dpi)
+    except OSError as error:
+        raise DomainError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def round_ticks(ax: Axes) -> None:
+    """On a logarithmic axis of few decades: round numbers, also between powers of ten, all written
+    alike."""
+    low, high = ax.get_ylim()
+    decades = np.log10(high / low)
+    if decades > 4:
+        return
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 3) if decades > 1.7 else (1, 2, 5), numticks=12))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    ax.yaxis.set_minor_locator(NullLocator())
 
 
 def _color(quantity: str) -> str:
@@ -57,55 +93,99 @@ def _scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
         ax.set_ylim(min(0.0, 1.1 * low), max(1.02 * high, 0.1, min(1.02, 1.25 * high)))
     elif low > 0 and high > 5 * low:
         ax.set_yscale("log")
+        round_ticks(ax)
     else:
         ax.set_ylim(0.0, 1.15 * high)
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
 
 
-def _describe(prediction: Prediction) -> str:
+def _describe(prediction: Prediction, name: str | None) -> str:
     model = prediction.model
-    return (
+    return f"{name or 'a declared model'}: " + (
         f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
         f"{model.seq_len} tokens, {model.norm} norm, theory {prediction.theory}"
     )
 
 
-def _shade_band(ax: Axes, prediction: Prediction) -> None:
-    """Where one draw of the weights falls 95 % of the time."""
+def _growth(prediction: Prediction) -> str:
+    """What the depth does to one configuration, in a line."""
+    if prediction.variance.ndim > 1:
+        return f"{prediction.variance.size // prediction.variance.shape[-1]} configurations"
+    variance, gradient = prediction.variance, prediction.grad_variance
+    parts = [
+        f"{title} × {to / start:.3g} {way}"
+        for title, to, start, way in (
+            ("variance", variance[-1], variance[0], "from input to output"),
+            ("gradient variance", gradient[0], gradient[-1], "from output to input"),
+        )
+        if start > 0
+    ]
+    ends = prediction.correlation[[0, -1]]
+    parts.append(f"token correlation {ends[0]:.3g} to {ends[1]:.3g}")
+    if notes := len(prediction.warnings):
+        parts.append(f"{notes} warning{'s' * (notes > 1)} of validity")
+    return "; ".join(parts)
+
+
+def _bands(prediction: Prediction) -> dict[str, Expected]:
+    """Where one draw of the weights falls 95 % of the time, as far as that is known.
+
+    Of a stack without norms the signal's spread is known to a factor of two only (`expected`) and
+    is left out.
+    """
+    if prediction.variance.ndim > 1 or prediction.theory != "refined":
+        return {}
     low, high = prediction.grad_variance_band
-    layers = np.arange(low.size)
-    ax.fill_between(
-        layers, low, high, color=BACKWARD, alpha=0.15, linewidth=0, label="95 % of draws"
-    )
-    ax.legend(frameon=False, fontsize=9)
+    positive = (low > 0) & (high > 0)
+    width = np.log(np.divide(high, low, out=np.ones_like(high), where=positive))
+    found = {"grad_variance": Expected(prediction.grad_variance, width / (2 * NORMAL_95))}
+    if "none" not in prediction.model.placements:
+        deviation = np.sqrt(signal_log_variance(prediction))
+        if np.all(np.isfinite(deviation)):
+            found["variance"] = Expected(prediction.variance, deviation)
+    return found
 
 
-def plot_prediction(prediction: Prediction) -> Figure:
-    """Four panels along the depth; one line per configuration."""
-    figure, axes = _panels(_describe(prediction))
+def _shade_band(ax: Axes, quantity: str, band: Expected) -> str:
+    """Draw it where it can be seen; what the line is to be called."""
+    if float(np.max(band.deviation)) < SEEN:
+        return f"mean over draws; one draw is within {2 * SEEN:.1%}"
+    layers = np.arange(band.mean.size)
+    drawn = ax.fill_between(layers, band.low, band.high, color=_color(quantity), alpha=0.15)
+    drawn.set(linewidth=0, label="95 % of draws")
+    return "mean over draws"
+
+
+def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
+    """Four panels along the depth, `name` in the title; one line per configuration."""
+    figure, axes = _panels(_describe(prediction, name))
+    figure.supxlabel(_growth(prediction), x=0.01, ha="left", fontsize=8.5, color="#444444")
     layers = np.arange(prediction.model.layers + 1)
-    shaded = prediction.variance.ndim == 1 and prediction.theory == "refined"
-    if shaded:
-        _shade_band(axes["grad_variance"], prediction)
+    bands = _bands(prediction)
     for quantity, ax in axes.items():
+        band = bands.get(quantity)
+        label = "mean over draws" if band is None else _shade_band(ax, quantity, band)
         curves = getattr(prediction, quantity).reshape(-1, layers.size)
         for curve in curves:
-            ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, alpha=0.9)
-        upper = (
-            (prediction.grad_variance_band[1],) if shaded and quantity == "grad_variance" else ()
-        )
-        _scale(ax, quantity, curves, *upper)
+            ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, alpha=0.9, label=label)
+            label = "_" if len(curves) > 1 else label
+        _scale(ax, quantity, curves, *(() if band is None else (band.high,)))
+        if quantity in ("variance", "grad_variance"):
+            ax.legend(frameon=False, fontsize=9)
     return figure
 
 
-def plot_comparison(comparison: Comparison) -> Figure:
+def plot_comparison(comparison: Comparison, name: str | None = None) -> Figure:
     """Prediction as lines, measurement as points with bars of two standard errors.
 
-    The variances' bands are where 95 % of measurements of as many draws are expected; points out of
-    them are rings.
+    The variances' bands are where 95 % of measurements of as many draws are expected, or what the
+    tolerance alone grants where draws scatter less; points out of them are rings. The verdict
+    stands below.
     """
     prediction, measurement = comparison.prediction, comparison.measurement
-    figure, axes = _panels(_describe(prediction) + _losses(comparison))
+    figure, axes = _panels(_describe(prediction, name) + _losses(comparison))
+    verdict = textwrap.fill(comparison.verdict(), 150)
+    figure.supxlabel(verdict, x=0.01, ha="left", fontsize=8.5, color="#444444")
     layers = np.arange(prediction.model.layers + 1)
     for quantity, ax in axes.items():
         curve = getattr(prediction, quantity)
@@ -154,10 +234,17 @@ def _shade_range(ax: Axes, comparison: Comparison, quantity: str) -> np.ndarray:
         color=_color(quantity),
         alpha=0.15,
         linewidth=0,
-        label="95 % expected",
+        label=_range_label(expected.deviation, comparison.tolerance),
     )
     measured = np.asarray(getattr(comparison.measurement, quantity))
     return (measured < expected.low) | (measured > expected.high)
+
+
+def _range_label(deviation: np.ndarray, tolerance: float) -> str:
+    """What most of a band is made of: the scatter of draws, or little but the tolerance."""
+    scatter = np.sqrt(np.maximum(np.nanmedian(deviation) ** 2 - tolerance**2, 0.0))
+    granted = f"± {100 * NORMAL_95 * tolerance:.2g} % granted to the theory"
+    return granted if scatter < tolerance else "95 % expected: draws, and the theory's tolerance"
 
 
 def _losses(comparison: Comparison) -> str:

@@ -42,8 +42,8 @@ class Prediction:
         token_variance, token_grad_variance: by token, (..., N + 1, L) where resolved, else None.
         warnings: where a formula left its validity.
         loss, loss_stderr: at initialisation, and the deviation of one draw of the weights from it;
-            None without a head.
-        logit_variance: mean square of the output logits; None without a head.
+            None without a head. Where several configurations are predicted, arrays of their shape.
+        logit_variance: likewise, mean square of the output logits.
         encoder: the encoder's own prediction; None without one.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
     """
@@ -60,9 +60,9 @@ class Prediction:
     trace: Trace = field(repr=False)
     layout: Layout = field(default_factory=Layout, repr=False)
     batch: int = field(default=1, repr=False)
-    loss: float | None = None
-    loss_stderr: float | None = None
-    logit_variance: float | None = None
+    loss: Any = None
+    loss_stderr: Any = None
+    logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
     outer_weights: Callable[[], list[tuple[int, str, Any]]] = field(default=list, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
@@ -190,11 +190,14 @@ class Prediction:
 
         return render(prediction_table(self))
 
-    def plot(self) -> Figure:
-        """Four panels: variance and correlation of signal and gradient along the depth."""
+    def plot(self, name: str | None = None) -> Figure:
+        """Four panels: variance and correlation of signal and gradient along the depth.
+
+        `name`, the model's, heads the title.
+        """
         from .plot import plot_prediction
 
-        return plot_prediction(self)
+        return plot_prediction(self, name)
 
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
@@ -208,8 +211,8 @@ class Prediction:
             "warnings": list(self.warnings),
         }
         if self.loss is not None:
-            data["loss"], data["loss_stderr"] = self.loss, self.loss_stderr
-            data["logit_variance"] = self.logit_variance
+            for name in ("loss", "loss_stderr", "logit_variance"):
+                data[name] = np.asarray(getattr(self, name)).tolist()
         if self.encoder is not None:
             data["encoder"] = json.loads(self.encoder.to_json())
         return json.dumps(data, indent=2, allow_nan=False)

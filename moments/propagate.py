@@ -18,7 +18,7 @@ from .directions import (
     shared_persistence,
 )
 from .errors import DomainError
-from .marks import grouped_norm, mixes_tokens, normalises, splits
+from .marks import grouped_norm, mixes_tokens, normalises, packed, splits
 from .realised import summed
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Norms, Point, Trace
@@ -272,7 +272,8 @@ def _persistence(
 ) -> tuple[Kernel, Array]:
     norm = grouped_norm(branch)
     if norm is None:
-        return persistence(signal, response), shared_persistence(signal, response, above)
+        shared = shared_persistence(signal, response, above, packed(branch))
+        return persistence(signal, response), shared
     of_groups = grouped_persistence(signal, passed, norm.groups, norm.freedom(signal.width))
     grown = persistence(signal, response, own=False) + of_groups
     tokens = grown.pairs.shape[-1] if grown.resolved is True else signal.seq_len

@@ -215,7 +215,8 @@ class Readout:
         wander = (1 - correlation**2) * at / self.width**0.5
         pairs = targets.both * self._products(correlation, both, kernel.over_tokens, wander)
         alone = (1.0, 1.0, targets.own, targets.own)
-        single = targets.active * self._products(at, alone, lambda value: (value, value))
+        alike = at + 0 * kernel.diagonal
+        single = targets.active * self._products(alike, alone, lambda value: (value, value))
         return Kernel.joined(single, pairs, kernel.resolved)
 
     def _products(
@@ -241,22 +242,20 @@ class Readout:
         mean_slope = reads * own.slope + (1 - reads) * other.slope
         slope_square = reads * own.slope_square + (1 - reads) * other.slope_square
         slope, other_slope = lift(mean_slope)
-        ends = other.square_slope_square / other.probability_slope**2
-        common = between(ends)
+        common = between(other.ends)
         # Whether a token's own logit leaves the others anything does not concern other tokens.
-        free = self._unread.other
-        free_ends = free.square_slope_square / free.probability_slope**2
+        free_ends = self._unread.other.ends
         agreeing = sum(
             weight * between(free_ends, self._risen(correlation + step * wander))
             for step, weight in self._steps(free_ends)
         )
-        reading = between(own.square_slope_square / own.probability_slope**2)
+        reading = between(own.ends)
         alike = (vocab_size - 1) * rest * other_rest * common + mine * other_mine * reading
         apart = (vocab_size - 2) * rest * other_rest + mine * other_rest + rest * other_mine
         softmaxes = same_token * alike + (1 - same_token) * apart * agreeing
         slopes = slope * other_slope * between(slope_square / mean_slope**2)
-        rise = between(other.probability_slope_square / (other.probability_slope * other.slope))
-        own_rise = between(own.probability_slope_square / (own.probability_slope * own.slope))
+        rise = between(other.hits)
+        own_rise = between(own.hits)
         # p_j at i's target, and p_i at j's.
         there = hit * other_mine * slope * own_rise + (1 - hit) * other_rest * slope * rise
         back = swapped * mine * other_slope * own_rise + (1 - swapped) * rest * other_slope * rise

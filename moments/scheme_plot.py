@@ -46,12 +46,14 @@ def rows(names: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def plot_schemes(comparison: SchemeComparison) -> Figure:
+def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figure:
     """Every scheme along the depth; those of other rows in grey, for comparison."""
+    from matplotlib.ticker import MaxNLocator
+
     from .plot import Picture
 
     parts = rows(list(comparison.predictions))
-    curves = {name: _curves(found) for name, found in comparison.predictions.items()}
+    curves = {one: _curves(found) for one, found in comparison.predictions.items()}
     figure = Picture(figsize=(12.5, 2.5 * len(parts) + 0.7), layout="constrained")
     axes = figure.subplots(len(parts), 3, sharex=True, sharey="col", squeeze=False)
     for line, (title, names) in zip(axes, parts, strict=True):
@@ -63,12 +65,14 @@ def plot_schemes(comparison: SchemeComparison) -> Figure:
         ax.set_title(TITLES[quantity], loc="left", fontsize=10.5)
     for ax in axes[-1]:
         ax.set_xlabel("layer (0 enters layer 1)")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     for column, quantity in enumerate(QUANTITIES):
         _scale(axes[0, column], quantity, [c[quantity] for c in curves.values()])
     model = comparison.model
     figure.suptitle(
-        f"{len(curves)} schemes: {model.layers} layers, d_model {model.d_model}, "
-        f"{model.seq_len} tokens, {model.activation}, dropout {model.dropout:g}",
+        f"{name or 'a declared model'}, {len(curves)} schemes: {model.layers} layers, "
+        f"d_model {model.d_model}, {model.seq_len} tokens, {model.activation}, "
+        f"dropout {model.dropout:g}",
         x=0.01,
         ha="left",
         fontsize=12,
@@ -108,9 +112,12 @@ def _scale(ax: Axes, quantity: str, curves: list[np.ndarray]) -> None:
     if quantity == "correlation":
         ax.set_ylim(min(0.0, min(c.min() for c in curves)), 1.02)
         return
+    from .plot import round_ticks
+
     ax.set_yscale("log")
     # A line that leaves the others by many orders must not flatten them.
     ends = np.log10(np.array([[c.min(), c.max()] for c in curves]))
     low, high = np.quantile(ends[:, 0], 0.04), np.quantile(ends[:, 1], 0.96)
     margin = 0.1 * max(high - low, 1.0)
     ax.set_ylim(10 ** (low - margin), 10 ** (high + margin))
+    round_ticks(ax)

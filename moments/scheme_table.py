@@ -57,11 +57,14 @@ class SchemeComparison:
         rows = [(name, *_numbers(found)) for name, found in self.predictions.items()]
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
-    def plot(self) -> Figure:
-        """Variance, correlation and gradient along the depth, one row of panels per family."""
+    def plot(self, name: str | None = None) -> Figure:
+        """Variance, correlation and gradient along the depth, one row of panels per family.
+
+        `name`, the model's, heads the title.
+        """
         from .scheme_plot import plot_schemes
 
-        return plot_schemes(self)
+        return plot_schemes(self, name)
 
     def __str__(self) -> str:
         shown = self.to_frame().to_string(index=False, float_format=lambda value: f"{value:.3g}")
@@ -111,7 +114,11 @@ def _sensitivity(found: Prediction) -> float:
 
 
 def compare_schemes(
-    model: Transformer, schemes: str | Sequence[str] | None = None, **inputs: Any
+    model: Transformer,
+    schemes: str | Sequence[str] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    **inputs: Any,
 ) -> SchemeComparison:
     """Apply schemes to a model, with their authors' options, and predict each.
 
@@ -119,6 +126,7 @@ def compare_schemes(
         model: shape, activation, dropout, embedding and head; its placement stays where a scheme
             does not ask for another.
         schemes: one name or several; None: all.
+        options: other than their authors', of every one of these schemes that has them.
         inputs: what `predict` takes to describe input and gradient. Schemes whose constants depend
             on the input get its correlation too.
 
@@ -126,7 +134,8 @@ def compare_schemes(
         A SchemeComparison; schemes that cannot be applied to the model are in `left_out`.
 
     Raises:
-        DomainError: no such scheme, or one input for all that `predict` refuses.
+        DomainError: no such scheme, an option that none of them has, or one input for all that
+            `predict` refuses.
     """
     if not isinstance(model, Transformer):
         raise domain_error("model", type(model).__name__, "a moments.Transformer")
@@ -135,27 +144,42 @@ def compare_schemes(
     for name in names:
         if name not in known:
             raise domain_error("scheme", name, f"one of {', '.join(known)}")
+    for option in options or ():
+        if not any(option in known[name].options for name in names):
+            every = sorted({option for name in names for option in known[name].options})
+            raise domain_error("option", option, f"one of {', '.join(every) or 'none: no options'}")
     predictions: dict[str, Prediction] = {}
     left_out: dict[str, str] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ValidityWarning)
         for name in names:
             try:
-                predictions[name] = predict(scheme_model(model, known[name], inputs), **inputs)
+                predictions[name] = predict(
+                    scheme_model(model, known[name], inputs, options), **inputs
+                )
             except DomainError as error:
                 left_out[name] = str(error)
     return SchemeComparison(model, predictions, left_out)
 
 
-def scheme_model(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any]) -> Transformer:
-    """The model with a scheme at its authors' placement, for an input as `predict` takes it."""
+def scheme_model(
+    model: Transformer,
+    scheme: Scheme,
+    inputs: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+) -> Transformer:
+    """The model with a scheme at its authors' placement, for an input as `predict` takes it.
+
+    Options that the scheme does not have are left out.
+    """
     if scheme.placements and model.norm not in scheme.placements:
         model = model.replace(
             norm=scheme.placements[0],
             post_layers=0,
             layernorm_scaling=model.layernorm_scaling if scheme.placements[0] != "none" else False,
         )
-    return scheme.apply(model, **input_options(model, scheme, inputs))
+    own = {name: value for name, value in (options or {}).items() if name in scheme.options}
+    return scheme.apply(model, **input_options(model, scheme, inputs) | own)
 
 
 def input_options(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any]) -> dict[str, Any]:

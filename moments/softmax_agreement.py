@@ -1,14 +1,17 @@
 """How much two softmaxes of correlated Gaussian logits agree: E sum_v p_v p'_v.
 
-With S = sum_v exp(z_v), p_v = int exp(u - S exp(-y)) dy, u = z_v - y, and pairs (z_v, z'_v) of
-different v independent,
+A softmax's choice is the largest of z_v + G_v with independent Gumbel variables G_v, so that
+E p_v p'_v is the probability that v is chosen twice, with G and G' independent:
 
-    E p_v p'_v = int int E[exp(u - exp(u)) exp(u' - exp(u'))] E[exp(-exp(u) - exp(u'))]^(V-1) dy dy'
+    E p_v p'_v = int int f(y, y') F(y, y')^(V-1) dy dy',  F the distribution of (z + G, z' + G')
 
-on equally spaced points. Between E p_v E p'_v, where the logits are independent, and E p_v^2, where
-they are equal, its logarithm rises in proportion to the correlation as long as softmaxes are flat.
-Peaked ones agree where their largest logits do, and those agree by V^-(1 - rho)/(1 + rho): the rise
-is 2 rho/(1 + rho) there.
+and f its density. The Fourier transform of f is exp(-(w^2 + w'^2 + 2 rho w w') v/2) Gamma(1 - i w)
+Gamma(1 - i w'); f and F follow on equally spaced points, which spread with the logits' deviation.
+
+Between E p_v E p'_v, where the logits are independent, and E p_v^2, where they are equal, its
+logarithm rises in proportion to the correlation as long as softmaxes are flat. Peaked ones agree
+where their largest logits do, and those agree by V^-(1 - rho)/(1 + rho): the rise is
+2 rho/(1 + rho) there.
 """
 
 from __future__ import annotations
@@ -18,12 +21,16 @@ import math
 
 import numpy as np
 
+from .cross_entropy import softmax_expectations
 from .state import Array
 
 # Below this variance of the logits E p p' is within .1 percent of a rise like the correlation.
 _FLAT = 1.0
-_STEP = 0.8  # exp(-pi^2 / step) = 4e-6
-_TAIL = 6.0  # standard deviations
+_STEP = 0.35  # of y: the transforms have fallen to 1e-6 where they end
+_STEP_OF_EXTREME = 0.9  # where logits vary widely, in the scale of the largest of V: to 1e-16
+_TAIL = 7.0  # standard deviations
+# Beyond it, in units of sqrt(2 log V), the largest logit is all there is, to 1e-6.
+_DEVIATION_MAX = 1e6
 # Where the rise is computed. Negative correlations are below what interpolation needs.
 _NODES = np.array([-0.4, -0.15, 0.15, 0.4, 0.65, 0.85])
 
@@ -52,7 +59,8 @@ def rise(vocab_size: int, variance: float, correlation: Array) -> Array:
 @functools.lru_cache(maxsize=256)
 def _slopes(vocab_size: int, variance: float) -> tuple[float, ...]:
     """Rise over correlation at the nodes and at 1."""
-    apart, same = (_log_product(vocab_size, variance, rho) for rho in (0.0, 1.0))
+    apart = -2 * math.log(vocab_size)
+    same = math.log(float(softmax_expectations(vocab_size, variance).other.probability_square))
     found = [
         (_log_product(vocab_size, variance, rho) - apart) / (same - apart) / rho
         for rho in _NODES.tolist()
@@ -61,35 +69,37 @@ def _slopes(vocab_size: int, variance: float) -> tuple[float, ...]:
 
 
 def _log_product(vocab_size: int, variance: float, correlation: float) -> float:
-    """log E p_v p'_v."""
-    deviation = math.sqrt(variance)
-    step = min(_STEP, deviation / 2)
-    largest = deviation * math.sqrt(2 * math.log(vocab_size))
-    least = min(math.log(vocab_size), largest) - 6
-    log_mean = math.log(vocab_size) + variance / 2
-    y = np.arange(least, min(log_mean, largest + 4 * deviation) + 14, _STEP)
-    z = np.arange(-_TAIL * deviation, (_TAIL + deviation) * deviation + step, step)
-    z = z[z <= y[-1] + 5]
-    first = step / (deviation * math.sqrt(2 * math.pi)) * np.exp(-(z**2) / (2 * variance))
-    lost, density = _transforms(z, y)
-    rest = deviation * math.sqrt(1 - correlation**2)
-    if rest == 0.0:
-        other_lost, other_density = lost, density
-    else:
-        fine = min(_STEP, rest / 2)
-        w = np.arange(-_TAIL * rest, (_TAIL + rest) * rest + fine, fine)
-        second = fine / (rest * math.sqrt(2 * math.pi)) * np.exp(-(w**2) / (2 * rest**2))
-        parts = [_transforms(correlation * value + w, y) for value in z]
-        other_lost = np.stack([part @ second for part, _ in parts], axis=1)
-        other_density = np.stack([part @ second for _, part in parts], axis=1)
-    missing = (lost @ first)[:, None] + ((1 - lost) * first) @ other_lost.T
-    joint = (density * first) @ other_density.T
-    whole = joint * np.exp((vocab_size - 1) * np.log1p(-np.minimum(missing, 1 - 1e-16)))
-    return math.log(_STEP**2 * float(whole.sum()))
+    """log E p_v p'_v, of a correlation below 1."""
+    from scipy.special import loggamma
+
+    extreme = math.sqrt(2 * math.log(vocab_size))
+    deviation = min(math.sqrt(variance), _DEVIATION_MAX * extreme)
+    step = max(_STEP, _STEP_OF_EXTREME * deviation / max(extreme, 3.0))
+    # Below, F^(V-1) vanishes; what f has there is kept within the period all the same.
+    largest = deviation * extreme
+    mean = math.log(vocab_size) + deviation**2 / 2
+    low = -_TAIL * deviation - 4
+    high = min(mean, largest + _TAIL * deviation) + 30
+    count = math.ceil((high - low) / step)
+    waves = 2 * math.pi * np.fft.fftfreq(count, step)
+    first, second = waves[:, None], waves[None, :]
+    once = loggamma(1 + 1j * waves)
+    exponent = -(first**2 + second**2 + 2 * correlation * first * second) * deviation**2 / 2
+    transform = np.exp(exponent + once[:, None] + once[None, :] + 1j * low * (first + second))
+    density = np.fft.ifft2(transform).real / step**2
+    below = _antiderivative(_antiderivative(density, step, 0), step, 1)
+    missing = np.clip(1 - below, 0.0, 1 - 1e-16)
+    whole = density * np.exp((vocab_size - 1) * np.log1p(-missing))
+    return math.log(step**2 * float(whole.sum()))
 
 
-def _transforms(z: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """1 - exp(-exp(u)) and exp(u - exp(u)) at u = z - y, (points of y, points of z)."""
-    u = z[None, :] - y[:, None]
-    size = np.exp(np.minimum(u, 700.0))
-    return -np.expm1(-size), np.exp(u - size)
+def _antiderivative(values: np.ndarray, step: float, axis: int) -> np.ndarray:
+    """Integral from the first point on, of a function that vanishes at both ends."""
+    values = np.moveaxis(values, axis, -1)
+    waves = 2 * math.pi * np.fft.fftfreq(values.shape[-1], step)
+    waves[0] = 1.0
+    modes = np.fft.fft(values) / (1j * waves)
+    modes[..., 0] = 0.0
+    found = np.fft.ifft(modes).real
+    found += values.mean(-1, keepdims=True) * step * np.arange(values.shape[-1])
+    return np.asarray(np.moveaxis(found - found[..., :1], -1, axis))

@@ -11,7 +11,7 @@ import numpy as np
 
 from .architecture import declare, declare_embedding, declare_output
 from .classes import PositionClasses
-from .embedded import embedding_gradients, fixed_positions
+from .embedded import check_ids, embedding_gradients, fixed_positions
 from .embedding import Embedding
 from .errors import DomainError
 from .images import image_gradients, image_kernel
@@ -19,6 +19,7 @@ from .inputs import check_mask, first_kernel, gaussian, last_kernel
 from .law import Theory
 from .layout import Layout
 from .output import OutputMoments, output_moments
+from .packing import check_documents
 from .patches import PatchEmbedding
 from .prediction import Prediction
 from .propagate import BackwardPass, Trace, forward, start
@@ -38,10 +39,12 @@ class Inputs:
     pixels: Any = None
     kernel: Any = None
     attention_mask: Any = None
+    document_ids: Any = None
 
     @property
     def by_token(self) -> bool:
-        given = (self.token_ids, self.pixels, self.kernel, self.attention_mask)
+        marks = (self.attention_mask, self.document_ids)
+        given = (self.token_ids, self.pixels, self.kernel, *marks)
         return any(value is not None for value in given)
 
     @property
@@ -68,12 +71,13 @@ class Stack:
         self.trace = Trace()
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
+        self.documents = _documents(model, inputs, real)
         self.first = self._first()
         sequences = 1
         if resolved is True and inputs.kernel is None:
             sequences = self.first.pairs.shape[-1] // model.seq_len
         classes = resolved if isinstance(resolved, PositionClasses) else None
-        self.layout = Layout(sequences, real, classes)
+        self.layout = Layout(sequences, real, self.documents, classes)
 
     def _first(self) -> Kernel:
         """What the user, a text, an image or the embedding says of what enters the network."""
@@ -89,6 +93,7 @@ class Stack:
             inputs.token_ids,
             inputs.segment_ids,
             inputs.kernel,
+            self.documents,
         )
 
     def enter(self) -> Signal:
@@ -98,7 +103,8 @@ class Stack:
         read = model.embedding is not None and not self.inputs.moments
         if read and isinstance(model.embedding, Embedding):
             sequences = self.layout.sequences if self.resolved else None
-            fixed = fixed_positions(model.embedding, model.seq_len, model.d_model, sequences)
+            length, width, packed = model.seq_len, model.d_model, self.documents
+            fixed = fixed_positions(model.embedding, length, width, sequences, packed)
         signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
         self._embedded: BackwardPass | None = None
         if model.embedding is not None and read:
@@ -170,9 +176,9 @@ class Stack:
             self.trace,
             layout,
             batch,
-            loss=None if output is None else float(output.loss),
-            loss_stderr=None if output is None else float(output.loss_stderr),
-            logit_variance=None if output is None else float(np.mean(output.logit_variance)),
+            loss=None if output is None else _each(output.loss),
+            loss_stderr=None if output is None else _each(output.loss_stderr),
+            logit_variance=None if output is None else _each(output.logit_variance),
             encoder=encoder,
             outer_weights=self._outer_weights(outcome),
             top=top if output is None else functools.partial(head_top, output),
@@ -198,6 +204,7 @@ class Stack:
                     received.kernel,
                     inputs.token_ids,
                     inputs.segment_ids,
+                    self.documents,
                 )
             if output is not None and "token" in norms:
                 norms["token"] = norms["token"] + output.table()
@@ -227,7 +234,7 @@ def last_gradient(
             trace=stack.trace,
             token_ids=stack.inputs.token_ids,
             targets=targets,
-            real=layout.real,
+            real=layout.numbers,
             batch=batch,
         )
         if output.gradient is not None and not given:
@@ -257,6 +264,22 @@ def head_top(output: OutputMoments | None) -> Any:
     return HeadTop(*output.ending)
 
 
+def _documents(model: Transformer, inputs: Inputs, real: np.ndarray | None) -> np.ndarray | None:
+    """The document of every token; None where each row is one."""
+    if inputs.document_ids is None:
+        return None
+    pooled = model.head is not None and model.head.loss == "classification"
+    for present, other in ((model.encoder is not None, "an encoder"), (pooled, "a classifier")):
+        if present:
+            raise DomainError(f"document_ids pack texts of one stack by token: not beside {other}")
+    if inputs.pixels is not None:
+        raise DomainError("document_ids pack texts: leave pixels out")
+    shape: tuple[int, ...] = (model.seq_len,)
+    if inputs.token_ids is not None:
+        shape = check_ids(inputs.token_ids, model.seq_len, "token_ids").shape
+    return check_documents(inputs.document_ids, shape, real)
+
+
 def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
     if not isinstance(model.embedding, PatchEmbedding):
         raise DomainError("pixels are read by a patch embedding: declare model.embedding")
@@ -268,6 +291,11 @@ def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
             f"model.replace(seq_len={model.embedding.seq_len})"
         )
     return image_kernel(model.embedding, inputs.pixels)
+
+
+def _each(value: Array) -> Any:
+    """A number, or one per configuration."""
+    return float(value) if np.ndim(value) == 0 else np.asarray(value, dtype=float)
 
 
 def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray]:

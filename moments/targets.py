@@ -63,7 +63,8 @@ def text_targets(
         token_ids: integers (L,) or (B, L); None: unknown tokens, drawn by Zipf's law.
         targets: the same shape, -100 where there is none; None: as `loss` says, masked tokens
             being drawn at random.
-        real: (n,) or (B, L), 1 for real tokens, 0 for padding, which is neither target nor source.
+        real: (n,) or (B, L), the document of every token, or 1 for all, and 0 for padding, which is
+            neither target nor source. No token of a causal head predicts another document's.
 
     Raises:
         DomainError: targets of another shape or outside the vocabulary, or none at all.
@@ -79,18 +80,25 @@ def text_targets(
         ids = check_ids(token_ids, seq_len, "token_ids")
         count = ids.size
         same_token = _equal(ids.reshape(-1), ids.reshape(-1))
-    there = np.ones(count) if real is None else np.asarray(real, float).reshape(-1)
-    if targets is None and (head.loss != "causal" or token_ids is None):
-        return _random_text(head, vocab_size, seq_len, same_token, there)
+    number = np.ones(count) if real is None else np.asarray(real, float).reshape(-1)
+    there, follows = (number > 0) + 0.0, _follows(number, seq_len)
+    # The next token of a sequence of one is beyond it, and like any other.
+    shifted = head.loss == "causal" and seq_len > 1
+    if targets is None and (not shifted or token_ids is None):
+        share = 1.0 if head.loss == "causal" else head.target_share
+        return _random_text(vocab_size, same_token, there, follows if shifted else None, share)
     if targets is None:
         chosen = np.full(ids.shape, NO_TARGET)
-        chosen[:, :-1] = np.where(there.reshape(ids.shape)[:, 1:] > 0, ids[:, 1:], NO_TARGET)
+        chosen[:, :-1] = np.where(follows.reshape(ids.shape)[:, :-1], ids[:, 1:], NO_TARGET)
     else:
         chosen = _checked(targets, ids.shape, vocab_size)
     flat, read = chosen.reshape(-1), ids.reshape(-1)
     active = (flat != NO_TARGET) * there
     if not active.any():
-        raise DomainError("targets: every entry is -100; give one target at least")
+        raise DomainError(
+            "targets: every entry is -100, or no token is followed by another of its text; give "
+            "one target at least"
+        )
     return Targets(
         float(active.sum()),
         active,
@@ -103,18 +111,25 @@ def text_targets(
     )
 
 
+def _follows(number: Array, seq_len: int) -> Array:
+    """(n,) whether the next token of the row is real and of the same document."""
+    found = np.zeros(len(number), dtype=bool)
+    found[:-1] = (number[1:] == number[:-1]) & (number[1:] > 0)
+    found[seq_len - 1 :: seq_len] = False
+    return found
+
+
 def _random_text(
-    head: Head, vocab_size: int, seq_len: int, same_token: Array, there: Array
+    vocab_size: int, same_token: Array, there: Array, follows: Array | None, share: float
 ) -> Targets:
-    """Unknown targets: the next token where causal, else drawn at random."""
+    """Unknown targets: the next token where it `follows`, else drawn at random for a share."""
     collision = zipf_collision(vocab_size)
     count = len(there)
     place = np.arange(count)
     alike = np.where(place[:, None] == place[None, :], 1.0, collision)
     hit = np.full((count, count), collision)
-    if head.loss == "causal":
-        active = there * ((place + 1) % seq_len > 0)
-        active[:-1] *= there[1:]
+    if follows is not None:
+        active = follows + 0.0
         both = active[:, None] * active[None, :]
         # The target of one token is the next one that is read.
         hit[place[:-1], place[1:]] = 1.0
@@ -122,11 +137,14 @@ def _random_text(
             hit[:-1, :] = np.where(active[:-1, None] > 0, same_token[1:, :], hit[:-1, :])
         alike[:-1, :-1] = same_token[1:, 1:]
     else:
-        active = there * head.target_share
-        pair = _chosen_pairs(head.target_share, float(there.sum()))
+        active = there * share
+        pair = _chosen_pairs(share, float(there.sum()))
         both = np.where(place[:, None] == place[None, :], active, pair * there[:, None] * there)
     if not active.any():
-        raise DomainError("no token has a target: sequences need two real tokens at least")
+        raise DomainError(
+            "no token has a target: sequences, and documents of packed rows, need two real tokens "
+            "at least"
+        )
     own = np.diagonal(hit).copy()
     # Where j's target is what i reads, i's own is so by chance; else three coincide.
     both_hit = np.where(hit.T == 1.0, own[:, None], zipf_collision(vocab_size, 3))
@@ -204,7 +222,7 @@ def class_targets(classes: int, sequences: int, labels: Any = None, batch: int =
 
 def _chosen_pairs(share: float, count: float) -> float:
     """Probability that two of `count` tokens are both among the `share` that is drawn of them."""
-    return max(0.0, share * (share * count - 1) / (count - 1))
+    return max(0.0, share * (share * count - 1) / max(count - 1, 1))
 
 
 def zipf_collision(vocab_size: int, tokens: int = 2) -> float:

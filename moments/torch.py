@@ -16,6 +16,8 @@ from moments.errors import DomainError, domain_error
 from moments.hook_points import HookPoint, WeightPart, hook_points, weight_parts
 from moments.measurement import Measurement
 from moments.optional import optional
+from moments.packing import restarted
+from moments.targets import NO_TARGET
 
 with optional("torch", "torch"):
     import torch
@@ -24,23 +26,27 @@ with optional("torch", "torch"):
     from moments.modules.audit import AuditReport, audit
     from moments.modules.describe import describe, weight_statistics
     from moments.modules.diagnose import diagnose
+    from moments.modules.draft import Draft, draft
     from moments.modules.fold import fold
     from moments.modules.initialize import Initialization, attach, initialize
     from moments.modules.scales import AppliedScales
     from moments.modules.snippet import snippet, tensor_table
-    from moments.modules.tensors import first_tensor
+    from moments.modules.tensors import first_tensor, own_logits, own_loss
     from moments.modules.watch import training, watched
+    from moments.modules.wrappers import unwrapped
     from moments.simulation.collector import Collector, squared_norm
 
 __all__ = [
     "AppliedScales",
     "AuditReport",
+    "Draft",
     "HookPoint",
     "Initialization",
     "attach",
     "audit",
     "describe",
     "diagnose",
+    "draft",
     "fold",
     "hook_points",
     "initialize",
@@ -79,17 +85,20 @@ def measure(
 
     Args:
         module: a Hugging Face module of a known family (see `moments.families`), bare or with its
-            head, an nn.TransformerEncoder, or any module with `sites`. With a module its weights
-            stay as they are and the draws differ in dropout alone, so that standard errors say
-            nothing about other weights; with a factory, called with seed, seed + 1, ..., every draw
-            has fresh weights.
+            head, an nn.TransformerEncoder, or any module with `sites`; compiled and data-parallel
+            modules are measured as what they hold. With a module its weights stay as they are and
+            the draws differ in dropout alone, so that standard errors say nothing about other
+            weights; with a factory, called with seed, seed + 1, ..., every draw has fresh weights.
         batch: keyword arguments of the module as a mapping of arrays or tensors, or its one
             positional argument. Tokens that `attention_mask` or `src_key_padding_mask` leave out
             are left out of every moment; of a decoder beside an encoder, those that
-            `decoder_attention_mask` leaves out.
+            `decoder_attention_mask` leaves out. Where `position_ids` restart, rows are packed:
+            token pairs are those of one document. What they see is the module's own matter: most
+            need a mask of shape (B, 1, L, L) beside.
         loss: takes the module's output and the batch as tensors, returns a scalar. None: the
-            module's own loss; a causal head without labels predicts the next token; a module
-            without a head gets a white gradient of variance 1 at its output.
+            module's own loss, which may be the one scalar among its outputs; a causal head
+            without labels predicts the next token; a module without a loss gets a white gradient
+            of variance 1 at its output.
         seeds: draws.
         seed: of the draws; the same seed on the same device gives the same result.
         sites: (layer, site, submodule path, "input" or "output") for each point of a module that is
@@ -113,6 +122,7 @@ def measure(
     for draw in range(seeds):
         with torch.random.fork_rng():
             target = module if isinstance(module, nn.Module) else _built(module, seed + draw)
+            target = unwrapped(target)
             state = np.random.SeedSequence((seed, draw)).generate_state(1)[0]
             torch.manual_seed(int(state))
             result, size = _draw(target, batch, loss, given)
@@ -152,7 +162,7 @@ def _draw(
         ends = [*parameters.values(), *inputs.differentiable()]
         gradients = torch.autograd.grad(top, ends, cotangent, allow_unused=True)
     norms = _norms(weights, dict(zip(parameters, gradients, strict=False)))
-    logits = getattr(output, "logits", None)
+    logits = own_logits(output)
     encoder = None
     if (own := seen[ENCODER]).signal:
         encoder = Draw(own.signal, own.gradient, _of_encoder(norms, True))
@@ -231,6 +241,12 @@ def _add_labels(module: nn.Module, inputs: _Inputs) -> None:
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
         ids = inputs.named.get("input_ids", inputs.positional[0] if inputs.positional else None)
         if ids is not None:
+            documents = _documents(inputs)
+            if documents is not None:
+                # No token predicts the first of the next document.
+                first = torch.ones_like(documents, dtype=torch.bool)
+                first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+                ids = ids.masked_fill(first, NO_TARGET)
             inputs.named["labels"] = ids
         return
     for ends, maker in _NEED_LABELS.items():
@@ -248,7 +264,7 @@ def _objective(output: Any, inputs: _Inputs, loss: Loss | None) -> tuple[Tensor,
         if not isinstance(scalar, Tensor) or scalar.numel() != 1:
             raise domain_error("loss", type(scalar).__name__, "a function returning one scalar")
         return scalar, None
-    own = getattr(output, "loss", None)
+    own = own_loss(output)
     if own is not None:
         return own, None
     top = getattr(output, "last_hidden_state", None)
@@ -266,8 +282,26 @@ def _norms(
     return norms
 
 
+def _documents(inputs: _Inputs) -> Tensor | None:
+    """(batch, L) the documents of packed rows, whose `position_ids` restart; None: not packed."""
+    places, ids = inputs.named.get("position_ids"), inputs.named.get("input_ids")
+    if not isinstance(places, Tensor):
+        return None
+    mask = inputs.named.get("attention_mask")
+    known = mask.cpu().numpy() if isinstance(mask, Tensor) else None
+    found = restarted(places.cpu().numpy(), known)
+    if found is None:
+        return None
+    rows = len(found) if ids is None else len(ids)
+    return torch.as_tensor(
+        np.broadcast_to(found, (rows, found.shape[1])).copy(), device=places.device
+    )
+
+
 def _kept(inputs: _Inputs, stack: str, points: Iterable[HookPoint]) -> Tensor | None:
-    """(batch, L), false at padding of that stack; None where there is none."""
+    """(batch, L), false at padding of that stack, or documents of packed rows; None: neither."""
+    if (documents := _documents(inputs)) is not None:
+        return documents
     two = any(point.site.startswith(ENCODER) for point in points)
     mask = inputs.named.get("decoder_attention_mask" if two and not stack else "attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):

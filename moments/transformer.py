@@ -30,7 +30,8 @@ class Transformer:
         layers: number of layers N, each an attention block and a feed-forward block.
         d_model: width of the residual stream.
         heads: attention heads.
-        seq_len: tokens per sequence.
+        seq_len: tokens per sequence. Of 1 there are no pairs and correlations are 0; the target
+            of a causal head, beyond the sequence, is any token by Zipf's law unless it is given.
         d_ff: width of the feed-forward hidden layer; None: 4 * d_model.
         norm: where normalisation sits. "pre", "post" or "none"; "sandwich" before and after every
             block (Peri-LN's layers too); "mix": the first `post_layers` layers Post-LN, the others

@@ -3,37 +3,80 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .expected import CLEAR, allowed_outside
+
 if TYPE_CHECKING:
+    import pandas as pd
+
     from .comparison import Comparison
+
+GIVEN = 1e-9
+"""Relative difference below which a prediction is the measurement that it was begun with."""
 
 NAMES = {"variance": "variance", "grad_variance": "gradient variance"}
 
 
+class Judgement(NamedTuple):
+    """The points of a comparison by how far they lie out.
+
+    Attributes:
+        points: those that are predicted and have a band; what a prediction was given is none.
+        beyond: those of them further out than `CLEAR` standard deviations.
+        outside: how many lie out of their 95 % band.
+        allowed: how many chance allows.
+    """
+
+    points: pd.DataFrame
+    beyond: pd.DataFrame
+    outside: int
+    allowed: int
+
+    @property
+    def expected(self) -> bool:
+        """Whether chance may have done it."""
+        return self.beyond.empty and self.outside <= self.allowed
+
+
+def judge(comparison: Comparison) -> Judgement:
+    """Whether points lie where they are expected."""
+    frame = comparison.points()
+    last = frame.groupby("stack")["layer"].transform("max")
+    ends = frame["layer"].where(frame["quantity"] == "variance", last - frame["layer"]) == 0
+    given = ends & np.isclose(frame["measured"], frame["predicted"], rtol=GIVEN, atol=0.0)
+    points = frame[frame["deviations"].notna() & ~given]
+    beyond = points[points["deviations"].abs() > CLEAR]
+    outside = int((~points["inside"]).sum())
+    return Judgement(points, beyond, outside, allowed_outside(len(points)))
+
+
 def verdict(comparison: Comparison) -> str:
     """One sentence per quantity, after whether it is expected."""
-    from .comparison import CLEAR
-
     frame = comparison.points()
-    judged = frame[frame["deviations"].notna()]
+    judged, beyond, outside, allowed = judgement = judge(comparison)
     if judged.empty:
         return (
             "whether the growth you see is expected cannot be told: one draw, and a theory that "
             'states no spread (theory="refined" does)'
         )
-    beyond = judged[judged["deviations"].abs() > CLEAR]
-    outside = int((~judged["inside"]).sum())
     sentences = [
         _growth(part, str(stack), str(quantity))
         for (stack, quantity), part in frame.groupby(["stack", "quantity"], sort=False)
     ]
+    rule = f"chance allows {allowed} (binomial, 1 in 370 that more do)"
+    if beyond.empty and not judgement.expected:
+        return (
+            f"the growth you see is doubtful: {outside} of {len(judged)} points lie out of their "
+            f"95 % band, where {rule}, though none further than {CLEAR:g} standard deviations; "
+            f"neighbouring layers move together, so measure more draws; {'; '.join(sentences)}"
+        )
     if beyond.empty:
         where = (
             f"{len(judged) - outside} of {len(judged)} points lie in their 95 % band, "
-            f"none further out than {CLEAR:g} standard deviations"
+            f"none further out than {CLEAR:g} standard deviations; {rule} outside"
         )
         return f"the growth you see is expected: {'; '.join(sentences)}; {where}"
     worst = [

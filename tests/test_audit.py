@@ -131,6 +131,32 @@ def test_a_scheme_by_name(fresh):
     assert {"value", "ffn_in"} <= {f.role for f in report.offenders}
 
 
+def test_xavier_by_head_and_by_matrix():
+    """Both readings, and which one the module has; the plan by its name, or as a model."""
+    module = small_modules.family_module("llama", 2, 64, num_key_value_heads=2)
+    for name, p in module.named_parameters():
+        if name.endswith("proj.weight"):
+            torch.nn.init.xavier_uniform_(p)
+    by_head = "each head of query, key and value as a matrix of its own, 2/(d_model + d_head)"
+    whole = "query, key and value as whole matrices, 2/(fan_in + fan_out), as xavier_uniform_ does"
+    (sentence,) = audit(module, "xavier").advice
+    assert f"the module has {whole}, the plan {by_head}" in sentence
+    assert "--option per_head=false" in sentence
+    assert "; or" not in sentence
+    assert audit(module, "xavier", options={"per_head": False}).passed
+    model = architecture_of(module)
+    (sentence,) = audit(module, model.with_scheme("xavier")).advice
+    assert sentence.endswith(f"the module has {whole}, the plan {by_head}")
+    initialize(module, "xavier", seed=3)
+    (sentence,) = audit(module, "xavier", options={"per_head": False}).advice
+    assert f"the module has {by_head}, the plan {whole}" in sentence
+    assert "--option per_head=true" in sentence
+    with pytest.raises(DomainError, match="options"):
+        audit(module, model, options={"per_head": False})
+    with pytest.raises(DomainError, match="option of xavier"):
+        audit(module, "xavier", options={"by_head": False})
+
+
 def test_false_alarms_of_the_chi_square_limit():
     """Exact for normal entries: at probability q, a share q of right tensors fails."""
     generator = torch.Generator().manual_seed(3)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +41,8 @@ from moments.loss_spread import (
 from moments.readout import Readout
 from moments.state import Kernel
 from moments.targets import Targets, alike_targets, class_targets, text_targets
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 NORMAL_95 = 1.959963984540054
 
@@ -282,11 +287,12 @@ def test_no_gradient_no_spread() -> None:
 )
 @pytest.mark.parametrize("batch", [1, 4])
 def test_by_token_and_alike_agree(variant: str, batch: int) -> None:
-    # Two derivations of one number: two modes and their gains, against maps of (L, L) kernels.
+    # Two derivations of one number: two modes and their gains, against maps of (L, L) kernels. They
+    # differ by what each leaves out: up to 16 % here, by token mostly the narrower.
     model = small(variant).replace(seq_len=12)
     resolved = sigma_squared(model, correlation=0.3, batch=batch, tokens=True)
     alike = sigma_squared(model, correlation=0.3, batch=batch)
-    assert resolved == pytest.approx(alike, rel=0.3)
+    assert resolved == pytest.approx(alike, rel=0.18)
     assert resolved[-1] == pytest.approx(alike[-1], rel=1e-5)
 
 
@@ -374,10 +380,11 @@ def test_fast_attention_maps_against_the_full_ones(causal: bool) -> None:
     identity = np.eye(len(gradient))
     sent = fast.fall(gradient, None, gradient)[0]
     exact = full.backward(gradient).total
-    assert np.trace(sent) == pytest.approx(np.trace(exact), rel=0.2)
-    assert sent.sum() == pytest.approx(exact.sum(), rel=0.03)
+    # Under a causal mask the first rows hold few tokens, where the fast maps are least exact.
+    assert np.trace(sent) == pytest.approx(np.trace(exact), rel=0.16 if causal else 0.02)
+    assert sent.sum() == pytest.approx(exact.sum(), rel=0.01)
     onward, exact = fast.rise(identity).onward, full.adjoint(identity)
-    assert np.abs(onward - exact).sum() < 0.12 * np.abs(exact).sum()
+    assert np.abs(onward - exact).sum() < (0.11 if causal else 0.04) * np.abs(exact).sum()
     # and the two are each other's transpose
     assert (onward * gradient).sum() == pytest.approx(np.trace(sent), rel=1e-4)
 
@@ -400,7 +407,8 @@ def test_exposure_of_attention(causal: bool) -> None:
         return float((moved.rise(sensitivity).onward * gradient).sum())
 
     numerical = (sent(0.02) - sent(-0.02)) / 0.04
-    assert (exposure * direction).sum() == pytest.approx(numerical, rel=0.35)
+    # What the fast maps leave out of it is 29 and 34 % here, always to the same side.
+    assert 0.65 < (exposure * direction).sum() / numerical < 0.75
 
 
 def test_rounding_does_not_grow_with_depth() -> None:
@@ -411,22 +419,51 @@ def test_rounding_does_not_grow_with_depth() -> None:
     assert np.all(np.diff(spread) < 0)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_coverage_under_a_causal_mask(norm: str) -> None:
+# --- simulated draws, stored ----------------------------------------------------------------------
+
+COVERAGE: Any = importlib.import_module("band_coverage")
+GRANTED = 0.15
+"""Error of the theory's deviation of log g, relative."""
+
+
+@pytest.mark.parametrize("name", COVERAGE.TESTED)
+def test_the_band_of_stored_draws(name: str) -> None:
+    """Deviation, share inside the band and centre, each within its own Monte-Carlo error.
+
+    Without what heads and decoders send, half of their draws lie inside; tokens alike miss the
+    deviation under causal masks by 60 %.
+    """
+    case, held = COVERAGE.TESTED[name], COVERAGE.stored()[name]
+    assert held["made"] == COVERAGE.declaration(case)
+    draws = np.array(held["grad_variance"])
+    count = len(draws)
+    assert count >= 160
+    found = predict(case.model, batch=case.batch, **case.inputs)
+    found = found.encoder or found
+    low, high = found.grad_variance_band
+    sigma = np.log(high / low) / (2 * NORMAL_95)
+    measured = np.log(draws).std(0, ddof=1)
+    # A sample deviation's logarithm has the variance 1/(2 (n - 1)); of a family of some forty
+    # numbers here, three of those errors.
+    error = 1 / math.sqrt(2 * (count - 1))
+    np.testing.assert_array_less(np.abs(np.log(measured / sigma)), GRANTED + 3 * error)
+    # The share that a band too narrow by what is granted holds, .912, less three of its errors.
+    share = math.erf(NORMAL_95 / (1 + GRANTED) / math.sqrt(2))
+    inside = ((draws > low) & (draws < high)).mean(0)
+    assert np.all(inside > share - 3 * math.sqrt(share * (1 - share) / count))
+    centre = np.log(draws).mean(0) - np.log(found.grad_variance_typical)
+    np.testing.assert_array_less(np.abs(centre), 0.03 + 3 * sigma / math.sqrt(count))
+
+
+def test_stored_draws_are_what_the_simulation_gives() -> None:
     pytest.importorskip("torch")
     from moments import simulate
 
-    model = small("pre", 64).replace(layers=4, norm=norm, seq_len=12, causal=True)
-    prediction = predict(model, correlation=0.3)
-    draws = simulate(model, correlation=0.3, seeds=60, batch=1).samples["grad_variance"]
-    low, high = prediction.grad_variance_band
-    inside = ((draws > low) & (draws < high)).mean(0)
-    # 90 % less three binomial standard errors of 3.9 %.
-    assert np.all(inside > 0.78)
-    sigma = np.log(high / low) / (2 * NORMAL_95)
-    measured = np.log(draws).std(0, ddof=1) / sigma
-    # Theory within 15 %, and two and a half standard errors of 9 %; tokens alike miss by 60 %.
-    assert np.all(np.abs(np.log(measured)) < 0.15 + 2.5 * 0.09)
+    case, held = COVERAGE.TESTED["encoder"], COVERAGE.stored()["encoder"]
+    again = simulate(case.model, seeds=2, batch=case.batch, seed=1, **case.inputs).encoder
+    assert again.samples["grad_variance"] == pytest.approx(
+        np.array(held["grad_variance"][:2]), rel=1e-3
+    )
 
 
 # --- what the last gradient comes from ------------------------------------------------------------
@@ -514,8 +551,8 @@ def test_by_token_and_alike_agree_below_a_head(norm: str) -> None:
     given = {"correlation": 0.3, "variance": 1.0, "batch": 2}
     resolved = sigma_squared(model, tokens=True, **given)
     alike = sigma_squared(model, **given)
-    assert resolved == pytest.approx(alike, rel=0.3)
-    assert resolved[-1] == pytest.approx(alike[-1], rel=0.15)
+    assert resolved == pytest.approx(alike, rel=0.15)
+    assert resolved[-1] == pytest.approx(alike[-1], rel=0.05)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -524,7 +561,7 @@ def test_encoders_by_token_and_alike_agree(norm: str) -> None:
     model = model.replace(encoder=model.encoder.replace(norm=norm))
     bands = [predict(model, correlation=0.3, tokens=t).encoder for t in (False, True)]
     spread = [np.log(np.divide(*p.grad_variance_band[::-1])) ** 2 for p in bands]
-    assert spread[1] == pytest.approx(spread[0], rel=0.3)
+    assert spread[1] == pytest.approx(spread[0], rel=0.08)
 
 
 def test_an_encoder_of_several_configurations() -> None:
@@ -533,26 +570,6 @@ def test_an_encoder_of_several_configurations() -> None:
     for i, correlation in enumerate((0.1, 0.5)):
         alone = predict(model, correlation=correlation).encoder.grad_variance_band
         assert together[:, i] == pytest.approx(alone, rel=1e-4)
-
-
-@pytest.mark.parametrize("which", ["head", "encoder"])
-def test_coverage_at_the_top(which: str) -> None:
-    pytest.importorskip("torch")
-    from moments import simulate
-
-    if which == "head":
-        model = with_head(2, causal=True)
-        given = {"token_ids": np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])}
-        prediction, measured = predict(model, **given), simulate(model, seeds=40, batch=1, **given)
-    else:
-        model = Transformer(2, 64, 4, 8, dropout=0.1, encoder=Transformer(2, 64, 4, 12))
-        given = {"encoder_inputs": {"correlation": 0.25}}
-        prediction = predict(model, correlation=0.3, **given).encoder
-        measured = simulate(model, correlation=0.3, seeds=40, batch=1, **given).encoder
-    draws = measured.samples["grad_variance"]
-    low, high = prediction.grad_variance_band
-    # 90 % less three binomial standard errors of 4.7 %; without these terms half of it.
-    assert np.all(((draws > low) & (draws < high)).mean(0) > 0.75)
 
 
 def test_a_spread_that_is_not_finite_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,26 +588,6 @@ def test_published_theories_have_no_band() -> None:
         _ = prediction.grad_variance_band
     with pytest.raises(DomainError, match="batch"):
         predict(small("pre"), batch=0)
-
-
-@pytest.mark.parametrize(("variant", "batch"), [("pre", 1), ("post", 1), ("post", 3)])
-def test_coverage_of_simulated_draws(variant: str, batch: int) -> None:
-    pytest.importorskip("torch")
-    from moments import simulate
-
-    seeds = 60
-    model = small(variant).replace(seq_len=12)
-    prediction = predict(model, correlation=0.3, batch=batch)
-    draws = simulate(model, correlation=0.3, seeds=seeds, batch=batch).samples["grad_variance"]
-    low, high = prediction.grad_variance_band
-    inside = ((draws > low) & (draws < high)).mean(0)
-    # 90 % less three binomial standard errors of 3.9 %.
-    assert np.all(inside[[0, 3, 5]] > 0.78)
-    measured = np.log(draws).std(0, ddof=1) / np.sqrt(
-        sigma_squared(model, correlation=0.3, batch=batch)
-    )
-    # Theory within 15 %, and two and a half standard errors of 9 %.
-    assert np.all(np.abs(np.log(measured)) < 0.15 + 2.5 * 0.09)
 
 
 def test_log_variance_reads_the_declaration_it_is_given() -> None:

@@ -16,7 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 import moments
+from moments import Transformer
 from moments.cli import app
+from moments.cli.base import scheme_options
 
 RUNNER = CliRunner()
 OWN = ["--layers", "3", "--d-model", "64", "--heads", "4", "--seq-len", "32"]
@@ -44,7 +46,6 @@ def process(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
     )
 
 
@@ -184,6 +185,32 @@ def test_version_and_help() -> None:
 # --- bad input ------------------------------------------------------------------------------------
 
 
+def test_options_of_schemes_reach_every_command_that_applies_them() -> None:
+    whole = moments.preset("bert-tiny").with_scheme("xavier", per_head=False)
+    option = ["--option", "per_head=false"]
+    solved = json.loads(run("solve", "bert-tiny", "--objective", "xavier", *option, "--json"))
+    assert Transformer.from_dict(solved["model"]).weights == whole.weights
+    both = ["--scheme", "xavier", "--scheme", "normal", *option, "--json"]
+    rows = json.loads(run("compare-schemes", "bert-tiny", *both))["schemes"]
+    post = moments.predict(whole.replace(norm="post"))
+    growth = next(row for row in rows if row["scheme"] == "xavier")["variance_growth"]
+    assert growth == pytest.approx(post.variance[-1] / post.variance[0])
+    result = RUNNER.invoke(app, ["audit", "bert-tiny", "--scheme", "xavier", *option, "--json"])
+    found = json.loads(result.stdout)
+    rows = [f for f in found["findings"] if (f["role"], f["quantity"]) == ("query", "variance")]
+    assert {row["expected"] for row in rows} == {whole.layer_weights(1).query}
+    assert found["unchecked"] == []
+    with pytest.raises(moments.DomainError, match="option = 'nothing'"):
+        moments.compare_schemes(whole, "normal", options={"nothing": 1})
+
+
+def test_values_of_options_are_what_they_look_like() -> None:
+    given = ["per_head=False", "variance=4e-4", "layers=3", "position=after-norm"]
+    values = {"per_head": False, "variance": 4e-4, "layers": 3, "position": "after-norm"}
+    assert scheme_options(given) == values
+    assert scheme_options(None) == {}
+
+
 def test_a_good_command_says_nothing_on_standard_error() -> None:
     result = process("predict", *OWN, *PUBLISHED, "--json")
     assert result.returncode == 0
@@ -202,6 +229,8 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
         (["predict", "missing.json"], "missing.json"),
         (["predict", "--layers", "3"], "add --d-model, --heads, --seq-len"),
         (["solve", "--layers", "3"], "no MODEL given: name a preset or a config.json\n"),
+        (["audit", "gpt2", "--option", "per_head=false"], "give its --scheme too"),
+        (["solve", "bert-tiny", "--option", "per_head"], "NAME=VALUE is wanted"),
         (["predict", *OWN, "--dropout", "1.5"], "dropout = 1.5"),
         (["predict", *OWN, "--heads", "5"], "heads = 5"),
         (["predict", *OWN, "--correlation", "2", *PUBLISHED], "correlation = 2.0"),
@@ -257,7 +286,14 @@ def test_a_picture_of_an_unknown_format(tmp_path: Path) -> None:
     result = process("predict", *OWN, *PUBLISHED, "--plot", str(tmp_path / "picture.xyz"))
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    assert "cannot write" in result.stderr
+    assert ".png, .svg or .pdf" in result.stderr
+
+
+@pytest.mark.parametrize(("ending", "first"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_a_picture_is_what_its_ending_says(ending: str, first: bytes, tmp_path: Path) -> None:
+    picture = tmp_path / f"picture.{ending}"
+    run("predict", *OWN, *PUBLISHED, "--plot", str(picture))
+    assert picture.read_bytes().startswith(first)
 
 
 def test_warnings_go_to_standard_error() -> None:
@@ -274,5 +310,7 @@ def test_compare_schemes_and_figures(tmp_path: Path) -> None:
     assert [row["scheme"] for row in rows] == ["lns", "deepnorm"]
     assert "noci-10" in run("figures", "--list").split()
     assert "Pre-LN: forward variance grows linearly" in run("figures", "kedia-1", "--list")
-    run("figures", "kedia-13", "--folder", str(tmp_path))
-    assert (tmp_path / "kedia-13.png").stat().st_size > 10_000
+    run("figures", "kedia-13", "--folder", str(tmp_path), "--format", "svg")
+    assert (tmp_path / "kedia-13.svg").stat().st_size > 10_000
+    refused = ["figures", "kedia-13", "--folder", str(tmp_path), "--format", "gif"]
+    assert "'png', 'svg', 'pdf'" in str(RUNNER.invoke(app, refused).exception)

@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 import moments
 from moments.cli import app
 from moments.comparison import last_gradient
-from moments.expected import over_draws, signal_log_variance
+from moments.expected import allowed_outside, over_draws, signal_log_variance
+from moments.verdict import judge
 
 torch = pytest.importorskip("torch")
 
@@ -57,9 +59,45 @@ def test_shown_as_text_and_picture(comparison: moments.Comparison) -> None:
     text = comparison.table()
     assert "signal along the residual stream" in text
     assert "±" in text
-    figure = comparison.plot()
+    figure = comparison.plot("a name")
     assert len(figure.axes) == 4
+    assert figure.get_suptitle().startswith("a name: ")
+    assert " ".join(figure.get_supxlabel().split()) == comparison.verdict()
     assert "Comparison(" in repr(comparison)
+
+
+def legend(ax: Any) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_a_band_is_called_what_it_is() -> None:
+    """A normalised stream hardly scatters over draws: its band is the tolerance."""
+    for norm, label in (("post", "± 3.9 % granted to the theory"), ("pre", "95 % expected")):
+        model = moments.Transformer(2, 48, 4, 12, norm=norm, dropout=0.1)
+        simulated = moments.simulate(model, correlation=0.3, seeds=4, batch=1)
+        predicted = moments.predict(model, correlation=0.3)
+        found = moments.compare(predicted, simulated)
+        named = legend(found.plot().axes[0])
+        assert any(text.startswith(label) for text in named), (norm, named)
+
+
+def test_a_prediction_shows_the_bands_it_has() -> None:
+    def drawn(**changes: Any) -> tuple[Any, list[list[str]]]:
+        model = moments.Transformer(
+            **{"layers": 2, "d_model": 48, "heads": 4, "seq_len": 12} | changes
+        )
+        figure = moments.predict(model, correlation=0.3).plot("tiny")
+        return figure, [legend(figure.axes[index]) for index in (0, 2)]
+
+    figure, both = drawn()
+    assert both == [["95 % of draws", "mean over draws"]] * 2
+    assert figure.get_suptitle().startswith("tiny: 2 layers")
+    assert "token correlation 0.3 to 0." in figure.get_supxlabel()
+    _, (of_signal, of_gradient) = drawn(norm="none")  # known to a factor of two only
+    assert of_signal == ["mean over draws"]
+    assert "95 % of draws" in of_gradient
+    published = moments.predict(moments.Transformer(2, 48, 4, 12), theory="published").plot()
+    assert [legend(published.axes[index]) for index in (0, 2)] == [["mean over draws"]] * 2
 
 
 def test_measurement_survives_json(measured: moments.Measurement) -> None:
@@ -140,6 +178,49 @@ def test_outliers_are_the_points_that_were_moved(measured: moments.Measurement) 
     assert "gradient variance is out of its band at point 0" in comparison.verdict()
     assert "3 times the prediction" in comparison.verdict()
     assert "*" in comparison.table()
+
+
+def test_so_many_points_may_lie_outside() -> None:
+    """By hand: of 6 points 3 or more lie outside with probability .0022, 2 or more with .033."""
+    for points in (1, 2, 6, 26, 98):
+        allowed = allowed_outside(points)
+        terms = [math.comb(points, k) * 0.05**k * 0.95 ** (points - k) for k in range(points + 1)]
+        assert sum(terms[allowed + 1 :]) < math.erfc(3 / math.sqrt(2))
+        assert sum(terms[allowed:]) >= math.erfc(3 / math.sqrt(2))
+    assert allowed_outside(6) == 2
+
+
+def test_many_points_just_outside_are_not_expected(measured: moments.Measurement) -> None:
+    prediction = moments.predict(MODEL, correlation=0.3, batch=2)
+    right = one_draw(measured, variance=prediction.variance, grad_variance=prediction.grad_variance)
+    ranges = moments.compare(prediction, right).ranges
+
+    def moved(variances: tuple[int, ...], gradients: tuple[int, ...]) -> moments.Comparison:
+        """Points at 2.5 standard deviations, the others at the middle of their bands."""
+        found = {}
+        for name, places in (("variance", variances), ("grad_variance", gradients)):
+            deviation = ranges[name].deviation
+            away = np.isin(np.arange(deviation.size), places) * 2.5 * deviation
+            found[name] = ranges[name].mean * np.exp(away - deviation**2 / 2)
+        return moments.compare(prediction, one_draw(measured, **found))
+
+    two, three = moved((1, 2), ()), moved((1, 2), (0,))
+    assert len(two.outliers()) == 2
+    assert two.verdict().startswith("the growth you see is expected")
+    assert len(three.outliers()) == 3
+    assert three.outliers(3.0).empty
+    assert three.verdict().startswith("the growth you see is doubtful: 3 of 6 points lie out of")
+    assert "chance allows 2 (binomial" in three.verdict()
+
+
+def test_what_a_prediction_was_given_is_no_evidence(measured: moments.Measurement) -> None:
+    """The first variance and the last gradient, where they are the measurement's own."""
+    draw = one_draw(measured)
+    given = {"variance": float(draw.variance[0]), "grad_variance": float(draw.grad_variance[-1])}
+    begun = moments.predict(MODEL, correlation=0.3, batch=2, **given)
+    assert len(judge(moments.compare(begun, draw)).points) == 4
+    free = moments.predict(MODEL, correlation=0.3, batch=2)
+    assert len(judge(moments.compare(free, draw)).points) == 6
 
 
 def test_weights_in_common_are_one_draw(measured: moments.Measurement) -> None:

@@ -17,6 +17,8 @@ from moments.differences import Case, differences
 
 torch = pytest.importorskip("torch")
 
+from moments.modules.diagnose import _large  # noqa: E402
+
 DECLARED = Transformer(layers=4, d_model=48, heads=4, seq_len=12, dropout=0.1)
 INPUT = {"correlation": 0.3}
 
@@ -220,8 +222,13 @@ def test_layers_that_are_copies_of_one_are_told() -> None:
     batch = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2))
     diagnosis = moments.torch.diagnose(encoder(copies=True), batch)
     assert not diagnosis.expected
-    assert "hold the same entries in layers 1, 2, 3" in diagnosis.notes[0]
-    assert diagnosis.notes[0].startswith("query, key, value, output, ffn_in, ffn_out")
+    first = diagnosis.causes[0]
+    assert first.feature == "copied layers"
+    assert first.words.startswith("query, key, value, output, ffn_in, ffn_out")
+    assert "hold the same entries in layers 1, 2, 3" in first.words
+    assert first.layers == (1, 2, 3)
+    assert first.explains > 0.5
+    assert "no difference found explains it" not in str(diagnosis).replace("\n   ", " ")
 
 
 def test_a_live_module_with_one_wrong_matrix() -> None:
@@ -274,6 +281,30 @@ def test_a_scheme_that_was_never_applied() -> None:
     assert not diagnosis.expected
     assert {"value", "output", "ffn_in", "ffn_out"} <= {c.feature for c in diagnosis.causes}
     assert diagnosis.explained > 0.8
+
+
+def test_a_long_diagnosis_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, the verdict before the search for causes."""
+    batch = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2))
+    diagnosis = moments.torch.diagnose(encoder(copies=True), batch, progress=True)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert lines[0] == "measuring TransformerEncoder, 1 draw"
+    verdict = lines.index(diagnosis.comparison.verdict())
+    assert lines[verdict - 1] == "predicting 3 layers at 12 tokens"
+    assert lines[verdict + 1].startswith("ranking 2 differences: 5 predictions of some ")
+    ranked = [line for line in lines[verdict + 2 :] if " of 2: " in line]
+    assert len(ranked) == 2
+    moments.torch.diagnose(encoder(copies=True), batch)
+    assert capsys.readouterr().err == "", "small ones are silent"
+
+
+def test_which_diagnoses_are_long() -> None:
+    large, ids = torch.nn.Linear(8000, 8000, device="meta"), torch.zeros(4, 64)
+    assert _large(large, {"input_ids": ids}, 1)
+    assert _large(large, ids[:1], 4)
+    assert not _large(large, ids[:1], 1)
 
 
 def test_what_cannot_be_diagnosed_says_why() -> None:

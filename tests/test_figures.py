@@ -15,7 +15,7 @@ import moments
 from moments.analysis import angular_distance
 from moments.figures import draw, names, setup
 from moments.figures.catalogue import NAMES, _declared
-from moments.figures.drawing import _about_points
+from moments.figures.drawing import _about_points, typeset
 from moments.figures.points import key, stored
 from moments.figures.setup import LAYER_NORM, HeatMap, read
 
@@ -79,6 +79,32 @@ def test_draw_saves_a_picture(tmp_path: Path) -> None:
         "exact",
         "polynomial of Table 2",
     ]
+
+
+def test_axes_panels_and_greek_letters() -> None:
+    (left, right) = draw("kedia-2").axes
+    assert {ax.get_yscale() for ax in (left, right)} == {"log"}
+    assert {ax.get_xscale() for ax in (left, right)} == {"symlog"}
+    assert typeset("Xavier, lambda = 1, beta^2 = 2/N") == (
+        r"Xavier, $\lambda$ = 1, $\beta^2$ = 2/N"
+    )
+    assert {panel.title for panel in setup("kedia-4").panels} == {"Pre-LN", "Post-LN"}
+    with pytest.raises(moments.DomainError, match=r"\.svg or \.pdf"):
+        draw("kedia-13", "figure.gif")
+
+
+@pytest.mark.parametrize(
+    ("name", "label"), [("kedia-7", "feed-forward block"), ("kedia-13", "exact")]
+)
+def test_swept_points_have_draws_of_their_own(name: str, label: str) -> None:
+    """They scatter about the line as their errors say: shared draws would put all on one side."""
+    line = next(line for line in setup(name).panels[0].lines if line.label == label)
+    found = stored()[key(name, 0, label)]
+    predicted = np.interp(found["x"], *line.predicted())
+    off = (np.array(found["value"]) - predicted) / np.array(found["stderr"])
+    # Seven draws of Student's t, from eight runs each: mean square 7/5, deviation of it .8.
+    assert np.mean(off**2) < 3.0
+    assert abs(np.mean(off)) < 3 * np.sqrt(7 / 5 / 7)
 
 
 def test_sun_is_labelled_as_initialisation() -> None:

@@ -160,8 +160,9 @@ def test_seq_len() -> None:
     assert moments.from_huggingface(GPT2, seq_len=48).seq_len == 48
     with pytest.raises(DomainError, match="seq_len = 65: must be at most max_position_embeddings"):
         moments.from_huggingface(BERT, seq_len=65)
-    with pytest.raises(DomainError, match="seq_len = 1"):
-        moments.from_huggingface(BERT, seq_len=1)
+    assert moments.from_huggingface(BERT, seq_len=1).seq_len == 1
+    with pytest.raises(DomainError, match="seq_len = 0"):
+        moments.from_huggingface(BERT, seq_len=0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moments.cross_entropy import softmax_expectations
+from moments.cross_entropy import _wide_from, softmax_expectations
 from moments.embedded import embedded_alike, joint_kernel
 from moments.embedding import Embedding
 from moments.errors import DomainError
@@ -22,8 +23,9 @@ from moments.head_parts import head_chain
 from moments.inputs import gaussian
 from moments.laws.head import CROSS_ENTROPY
 from moments.output import carried_amplitude, output_moments
+from moments.passes import predict
 from moments.propagate import Point, Trace, forward
-from moments.softmax_agreement import rise
+from moments.softmax_agreement import _log_product, rise
 from moments.state import Gradient, Kernel, Signal
 from moments.targets import text_targets
 from moments.transformer import Transformer
@@ -375,6 +377,139 @@ def test_expectations_keep_shape_and_sum_to_one() -> None:
     assert total == pytest.approx(np.ones((2, 3)), abs=1e-6)
 
 
+@pytest.mark.parametrize("variance", [60.0, 1e3, 1e10])
+@pytest.mark.parametrize("count", [2, 1000])
+def test_wide_logits_by_quadrature(variance: float, count: int) -> None:
+    """z_v + G_v with Gumbel variables: E log S is the mean of their largest, less Euler's constant.
+
+    mpmath integrates the law of one, P(z + G < y), by its own rule, and E p^2 where V = 2.
+    """
+    deviation = mp.sqrt(variance)
+    found = softmax_expectations(count, variance)
+    if count == 2:
+        twice = mp.sqrt(2) * deviation
+        ends = [-mp.inf, -40, 0, 40, mp.inf]
+        # log(e^a + e^b) = (a + b)/2 + |a - b|/2 + log1p(e^-|a - b|), p (1 - p) = 1/(2 cosh(x/2))^2.
+        near = lambda f: float(mp.quad(lambda x: mp.npdf(x, 0, twice) * f(x), ends))  # noqa: E731
+        mean = float(twice / mp.sqrt(2 * mp.pi)) + near(lambda x: mp.log1p(mp.exp(-abs(x))))
+        one_sided = near(lambda x: mp.sech(x / 2) ** 2 / 4)
+        assert found.log_sum == pytest.approx(mean, rel=1e-9)
+        first = found.other.probability - found.other.probability_square
+        assert first == pytest.approx(one_sided, rel=1e-5)
+        return
+    # The largest of normal deviates; the Gumbel variable's mean is added and taken away again, and
+    # what its fluctuation does to the largest is of the second order.
+    edge = [-6, 0, 2, 3, 4, 6, 12]
+    largest = mp.quad(lambda x: x * count * mp.npdf(x) * mp.ncdf(x) ** (count - 1), edge)
+    second = mp.pi**2 / 6 * mp.sqrt(2 * mp.log(count)) / deviation
+    allowed = float(second) * (1.2 if variance > 100 else 2.0)
+    assert 0 < found.log_sum - float(largest * deviation) < allowed + 1e-9 * found.log_sum
+    assert count * found.other.probability == pytest.approx(1.0, rel=1e-8)
+
+
+def test_wide_logits_by_simulation() -> None:
+    """Of the other's kind, at a variance of 400: 2e5 draws of 8 logits, one of a law of its own."""
+    rng = np.random.default_rng(5)
+    z = rng.normal(size=(200_000, 8)) * 20.0
+    z[:, 0] = 25.0 + 3.0 * rng.normal(size=len(z))
+    top = z.max(1, keepdims=True)
+    p = np.exp(z - top)
+    size = p.sum(1, keepdims=True)
+    p /= size
+    found = softmax_expectations(8, 400.0, 25.0, 9.0)
+    agree(found.log_sum, list((top + np.log(size))[:, 0]), 0.0)
+    for logit, columns in ((found.own, slice(0, 1)), (found.other, slice(1, None))):
+        agree(logit.probability, list(p[:, columns].mean(1)), 0.0)
+        agree(logit.probability_square, list((p[:, columns] ** 2).mean(1)), 0.0)
+        close = logit.probability - logit.probability_square
+        agree(close, list((p * (1 - p))[:, columns].mean(1)), 0.0)
+
+
+def test_both_quadratures_agree_where_they_join() -> None:
+    """Nodes of the logit on one side, of a Gumbel variable on the other."""
+    edge = _wide_from(1000)
+    low, high = (
+        softmax_expectations(1000, v, 30.0, v) for v in (edge * (1 - 1e-9), edge * (1 + 1e-9))
+    )
+    assert high.log_sum == pytest.approx(low.log_sum, rel=1e-8)
+    for one, other in ((low.own, high.own), (low.other, high.other)):
+        assert other.probability == pytest.approx(one.probability, rel=1e-7)
+        assert other.probability_square == pytest.approx(one.probability_square, rel=1e-7)
+
+
+def test_capped_wide_logits_end_at_the_cap() -> None:
+    """Of z/c to infinity logits are +c or -c: a binomial number of either."""
+    found = softmax_expectations(6, 1e12, softcap=3.0)
+    number = np.arange(7)
+    chance = np.array([math.comb(6, int(k)) for k in number]) / 64
+    log_sum = np.log(number * math.exp(3.0) + (6 - number) * math.exp(-3.0))
+    assert found.log_sum == pytest.approx(float(chance @ log_sum), rel=1e-5)
+    assert found.other.square == pytest.approx(9.0, rel=1e-5)
+
+
+def test_beyond_all_bounds_logits_only_grow() -> None:
+    at, far = softmax_expectations(50, 1e13), softmax_expectations(50, 1e17)
+    assert far.log_sum == pytest.approx(100 * at.log_sum, rel=1e-6)
+    close = far.other.probability - far.other.probability_square
+    first = at.other.probability - at.other.probability_square
+    assert close == pytest.approx(first / 100, rel=1e-3)
+
+
+def test_largest_of_correlated_logits_agree() -> None:
+    """Two logits of variance to infinity: both largest are one with probability 1/2 + asin(rho)/pi.
+
+    The differences z_1 - z_2 of two such tokens are normal and correlate by rho.
+    """
+    for correlation in (0.15, 0.65):
+        wanted = 0.5 + math.asin(correlation) / math.pi
+        found = 2 * math.exp(_log_product(2, 1e12, correlation))
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::moments.errors.ValidityWarning")
+@pytest.mark.parametrize("head", [Head(), Head(tied=False, weight_variance=1e10)])
+def test_heads_of_large_logits_have_finite_moments(head: Head) -> None:
+    """torch's own N(0, 1) table, and what no softmax was meant for: size of work and numbers."""
+    model = Transformer(1, 768, 12, 8, embedding=Embedding(50_257, 1.0), head=head)
+    found = predict(model)
+    numbers = np.array([found.loss, found.logit_variance, *found.grad_variance])
+    assert np.isfinite(numbers).all()
+    assert numbers.min() > 0
+    assert np.isfinite(found.grad_variance_band).all()
+
+
+@pytest.mark.filterwarnings("ignore::moments.errors.ValidityWarning")
+@pytest.mark.parametrize("words", [2, 32])
+def test_rows_that_win_with_certainty(words: int) -> None:
+    """Few rows of variance 1, one of them read: all others' probabilities are e^-500."""
+    ids = np.arange(8) % words
+    model = Transformer(1, 768, 12, 8, causal=True, embedding=Embedding(words, 1.0), head=Head())
+    found = predict(model, token_ids=ids)
+    numbers = [found.grad_variance, found.grad_correlation, found.grad_variance_band.ravel()]
+    assert np.isfinite(np.concatenate(numbers)).all()
+    # At the normalised output E_id - E_t over T, less E_id's share 1/s^2 along the stream of
+    # variance s^2, by which the norm divides what it returns. The last token has no target.
+    level = found.token_variance[-1, :-1]
+    wanted = float(((2 - 1 / level) / level).sum() / 7**2 / 8)
+    assert found.grad_variance[-1] == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_several_configurations_at_once(causal: bool) -> None:
+    """Each as if it were alone; its tokens alike, attention is interpolated, to 7e-4 here."""
+    own = {"head": Head(tied=False, weight_variance=0.02, vocab_size=100)}
+    model = Transformer(1, 32, 2, 6, causal=causal, norm="none", **own)
+    variances = np.linspace(0.5, 2.0, 3)
+    found = predict(model, variance=variances, correlation=0.2)
+    assert len(json.loads(found.to_json())["loss"]) == 3
+    for index, variance in enumerate(variances):
+        one = predict(model, variance=variance, correlation=0.2)
+        for name in ("loss", "loss_stderr", "logit_variance", "grad_variance", "grad_correlation"):
+            assert getattr(found, name)[index] == pytest.approx(
+                getattr(one, name), rel=1e-6 if causal else 1e-2
+            )
+
+
 # --- what the stream carries ----------------------------------------------------------------------
 
 
@@ -481,3 +616,68 @@ def test_closed_forms_of_one_and_of_two_tokens_by_simulation() -> None:
     agree(laws["covariance"](**values), list(one * other), 2e-3)
     agree(laws["grad_variance"](**values), list((gradients[0] ** 2).mean(1)), 1e-3)
     agree(laws["grad_covariance"](**values), list((gradients[0] * gradients[1]).mean(1)), 1e-3)
+
+
+# --- the laws of a loss, against sampled logits ---------------------------------------------------
+
+
+def test_laws_of_the_loss_by_sampling() -> None:
+    """Two tokens' losses and gradients with all targets averaged out, and what is known of a sample
+    (mean square and mean exponential of its logits) subtracted as control variates. Beyond five
+    standard errors a term of the next order in 1/V is left."""
+    random, vocab, first, second, correlation = np.random.default_rng(5), 400, 0.5, 0.9, 0.6
+    shared = correlation * math.sqrt(first * second)
+    series: dict[str, list[np.ndarray]] = {}
+    for _ in range(12):
+        own = random.standard_normal((1500, vocab))
+        other = correlation * own
+        other = other + math.sqrt(1 - correlation**2) * random.standard_normal(own.shape)
+        z, y = own * math.sqrt(first), other * math.sqrt(second)
+        sums = [np.exp(x - v / 2).mean(1) for x, v in ((z, first), (y, second))]
+        a, b = (
+            math.log(vocab) + v / 2 + np.log(s) for v, s in zip((first, second), sums, strict=True)
+        )
+        means = [x.mean(1) for x in (z, y)]
+        squares, crossed = (z * z).mean(1), (z * y).mean(1)
+        loss = a - means[0]  # averaged over targets
+        same = a * b - a * means[1] - b * means[0] + crossed
+        both = (vocab * loss * (b - means[1]) - same) / (vocab - 1)
+        p = [
+            np.exp(x - v / 2) / vocab / s[:, None]
+            for x, v, s in zip((z, y), (first, second), sums, strict=True)
+        ]
+        drawn = {
+            "mean": a - (sums[0] - 1),  # less the mean logit, which is 0 on average
+            "loss": loss,
+            "other": b - means[1],
+            "square": a * a - 2 * a * means[0] + squares,
+            "same": same,
+            "both": both,
+            "agreement": (p[0] * p[0]).sum(1),
+            "overlap": (p[0] * p[1]).sum(1),
+            "squares": squares,
+            "crossed": crossed,
+        }
+        for name, values in drawn.items():
+            series.setdefault(name, []).append(values)
+    found = {name: np.concatenate(parts) for name, parts in series.items()}
+    laws = CROSS_ENTROPY.under("refined")
+    given = {"vocab_size": vocab, "x_variance": first}
+    pair = {**given, "x_other_variance": second, "x_correlation": correlation}
+
+    def agrees(samples: np.ndarray, value: float, scale: float) -> None:
+        error = samples.std() / math.sqrt(len(samples))
+        assert abs(samples.mean() - value) < 5 * error + 4 * scale / vocab**2, (value, error)
+
+    agrees(found["mean"], laws["mean"](**given), 1.0)
+    centre, beside = found["loss"].mean(), found["other"].mean()
+    variance = found["square"] - 2 * centre * found["loss"] + centre**2
+    agrees(variance - found["squares"] + first, laws["variance"](**given), 1.0)
+    for pattern, name in ((1.0, "same"), (0.0, "both")):
+        product = found[name] - centre * found["other"] - beside * found["loss"] + centre * beside
+        known = (found["crossed"] - shared) * pattern
+        agrees(product - known, laws["covariance"](**pair, pattern_correlation=pattern), 1.0)
+        value = laws["grad_covariance"](**pair, pattern_correlation=pattern, grad_covariance=2.0)
+        agrees(2 * (found["overlap"] - 2 / vocab + pattern) / vocab, value, 2.0 / vocab)
+    value = laws["grad_variance"](**given, grad_variance=3.0)
+    agrees(3 * (found["agreement"] - 2 / vocab + 1) / vocab, value, 3.0 / vocab)

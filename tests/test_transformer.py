@@ -33,7 +33,7 @@ def model(**changes: Any) -> Transformer:
         ("d_model", 1, "at least 2"),
         ("heads", 0, "at least 1"),
         ("heads", 5, "a divisor of d_model = 64; change one of them, or pass d_head"),
-        ("seq_len", 1, "at least 2"),
+        ("seq_len", 0, "at least 1"),
         ("d_ff", 0, "at least 1"),
         ("d_head", -8, "at least 1"),
         ("norm", "prepost", "one of 'pre', 'post', 'none'"),

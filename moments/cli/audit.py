@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DomainError
-from .base import CsvOption, JsonOption, LayersOption, app, no_preset, out, plain, write_csv
+from .base import (
+    CsvOption,
+    JsonOption,
+    LayersOption,
+    SchemeOption,
+    app,
+    no_preset,
+    out,
+    plain,
+    scheme_options,
+    write_csv,
+)
 
 if TYPE_CHECKING:
     from ..transformer import Transformer
@@ -34,6 +45,7 @@ def audit(
         typer.Option(help="A plan or model as JSON, as `moments solve --json` prints it."),
     ] = None,
     layers: LayersOption = None,
+    option: SchemeOption = None,
     seed: Annotated[int, typer.Option(help="Of a fresh module's weights.")] = 0,
     as_json: JsonOption = False,
     csv: CsvOption = None,
@@ -47,9 +59,12 @@ def audit(
 
     if scheme is not None and plan is not None:
         raise DomainError("--scheme and --plan both say what is right: give one")
+    options = scheme_options(option)
+    if options and scheme is None:
+        raise DomainError("--option is a scheme's: give its --scheme too")
     target = _module(module, layers, seed)
     expected: Any = scheme if scheme is not None else _model(plan, target)
-    report = check(target, expected)
+    report = check(target, expected, options=options or None)
     if csv is not None:
         write_csv(report.to_frame(), csv)
     if as_json:
@@ -57,6 +72,7 @@ def audit(
             "passed": report.passed,
             "source": report.source,
             "advice": list(report.advice),
+            "unchecked": list(report.unchecked),
             "unidentified": list(report.unidentified),
             "undeclared": list(report.undeclared),
             "findings": [_finite(row) for row in report.to_frame().to_dict("records")],

@@ -43,10 +43,21 @@ ModelArgument = Annotated[
 ]
 LayersOption = Annotated[int | None, typer.Option(help="Number of layers.")]
 SeqLenOption = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
+SchemeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        help="Of a scheme: NAME=VALUE, such as per_head=false (`moments schemes` lists them); "
+        "may be repeated.",
+        show_default=False,
+    ),
+]
 TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 CsvOption = Annotated[Path | None, typer.Option("--csv", help="Write every point as CSV.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the picture to this file.")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", help="Write the picture to this file: .png, .svg or .pdf.")
+]
 
 
 def main() -> None:
@@ -147,6 +158,28 @@ def _from_file(name: str, seq_len: int | None) -> Transformer:
     return model if seq_len is None else model.replace(seq_len=seq_len)
 
 
+def scheme_options(given: list[str] | None) -> dict[str, Any]:
+    """NAME=VALUE of every --option; true, false and numbers are no words."""
+    found: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise DomainError(f"--option {text!r}: NAME=VALUE is wanted, such as per_head=false")
+        found[name] = _plain_value(value)
+    return found
+
+
+def _plain_value(text: str) -> bool | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def write_csv(frame: Any, path: Path) -> None:
     try:
         frame.to_csv(path, index=False)
@@ -155,10 +188,14 @@ def write_csv(frame: Any, path: Path) -> None:
 
 
 def write_plot(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise DomainError(f"cannot write {path}: {error}") from None
+    from ..plot import save
+
+    save(figure, path)
+
+
+def named(model: str | None) -> str | None:
+    """What a picture calls the MODEL argument: a preset's name, or a file's without its ending."""
+    return None if model is None else Path(model).stem if model.endswith(".json") else model
 
 
 def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:

@@ -19,6 +19,7 @@ from .base import (
     TheoryName,
     TheoryOption,
     app,
+    named,
     no_preset,
     out,
     plain,
@@ -87,7 +88,7 @@ def compare(
     if plot is None and picture and not as_json:
         plot = Path(f"{Path(model).stem}-compare.png")
     if plot is not None:
-        write_plot(comparison.plot(), plot)
+        write_plot(comparison.plot(named(model)), plot)
     if as_json:
         frames = {
             "summary": summary,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..checks import check_choice
 from ..errors import DomainError
 from .base import (
     CsvOption,
@@ -15,12 +16,15 @@ from .base import (
     LayersOption,
     ModelArgument,
     PlotOption,
+    SchemeOption,
     SeqLenOption,
     app,
     declared_model,
     input_moments,
+    named,
     out,
     plain,
+    scheme_options,
     shortened,
     write_csv,
     write_plot,
@@ -36,6 +40,7 @@ def compare_schemes(
         list[str] | None,
         typer.Option(help="Which; may be repeated. Left out: all.", show_default=False),
     ] = None,
+    option: SchemeOption = None,
     variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
     correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
     as_json: JsonOption = False,
@@ -46,11 +51,12 @@ def compare_schemes(
     from ..scheme_table import compare_schemes as run
 
     declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
-    found = run(declared, scheme or None, **input_moments(declared, variance, correlation))
+    inputs = input_moments(declared, variance, correlation)
+    found = run(declared, scheme or None, options=scheme_options(option), **inputs)
     if csv is not None:
         write_csv(found.to_frame(), csv)
     if plot is not None:
-        write_plot(found.plot(), plot)
+        write_plot(found.plot(named(model)), plot)
     if as_json:
         records = json.loads(found.to_frame().to_json(orient="records"))
         print(json.dumps({"schemes": records, "left_out": dict(found.left_out)}, indent=2))
@@ -62,6 +68,9 @@ def compare_schemes(
 def figures(
     name: Annotated[str | None, typer.Argument(help="Which; left out: all.")] = None,
     folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("figures"),
+    ending: Annotated[
+        str, typer.Option("--format", help="What they are written as: png, svg or pdf.")
+    ] = "png",
     names: Annotated[bool, typer.Option("--list", help="List them instead.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,12 +81,13 @@ def figures(
     chosen = {one: setup(one) for one in (every() if name is None else (name,))}
     listed = [{"name": n, "title": s.title, "source": str(s.source)} for n, s in chosen.items()]
     if not names:
+        check_choice("format", ending.removeprefix("."), ("png", "svg", "pdf"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DomainError(f"--folder {folder}: {error.strerror}") from None
     for row in listed:
-        path = folder / f"{row['name']}.png"
+        path = folder / f"{row['name']}.{ending.removeprefix('.')}"
         if not names:
             draw(row["name"], path)
             row["picture"] = str(path)

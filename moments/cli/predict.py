@@ -17,6 +17,7 @@ from .base import (
     TheoryOption,
     app,
     declared_model,
+    named,
     out,
     pictures,
     shortened,
@@ -91,7 +92,7 @@ def predict(
     if csv is not None:
         write_csv(prediction.to_frame(), csv)
     if plot is not None:
-        write_plot(prediction.plot(), plot)
+        write_plot(prediction.plot(named(model)), plot)
     if as_json:
         print(prediction.to_json())
         return

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import domain_error
+from ..errors import DomainError, domain_error
 from .base import (
     CsvOption,
     JsonOption,
     LayersOption,
     ModelArgument,
+    SchemeOption,
     SeqLenOption,
     TheoryName,
     TheoryOption,
@@ -21,6 +22,7 @@ from .base import (
     input_moments,
     out,
     plain,
+    scheme_options,
     shortened,
     write_csv,
 )
@@ -60,6 +62,7 @@ def solve(
     seq_len: SeqLenOption = None,
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
+    option: SchemeOption = None,
     tolerance: Annotated[float, typer.Option(help="Of the residual, relative.")] = 1e-9,
     formulas: Annotated[
         bool, typer.Option("--formulas", help="Show the laws inverted in layer 1.")
@@ -68,8 +71,12 @@ def solve(
     csv: CsvOption = None,
 ) -> None:
     """Solve for weight variances and scales; exit 1 where the target is infeasible."""
+    from ..scheme import schemes
     from ..solver import solve as run
 
+    options = scheme_options(option)
+    if options and objective not in [scheme.name for scheme in schemes()]:
+        raise DomainError("--option is a scheme's: name one as --objective")
     declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
     inputs: dict[str, Any] = input_moments(declared, variance, correlation)
     plan = run(
@@ -79,6 +86,8 @@ def solve(
         free=free or None,
         bound=None if bound is None else _named(bound, "bound"),
         tolerance=tolerance,
+        options=options or None,
+        progress=True,
         **inputs,
     )
     if csv is not None:

@@ -88,7 +88,7 @@ class Entries:
         check_count(name, most, least=2)
         if seq_len is None:
             return int(most)
-        check_count("seq_len", seq_len, least=2)
+        check_count("seq_len", seq_len)
         if table and seq_len > most:
             raise domain_error("seq_len", seq_len, f"at most {name} = {most}")
         return seq_len
@@ -97,7 +97,7 @@ class Entries:
         """Tokens per sequence where something else than one entry limits them."""
         if seq_len is None:
             return most
-        check_count("seq_len", seq_len, least=2)
+        check_count("seq_len", seq_len)
         if seq_len > most:
             raise domain_error("seq_len", seq_len, f"at most {meaning} = {most}")
         return seq_len

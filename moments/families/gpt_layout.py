@@ -86,17 +86,28 @@ def _head_dims(path: str) -> Any:
 _FINAL = (("final.norm", "ln_f"), ("head", "lm_head"))
 _AFTER: tuple[Site, ...] = (("final.norm", "ln_f", "output"), ("logits", "lm_head", "output"))
 _BEFORE: tuple[Site, ...] = (("embedding.sum", "drop", "input"), ("embedding", "drop", "output"))
-LAYOUTS = (
-    Layout(
-        "GPT-2",
-        sites=_sites(
-            ("ln_1", "ln_2"),
-            "attn.c_proj",
-            ("attn.resid_dropout", "mlp.dropout"),
-            ("mlp.c_fc", "mlp.c_proj"),
-        ),
-        # c_attn is one (d, 3 d) matrix applied from the right: query, key, value side by side.
-        fused=(thirds("attn.c_attn.weight", axis=1),),
+
+
+def _gpt2_layout(
+    name: str,
+    *,
+    axis: int,
+    dropouts: tuple[str, str] = ("attn.resid_dropout", "mlp.dropout"),
+) -> Layout:
+    """GPT-2's submodules, fused into (d, 3 d) matrices applied from the right or nn.Linear's.
+
+    Query, key and value stand side by side along `axis`; GPTBigCode, which may interleave them by
+    head, says so by an attribute.
+    """
+
+    def applies(layer: Any) -> bool:
+        shape = layer.attn.c_attn.weight.shape
+        return shape[axis] == 3 * shape[1 - axis] and not hasattr(layer.attn, "multi_query")
+
+    return Layout(
+        name,
+        sites=_sites(("ln_1", "ln_2"), "attn.c_proj", dropouts, ("mlp.c_fc", "mlp.c_proj")),
+        fused=(thirds("attn.c_attn.weight", axis=axis),),
         weights=(
             ("output", "attn.c_proj.weight"),
             ("ffn_in", "mlp.c_fc.weight"),
@@ -106,8 +117,14 @@ LAYOUTS = (
         outside=(("token", "wte"), ("position", "wpe"), *_FINAL),
         before=_BEFORE,
         after=_AFTER,
-        applies=lambda layer: hasattr(layer.attn.c_attn, "nf"),
-    ),
+        applies=applies,
+    )
+
+
+LAYOUTS = (
+    _gpt2_layout("GPT-2", axis=1),
+    _gpt2_layout("GPT of nn.Linear", axis=0),
+    _gpt2_layout("GPT of nn.Linear without dropout modules", axis=0, dropouts=("", "")),
     Layout(
         "GPT-Neo",
         sites=_sites(

@@ -47,36 +47,39 @@ def _both(label: str, model: Transformer, quantity: str, over: str = "") -> tupl
 
 
 def _deep(
-    name: str, number: int, title: str, norm: str, quantity: str, label: str, log: bool
+    name: str, number: int, title: str, norm: str, quantity: str, label: str, log: str = ""
 ) -> Setup:
-    panels = [Panel("", _both("", deep(norm), quantity), y=label, log=log)]
+    y, x = "y" in log, "x" in log
+    panels = [Panel("", _both("", deep(norm), quantity), y=label, log=y, log_x=x)]
     settings = DEEP
     if quantity != "variance":
         lines = (
             Line("refined", deep(norm), LAYER_NORM, INPUT, over="last", seeds=2),
             Line("typical draw", deep(norm), TYPICAL_LAYER_NORM, INPUT, over="last", points=False),
         )
-        panels.append(Panel("", lines, x="layer", y=f"{LAYER_NORM} (last: 1)", log=log))
+        last = f"{LAYER_NORM} (last: 1)"
+        panels.append(Panel("", lines, x="layer", y=last, log=y, log_x=x))
         settings += RELEASED
     return Setup(name, title, kedia(f"Figure {number}"), settings, tuple(panels))
 
 
 def _conserved() -> Setup:
     panels = []
-    for quantity, label in (("variance", STREAM), ("grad_variance_typical", GRADIENT)):
-        lines = [_both(f"{norm.title()}-LN, ", scaled(norm), quantity) for norm in ("pre", "post")]
-        panels.append(Panel("", (*lines[0], *lines[1]), y=label))
-    norms = (
-        Line(f"{norm.title()}-LN, refined", scaled(norm), LAYER_NORM, INPUT, over="last", seeds=2)
-        for norm in ("pre", "post")
-    )
-    panels.append(Panel("", tuple(norms), x="layer", y=f"{LAYER_NORM} (last: 1)"))
+    for norm in ("pre", "post"):  # on top of each other in one panel they would hide each other
+        model = scaled(norm)
+        norms = Line("refined", model, LAYER_NORM, INPUT, over="last", seeds=2)
+        title = f"{norm.title()}-LN"
+        panels += [
+            Panel(title, _both("", model, "variance"), y=STREAM),
+            Panel(title, _both("", model, "grad_variance_typical"), y=GRADIENT),
+            Panel(title, (norms,), x="layer", y=f"{LAYER_NORM} (last: 1)"),
+        ]
     title = "DeepScaleLM conserves the variance forward, norms of weight gradients backward"
     settings = DEEP.replace("256 tokens, ReLU", "64 tokens for the authors' 256, ReLU")
     settings += (
         ". The authors' scripts plot the right panel's quantity over five parameters a layer"
     )
-    return Setup("kedia-4", title, kedia("Figure 4"), settings, tuple(panels))
+    return Setup("kedia-4", title, kedia("Figure 4"), settings, tuple(panels), columns=3)
 
 
 def _of_block(label: str, which: str, drop_prob: float, **changes: object) -> Line:
@@ -91,7 +94,7 @@ def _of_block(label: str, which: str, drop_prob: float, **changes: object) -> Li
 def _correlations() -> Setup:
     lines = (
         _of_block("attention block", "attention", DROPOUT, seeds=2),
-        _of_block("feed-forward block", "ffn", DROPOUT, seeds=2),
+        _of_block("feed-forward block", "ffn", DROPOUT, seeds=8),
     )
     panel = Panel("dropout .1", lines, "input correlation", "output correlation", diagonal=True)
     title = "The feed-forward block lowers high correlations, dropout keeps attention's below 1"
@@ -120,7 +123,7 @@ def _no_collapse() -> Setup:
 
 def _polynomial() -> Setup:
     lines = (
-        _of_block("exact", "ffn", 0.0, seeds=2),
+        _of_block("exact", "ffn", 0.0, seeds=8),
         _of_block("polynomial of Table 2", "ffn", 0.0, theory="simplified", points=False),
     )
     panel = Panel("no dropout", lines, "input correlation", "output correlation", diagonal=True)
@@ -139,7 +142,6 @@ def figures() -> tuple[Setup, ...]:
             "pre",
             "variance",
             STREAM,
-            False,
         ),
         _deep(
             "kedia-2",
@@ -148,7 +150,7 @@ def figures() -> tuple[Setup, ...]:
             "pre",
             "grad_variance_typical",
             GRADIENT,
-            False,
+            "xy",
         ),
         _deep(
             "kedia-3",
@@ -157,7 +159,7 @@ def figures() -> tuple[Setup, ...]:
             "post",
             "grad_variance_typical",
             GRADIENT,
-            True,
+            "y",
         ),
         _conserved(),
         _correlations(),

@@ -82,6 +82,7 @@ class Panel:
         x, y: axis labels.
         log: whether y is logarithmic.
         diagonal: whether y = x is drawn in grey.
+        log_x: whether x is logarithmic, from 1 on.
     """
 
     title: str
@@ -90,6 +91,7 @@ class Panel:
     y: str = ""
     log: bool = False
     diagonal: bool = False
+    log_x: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +127,7 @@ class Setup:
         source: the paper's figure.
         settings: the set-up, and what the paper leaves open.
         panels: side by side.
+        columns: in so many columns, each on one scale; 0: in one line.
     """
 
     name: str
@@ -132,6 +135,7 @@ class Setup:
     source: Source
     settings: str
     panels: tuple[Panel | HeatMap, ...]
+    columns: int = 0
 
 
 def first_layer(quantity: str) -> int:

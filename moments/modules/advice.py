@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from moments.modules.causes import Cause, causes
+from moments.modules.causes import BY_DEPTH, BY_LAYER, Cause, Convention, by_layer, causes
 from moments.modules.entries import tail_probability
 from moments.modules.expectation import model_of_stack
-from moments.modules.findings import Finding, Measured
+from moments.modules.findings import Finding, Measured, in_layers
 from moments.modules.roles import TABLES
 from moments.modules.structure import ENCODER
 from moments.transformer import Transformer
@@ -44,8 +44,14 @@ def advise(
     measured: list[Measured],
     model: Transformer,
     described: Transformer | None,
-) -> tuple[str, ...]:
-    """One sentence per role or scale that failed."""
+    readings: Sequence[Convention] = (),
+) -> Advice:
+    """One sentence per role or scale that failed.
+
+    Args:
+        described: the module's architecture with its framework's own initialisation.
+        readings: other ones of the plan.
+    """
     groups: dict[str, list[Measured]] = {}
     for m in measured:
         if m.expected is not None and (m.role.is_matrix or m.role.name in TABLES):
@@ -57,7 +63,7 @@ def advise(
     ]
     crossed = list(_crossed(groups, roles))
     told = {name for names, _ in crossed for name in names}
-    diagnoses = [_diagnosis(groups[n], groups, model, described) for n in roles]
+    diagnoses = [_diagnosis(groups[n], groups, model, described, readings) for n in roles]
     wanting = [d for d in diagnoses if d.causes or d.instead or d.name not in told]
     sentences = list(_structure_sentences(failed, model))
     sentences += [sentence for _, sentence in crossed]
@@ -69,15 +75,22 @@ def advise(
             "hooks of moments.torch.initialize are in no state_dict: moments.torch.attach(module, "
             "plan) puts them onto a module whose weights were loaded"
         )
-    return tuple(sentences)
+    reasons = {d.name: d.causes[:SHOWN] for d in diagnoses if d.causes}
+    return Advice(tuple(sentences), tuple(sentence for _, sentence in crossed), reasons)
 
 
-def _where(layers: list[int], total: int) -> str:
-    if layers == [0]:
-        return ""
-    if len(layers) == total and total > 1:
-        return " in every layer"
-    return f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+class Advice(NamedTuple):
+    """Likely causes.
+
+    Attributes:
+        sentences: of everything that failed.
+        crossed: those of them that find a factor on the wrong matrix.
+        reasons: of a role's variance, where they are known, the likeliest first.
+    """
+
+    sentences: tuple[str, ...]
+    crossed: tuple[str, ...]
+    reasons: dict[str, tuple[str, ...]]
 
 
 class Diagnosis(NamedTuple):
@@ -127,22 +140,25 @@ def _diagnosis(
     groups: dict[str, list[Measured]],
     model: Transformer,
     described: Transformer | None,
+    readings: Sequence[Convention],
 ) -> Diagnosis:
     name = group[0].role.full_name
     layers = model_of_stack(model, group[0].role.stack).layers
     zeros = [m for m in group if m.expected and m.entries.square == 0]
     if zeros:
-        where = _where([m.role.layer for m in zeros], layers)
+        where = in_layers([m.role.layer for m in zeros], layers)
         labels = ", ".join(m.role.label for m in zeros[:4])
         more = " ..." if len(zeros) > 4 else ""
         why = "a zero initialisation, or storage that was never filled"
         return Diagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
     bad = [m for m in group if m.expected and not _within(m, m.expected)] or group
-    where = _where([m.role.layer for m in bad], layers)
+    where = in_layers([m.role.layer for m in bad], layers)
+    hypotheses = [(group, cause) for cause in by_layer(group, model)]
+    hypotheses += [(bad, cause) for cause in causes(bad, groups, model, described, readings)]
     found = [
         (score, cause.words)
-        for cause in causes(bad, groups, model, described)
-        if (score := _score(bad, cause)) > FIT / len(bad)
+        for members, cause in hypotheses
+        if (score := _score(members, cause)) > FIT / len(members)
     ]
     ranked = sorted(found, key=lambda pair: -min(pair[0], 0.05))
     words = tuple(dict.fromkeys(word for _, word in ranked))
@@ -231,15 +247,15 @@ def _scale_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]
             if not rows:
                 continue
             layers = model_of_stack(model, stack).layers
-            where = _where(sorted({f.layer for f in rows if f.layer <= layers}) or [0], layers)
+            where = in_layers(sorted({f.layer for f in rows if f.layer <= layers}) or [0], layers)
             blocks = sorted({f.role.removesuffix(".norm") for f in rows})
-            told.setdefault((where, _scale_fault(rows)), []).extend(blocks)
+            told.setdefault((where, _scale_fault(rows, layers)), []).extend(blocks)
         for (where, fault), blocks in told.items():
             yield f"{words} of {' and '.join(blocks)}{where} {fault}"
 
 
-def _scale_fault(rows: list[Finding]) -> str:
-    """What is wrong with multipliers of one kind."""
+def _scale_fault(rows: list[Finding], layers: int) -> str:
+    """What is wrong with multipliers of one kind in a stack of so many layers."""
     values = [f.measured for f in rows]
     if all(math.isnan(v) for v in values):
         return "could not be measured"
@@ -256,6 +272,10 @@ def _scale_fault(rows: list[Finding]) -> str:
         hint = ": it was squared, or applied twice"
     elif all(abs(f.measured**2 - f.expected) < 0.01 * f.expected for f in rows):
         hint = ": its square root was applied"
+    elif len({f.layer for f in rows}) > 1:
+        for power, one, other in ((0.5, BY_LAYER, BY_DEPTH), (-0.5, BY_DEPTH, BY_LAYER)):
+            if all(abs(f.ratio / (layers / f.layer) ** power - 1) < 0.01 for f in rows):
+                hint = f": {one} was applied for {other} (N = {layers})"
     return f"is {ratios} times the plan's{hint}"
 
 
@@ -268,7 +288,7 @@ def _structure_sentences(failed: list[Finding], model: Transformer) -> Iterator[
     roles: dict[tuple[str, str], list[str]] = {}
     for (role, note), found in layers.items():
         stack = ENCODER if role.startswith(ENCODER) else ""
-        where = _where(sorted(found), model_of_stack(model, stack).layers)
+        where = in_layers(sorted(found), model_of_stack(model, stack).layers)
         roles.setdefault((where, note), []).append(role)
     for (where, note), names in roles.items():
         yield f"{' and '.join(names)}{where}: {note}"

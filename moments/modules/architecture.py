@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from moments.errors import DomainError, ValidityWarning
+from moments.errors import DomainError, MomentsError, ValidityWarning
 from moments.head import Head
 from moments.hook_points import stacks_of
 from moments.huggingface import from_huggingface
 from moments.modules.expectation import model_of
+from moments.modules.roles import roles_of, tensors_of
 from moments.modules.structure import ENCODER
 from moments.optional import optional
 from moments.transformer import Transformer
@@ -30,6 +31,7 @@ def resolve(
     plan: Any,
     names: Mapping[str, str] | None,
     architecture: Transformer | None,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[Transformer, Transformer | None]:
     """The model that a plan means for a module, and the module's own architecture where known.
 
@@ -43,7 +45,9 @@ def resolve(
         except DomainError:
             if isinstance(plan, str):  # only a scheme cannot do without it
                 raise
-    return model_of(plan, described), described
+    if described is None and names is None and isinstance(plan, str):
+        described = read_architecture(module)
+    return model_of(plan, described, options), described
 
 
 def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
@@ -88,6 +92,57 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     read = _of_torch(encoder, seq_len, together=both)
     read = read.replace(head=Head(norm=normed, loss=None))
     return _of_torch(main, seq_len, together=both).replace(encoder=read, causal=True)
+
+
+_HEADS = ("n_head", "num_heads", "n_heads", "num_attention_heads", "heads", "nhead")
+_MODULES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
+
+
+def read_architecture(module: nn.Module) -> Transformer | None:
+    """What the layers of a module of one's own show: shapes, norms, activation, dropout.
+
+    Its matrices and biases are declared as nn.Linear draws them; of its tables and its head nothing
+    is said, since nothing in the module tells how they are meant to be drawn. None where its layers
+    are not those of a known layout, or have no number of heads.
+    """
+    try:
+        found = roles_of(module)
+    except MomentsError:
+        return None
+    query, inner = found.named("query"), found.named("ffn_in")
+    layers = [module.get_submodule(path) for path, _ in stacks_of(module)[""]]
+    parts = list(layers[0].modules())
+    holders = [*parts, getattr(module, "config", None)]
+    heads = next((getattr(p, n) for n in _HEADS for p in holders if hasattr(p, n)), None)
+    kinds = (_MODULES[kind] for part in parts for kind in _MODULES if type(part) is kind)
+    activation = next(kinds, None)
+    if not (query and inner and isinstance(heads, int) and activation and found.blocks):
+        return None
+    d_model, d_ff = query[0].fan_in, inner[0].fan_out
+    block = found.blocks[0]
+    norm = None if block.norm is None else module.get_submodule(block.norm)
+    position = found.named("position")
+    length = len(tensors_of(module)[position[0].parameter]) if position else SEQ_LEN
+    drops = {b.name: getattr(module.get_submodule(b.branch.path), "p", 0.0) for b in found.blocks}
+    own = {role.name.removesuffix(".bias") for role in found.roles if role.name.endswith(".bias")}
+    drawn = Biases.torch_default(d_model, d_ff).to_dict()
+    biases = {name: drawn[name] for name in drawn if name in own}
+    return Transformer(
+        layers=found.layers,
+        d_model=d_model,
+        heads=heads,
+        seq_len=length,
+        d_ff=d_ff,
+        norm=block.placement,
+        normalization="rmsnorm" if "rms" in type(norm).__name__.lower() else "layernorm",
+        activation=activation,
+        dropout=drops.get("attention", 0.0),
+        causal=True,  # the known layouts without a config of their own are GPTs
+        weights=Weights.torch_default(d_model, d_ff),
+        biases=Biases.of().replace(**biases) if biases else None,
+        norm_affine=True,
+        norm_epsilon=float(getattr(norm, "eps", None) or 0.0),
+    )
 
 
 def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Transformer:

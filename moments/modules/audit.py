@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moments.errors import domain_error
-from moments.modules.advice import advise
+from moments.modules.advice import Advice, advise
 from moments.modules.architecture import resolve
-from moments.modules.copies import copies, copy_findings, copy_notes
+from moments.modules.causes import Convention, conventions
+from moments.modules.copies import Copies, copies, copy_findings, copy_notes
 from moments.modules.entries import Entries
 from moments.modules.expectation import check_fits, scales_of
 from moments.modules.findings import (
     Finding,
+    Measured,
     measure_roles,
     norm_findings,
     scale_findings,
     slope_finding,
+    unchecked,
     unprobed_findings,
     variance_findings,
 )
 from moments.modules.logits import logits_path, measured_scale
-from moments.modules.probe import default_batch, probe
+from moments.modules.probe import default_batch, probe_or_why
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from moments.modules.scales import FOLDED
 from moments.modules.temperature import temperature_findings
 from moments.modules.units import gain_of
+from moments.modules.wrappers import unwrapped
 from moments.optional import optional
 from moments.transformer import Transformer
 
@@ -63,6 +67,8 @@ class AuditReport:
         unidentified: parameters whose role no rule knows; they are not checked.
         undeclared: parameters whose role is known but of which the plan says nothing.
         source: what was audited, in words.
+        unchecked: what of the plan was not held against the module, a phrase each; `passed` says
+            nothing of it.
     """
 
     findings: tuple[Finding, ...]
@@ -70,10 +76,11 @@ class AuditReport:
     unidentified: tuple[str, ...]
     undeclared: tuple[str, ...]
     source: str
+    unchecked: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed. Checks that could not be made do not count as failures."""
+        """Whether no check failed. What could not be checked is no failure: see `unchecked`."""
         return all(finding.passed is not False for finding in self.findings)
 
     @property
@@ -98,6 +105,8 @@ class AuditReport:
 
     def __repr__(self) -> str:
         state = "passed" if self.passed else f"failed, {len(self.offenders)} offenders"
+        if self.unchecked:
+            state += f", {len(self.unchecked)} things not checked"
         return f"AuditReport({self.source}: {state}, {len(self.findings)} checks)"
 
 
@@ -109,6 +118,7 @@ def audit(
     names: Mapping[str, str] | None = None,
     sites: Iterable[Any] | None = None,
     architecture: Transformer | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> AuditReport:
     """Compare a freshly initialised module with a plan.
 
@@ -120,25 +130,56 @@ def audit(
     fails with probability 1e-5, all checks together.
 
     Args:
-        module: a module of a known family, or any with `names`. It is left as it was.
+        module: a module of a known family, or any with `names`. It is left as it was. Compiled and
+            data-parallel modules are audited as what they hold.
         plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
             the module's own architecture.
         batch: what to run the module on, as in `moments.torch.measure`; None: random input, where
             the module says what it takes.
         names, sites, architecture: for a module of one's own, as in `initialize`.
+        options: of the scheme, where the plan is a scheme's name.
 
     Returns:
-        A report: `passed`, `str(report)`, `to_frame()`.
+        A report: `passed`, `unchecked`, `str(report)`, `to_frame()`.
 
     Raises:
         DomainError: a plan of another depth, width or number of heads.
         MomentsError: the module is of no known family and `names` is None.
     """
+    module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, "an nn.Module")
     found = roles_of(module, names, sites)
-    model, described = resolve(module, plan, names, architecture)
+    model, described = resolve(module, plan, names, architecture, options)
     check_fits(model, found, described, placement=False)
+    measured, repeated, findings = _weights(module, found, model)
+    probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
+    findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
+    reads = default_batch(module, found) if batch is None and probes else batch
+    findings += temperature_findings(module, found, model, described, None if why else reads)
+    findings += [] if why else _logits(module, found, model, batch)
+    findings.sort(key=lambda finding: -finding.severity)
+    readings = conventions(plan, options, model)
+    undeclared = tuple(m.role.label for m in measured if m.expected is None)
+    folded = any(f.passed is False for f in findings) and getattr(module, FOLDED, False)
+    return AuditReport(
+        findings=tuple(findings),
+        advice=(
+            *((_FOLDED,) if folded else ()),
+            *copy_notes(repeated),
+            *advise(findings, measured, model, described, readings).sentences,
+        ),
+        unidentified=found.unidentified,
+        undeclared=undeclared,
+        source=type(module).__name__,
+        unchecked=unchecked(model, found, probes, why, findings),
+    )
+
+
+def _weights(
+    module: nn.Module, found: ModuleRoles, model: Transformer
+) -> tuple[list[Measured], list[Copies], list[Finding]]:
+    """Every tensor's entries, those that are another one's, and what is wrong with them."""
     tensors = tensors_of(module)
     repeated = copies((role, block_of(tensors, role)) for role in found.roles)
     measured = measure_roles(
@@ -147,31 +188,26 @@ def audit(
     findings = variance_findings(measured, {role for c in repeated for role in c.roles[1:]})
     findings += copy_findings(repeated)
     findings += norm_findings(measured, _carried(model))
-    findings += _probed(module, found, model, batch)
-    findings += temperature_findings(module, found, model, described)
-    findings += _logits(module, found, model, batch)
-    findings.sort(key=lambda finding: -finding.severity)
-    undeclared = tuple(m.role.label for m in measured if m.expected is None)
-    folded = any(f.passed is False for f in findings) and getattr(module, FOLDED, False)
-    return AuditReport(
-        findings=tuple(findings),
-        advice=(
-            *((_FOLDED,) if folded else ()),
-            *copy_notes(repeated),
-            *advise(findings, measured, model, described),
-        ),
-        unidentified=found.unidentified,
-        undeclared=undeclared,
-        source=type(module).__name__,
-    )
+    return measured, repeated, findings
 
 
-def _probed(module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any) -> list[Finding]:
-    batch = default_batch(module) if batch is None else batch
-    if batch is None or not found.blocks:
-        return list(unprobed_findings(model))
-    probes = probe(module, found.blocks, batch, epsilon=model.norm_epsilon)
-    return list(scale_findings(model, probes))
+def weight_advice(
+    module: nn.Module,
+    found: ModuleRoles,
+    model: Transformer,
+    described: Transformer | None,
+    readings: Sequence[Convention] = (),
+) -> Advice:
+    """Likely causes of what is wrong with a module's weights, without running it.
+
+    Args:
+        found: the module's roles.
+        model: what it is meant to be.
+        described: its own architecture, with its framework's initialisation.
+        readings: other ones of the plan.
+    """
+    measured, _, findings = _weights(module, found, model)
+    return advise(findings, measured, model, described, readings)
 
 
 def _logits(module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any) -> list[Finding]:
@@ -179,7 +215,7 @@ def _logits(module: nn.Module, found: ModuleRoles, model: Transformer, batch: An
     path = logits_path(module, found)
     if path is None or model.head is None:
         return []
-    batch = default_batch(module) if batch is None else batch
+    batch = default_batch(module, found) if batch is None else batch
     wanted = model.head.output_scale
     slope = measured_scale(module, found, model, batch)
     return [slope_finding(model.layers + 1, "head", path, "output_scale", slope, wanted)]

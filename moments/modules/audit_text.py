@@ -26,7 +26,15 @@ def text(report: AuditReport) -> str:
     bad = report.offenders
     verdict = "passed" if not bad else f"FAILED: {len(bad)} of {len(report.findings)} checks"
     open_checks = [f for f in report.findings if f.passed is None]
-    lines = [f"audit of {report.source}: {verdict}"]
+    if report.unchecked:
+        verdict = verdict if bad else "nothing that was checked failed"
+        verdict += f"; NOT CHECKED: {'; '.join(report.unchecked)}"
+    lines = textwrap.wrap(
+        f"audit of {report.source}: {verdict}",
+        WIDTH,
+        subsequent_indent="  ",
+        break_on_hyphens=False,
+    )
     for sentence in report.advice:
         lines += textwrap.wrap(f"- {sentence}", WIDTH, subsequent_indent="  ")
     shown = [*bad[:OFFENDERS], *open_checks[:GOOD]]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moments.modules.expectation import model_of_stack
 from moments.modules.findings import Measured
 from moments.modules.truncation import TRUNCATION, truncated_variance
+from moments.scheme.registry import scheme
+from moments.scheme.shared import xavier
 from moments.transformer import Transformer
 from moments.weights import MATRICES
+
+BY_LAYER = "a scale 1/sqrt(2 l) that counts the layer l"
+BY_DEPTH = "1/sqrt(2 N) of all N layers"
 
 
 @dataclass(frozen=True)
@@ -20,13 +27,104 @@ class Cause:
     words: str
 
 
+@dataclass(frozen=True)
+class Convention:
+    """The same plan by another reading of its words.
+
+    Attributes:
+        model: the plan so read.
+        words: both readings.
+    """
+
+    model: Transformer
+    words: str
+
+
+_PER_HEAD = {
+    True: "each head of query, key and value as a matrix of its own, 2/(d_model + d_head)",
+    False: "query, key and value as whole matrices, 2/(fan_in + fan_out), as xavier_uniform_ does",
+}
+
+
+def conventions(
+    plan: Any, options: Mapping[str, Any] | None, model: Transformer
+) -> tuple[Convention, ...]:
+    """Plans that go by the same name: Glorot's rule by head and by matrix.
+
+    Args:
+        plan, options: what the user passed.
+        model: what it means.
+    """
+    remedy = ""
+    if isinstance(plan, str):
+        given = {**scheme(plan).options, **(options or {})}
+        if not isinstance(given.get("per_head"), bool):
+            return ()
+        by_head = given["per_head"]
+        remedy = (
+            f"; pass options={{'per_head': {not by_head}}} (--option per_head="
+            f"{str(not by_head).lower()}) for the module's"
+        )
+    else:
+        readings = [by for by in (True, False) if _is_xavier(model, by)]
+        if len(readings) != 1:  # not drawn by Glorot's rule, or one head, where both agree
+            return ()
+        (by_head,) = readings
+    other = _redrawn(model, by_head)
+    if other.encoder is not None:
+        other = other.replace(encoder=_redrawn(other.encoder, by_head))
+    words = f"the module has {_PER_HEAD[not by_head]}, the plan {_PER_HEAD[by_head]}{remedy}"
+    return (Convention(other, words),)
+
+
+def _is_xavier(model: Transformer, by_head: bool) -> bool:
+    wanted = xavier(model, by_head)
+    return all(
+        math.isclose(getattr(model.layer_weights(n), name), getattr(wanted, name), rel_tol=1e-9)
+        for n in range(1, model.layers + 1)
+        for name in ("query", "key", "value")
+    )
+
+
+def _redrawn(model: Transformer, by_head: bool) -> Transformer:
+    """The model with Glorot's other reading, whatever else multiplies it."""
+    assert model.weights is not None
+    one, other = xavier(model, by_head), xavier(model, not by_head)
+    changed = {}
+    for name in ("query", "key", "value"):
+        ratio = getattr(other, name) / getattr(one, name)
+        layers = range(1, model.layers + 1)
+        changed[name] = [ratio * getattr(model.layer_weights(n), name) for n in layers]
+    return model.replace(weights=model.weights.replace(**changed))
+
+
+def by_layer(group: list[Measured], model: Transformer) -> Iterator[Cause]:
+    """Hypotheses that mean another factor in every layer, about all layers of one role."""
+    total = model_of_stack(model, group[0].role.stack).layers
+    layers = [m.role.layer for m in group]
+    if total < 2 or not 1 <= min(layers) <= max(layers) <= total:
+        return
+    expected = [float(m.expected or 0.0) for m in group]
+    for power, words in (
+        (1, f"{BY_LAYER} was applied for {BY_DEPTH}"),
+        (-1, f"{BY_DEPTH} was applied for {BY_LAYER}"),
+    ):
+        variances = tuple(v * (total / n) ** power for v, n in zip(expected, layers, strict=True))
+        yield Cause(variances, f"{words} (N = {total})")
+
+
 def causes(
     group: list[Measured],
     groups: dict[str, list[Measured]],
     model: Transformer,
     described: Transformer | None,
+    readings: Sequence[Convention] = (),
 ) -> Iterator[Cause]:
-    """Hypotheses about one role, the more specific ones first."""
+    """Hypotheses about one role, the more specific ones first.
+
+    Args:
+        readings: other ones of the plan.
+    """
     name, layers = group[0].role.name, [m.role.layer for m in group]
     stack = group[0].role.stack
     model = model_of_stack(model, stack)
@@ -37,6 +135,10 @@ def causes(
     def scaled(factor: float) -> tuple[float, ...]:
         return tuple(factor * v for v in expected)
 
+    for reading in readings:
+        if name in ("query", "key", "value"):
+            read = model_of_stack(reading.model, stack)
+            yield Cause(tuple(getattr(read.layer_weights(n), name) for n in layers), reading.words)
     if name in MATRICES:
         alike: dict[tuple[float, ...], list[str]] = {}
         for other in MATRICES:
@@ -90,7 +192,8 @@ def causes(
         (lambda i, o: 1 / i, "LeCun's 1/fan_in"),
         (lambda i, o: 1 / o, "1/fan_out"),
     ):
-        if group[0].role.is_matrix:
+        told = name in ("query", "key", "value") and words.startswith("Xavier's 2/") and readings
+        if group[0].role.is_matrix and not told:
             variances = tuple(fans(m.role.fan_in, m.role.fan_out) for m in group)
             yield Cause(variances, f"it is {words}")
     yield Cause(tuple(0.02**2 for _ in group), "it is 0.02^2, as most language models draw")

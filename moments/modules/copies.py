@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from moments.modules.findings import Finding
-from moments.modules.roles import Role
+from moments.modules.roles import Role, block_of, tensors_of
 from moments.optional import optional
 
 with optional("torch", "torch"):
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 class Copies(NamedTuple):
@@ -63,6 +64,38 @@ def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
             "what such layers add is not independent and grows faster than predicted "
             "(nn.TransformerEncoder copies one layer; moments.torch.initialize draws each anew)"
         )
+
+
+def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
+    """The module, every copy's entries in another order, as if drawn on their own.
+
+    What a tensor holds, its variance and any tail of it, stays the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for block in _copied(module, found):
+        entries = block.reshape(-1).clone()
+        order = torch.randperm(entries.numel(), generator=generator).to(entries.device)
+        block.copy_(entries[order].reshape(block.shape))
+    return module
+
+
+@contextmanager
+def shuffled(module: nn.Module, found: Iterable[Copies], seed: int) -> Iterator[None]:
+    """`shuffle`, and every tensor as it was afterwards."""
+    found = list(found)
+    stored = [block.clone() for block in _copied(module, found)]
+    try:
+        shuffle(module, found, seed)
+        yield
+    finally:
+        for block, entries in zip(_copied(module, found), stored, strict=True):
+            block.copy_(entries)
+
+
+def _copied(module: nn.Module, found: Iterable[Copies]) -> list[Tensor]:
+    """Blocks that are another layer's, as views."""
+    tensors = tensors_of(module)
+    return [block_of(tensors, role) for group in found for role in group.roles[1:]]
 
 
 def copy_findings(found: Iterable[Copies]) -> Iterator[Finding]:

@@ -17,10 +17,11 @@ from moments.modules.checkpoints import load
 from moments.modules.copies import copies, copy_notes
 from moments.modules.expectation import check_fits, model_of_stack
 from moments.modules.logits import measured_scale
-from moments.modules.probe import BlockProbe, Slope, default_batch, probe
+from moments.modules.probe import BlockProbe, Slope, default_batch, probe_or_why
 from moments.modules.roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from moments.modules.structure import ENCODER
 from moments.modules.units import gain_of
+from moments.modules.wrappers import unwrapped
 from moments.optional import optional
 from moments.transformer import Transformer
 from moments.weights import MATRICES, Biases
@@ -82,6 +83,7 @@ def describe(
     """
     if isinstance(module, str | os.PathLike):
         module = load(module)
+    module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, "an nn.Module or a checkpoint's path")
     found = roles_of(module, names, sites)
@@ -140,11 +142,9 @@ class _Reading:
         self.module, self.found, self.model = module, found, model
         tensors = tensors_of(module)
         self.blocks = {role: block_of(tensors, role) for role in found.roles}
-        batch = default_batch(module) if batch is None else batch
-        self.batch = batch
-        self.probes: list[BlockProbe] = []
-        if batch is not None and found.blocks:
-            self.probes = probe(module, found.blocks, batch, epsilon=model.norm_epsilon)
+        self.probes, self.why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
+        given = default_batch(module, found) if batch is None else batch
+        self.batch = given if self.probes else batch
 
     def stack(self, stack: str) -> Transformer:
         """One stack's Transformer."""
@@ -273,7 +273,7 @@ class _Reading:
             ]
         )
         if not self.probes:
-            found.append("residual multipliers were not measured and are taken as 1: pass batch=")
+            found.append(f"residual multipliers were not measured and are taken as 1: {self.why}")
         return found
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
+from moments.batches import shifted_left
 from moments.draws import STREAM
 from moments.errors import MomentsError
 from moments.hook_points import HookPoint, hook_points
-from moments.modules.tensors import first_tensor
+from moments.modules.probe import on_device, run
+from moments.modules.tensors import first_tensor, own_logits, own_loss
 from moments.modules.watch import training
 from moments.optional import optional
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
 UNSEEN = 1e-6
 """Relative change below which a token has not noticed another; single precision rounds to 1e-7."""
@@ -31,13 +34,19 @@ def first_stream(
 
 
 def sees_ahead(
-    module: nn.Module, batch: Any, sites: Iterable[Any] | None, layers: int
+    module: nn.Module,
+    batch: Any,
+    sites: Iterable[Any] | None,
+    layers: int,
+    ids: np.ndarray | None = None,
 ) -> bool | None:
     """Whether a token's output depends on a later token: the second is changed, the first read.
 
+    `ids` are the token ids in the batch, where they are known.
+
     None where that cannot be told: a module of pictures, two stacks, one token.
     """
-    changed = _changed(batch, _batch_first(module))
+    changed = _changed(batch, _batch_first(module), ids)
     if changed is None:
         return None
     one, other = (_stream(module, given, sites, layers) for given in (batch, changed))
@@ -47,14 +56,82 @@ def sees_ahead(
     return bool(moved[0] > UNSEEN) if moved[1] > UNSEEN else None
 
 
-def _changed(batch: Any, batch_first: bool) -> Any:
+def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | None:
+    """The token ids that a table of so many rows looks up, (B, L), whatever they are called.
+
+    None where no table of that size is read, or more than once.
+    """
+    seen: list[Tensor] = []
+
+    def before(_: nn.Module, positional: Any, named: Any) -> None:
+        seen.append(first_tensor([*positional, *named.values()]).detach())
+
+    _evaluated(
+        module,
+        batch,
+        [
+            part.register_forward_pre_hook(before, with_kwargs=True)
+            for part in module.modules()
+            if isinstance(part, nn.Embedding) and part.num_embeddings == vocab_size
+        ],
+    )
+    texts = [ids for ids in seen if ids.ndim == 2 and ids.shape[1] > 1]
+    return np.asarray(texts[0].cpu().numpy()) if len(texts) == 1 else None
+
+
+def targets_read(
+    module: nn.Module,
+    batch: Any,
+    ids: np.ndarray,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+) -> np.ndarray | None:
+    """What every token's logits are held against, (B, L), -100 where nothing.
+
+    Of the arrays in the batch, as they are and shifted by one, that whose mean cross-entropy with
+    the module's logits is its loss; None where there is none.
+    """
+    if not isinstance(batch, Mapping) or (output := _evaluated(module, batch, [])) is None:
+        return None
+    tensors = {name: on_device(value, None) for name, value in batch.items()}
+    logits = own_logits(output)
+    value = own_loss(output) if loss is None else loss(output, tensors)
+    if logits is None or value is None or logits.shape[:2] != ids.shape:
+        return None
+    for given in tensors.values():
+        if not isinstance(given, Tensor) or given.shape != ids.shape or given.is_floating_point():
+            continue
+        labels = given.cpu().numpy().astype(np.int64)
+        for targets in (labels, shifted_left(labels)):
+            if targets.max() >= logits.shape[-1] or not np.any(targets >= 0):
+                continue
+            flat = torch.as_tensor(targets, device=logits.device).flatten()
+            found = nn.functional.cross_entropy(logits.flatten(0, 1).float(), flat)
+            if abs(float(found) - float(value)) < 1e-4 * abs(float(value)):
+                return np.asarray(targets)
+    return None
+
+
+def _evaluated(module: nn.Module, batch: Any, hooks: list[RemovableHandle]) -> Any:
+    """What a module makes of a batch without dropout; None where it cannot be run."""
+    with training(module), ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        module.eval()
+        try:
+            return run(module, batch)
+        except (RuntimeError, ValueError, IndexError, MomentsError):
+            return None
+
+
+def _changed(batch: Any, batch_first: bool, ids: np.ndarray | None) -> Any:
     """The batch with another second token in every sequence."""
     if not isinstance(batch, Mapping):
         return _another(batch, batch_first)
     if "decoder_input_ids" in batch or "pixel_values" in batch:
         return None
-    read = (name for name, value in batch.items() if np.ndim(value) == 3 and "mask" not in name)
-    name = "input_ids" if "input_ids" in batch else next(read, None)
+    read = [name for name in batch if ids is not None and np.array_equal(batch[name], ids)]
+    read += [name for name, v in batch.items() if np.ndim(v) == 3 and "mask" not in name]
+    name = "input_ids" if "input_ids" in batch else next(iter(read), None)
     return None if name is None else {**batch, name: _another(batch[name], batch_first)}
 
 
@@ -92,17 +169,11 @@ def _stream(
         seen.append(first_tensor(output).detach())
 
     part = module.get_submodule(point.path)
-    with training(module), ExitStack() as hooks:
-        module.eval()
-        if point.side == "input":
-            hook = part.register_forward_pre_hook(before, with_kwargs=True)
-        else:
-            hook = part.register_forward_hook(after)
-        hooks.callback(hook.remove)
-        try:
-            _run(module, batch)
-        except (RuntimeError, ValueError, IndexError, MomentsError):
-            return None
+    if point.side == "input":
+        hook = part.register_forward_pre_hook(before, with_kwargs=True)
+    else:
+        hook = part.register_forward_hook(after)
+    _evaluated(module, batch, [hook])
     if not seen or seen[0].ndim != 3:
         return None
     tensor = seen[0] if _batch_first(module) else seen[0].transpose(0, 1)
@@ -111,18 +182,3 @@ def _stream(
 
 def _batch_first(module: nn.Module) -> bool:
     return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))
-
-
-def _run(module: nn.Module, batch: Any) -> None:
-    parameter = next(module.parameters(), None)
-    device = None if parameter is None else parameter.device
-
-    def on(value: Any) -> Any:
-        if isinstance(value, Tensor | np.ndarray | list):
-            return torch.as_tensor(value, device=device)
-        return value
-
-    if isinstance(batch, Mapping):
-        module(**{name: on(value) for name, value in batch.items()})
-    else:
-        module(on(batch))

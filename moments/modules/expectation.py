@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +34,19 @@ _VECTORS = {
 }
 
 
-def model_of(plan: Any, described: Transformer | None = None) -> Transformer:
+def model_of(
+    plan: Any, described: Transformer | None = None, options: Mapping[str, Any] | None = None
+) -> Transformer:
     """The model that a plan carries, a Transformer itself, or a scheme's upon a described one.
+
+    Args:
+        options: of the scheme, where the plan is a scheme's name.
 
     Raises:
         DomainError: none of these, or a scheme for a module whose architecture is not known.
     """
+    if options and not isinstance(plan, str):
+        raise domain_error("options", dict(options), "for a scheme by its name, nothing else")
     if isinstance(plan, Transformer):
         return plan
     if isinstance(plan, str):
@@ -49,10 +57,10 @@ def model_of(plan: Any, described: Transformer | None = None) -> Transformer:
             )
         scheme(plan)  # an unknown name is told as such
         try:
-            return with_zero_biases(described).with_scheme(plan)
+            return with_zero_biases(described).with_scheme(plan, **(options or {}))
         except DomainError as error:
             raise DomainError(
-                f"{error}; to give the scheme options or your input, pass plan = "
+                f"{error}; to give the scheme your input, pass plan = "
                 f"moments.solve(model, {plan!r}, ...) instead of its name"
             ) from None
     model = getattr(plan, "model", None)

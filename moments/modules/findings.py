@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from moments.modules.entries import Entries, tail_probability
 from moments.modules.expectation import expected_variance, model_of_stack, scales_of
 from moments.modules.probe import BlockProbe, Slope
-from moments.modules.roles import Role
+from moments.modules.roles import ModuleRoles, Role
 from moments.transformer import Transformer
+from moments.weights import MATRICES
 
 FALSE_ALARM = 1e-5
 """Probability that an audit of a correct module fails at all, over all its checks together."""
@@ -210,6 +211,13 @@ def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator
             yield Finding(
                 block.layer, where, block.path, "norm placement", 1, 0, 0, 0.0, False, note
             )
+        if p.unseen:
+            names = ", ".join(path or "the module itself" for path in p.unseen)
+            note = f"no tensor passes {names}: its code goes another way"
+            yield Finding(
+                block.layer, where, block.path, "norm placement", 1, 0, 0, 0.0, False, note
+            )
+            continue
         if p.skip is not None and not p.skip.unexplained < 0.02:
             note = "not lambda x + beta f: norms or sums sit elsewhere than in this family"
             yield Finding(
@@ -264,9 +272,9 @@ def slope_finding(
     )
 
 
-def unprobed_findings(model: Transformer) -> Iterator[Finding]:
-    """Scales that are not 1 in a plan, where no run of the module could show them."""
-    note = "not checked: the module could not be run (pass batch=, and sites=)"
+def unprobed_findings(model: Transformer, why: str) -> Iterator[Finding]:
+    """Scales that are not 1 in a plan, where no run of the module could show them, and why."""
+    note = f"not checked: {why}"
     for stack, scales in scales_of(model).items():
         for quantity, values in vars(scales).items():
             for layer, row in enumerate(values, start=1):
@@ -274,6 +282,75 @@ def unprobed_findings(model: Transformer) -> Iterator[Finding]:
                     if target != 1:
                         base = (layer, stack + block, "", f"{quantity}_scale", float(target))
                         yield Finding(*base, math.nan, 0.0, 0.0, False, note)
+
+
+def unchecked(
+    model: Transformer,
+    found: ModuleRoles,
+    probes: Iterable[BlockProbe],
+    why: str,
+    findings: Iterable[Finding] = (),
+) -> tuple[str, ...]:
+    """What of a model was not held against the module, a phrase each.
+
+    Args:
+        found: the module's parameters and branches.
+        probes: of its branches.
+        why: there are none.
+        findings: checks, some of which could not be made.
+    """
+    seen = {(p.block.stack, p.block.layer, p.block.name) for p in probes}
+    words = list(_unprobed(model, seen, why))
+    for stack in scales_of(model):
+        own = model_of_stack(model, stack)
+        there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
+        for name in MATRICES:
+            cross, gate = name.startswith("cross_"), name == "gate"
+            if (cross and own.encoder is None) or (gate and not own.gated):
+                continue
+            lacking = [n for n in range(1, own.layers + 1) if (n, name) not in there]
+            if lacking:
+                where = in_layers(lacking, own.layers)
+                words.append(f"{stack}{name}{where} (no parameter has this role)")
+    silent = dict.fromkeys(
+        role.full_name for role in found.roles if expected_variance(model, role) is None
+    )
+    if silent:
+        words.append(f"{', '.join(silent)} (the plan says nothing of it)")
+    if count := len(found.unidentified):
+        words.append(f"{count} parameter{'s' * (count > 1)} of unknown role")
+    told = {f.quantity: f.note for f in findings if f.passed is None}
+    words += [f"some {quantity.replace('_', ' ')}s ({note})" for quantity, note in told.items()]
+    return tuple(words)
+
+
+def _unprobed(
+    model: Transformer, probed: Container[tuple[str, int, str]], why: str
+) -> Iterator[str]:
+    """Blocks whose sums and norms were not measured."""
+    for stack in scales_of(model):
+        own = model_of_stack(model, stack)
+        names = ("attention", "ffn") if own.encoder is None else ("attention", "cross", "ffn")
+        by_layers: dict[tuple[int, ...], list[str]] = {}
+        for name in names:
+            layers = [n for n in range(1, own.layers + 1) if (stack, n, name) not in probed]
+            if layers:
+                by_layers.setdefault(tuple(layers), []).append(f"{stack}{name}")
+        for lacking, blocks in by_layers.items():
+            where = in_layers(list(lacking), own.layers)
+            whole = len(blocks) == len(names)
+            of = f"{stack}blocks" if whole else f"{' and '.join(blocks)} blocks"
+            reason = why or "no sites inside them"
+            yield f"residual multipliers, norm factors and norm placement of {of}{where} ({reason})"
+
+
+def in_layers(layers: list[int], total: int) -> str:
+    """Which of so many layers, in words; 0 stands for what has none."""
+    if layers == [0]:
+        return ""
+    if len(layers) == total and total > 1:
+        return " in every layer"
+    return f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
 
 
 def measure_roles(model: Transformer, tensors: Iterable[tuple[Role, Entries]]) -> list[Measured]:

@@ -26,6 +26,7 @@ from moments.modules.scales import FOLDED, AppliedScales, applied_scales, apply_
 from moments.modules.structure import Block
 from moments.modules.temperature import factors
 from moments.modules.units import unit_gain
+from moments.modules.wrappers import unwrapped
 from moments.optional import optional
 from moments.transformer import Transformer
 from moments.weights import DISTRIBUTIONS
@@ -80,6 +81,7 @@ def initialize(
     names: Mapping[str, str] | None = None,
     sites: Iterable[Any] | None = None,
     architecture: Transformer | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Initialization:
     """Write a plan's weights and scales into a module, in place.
 
@@ -102,6 +104,7 @@ def initialize(
             takes.
         names, sites: for a module of one's own; see `moments.modules.roles.roles_of`.
         architecture: what a scheme is applied to, where the module cannot tell it itself.
+        options: of the scheme, where the plan is a scheme's name.
 
     Raises:
         DomainError: a plan of another architecture, or something the module cannot carry, named
@@ -109,7 +112,8 @@ def initialize(
         MomentsError: the module is of no known family and `names` is None.
     """
     check_count("seed", seed, least=0)
-    fitted = _Fitted.of(module, plan, names, sites, architecture)
+    module = unwrapped(module)
+    fitted = _Fitted.of(module, plan, names, sites, architecture, options)
     found, model = fitted.found, fitted.model
     chosen = (
         (model.weights and model.weights.distribution) if distribution is None else distribution
@@ -143,13 +147,14 @@ def attach(
     names: Mapping[str, str] | None = None,
     sites: Iterable[Any] | None = None,
     architecture: Transformer | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> AppliedScales | None:
     """Put a plan's scales onto a module whose weights are there already, and leave these alone.
 
     For a module rebuilt from stored weights: hooks and attention temperatures are in no state_dict.
 
     Args:
-        module, plan, batch, names, sites, architecture: as in `initialize`.
+        module, plan, batch, names, sites, architecture, options: as in `initialize`.
 
     Returns:
         The hooks, also at `module.moments_scales`; None where the plan needs none.
@@ -158,7 +163,8 @@ def attach(
         DomainError: as `initialize`, or the module was folded: its weights carry the scales.
         MomentsError: the module is of no known family and `names` is None.
     """
-    fitted = _Fitted.of(module, plan, names, sites, architecture)
+    module = unwrapped(module)
+    fitted = _Fitted.of(module, plan, names, sites, architecture, options)
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded: its weights carry the scales already")
     return fitted.attach(module, batch)
@@ -180,6 +186,7 @@ class _Fitted:
         names: Mapping[str, str] | None,
         sites: Iterable[Any] | None,
         architecture: Transformer | None,
+        options: Mapping[str, Any] | None,
     ) -> _Fitted:
         if not isinstance(module, nn.Module):
             raise domain_error("module", type(module).__name__, "an nn.Module")
@@ -189,7 +196,7 @@ class _Fitted:
                 "another target, or pass plan.model to take the nearest model all the same"
             )
         found = roles_of(module, names, sites)
-        model, described = resolve(module, plan, names, architecture)
+        model, described = resolve(module, plan, names, architecture, options)
         check_fits(model, found, described)
         return cls(found, model, described)
 

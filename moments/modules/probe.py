@@ -13,8 +13,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from moments.errors import MomentsError
+from moments.modules.roles import ModuleRoles, roles_of
 from moments.modules.structure import Block, Point
 from moments.modules.tensors import first_tensor
+from moments.modules.wrappers import eager
 from moments.optional import optional
 
 with optional("torch", "torch"):
@@ -48,6 +53,7 @@ class BlockProbe:
         skip, branch: lambda and beta.
         norm_input, norm_output: factors before and behind the norm, beside its own gain.
         normalization: "layernorm" or "rmsnorm", whichever the output is closer to.
+        unseen: paths of submodules that no tensor passed.
     """
 
     block: Block
@@ -56,6 +62,7 @@ class BlockProbe:
     norm_input: Slope | None
     norm_output: Slope | None
     normalization: str | None
+    unseen: tuple[str, ...] = ()
 
 
 def probe(
@@ -102,8 +109,12 @@ def drops_behind(module: nn.Module, blocks: tuple[Block, ...], batch: Any = None
     }
 
 
-def default_batch(module: nn.Module) -> Any:
-    """Random input for a module that says what it takes; None where it does not."""
+def default_batch(module: nn.Module, found: ModuleRoles | None = None) -> Any:
+    """Random input for a module that says what it takes; None where it does not.
+
+    Args:
+        found: its roles, where they are known; a token table takes token ids.
+    """
     generator = torch.Generator().manual_seed(0)
     config: Any = getattr(module, "config", None)
     dtype = next(module.parameters()).dtype
@@ -112,16 +123,59 @@ def default_batch(module: nn.Module) -> Any:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (2, config.num_channels, height, width)
         return {"pixel_values": torch.randn(shape, generator=generator).to(dtype)}
-    if hasattr(config, "vocab_size"):
+    if hasattr(config, "vocab_size") and hasattr(config, "to_dict"):
         ids = torch.randint(config.vocab_size, (2, TOKENS), generator=generator)
         both = getattr(config, "is_encoder_decoder", False)
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if both else {})
     attention = next((p for p in module.modules() if isinstance(p, nn.MultiheadAttention)), None)
     names = next((given for kind, given in _TORCH if isinstance(module, kind)), ())
     if attention is None or not names:
-        return None
+        return _random_ids(module, found, generator)
     tokens = (2, TOKENS, attention.embed_dim)
     return {name: torch.randn(tokens, generator=generator).to(dtype) for name in names}
+
+
+def _random_ids(
+    module: nn.Module, found: ModuleRoles | None, generator: torch.Generator
+) -> Tensor | None:
+    """What a module's token table reads, as many as its table of positions has rows for."""
+    if found is None:
+        try:
+            found = roles_of(module)
+        except MomentsError:
+            return None
+    tensors = dict(module.named_parameters())
+    rows = {
+        name: len(tensors[role.parameter])
+        for name in ("token", "position")
+        for role in found.named(name)[:1]
+    }
+    if "token" not in rows:
+        return None
+    length = min(TOKENS, rows.get("position", TOKENS))
+    return torch.randint(rows["token"], (2, length), generator=generator)
+
+
+def probe_or_why(
+    module: nn.Module, found: ModuleRoles, batch: Any, *, epsilon: float = 0.0
+) -> tuple[list[BlockProbe], str]:
+    """The probes of every block whose sites are known; else none, and why, in words.
+
+    Args:
+        batch: as of `moments.torch.measure`; None: random input, whose failure is a reason, not an
+            error.
+    """
+    if not found.blocks:
+        return [], "no sites inside its layers are known (pass batch= and sites=)"
+    given = default_batch(module, found) if batch is None else batch
+    if given is None:
+        return [], "nothing in it says what it reads (pass batch=)"
+    try:
+        return probe(module, found.blocks, given, epsilon=epsilon), ""
+    except Exception as error:  # the module's own code, on input that it never asked for
+        if batch is not None or isinstance(error, MomentsError):
+            raise
+        return [], f"random input ends in {type(error).__name__} (pass batch=)"
 
 
 class _Seen:
@@ -158,13 +212,21 @@ def _watch(parts: dict[str, nn.Module], block: Block, seen: _Seen) -> Iterator[A
 
         return part.register_forward_hook(after, prepend=first)
 
-    yield hook(block.stream, "stream", block.stream.side == "input")
-    yield hook(block.raw, "raw", True)
-    yield hook(block.total, "total", block.total.side == "input")
+    for name, point in _points(block).items():
+        yield hook(point, name, name != "norm output" and (name == "raw" or point.side == "input"))
     if block.norm is not None:
-        yield hook(Point(block.norm, "input"), "norm before", True)
         yield hook(Point(block.norm, "input"), "norm input", False)
-        yield hook(Point(block.norm, "output"), "norm output", False)
+
+
+def _points(block: Block) -> dict[str, Point]:
+    """Every tensor of a block by its name."""
+    points = {"stream": block.stream, "raw": block.raw, "total": block.total}
+    if block.norm is not None:
+        points |= {
+            "norm before": Point(block.norm, "input"),
+            "norm output": Point(block.norm, "output"),
+        }
+    return points
 
 
 def _measured(
@@ -187,8 +249,15 @@ def _measured(
         (norm_input,) = regress(entering, [before])
         if output is not None:
             normalization, norm_output = _norm_slope(parts[block.norm], entering, output, epsilon)
+    unseen = (p.path for name, p in _points(block).items() if seen.get(block, name) is None)
     return BlockProbe(
-        block, slopes[0], slopes[1 + together.index(block)], norm_input, norm_output, normalization
+        block,
+        slopes[0],
+        slopes[1 + together.index(block)],
+        norm_input,
+        norm_output,
+        normalization,
+        tuple(dict.fromkeys(unseen)),
     )
 
 
@@ -240,15 +309,19 @@ def regress(target: Tensor, columns: list[Tensor]) -> list[Slope | None]:
 
 def run(module: nn.Module, batch: Any) -> Any:
     """What a module makes of a batch, on its own device and without a graph."""
-    device = next(module.parameters()).device
+    parameter = next(module.parameters(), None)
+    device = None if parameter is None else parameter.device
     with torch.no_grad():
         if isinstance(batch, Mapping):
-            return module(**{name: _on(value, device) for name, value in batch.items()})
-        return module(_on(batch, device))
+            return module(**{name: on_device(value, device) for name, value in batch.items()})
+        return module(on_device(batch, device))
 
 
-def _on(value: Any, device: torch.device) -> Any:
-    return torch.as_tensor(value, device=device) if not isinstance(value, str | None) else value
+def on_device(value: Any, device: torch.device | None) -> Any:
+    """Arrays as tensors of a device, anything else as it is."""
+    if isinstance(value, Tensor | np.ndarray | list):
+        return torch.as_tensor(value, device=device)
+    return value
 
 
 @contextmanager
@@ -257,7 +330,7 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     module.train(training)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), eager():
             yield
     finally:
         for part, mode in modes.items():

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moments.errors import DomainError, domain_error
+from moments.errors import DomainError, MomentsError, domain_error
 from moments.hook_points import HookPoint, WeightPart, hook_points, weight_parts
 from moments.modules.structure import ENCODER, Block, blocks_of
 from moments.optional import optional
@@ -111,7 +111,12 @@ def roles_of(
         DomainError: a pattern that matches nothing, or an unknown role.
     """
     given = None if sites is None else [HookPoint(*site) for site in sites]
-    found = _by_family(module) if names is None else _by_name(module, names)
+    try:
+        found = _by_family(module) if names is None else _by_name(module, names)
+    except DomainError:
+        raise
+    except MomentsError as error:
+        raise MomentsError(f"{error}{_drafted(module)}") from None
     if names is None and given is None:
         given = list(hook_points(module))
     owners = dict(module.named_modules())
@@ -129,6 +134,16 @@ def roles_of(
         blocks=blocks,
         scales=tuple(role for role in roles if role.name.endswith(SCALES)),
     )
+
+
+def _drafted(module: nn.Module) -> str:
+    """What a refusal adds: names and sites to correct."""
+    from moments.modules.draft import draft  # it runs modules, whose roles are found here
+
+    try:
+        return f"\n# a draft of names and sites to correct and pass on:\n{draft(module)}"
+    except Exception:  # a refusal does not fail over its hint
+        return ""
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

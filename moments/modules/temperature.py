@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from moments.errors import DomainError
 from moments.modules.expectation import model_of_stack
 from moments.modules.findings import Finding
+from moments.modules.probe import in_mode, run
 from moments.modules.roles import ModuleRoles
 from moments.modules.structure import ENCODER
 from moments.optional import optional
@@ -16,6 +19,7 @@ from moments.transformer import Transformer
 
 with optional("torch", "torch"):
     from torch import nn
+    from torch.overrides import TorchFunctionMode
 
 
 def factors(
@@ -46,16 +50,57 @@ def factors(
 
 
 def temperature_findings(
-    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
+    module: nn.Module,
+    found: ModuleRoles,
+    model: Transformer,
+    described: Transformer | None,
+    batch: Any = None,
 ) -> Iterator[Finding]:
-    """Every layer's temperature against the model's."""
+    """Every layer's temperature against the model's; None where only the module's code knows it.
+
+    Args:
+        batch: what the module is run on to see what scaled_dot_product_attention is told, where no
+            attribute and no class of torch or of Hugging Face tells it; None: it is not run.
+    """
+    told = hasattr(getattr(module, "config", None), "to_dict") or any(
+        isinstance(part, nn.MultiheadAttention) for part in module.modules()
+    )
+    factors = [] if told or batch is None else _factors_seen(module, batch)
+    seen = factors if model.encoder is None and len(factors) == model.layers else None
     for stack, wanted in _models(model):
         own = _own(stack, described, wanted)
-        for layer, label, _, current in _temperatures(module, found, stack, wanted, own):
+        for layer, label, holder, current in _temperatures(module, found, stack, wanted, own):
             expected = float(wanted.temperatures[layer - 1])
+            if holder is None and not told:
+                if seen is None:
+                    note = "no attribute 'scaling' and no scaled_dot_product_attention tells it"
+                    base = (layer, f"{stack}attention", label, "temperature", expected, math.nan)
+                    yield Finding(*base, math.nan, 1.0, None, note)
+                    continue
+                current = 1 / (float(wanted.d_head or 1) ** 0.5 * seen[layer - 1])
             passed = bool(np.isclose(current, expected, rtol=1e-6))
             base = (layer, f"{stack}attention", label, "temperature", expected, current)
             yield Finding(*base, 0.0, float(passed), passed)
+
+
+def _factors_seen(module: nn.Module, batch: Any) -> list[float]:
+    """What every call of scaled_dot_product_attention multiplies q k by, in order."""
+    found: list[float] = []
+
+    class Watch(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func is nn.functional.scaled_dot_product_attention:
+                width = (args[0] if args else kwargs["query"]).shape[-1]
+                scale = kwargs.get("scale")
+                found.append(width**-0.5 if scale is None else float(scale))
+            return func(*args, **kwargs)
+
+    with in_mode(module, False), Watch():
+        run(module, batch)
+    return found
 
 
 def _models(model: Transformer) -> list[tuple[str, Transformer]]:

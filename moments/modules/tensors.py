@@ -29,6 +29,25 @@ def first_tensor(value: Any) -> Tensor:
     return tensors[0]
 
 
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a module returns: its attribute, or the one scalar beside other tensors."""
+    found = getattr(output, "loss", None)
+    if found is not None or not isinstance(output, tuple | list | dict):
+        return found if isinstance(found, Tensor) else None
+    values = list(output.values()) if isinstance(output, dict) else list(output)
+    scalars = [v for v in values if isinstance(v, Tensor) and v.ndim == 0 and v.is_floating_point()]
+    return scalars[0] if len(scalars) == 1 and len(values) > 1 else None
+
+
+def own_logits(output: Any) -> Tensor | None:
+    """The logits that a module returns: its attribute, or what stands beside its loss."""
+    found = getattr(output, "logits", None)
+    if found is not None or own_loss(output) is None:
+        return found if isinstance(found, Tensor) else None
+    values = output.values() if isinstance(output, dict) else output
+    return next((v for v in values if isinstance(v, Tensor) and v.ndim == 3), None)
+
+
 def with_first_tensor(value: Any, tensor: Tensor) -> Any:
     """The same packing around another first tensor."""
     if isinstance(value, Tensor):

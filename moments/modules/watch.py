@@ -10,6 +10,7 @@ from moments.errors import domain_error
 from moments.hook_points import HookPoint
 from moments.modules.scale_hooks import ScaleBranch
 from moments.modules.tensors import first_tensor
+from moments.modules.wrappers import eager
 from moments.optional import optional
 
 with optional("torch", "torch"):
@@ -21,11 +22,12 @@ with optional("torch", "torch"):
 
 @contextmanager
 def training(module: nn.Module) -> Iterator[None]:
-    """Training mode, so that dropout acts; afterwards every submodule has its own mode again."""
+    """Training mode, so that dropout acts, and nothing compiled; afterwards modes are as before."""
     modes = {part: part.training for part in module.modules()}
     module.train()
     try:
-        yield
+        with eager():
+            yield
     finally:
         for part, mode in modes.items():
             part.training = mode

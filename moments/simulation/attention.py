@@ -24,6 +24,7 @@ def self_attention(
     project: Project,
     table: Tensor | None,
     generator: torch.Generator,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Concatenated heads (batch, L, heads * d_head) of layer `number`.
 
@@ -34,6 +35,7 @@ def self_attention(
         project: "query", "key" and "value".
         table: of relative biases, (buckets, heads); None: there is none.
         generator: draws the dropout mask.
+        documents: (batch, L) of packed rows: a token sees its own document alone.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)
@@ -60,6 +62,9 @@ def self_attention(
         learned = table[buckets(offset, model.relative_bias, model.causal)].permute(2, 0, 1)
         bias = learned if bias is None else bias + learned
     hidden = hidden_from(offset, model.causal, model.windows[number - 1])
+    if documents is not None:
+        other = (documents[:, :, None] != documents[:, None, :])[:, None]
+        hidden = other if hidden is None else hidden | other
     return _attend(model, number, query, key, value, bias, hidden, generator)
 
 

@@ -27,7 +27,8 @@ def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
 
     Args:
         x: (batch, L, features).
-        mask: (batch, L), false at padding, which then counts nowhere. None: no padding.
+        mask: (batch, L), false at padding, which then counts nowhere; of packed rows the number of
+            every token's document from 1, in which alone it has pairs. None: no padding.
     """
     batch, seq_len, features = x.shape
     wide = _wide(x.detach())
@@ -35,13 +36,18 @@ def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
         count = torch.full((seq_len,), float(batch), dtype=torch.float64, device=wide.device)
         pairs = batch * seq_len * (seq_len - 1)
     else:
-        kept = mask.to(wide.device, torch.float64)
+        numbers = mask.to(wide.device, torch.int64)
+        kept = (numbers > 0).double()
         wide = wide * kept[..., None]
-        count, length = kept.sum(0), kept.sum(1)
+        count = kept.sum(0)
+        member = (
+            numbers[..., None] == torch.arange(1, int(numbers.max()) + 1).to(numbers)
+        ).double()
+        length = member.sum(1)
         pairs = int((length * (length - 1)).sum())
     token_sum_of_squares = torch.linalg.vector_norm(wide, dim=(0, 2)) ** 2
     sum_of_squares = token_sum_of_squares.sum()
-    over_tokens = wide.sum(1)
+    over_tokens = wide.sum(1) if mask is None else member.transpose(1, 2) @ wide
     tokens = count.sum() * features
     pair = ((over_tokens**2).sum() - sum_of_squares) / (max(pairs, 1) * features)
     packed = torch.stack([over_tokens.sum() / tokens, sum_of_squares / tokens, pair]).tolist()
@@ -63,7 +69,7 @@ class Collector:
         sequences: size of the batch, 0 until something was shown.
 
     Args:
-        mask: (batch, L), false at padding; None where there is none.
+        mask: (batch, L), false at padding, or the documents of packed rows; None: neither.
         batch_first: tensors are (batch, L, features), else (L, batch, features).
     """
 

@@ -62,6 +62,7 @@ def run_embedding(
     weights: Mapping[str, Tensor],
     generator: torch.Generator,
     watch: Watch,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """The tensor that enters layer 1, (batch, L, d_model).
 
@@ -72,7 +73,9 @@ def run_embedding(
         weights: what `draw_embedding` drew.
         generator: draws the dropout mask.
         watch: is shown every site.
+        documents: (batch, L) of packed rows, with each of which positions restart.
     """
+    place = None if documents is None else within(documents)
     embedding = model.embedding
     if isinstance(embedding, PatchEmbedding):
         x = _patches(embedding, read, weights)
@@ -80,18 +83,26 @@ def run_embedding(
         x = functional.embedding(read, weights["token"], padding_idx=embedding.padding_id)
         x = x * embedding.scale if embedding.scale != 1 else x
         if embedding.positions == "sinusoidal":
-            x = x + sinusoids(model.seq_len, model.d_model).to(x.device, x.dtype)
+            table = sinusoids(model.seq_len, model.d_model).to(x.device, x.dtype)
+            x = x + (table if place is None else table[place])
         if "segment" in weights:
             ids = torch.zeros_like(read) if segment_ids is None else segment_ids
             x = x + weights["segment"][ids]
     if "position" in weights:
-        x = x + weights["position"]
+        table = weights["position"]
+        x = x + (table if place is None else table[place])
     x = watch(x, "embedding.sum")
     if embedding.norm:
         site = "embedding.norm"
         x = affine_norm(model, x, weights, site, epsilon=embedding.norm_epsilon)
         x = watch(x, site)
     return watch(dropout(x, embedding.dropout, generator), "embedding")
+
+
+def within(documents: Tensor) -> Tensor:
+    """(batch, L) how many tokens of its document stand before each token."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril(-1).sum(-1)
 
 
 def sinusoids(seq_len: int, d_model: int) -> Tensor:

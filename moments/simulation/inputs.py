@@ -14,6 +14,7 @@ from moments.embedded import check_ids
 from moments.errors import DomainError, domain_error
 from moments.images import check_pixels
 from moments.inputs import check_moments
+from moments.packing import check_documents
 from moments.patches import PatchEmbedding
 from moments.simulation.output import vocabulary
 from moments.simulation.twin import Input
@@ -30,6 +31,7 @@ class Given:
     token_ids: Any = None
     segment_ids: Any = None
     pixels: Any = None
+    document_ids: Any = None
 
     @classmethod
     def of_encoder(cls, model: Transformer, given: Mapping[str, Any] | None) -> Given:
@@ -42,7 +44,7 @@ class Given:
             raise DomainError("encoder_inputs describe an encoder's input: declare model.encoder")
         known = cls.__dataclass_fields__
         for name in given or ():
-            if name not in known:
+            if name not in known or name == "document_ids":
                 raise domain_error("encoder_inputs", name, f"one of {', '.join(known)}")
         return cls(**(given or {}))
 
@@ -77,11 +79,13 @@ def entering(
     check_moments("", given.variance, given.correlation, model.seq_len)
     embedding = model.embedding
     joint = joint or given.batch is not None
+    documents = _documents(model, given, batch, device)
     if given.pixels is not None:
         read = torch.as_tensor(_pixels(model, given.pixels, batch), device=device, dtype=dtype)
         return Input(read=read, joint=joint)
     if given.token_ids is None:
-        return Input((float(given.variance), float(given.correlation)), joint=joint)
+        moments = float(given.variance), float(given.correlation)
+        return Input(moments, joint=joint, documents=documents)
     if embedding is None or isinstance(embedding, PatchEmbedding):
         raise DomainError("token_ids need tables to be looked up in: declare model.embedding")
     ids = _ids(model, given.token_ids, batch, "token_ids")
@@ -93,7 +97,19 @@ def entering(
         segments = torch.as_tensor(
             _ids(model, given.segment_ids, batch, "segment_ids"), device=device
         )
-    return Input(read=torch.as_tensor(ids, device=device), segment_ids=segments, joint=joint)
+    read = torch.as_tensor(ids, device=device)
+    return Input(read=read, segment_ids=segments, joint=joint, documents=documents)
+
+
+def _documents(model: Transformer, given: Given, batch: int, device: Any) -> Tensor | None:
+    if given.document_ids is None:
+        return None
+    if model.encoder is not None or given.pixels is not None:
+        raise DomainError("document_ids pack texts of one stack: leave encoder and pixels out")
+    if model.head is not None and model.head.loss == "classification":
+        raise DomainError("document_ids pack texts by token: not beside a classifier")
+    ids = _ids(model, given.document_ids, batch, "document_ids")
+    return torch.as_tensor(check_documents(ids, ids.shape), device=device)
 
 
 def _ids(model: Transformer, ids: Any, batch: int, name: str) -> np.ndarray:
@@ -116,11 +132,12 @@ def _pixels(model: Transformer, pixels: Any, batch: int) -> np.ndarray:
 
 
 def targets_of(
-    model: Transformer, targets: Any, read: Tensor | None, batch: int, seed: int, device: Any
+    model: Transformer, targets: Any, given: Input, batch: int, seed: int, device: Any
 ) -> Tensor | None:
     """What the model's loss is to predict: (batch, L), or (batch,) classes; None: no loss.
 
-    Where nothing is given, a causal head predicts the next of the tokens it read. Other targets are
+    Where nothing is given, a causal head predicts the next of the tokens it read, and for sequences
+    of one token, whose next is beyond them, any. Other targets are
     drawn once: classes alike often, tokens by Zipf's law, at a share of the places if masked.
 
     Raises:
@@ -134,8 +151,12 @@ def targets_of(
     count = vocabulary(model)
     shape = (batch,) if head.loss == "classification" else (batch, model.seq_len)
     if targets is None:
+        read = given.read
         tokens = None if read is None or read.is_floating_point() else read.cpu().numpy()
         found = _drawn_targets(model, tokens, shape, count, np.random.default_rng((seed, count)))
+        shifted = model.head.loss == "causal" and model.seq_len > 1
+        if shifted and given.documents is not None:
+            found[given.last_of_document.cpu().numpy()] = NO_TARGET
     else:
         found = np.asarray(targets)
         if head.loss != "classification" and found.ndim == 1:
@@ -160,6 +181,8 @@ def _drawn_targets(
         return random.integers(count, size=shape)
     often = 1 / np.arange(1, count + 1)
     found = random.choice(count, shape, p=often / often.sum())
+    if model.head.loss == "causal" and model.seq_len == 1:
+        return found
     if model.head.loss == "causal":
         found = found if tokens is None else tokens
         return np.concatenate([found[:, 1:], np.full((len(found), 1), NO_TARGET)], axis=1)

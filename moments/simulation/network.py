@@ -30,6 +30,7 @@ def run_layer(
     generator: torch.Generator,
     watch: Watch,
     memory: Tensor | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Carry `x` (batch, L, d_model) through layer `number`.
 
@@ -41,8 +42,9 @@ def run_layer(
         generator: draws the dropout masks.
         watch: is shown every site.
         memory: the encoder's output (batch, L', its d_model), where there is an encoder.
+        documents: (batch, L) of packed rows: a token sees its own document alone.
     """
-    layer = _Layer(model, number, weights, generator, watch, memory)
+    layer = _Layer(model, number, weights, generator, watch, memory, documents)
     return watch(layer.parallel(x) if model.parallel else layer.sequential(x), "stream")
 
 
@@ -56,6 +58,7 @@ class _Layer:
     generator: torch.Generator
     watch: Watch
     memory: Tensor | None
+    documents: Tensor | None
 
     def sequential(self, x: Tensor) -> Tensor:
         """One block after the other, each with a residual sum of its own."""
@@ -105,7 +108,9 @@ class _Layer:
 
     def attention(self, z: Tensor) -> Tensor:
         table = self.weights.get("relative_bias")
-        heads = self_attention(self.model, self.number, z, self.linear, table, self.generator)
+        heads = self_attention(
+            self.model, self.number, z, self.linear, table, self.generator, self.documents
+        )
         heads = self.watch(heads, "attention.heads")
         return self.watch(self.linear(heads, "output"), "attention.projection")
 

@@ -34,6 +34,7 @@ def simulate(
     seed: int = 0,
     token_ids: Any = None,
     segment_ids: Any = None,
+    document_ids: Any = None,
     pixels: Any = None,
     targets: Any = None,
     encoder_inputs: Mapping[str, Any] | None = None,
@@ -58,6 +59,8 @@ def simulate(
         token_ids: integers (L,), repeated `batch` times with masks of their own, or (B, L), which
             sets the batch; they are looked up in fresh embedding tables.
         segment_ids: likewise for the segment table; None: all of one segment.
+        document_ids: (L,) or (B, L), which document each token of a packed row belongs to, one run
+            of tokens each: see `predict`.
         pixels: images (B, channels, height, width) for a patch embedding, which set the batch, or
             one, repeated `batch` times.
         targets: token ids (L,) or (B, L) that each token is to predict, -100 where there is none,
@@ -89,7 +92,7 @@ def simulate(
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise domain_error("device", device, f"a device torch can use ({error})") from None
-    own = Given(variance, correlation, token_ids, segment_ids, pixels)
+    own = Given(variance, correlation, token_ids, segment_ids, pixels, document_ids)
     other = Given.of_encoder(model, encoder_inputs)
     batch = batch_of(batch, (own, other))
     joint, precision = injected is None, getattr(torch, dtype)
@@ -105,7 +108,7 @@ def simulate(
         place,
         precision,
         injected,
-        targets_of(model, targets, read.read, batch, seed, place),
+        targets_of(model, targets, read, batch, seed, place),
         encoder,
     )
     draws = []

@@ -26,6 +26,7 @@ class Input:
         signal: (variance, correlation) of Gaussian tokens.
         read: token ids (batch, L) or images (batch, channels, height, width); None: Gaussian.
         segment_ids: (batch, L); None: all of one segment.
+        documents: (batch, L) numbers of packed rows, in runs; None: each row is one.
         joint: whether the weight gradients are those of the whole batch, else per sequence.
     """
 
@@ -33,6 +34,15 @@ class Input:
     read: Tensor | None = None
     segment_ids: Tensor | None = None
     joint: bool = False
+    documents: Tensor | None = None
+
+    @property
+    def last_of_document(self) -> Tensor:
+        """(batch, L) whether the next token is of another document, or there is none."""
+        assert self.documents is not None
+        last = torch.ones_like(self.documents, dtype=torch.bool)
+        last[:, :-1] = self.documents[:, 1:] != self.documents[:, :-1]
+        return last
 
     @property
     def segments(self) -> int:
@@ -98,13 +108,14 @@ class _Pass:
     seed: int
     draw: int
     memory: Tensor | None = None
-    seen: Collector = field(default_factory=Collector)
+    seen: Collector = field(init=False)
     loss: float | None = None
     logit_variance: float | None = None
 
     def __post_init__(self) -> None:
         twin = self.twin
         self.layers = twin.model.layers
+        self.seen = Collector(twin.input.documents)
         self.shared = draw_shared(twin.model, self.random(self.layers + 2), twin.dtype)
         self.shared_gradient = [torch.zeros_like(leaf) for leaf in self.shared.values()]
         self.entering: list[Tensor] = []
@@ -212,7 +223,9 @@ class _Pass:
             x = exchangeable_normal(twin.shape, *given.signal, random, twin.dtype)
             return watch(x.requires_grad_().clone(), "stream"), {"input": x}
         weights = self._embedding(random)
-        x = run_embedding(twin.model, given.read, given.segment_ids, weights, random, watch)
+        x = run_embedding(
+            twin.model, given.read, given.segment_ids, weights, random, watch, given.documents
+        )
         return watch(x, "stream"), weights
 
     def _layer(
@@ -223,7 +236,9 @@ class _Pass:
         weights = draw_weights(twin.model, number, random, twin.dtype)
         every = {**weights, **self.shared}
         watch = _watcher(seen, number)
-        return run_layer(twin.model, number, x, every, random, watch, self.memory), weights
+        documents = twin.input.documents
+        leaving = run_layer(twin.model, number, x, every, random, watch, self.memory, documents)
+        return leaving, weights
 
     def _note(self, layer: int, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor]) -> None:
         # Independent sequences receive independent gradients, so their squared norms add up.

@@ -1,16 +1,29 @@
-"""The largest k or depth that keeps a number of the prediction within a bound."""
+"""The largest k or depth that keeps a number of the prediction within a bound.
+
+A stack's first layers are a shallower stack. The largest depth of a bound on the stream is
+therefore found by one walk, a layer at a time, that keeps no trace; only a bound on gradients,
+which enter at the top, takes a prediction per depth, by doubling and halving.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..architecture import declare_layer
+from ..blocks import check_coverage
 from ..checks import check_in
-from ..errors import domain_error
+from ..errors import DomainError, domain_error
+from ..passes import collector_paused
 from ..prediction import Prediction
+from ..propagate import Trace, forward
+from ..state import ratio_or_zero
 from ..transformer import Transformer
-from .goals import GOALS
+from .entering import entered
+from .goals import GOALS, Goal
 from .plan import Plan
 from .search import or_nan
 from .variables import bounds, scaled
@@ -21,12 +34,27 @@ LARGEST = {
 }
 DEPTH_MAX = 4096
 """Depth at which a search ends."""
+WALKED_PAIRS = 2**24
+"""Layers times pairs of tokens that a walk passes, 4096 layers of 64 tokens: some minutes."""
+HELD_PAIRS = 2**20
+"""Likewise of a prediction, whose trace holds about a kilobyte of each: a gigabyte."""
+SETTLING = 0.8
+"""Ratio of successive changes, at depths that double, up to which a value is taken to settle."""
+LEAST_SEEN = 32
+"""Layers below which nothing is said of what deeper stacks do."""
 HALVINGS = 50
 
 Predict = Callable[[Transformer], Prediction]
 
 
-def largest(model: Transformer, objective: str, bound: Any, predict: Predict, inputs: Any) -> Plan:
+def largest(
+    model: Transformer,
+    objective: str,
+    bound: Any,
+    predict: Predict,
+    inputs: Mapping[str, Any],
+    progress: bool = False,
+) -> Plan:
     """The plan of the largest k or depth; a bound once broken is taken to stay so.
 
     Raises:
@@ -34,30 +62,41 @@ def largest(model: Transformer, objective: str, bound: Any, predict: Predict, in
     """
     if not isinstance(bound, list | tuple) or len(bound) != 2 or bound[0] not in GOALS:
         raise domain_error("bound", bound, f"(goal, most), goal one of {', '.join(GOALS)}")
-    goal, most = GOALS[bound[0]], bound[1]
+    goal, most = GOALS[bound[0]], float(bound[1])
     check_in(f"bound on {goal.name}", most, goal.allowed)
-    what = objective.removeprefix("largest_")
-    title = f"largest {what} with {goal.title} at most {most:g}"
+    title = f"largest {objective.removeprefix('largest_')} with {goal.title} at most {most:g}"
 
     def value(candidate: Transformer) -> float:
         return or_nan(lambda: float(goal.value(predict(candidate))))
 
-    search = _depth if what == "depth" else _k
-    found, kept, spread = search(model, lambda candidate: value(candidate) <= most)
-    k = found.layers * float(found.by_block("branch_scale")[0, 0]) ** 2
-    reached = found.layers if what == "depth" else k
-    title += f": {reached:.6g}" if kept else ""
-    if what == "depth" and found.layers == DEPTH_MAX:
-        title += ", where the search ends"
-    elif what == "k" and kept and spread == 0:
-        title += ", the whole range"
-    free = ("layers",) if what == "depth" else ("k",)
+    if objective == "largest_depth":
+        _check_any_depth(model)
+        search = _Depths(goal, most, progress)
+        if goal.of_stream:
+            depth, reached, ending = search.walked(model, inputs)
+        else:
+            depth, reached, ending = search.predicted(model, inputs, value)
+        kept = reached <= most
+        return Plan(
+            model.replace(layers=depth),
+            objective,
+            f"{title}: {depth}{ending}" if kept else title,
+            most,
+            ("layers",),
+            feasible=kept,
+            nearest=None if kept else reached,
+            inputs=inputs,
+        )
+    found, kept, spread = _k(model, lambda candidate: value(candidate) <= most)
+    if kept:
+        title += f": {found.layers * float(found.by_block('branch_scale')[0, 0]) ** 2:.6g}"
+        title += ", the whole range" if spread == 0 else ""
     return Plan(
         found,
         objective,
         title,
-        float(most),
-        free,
+        most,
+        ("k",),
         residual=spread,
         feasible=kept,
         nearest=None if kept else value(found),
@@ -87,23 +126,134 @@ def _k(model: Transformer, kept: Kept) -> tuple[Transformer, bool, float]:
     return at(low), True, high - low
 
 
-def _depth(model: Transformer, kept: Kept) -> tuple[Transformer, bool, float]:
-    """By doubling, then halving; the depth found keeps the bound and one more layer breaks it."""
+def _check_any_depth(model: Transformer) -> None:
     for name in ("skip_scale", "branch_scale", "norm_gain", "temperature", "window"):
         if isinstance(getattr(model, name), tuple):
             raise domain_error(name, "one entry per layer", "one number for a model of any depth")
     if model.post_layers:
         raise domain_error("post_layers", model.post_layers, "0 for a model of any depth")
 
-    def at(depth: int) -> Transformer:
-        return model.replace(layers=depth)
 
-    if not kept(at(1)):
-        return at(1), False, 0.0
-    low, high = 1, 2
-    while high <= DEPTH_MAX and kept(at(high)):
-        low, high = high, 2 * high
-    while high <= DEPTH_MAX and high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if kept(at(middle)) else (low, middle)
-    return at(low), True, 0.0
+class Reached(NamedTuple):
+    """Where a search for the largest depth ended.
+
+    Attributes:
+        depth: the largest that keeps the bound, of those tried; 1 where none does.
+        value: of the bounded quantity there.
+        ending: for a title: why no larger depth is named; "" where one more layer breaks the bound.
+    """
+
+    depth: int
+    value: float
+    ending: str = ""
+
+
+class _Depths:
+    """A search over depths, and what the doublings seen so far say of those to come."""
+
+    def __init__(self, goal: Goal, most: float, progress: bool) -> None:
+        self.goal, self.most, self.progress = goal, most, progress
+        self.seen: list[float] = []
+
+    def walked(self, model: Transformer, inputs: Mapping[str, Any]) -> Reached:
+        """Layer by layer, to the first that breaks the bound."""
+        stack, memory = entered(model.replace(layers=1), inputs)
+        check_coverage(model, "refined")
+        layout, kept = stack.layout, math.nan
+        with (
+            np.errstate(over="ignore", invalid="ignore", divide="ignore"),
+            collector_paused(),
+        ):
+            signal = stack.enter()
+            limit = _limit(WALKED_PAIRS, signal.kernel.pairs)
+            for depth in range(1, limit + 1):
+                if depth & (depth - 1) == 0:
+                    # Deep enough for the next layers: a declaration as deep as any costs more.
+                    deep = model.replace(layers=2 * depth)
+                layer = declare_layer(deep, "refined", depth, layout.padding, layout.sequences)
+                try:
+                    signal = forward(layer, signal, Trace(memory=memory))[0]
+                    value = self._of(*layout.token_average(signal.kernel))
+                except (DomainError, OverflowError, ZeroDivisionError):
+                    value = math.nan
+                if not value <= self.most:
+                    return Reached(1, value) if depth == 1 else Reached(depth - 1, kept)
+                kept = value
+                if depth & (depth - 1) == 0 and (ending := self._ending(depth, value)):
+                    return Reached(depth, value, ending)
+        return Reached(limit, kept, ", where the search ends")
+
+    def _of(self, variance: Any, covariance: Any) -> float:
+        moments = {"variance": variance, "correlation": ratio_or_zero(covariance, variance)}
+        return float(moments[self.goal.name.removeprefix("final_")])
+
+    def predicted(
+        self, model: Transformer, inputs: Mapping[str, Any], value: Callable[[Transformer], float]
+    ) -> Reached:
+        """By doubling, then halving; one more layer than the depth found breaks the bound."""
+        limit = _limit(HELD_PAIRS, entered(model.replace(layers=1), inputs)[0].first.pairs)
+
+        def at(depth: int) -> float:
+            return value(model.replace(layers=depth))
+
+        low, kept = 1, at(1)
+        if not kept <= self.most:
+            return Reached(1, kept)
+        broken = limit + 1
+        while low < limit:
+            if ending := self._ending(low, kept):
+                return Reached(low, kept, ending)
+            high = min(2 * low, limit)
+            found = at(high)
+            if not found <= self.most:
+                broken = high
+                break
+            low, kept = high, found
+        while broken - low > 1 and broken <= limit:
+            middle = (low + broken) // 2
+            found = at(middle)
+            if found <= self.most:
+                low, kept = middle, found
+            else:
+                broken = middle
+        return Reached(low, kept, ", where the search ends" if low == limit else "")
+
+    def _ending(self, depth: int, value: float) -> str:
+        """Note the value at a depth, twice the last one's; words where deeper ones keep the bound.
+
+        An extrapolation, no proof: the changes from doubling to doubling, while they shrink, are
+        taken to go on shrinking by the larger of the last two ratios, and twice what then remains
+        must fit below the bound. In a Pre-LN stack the stream's shape follows the logarithm of the
+        depth and so settles geometrically in doublings; in others it settles sooner. Followed on
+        to 1024 layers, Pre-LN and Post-LN stacks (ReLU and GELU, branch scales 1 and .3) changed by
+        at most .72 of what was named as remaining.
+        """
+        self.seen.append(value)
+        if self.progress and depth > 1:
+            self._tell(depth, value)
+        if depth < LEAST_SEEN:
+            return ""
+        before, last, new = (
+            abs(b - a) for a, b in zip(self.seen[-4:-1], self.seen[-3:], strict=True)
+        )
+        least = 1e-9 * abs(value)
+        ratio = max(last / max(before, least), new / max(last, least))
+        if new > least and ratio > SETTLING:
+            return ""
+        remaining = 0.0 if new <= least else new * ratio / (1 - ratio)
+        if value + 2 * remaining > self.most:
+            return ""
+        tends = f"{value:.4g}" if remaining == 0 else f"{value:.4g} give or take {remaining:.2g}"
+        return f" and more: unbounded as far as doublings tell, deeper stacks tend to {tends}"
+
+    def _tell(self, depth: int, value: float) -> None:
+        from rich.console import Console
+
+        text = f"{depth} layers: {self.goal.title} {value:.4g}, the bound is {self.most:g}"
+        Console(stderr=True, highlight=False).print(text, soft_wrap=True, markup=False)
+
+
+def _limit(most: int, pairs: Any) -> int:
+    """Layers that may be passed, by how many pairs of tokens each holds."""
+    tokens = np.shape(pairs)[-1] if np.ndim(pairs) else 1
+    return max(2, min(DEPTH_MAX, most // (tokens * tokens)))

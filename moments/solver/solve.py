@@ -44,6 +44,7 @@ def solve(
     bound: tuple[str, float] | None = None,
     tolerance: float = 1e-9,
     options: dict[str, Any] | None = None,
+    progress: bool = False,
     **inputs: Any,
 ) -> Plan:
     """Weight variances and scales that give a model what is asked for.
@@ -68,6 +69,7 @@ def solve(
         bound: for the largest: (objective, most), such as ("final_correlation", 0.9).
         tolerance: of the plan's residual, relative.
         options: of a scheme.
+        progress: whether a search for the largest depth tells standard error how far it is.
         inputs: what `predict` takes to describe the input and the gradient.
 
     Returns:
@@ -104,7 +106,7 @@ def solve(
         elif objective in PROFILES:
             plan = task.profile(PROFILES[objective], target, names)
         elif objective in LARGEST:
-            plan = largest(model, objective, bound, task.predicted, inputs)
+            plan = largest(model, objective, bound, task.predicted, inputs, progress)
         else:
             allowed = f"one of {', '.join(objectives())}, or a scheme: {', '.join(known)}"
             raise domain_error("objective", objective, allowed)

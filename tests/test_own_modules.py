@@ -1,0 +1,454 @@
+"""A module of one's own, tried as its author would: recognised, audited, diagnosed, or drafted."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moments
+from moments import DomainError, Embedding, Head, Transformer, Weights
+
+torch = pytest.importorskip("torch")
+
+import nano_gpt  # noqa: E402
+
+from moments.modules.architecture import read_architecture  # noqa: E402
+from moments.modules.roles import roles_of  # noqa: E402
+
+CONFIG = nano_gpt.Config(n_layer=3)
+SQUARE = nano_gpt.STD**2
+LINEARS = ("query", "key", "value", "output", "ffn_in", "ffn_out")
+PLAN = Transformer(
+    layers=CONFIG.n_layer,
+    d_model=CONFIG.n_embd,
+    heads=CONFIG.n_head,
+    seq_len=CONFIG.block_size,
+    causal=True,
+    activation="gelu",
+    dropout=CONFIG.dropout,
+    weights=Weights.normal(SQUARE, output_divisor=2 * CONFIG.n_layer),
+    biases=moments.Biases.of(*LINEARS),
+    embedding=Embedding(CONFIG.vocab_size, SQUARE, SQUARE, dropout=CONFIG.dropout),
+    head=Head(),
+)
+BATCH = nano_gpt.text(CONFIG)
+
+NAMES = {
+    "transformer.h.{layer}.attn.c_attn.weight": "query+key+value",
+    "transformer.h.{layer}.attn.c_proj.weight": "output",
+    "transformer.h.{layer}.mlp.c_fc.weight": "ffn_in",
+    "transformer.h.{layer}.mlp.c_proj.weight": "ffn_out",
+    "transformer.wte.weight": "token",
+    "transformer.wpe.weight": "position",
+}
+STREAM = [(0, "stream", "transformer.h.0", "input")] + [
+    (n + 1, "stream", f"transformer.h.{n}", "output") for n in range(CONFIG.n_layer)
+]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Any:
+    torch.manual_seed(0)
+    return nano_gpt.GPT(CONFIG)
+
+
+@pytest.fixture
+def module(drawn: Any) -> Any:
+    return copy.deepcopy(drawn)
+
+
+def one_line(report: Any) -> str:
+    return " ".join(str(report).split())
+
+
+def headline(report: Any) -> str:
+    """Up to the first line that is not indented."""
+    first, *rest = str(report).splitlines()
+    for line in rest:
+        if not line.startswith("  ") or not line.strip():
+            break
+        first += " " + line.strip()
+    return first
+
+
+# --- recognised -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["dropout", "bare"])
+def test_a_gpt_of_linear_layers_is_recognised(bare: bool) -> None:
+    config = nano_gpt.Config(n_layer=2, bare=bare)
+    module = nano_gpt.GPT(config)
+    found = roles_of(module)
+    assert not found.unidentified
+    assert len(found.blocks) == 2 * config.n_layer
+    (value,) = (r for r in found.named("value") if r.layer == 1)
+    rows = module.transformer["h"][0].attn.c_attn.weight[2 * config.n_embd :]
+    assert torch.equal(value.part.of(module.get_parameter(value.parameter)), rows)
+    assert (value.fan_in, value.fan_out) == (config.n_embd, config.n_embd)
+    plan = PLAN.replace(layers=2, weights=Weights.normal(SQUARE, output_divisor=4))
+    report = moments.torch.audit(module, plan)
+    assert report.passed
+    assert not report.unchecked
+    assert headline(report) == "audit of GPT: passed"
+
+
+def test_its_architecture_is_read_for_a_scheme(module: Any) -> None:
+    read = read_architecture(module)
+    assert read is not None
+    for name in ("layers", "d_model", "heads", "seq_len", "d_ff", "norm", "activation", "dropout"):
+        assert getattr(read, name) == getattr(PLAN, name), name
+    moments.torch.initialize(module, "xavier", seed=1)
+    report = moments.torch.audit(module, "xavier")
+    assert report.passed
+    assert any("token, position" in words for words in report.unchecked)
+    with pytest.raises(DomainError, match=r"moments\.Transformer\(layers=3, d_model=64, heads=4"):
+        moments.torch.diagnose(module, BATCH)
+
+
+def test_the_loss_beside_the_logits_is_the_modules_own(module: Any) -> None:
+    seen = moments.torch.measure(module, BATCH)
+    with torch.no_grad():
+        logits, loss = module.eval()(**BATCH)
+    assert seen.loss == pytest.approx(float(loss), rel=0.02)  # dropout
+    assert seen.logit_variance == pytest.approx(float(logits.square().mean()), rel=0.1)
+
+
+def test_query_key_and_value_scaled_instead_of_the_output(module: Any) -> None:
+    """The stream hardly shows it, so the headline has to."""
+    scale = 1 / math.sqrt(2 * CONFIG.n_layer)
+    with torch.no_grad():
+        for block in module.transformer["h"]:
+            block.attn.c_attn.weight.mul_(scale)
+            block.attn.c_proj.weight.div_(scale)
+    words = "query and key and value carry the factor"
+    assert words in one_line(moments.torch.audit(module, PLAN))
+    diagnosis = moments.torch.diagnose(module, BATCH, PLAN)
+    assert words in one_line(diagnosis)
+    assert {"query", "key", "value", "output"} <= set(diagnosis.differing)
+    if diagnosis.expected:
+        assert headline(diagnosis).startswith("NOT AS DECLARED: query, key, value, output")
+
+
+def test_a_depth_scale_that_counts_the_layer(module: Any) -> None:
+    with torch.no_grad():
+        for number, block in enumerate(module.transformer["h"], start=1):
+            for linear in (block.attn.c_proj, block.mlp.c_proj):
+                linear.weight.mul_(math.sqrt(CONFIG.n_layer / number))
+    words = "a scale 1/sqrt(2 l) that counts the layer l was applied for 1/sqrt(2 N)"
+    (sentence,) = moments.torch.audit(module, PLAN).advice
+    assert sentence.startswith("output, ffn_out in layers 1, 2")
+    assert words in sentence
+    diagnosis = moments.torch.diagnose(module, BATCH, PLAN)
+    assert not diagnosis.expected
+    ranked = [cause for cause in diagnosis.causes if cause.explains > 0.05]
+    assert {cause.feature for cause in ranked} == {"output", "ffn_out"}
+    assert all(words in cause.words for cause in ranked)
+
+
+def test_a_residual_multiplier_that_counts_the_layer(module: Any) -> None:
+    plan = PLAN.replace(branch_scale=1 / math.sqrt(2 * CONFIG.n_layer))
+    wrong = plan.replace(branch_scale=[1 / math.sqrt(2 * n) for n in (1, 2, 3)])
+    moments.torch.initialize(module, wrong)
+    (sentence,) = moments.torch.audit(module, plan).advice
+    assert "a scale 1/sqrt(2 l) that counts the layer l was applied for" in sentence
+
+
+# --- never reassured ------------------------------------------------------------------------------
+
+
+def broken(module: Any) -> Any:
+    """Attention's output doubled in one layer, a norm gone in another."""
+    module.transformer["h"][0].attn.register_forward_hook(lambda part, given, output: 2 * output)
+    module.transformer["h"][1].ln_1 = torch.nn.Identity()
+    return module
+
+
+def test_an_audit_without_sites_says_what_it_did_not_check(module: Any) -> None:
+    report = moments.torch.audit(broken(module), PLAN, names=NAMES, sites=STREAM)
+    assert report.passed
+    assert "passed" not in headline(report)
+    for words in ("NOT CHECKED", "residual multipliers", "norm placement", "in every layer"):
+        assert words in headline(report)
+    assert "parameters of unknown role" in headline(report)
+    assert "not checked" in repr(report)
+
+
+def test_with_its_sites_both_faults_are_found(module: Any) -> None:
+    failed = {(f.layer, f.quantity) for f in moments.torch.audit(broken(module), PLAN).offenders}
+    assert failed == {(1, "branch_scale"), (2, "norm placement")}
+
+
+def test_a_norm_that_is_there_and_never_run(module: Any) -> None:
+    block = module.transformer["h"][2]
+    block.forward = lambda x: x + block.attn(x) + block.mlp(block.ln_2(x))
+    report = moments.torch.audit(module, PLAN)
+    assert any(f.layer == 3 and "no tensor passes" in f.note for f in report.offenders)
+
+
+def test_a_matrix_without_a_role_is_named(module: Any) -> None:
+    names = {k: v for k, v in NAMES.items() if v != "ffn_in"}
+    report = moments.torch.audit(module, PLAN, names=names)
+    assert any(words.startswith("ffn_in in every layer") for words in report.unchecked)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "names"])
+def test_what_an_argument_is_called_decides_nothing(module: Any, known: bool) -> None:
+    """A token table 2500 times the declared variance, under `idx`, `input_ids` or no name."""
+
+    class Renamed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer, self.lm_head = module.transformer, module.lm_head
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            return nano_gpt.GPT.forward(self, input_ids, labels)
+
+    with torch.no_grad():
+        module.transformer["wte"].weight.mul_(50)
+    given = {} if known else {"names": NAMES, "sites": STREAM}
+    renamed = {"input_ids": BATCH["idx"], "labels": BATCH["targets"]}
+    found = [
+        moments.torch.diagnose(module, BATCH, PLAN, **given),
+        moments.torch.diagnose(Renamed(), renamed, PLAN, **given),
+    ]
+    for diagnosis in found:
+        assert not diagnosis.expected
+        assert diagnosis.causes[0].feature == "embedding.token_variance"
+        assert diagnosis.causes[0].explains > 0.9
+    assert str(found[0]) == str(found[1])
+
+
+def test_what_was_measured_and_not_predicted_is_named(module: Any) -> None:
+    silent = PLAN.replace(embedding=None, head=None)
+    diagnosis = moments.torch.diagnose(module, BATCH, silent)
+    assert diagnosis.expected
+    assert "NOT CHECKED" in headline(diagnosis)
+    assert "the embedding (what enters layer 1 was measured" in headline(diagnosis)
+    assert "head and loss" in headline(diagnosis)
+    stream = moments.torch.diagnose(module, BATCH, PLAN, names=NAMES, sites=STREAM)
+    assert "residual multipliers, norm factors and norm placement" in headline(stream)
+
+
+def test_what_attention_is_told_to_multiply_by(module: Any) -> None:
+    """A wrong number of heads divides logits by another root."""
+    module.transformer["h"][1].attn.n_head = 1
+    (offender,) = moments.torch.audit(module, PLAN).offenders
+    assert (offender.layer, offender.quantity) == (2, "temperature")
+    assert offender.measured == pytest.approx(math.sqrt(CONFIG.n_head))
+
+
+# --- wrapped --------------------------------------------------------------------------------------
+
+
+def test_compiled_modules_are_audited_and_measured_as_what_they_hold(module: Any) -> None:
+    """The whole, its layers alone, or in place; nothing is compiled for it."""
+    text = str(moments.torch.audit(module, PLAN))
+    moved = torch.nn.DataParallel(torch.compile(module, backend=refuse))
+    assert str(moments.torch.audit(moved, PLAN)) == text
+    layers = copy.deepcopy(module)
+    for n, block in enumerate(layers.transformer["h"]):
+        layers.transformer["h"][n] = torch.compile(block, backend=refuse)
+    assert headline(moments.torch.audit(layers, PLAN)) == "audit of GPT: passed"
+    inside = copy.deepcopy(module)
+    inside.compile(backend=refuse)
+    assert str(moments.torch.audit(inside, PLAN)) == text
+    plain = moments.torch.measure(module, BATCH)
+    for other in (moved, layers, inside):
+        np.testing.assert_array_equal(moments.torch.measure(other, BATCH).variance, plain.variance)
+    assert moments.torch.describe(moved, architecture=PLAN) == moments.torch.describe(
+        module, architecture=PLAN
+    )
+
+
+def refuse(graph: Any, inputs: Any) -> Any:
+    raise AssertionError("compiled")
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A process group of this process."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield distributed
+    distributed.destroy_process_group()
+
+
+def test_distributed_modules_are_unwrapped_or_refused(module: Any, alone: Any) -> None:
+    data_parallel = torch.nn.parallel.DistributedDataParallel(module)
+    assert moments.torch.audit(data_parallel, PLAN).passed
+    whole = copy.deepcopy(module)
+    mesh = alone.device_mesh.init_device_mesh("cpu", (1,))
+    alone.fsdp.fully_shard(whole, mesh=mesh)
+    for use in (moments.torch.audit, moments.torch.initialize):
+        with pytest.raises(DomainError, match=r"transformer\.wte\.weight is a shard"):
+            use(whole, PLAN)
+    flat = copy.deepcopy(module)
+    flat.transformer["wte"].weight.data = flat.transformer["wte"].weight.data.flatten()
+    with pytest.raises(DomainError, match="is a shard"):
+        moments.torch.audit(flat, PLAN)
+
+
+# --- drafted --------------------------------------------------------------------------------------
+
+
+class Root(torch.nn.Module):
+    """RMSNorm of one's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Any) -> Any:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True))
+
+
+class Layer(torch.nn.Module):
+    """Separate matrices, a gate, and norms before or behind its blocks."""
+
+    def __init__(self, width: int, pre: bool) -> None:
+        super().__init__()
+        self.pre = pre
+        self.n2, self.n1 = Root(width), Root(width)  # not in the order in which they act
+        sizes = {"wv": 1, "wq": 1, "wo": 1, "wk": 1, "up": 3, "gate": 3}
+        self.m = torch.nn.ModuleDict(
+            {n: torch.nn.Linear(width, k * width, bias=False) for n, k in sizes.items()}
+        )
+        self.down = torch.nn.Linear(3 * width, width, bias=False)
+
+    def attend(self, x: Any) -> Any:
+        q, k, v = (self.m[n](x).unflatten(-1, (4, -1)).transpose(1, 2) for n in ("wq", "wk", "wv"))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.m["wo"](mixed.transpose(1, 2).flatten(2))
+
+    def feed(self, x: Any) -> Any:
+        return self.down(torch.nn.functional.silu(self.m["gate"](x)) * self.m["up"](x))
+
+    def forward(self, x: Any) -> Any:
+        if self.pre:
+            x = x + self.attend(self.n1(x))
+            return x + self.feed(self.n2(x))
+        x = self.n1(x + self.attend(x))
+        return self.n2(x + self.feed(x))
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self, pre: bool = True, layers: int = 3, width: int = 32) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(53, width)
+        self.stack = torch.nn.ModuleList(Layer(width, pre) for _ in range(layers))
+        self.end, self.logits = Root(width), torch.nn.Linear(width, 53, bias=False)
+        self.rope = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.words(tokens)
+        for layer in self.stack:
+            x = layer(x)
+        return self.logits(self.end(x))
+
+
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+def test_a_draft_of_a_module_that_no_family_knows(pre: bool) -> None:
+    torch.manual_seed(3)
+    module = Decoder(pre)
+    made = moments.torch.draft(module)
+    assert {k.removeprefix("stack.{layer}."): v for k, v in made.names.items()} == {
+        "m.wq.weight": "query",
+        "m.wk.weight": "key",
+        "m.wv.weight": "value",
+        "m.wo.weight": "output",
+        "m.up.weight": "ffn_in",
+        "m.gate.weight": "gate",
+        "down.weight": "ffn_out",
+        "n1.weight": "attention.norm.gain",
+        "n2.weight": "ffn.norm.gain",
+        "words.weight": "token",
+        "end.weight": "final.norm.gain",
+        "logits.weight": "head",
+    }
+    assert made.unplaced == ("rope (3,)",)
+    assert made.doubts == ()
+    written: dict[str, Any] = {}
+    exec(str(made), written)
+    assert written["names"] == made.names
+    assert written["sites"] == list(made.sites)
+    plan = Transformer(
+        3,
+        32,
+        4,
+        16,
+        d_ff=96,
+        causal=True,
+        norm="pre" if pre else "post",
+        normalization="rmsnorm",
+        activation="silu",
+        gated=True,
+        weights=Weights.torch_default(32, 96).replace(gate=1 / 96),
+    )
+    ids = torch.randint(53, (2, 16), generator=torch.Generator().manual_seed(0))
+    given = {"names": written["names"], "sites": written["sites"], "batch": ids}
+    report = moments.torch.audit(module, plan, **given)
+    assert report.passed, str(report)
+    assert not any("norm placement" in words for words in report.unchecked)
+    module.stack[1].down.register_forward_hook(lambda part, inputs, output: 0.5 * output)
+    module.stack[2].n1.forward = lambda x: 3 * x
+    report = moments.torch.audit(module, plan, **given)
+    assert {f.layer for f in report.offenders} >= {2, 3}
+
+
+def test_an_unknown_module_gets_its_draft_with_the_refusal() -> None:
+    module, ids = Decoder(), torch.zeros(1, 8, dtype=torch.long)
+    plan = Transformer(3, 32, 4, 16)
+    for use in (
+        lambda: moments.torch.audit(module, plan),
+        lambda: moments.torch.initialize(module, plan),
+        lambda: moments.torch.diagnose(module, ids, plan),
+    ):
+        with pytest.raises(moments.MomentsError, match="no known layer in Decoder") as refusal:
+            use()
+        assert '"stack.{layer}.m.wq.weight": "query"' in str(refusal.value)
+        assert '("attention.norm", ".n1", "output")' in str(refusal.value)
+    with pytest.raises(moments.MomentsError, match="no list of layers"):
+        moments.torch.draft(torch.nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "opt", "gemma2"])
+def test_drafts_of_known_families_are_what_is_known_of_them(kind: str) -> None:
+    """Post-LN, Pre-LN with a gate and shared heads, Pre-LN, norms on both sides of a block."""
+    pytest.importorskip("transformers")
+    import small_modules
+
+    module = small_modules.family_module(kind, 2, 64)
+    made = moments.torch.draft(module)
+    assert made.doubts == ()
+    known, found = roles_of(module), roles_of(module, made.names, made.sites)
+
+    def inside(roles: Any) -> set[tuple[int, str, str]]:
+        return {(r.layer, r.name, r.label) for r in roles.roles if 1 <= r.layer <= 2}
+
+    assert inside(found) == inside(known)
+    for one, other in zip(found.blocks, known.blocks, strict=True):
+        for name in ("layer", "name", "placement", "norm", "post_norm", "raw", "total"):
+            assert getattr(one, name) == getattr(other, name), name
+
+
+def test_a_norm_of_a_blocks_output_is_no_post_norm() -> None:
+    module = Decoder(pre=False)
+    for layer in module.stack:
+        layer.forward = functools.partial(branch_normed, layer)
+    made = moments.torch.draft(module)
+    assert set(made.doubts) == {
+        "n1 norms a block's output, not the sum",
+        "n2 norms a block's output, not the sum",
+    }
+    assert (1, "attention.post_norm", "stack.0.n1", "output") in made.sites
+
+
+def branch_normed(layer: Any, x: Any) -> Any:
+    x = x + layer.n1(layer.attend(x))
+    return x + layer.n2(layer.feed(x))
