@@ -31,6 +31,10 @@ class Layout:
             return None
         return tuple(tuple(bool(v) for v in row) for row in np.atleast_2d(self.real))
 
+    def fewest(self, seq_len: int) -> int:
+        """The fewest real tokens of a sequence."""
+        return seq_len if self.real is None else int(self.real.sum(-1).min())
+
     def split(self, kernel: Kernel) -> Kernel:
         """What tokens of one sequence share, (sequences, L, L); unchanged if there is only one."""
         if self.sequences == 1 or not kernel.resolved:

@@ -9,15 +9,14 @@ import warnings as _warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from .architecture import declare, declare_output
 from .checks import check_choice, check_count, check_flag
 from .errors import DomainError, ValidityWarning
+from .gate import computing
 from .law import THEORIES, Theory
 from .prediction import Prediction
 from .propagate import Trace
-from .stack import Inputs, Outcome, Stack, head_top, last_gradient, overflow
+from .stack import Inputs, Outcome, Stack, head_top, last_gradient
 from .state import Gradient, Kernel
 from .transformer import Transformer
 
@@ -98,31 +97,27 @@ def predict(
     stacks = [stack]
     if model.encoder is not None:
         stacks.insert(0, Stack(model.encoder, theory, other, resolved))
-    try:
-        with (
-            np.errstate(over="ignore", invalid="ignore", divide="ignore"),
-            collector_paused(),
-            _layer_bar([s.trace for s in stacks], sum(s.model.layers for s in stacks), progress),
-        ):
-            if model.encoder is not None:
-                stacks[0].forward()
-                stack.trace.memory = stacks[0].read()
-            signal = stack.forward()
-            outcome = last_gradient(
-                stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
-            )
-            stack.backward(outcome.gradient)
-            if outcome.output is not None and outcome.output.radial is not None:
-                # What a last normalisation's own pullback would have projected out is there to
-                # be measured all the same.
-                last = stack.trace.stream()[-1]
-                last.gradient = Gradient(
-                    outcome.gradient.kernel + outcome.output.radial, model.seq_len
-                )
-            if model.encoder is not None:
-                stacks[0].backward(stacks[0].returned(stack.trace.memory_gradients))
-    except (OverflowError, ZeroDivisionError):
-        raise overflow(theory, stack.trace) from None
+    traces = [s.trace for s in stacks]
+    with (
+        computing(theory, traces),
+        collector_paused(),
+        _layer_bar(traces, sum(s.model.layers for s in stacks), progress),
+    ):
+        if model.encoder is not None:
+            stacks[0].forward()
+            stack.trace.memory = stacks[0].read()
+        signal = stack.forward()
+        outcome = last_gradient(
+            stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
+        )
+        stack.backward(outcome.gradient)
+        if outcome.output is not None and outcome.output.radial is not None:
+            # What a last normalisation's own pullback would have projected out is there to
+            # be measured all the same.
+            last = stack.trace.stream()[-1]
+            last.gradient = Gradient(outcome.gradient.kernel + outcome.output.radial, model.seq_len)
+        if model.encoder is not None:
+            stacks[0].backward(stacks[0].returned(stack.trace.memory_gradients))
     encoder = None
     if model.encoder is not None:
         read = functools.partial(_read_by, stacks[0], stack, outcome)

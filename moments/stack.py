@@ -13,6 +13,7 @@ from .architecture import declare, declare_embedding, declare_output
 from .embedded import embedding_gradients, fixed_positions
 from .embedding import Embedding
 from .errors import DomainError
+from .gate import Gate, breakdown
 from .images import image_gradients, image_kernel
 from .inputs import check_mask, first_kernel, gaussian, last_kernel
 from .law import Theory
@@ -142,17 +143,32 @@ class Stack:
         columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
         if not np.all(np.isfinite(moments)):
-            raise overflow(self.theory, self.trace)
+            raise breakdown(self.theory, [self.trace])
         notes = validity_warnings(self.model, self.theory, self.trace)
         output = outcome.output
         if output is not None:
             notes += output.notes
+        gate = Gate(self.theory, notes, layout.fewest(self.model.seq_len))
+        variance, correlation, grad_variance, grad_correlation = moments
+        gate.variance("the variance of the stream", variance)
+        correlation = gate.correlation("the correlation of the stream", correlation)
+        grad_variance = gate.variance("the gradient variance of the stream", grad_variance)
+        grad_correlation = gate.correlation("the gradient correlation", grad_correlation)
+        gate.sites(self.trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
             token_variance, token_grad_variance = _by_token(stream, layout)
+            gate.parts("the variance of single tokens", token_variance)
+            token_grad_variance = gate.parts("single tokens' gradients", token_grad_variance)
+        loss, loss_stderr, logit_variance = None, None, None
+        if output is not None:
+            loss = float(gate.variance("the loss", output.loss))
+            loss_stderr = float(gate.variance("the loss's deviation", output.loss_stderr))
+            logits = gate.variance("the logit variance", np.mean(output.logit_variance))
+            logit_variance = float(logits)
+        notes += tuple(gate.notes)
         if encoder is not None:
             notes = (*(f"encoder, {note}" for note in encoder.warnings), *notes)
-        variance, correlation, grad_variance, grad_correlation = moments
         return Prediction(
             self.model,
             self.theory,
@@ -166,9 +182,9 @@ class Stack:
             self.trace,
             layout,
             batch,
-            loss=None if output is None else float(output.loss),
-            loss_stderr=None if output is None else float(output.loss_stderr),
-            logit_variance=None if output is None else float(np.mean(output.logit_variance)),
+            loss=loss,
+            loss_stderr=loss_stderr,
+            logit_variance=logit_variance,
             encoder=encoder,
             outer_weights=self._outer_weights(outcome),
             top=top if output is None else functools.partial(head_top, output),
@@ -273,12 +289,3 @@ def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray
         stacked = np.stack([np.broadcast_to(d, shape) for d in diagonals], axis=-2)
         both.append(layout.by_token(stacked))
     return both[0], both[1]
-
-
-def overflow(theory: Theory, trace: Trace) -> DomainError:
-    broken = [p for p in trace.points if not np.all(np.isfinite(p.signal.kernel.pairs))]
-    point = (broken or trace.points[-1:])[0]
-    return DomainError(
-        f"the numbers overflow in layer {point.layer} at {point.site} under theory {theory!r}: "
-        "reduce the query and key variances, the depth or the scales"
-    )
