@@ -15,11 +15,13 @@ from .symbols import Interval
 Array = NDArray[np.float64]
 
 
-def check_count(name: str, value: Any, *, least: int = 1) -> int:
-    """An integer of at least `least`, as a Python one."""
+def check_count(name: str, value: Any, *, least: int = 1, most: float = 2.0**53) -> int:
+    """An integer of at least `least`, as a Python one; at most what a float holds exactly."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or value < least:
         raise domain_error(name, value, f"an integer of at least {least}")
+    if value > most:
+        raise domain_error(name, value, f"an integer of at most {most:.3g}")
     return int(value)
 
 
@@ -58,6 +60,27 @@ def check_number(name: str, value: Any, interval: Interval, remedy: str = "") ->
     if numeric.ndim:
         raise domain_error(name, value, f"one number inside {interval}", remedy)
     return float(numeric)
+
+
+def check_array(name: str, value: Any, allowed: str, dtype: Any = float) -> NDArray[Any]:
+    """An array of numbers, its rows of one length; `allowed` says what it should be.
+
+    With dtype None its type stays.
+    """
+    try:
+        given = np.asarray(value)
+        if given.dtype.kind in "SUO":
+            raise TypeError
+        return given if dtype is None else np.asarray(given, dtype=dtype)
+    except (TypeError, ValueError, OverflowError):
+        remedy = "rows of one length, of numbers"
+        raise domain_error(name, _shortened(value), allowed, remedy) from None
+
+
+def _shortened(value: Any) -> Any:
+    """What an error shows of a value that may be long."""
+    text = repr(value)
+    return value if len(text) <= 60 else f"{text[:60]}..."
 
 
 def settle(

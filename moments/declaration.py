@@ -37,6 +37,10 @@ LAYERNORM_SCALINGS = (
     "attention-only",
     "ffn-only",
 )
+MOST_LAYERS = 10**6
+"""A declaration holds a few numbers for every layer; the deepest network published has 1,000."""
+MOST_HEADS = 2**20
+"""Where every head, or every pair of features in one, has a number of its own."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 
@@ -46,7 +50,8 @@ def check(model: Transformer) -> None:
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
     """
-    settle(model, ("layers", "heads", "norm_groups", "parallel_norms"), check_count)
+    settle(model, ["layers"], check_count, most=MOST_LAYERS)
+    settle(model, ("heads", "norm_groups", "parallel_norms"), check_count)
     settle(model, ("d_model", "seq_len"), check_count, least=2)
     settle(model, ["post_layers"], check_count, least=0)
     flags = ("causal", "norm_affine", "norm_bias", "gated", "parallel", "alibi")
@@ -171,6 +176,10 @@ def _check_together(model: Transformer) -> None:
         raise domain_error(
             "layernorm_scaling", model.layernorm_scaling, "False where norm is 'none'"
         )
+    if model.alibi:
+        settle(model, ["heads"], check_count, most=MOST_HEADS)
+    if model.rotary is not None:
+        settle(model, ["d_head"], check_count, most=MOST_HEADS)
     if model.d_model % model.norm_groups:
         raise domain_error("norm_groups", model.norm_groups, f"a divisor of {model.d_model}")
     if model.norm_groups > 1 and model.d_model // model.norm_groups < 4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,15 @@ from .embedding import Embedding
 from .errors import DomainError
 from .gate import Gate, breakdown
 from .images import image_gradients, image_kernel
-from .inputs import check_mask, first_kernel, gaussian, last_kernel
+from .inputs import (
+    check_mask,
+    check_memory,
+    configurations,
+    first_kernel,
+    gaussian,
+    given_shape,
+    last_kernel,
+)
 from .law import Theory
 from .layout import Layout
 from .output import OutputMoments, output_moments
@@ -45,6 +54,23 @@ class Inputs:
         return any(value is not None for value in given)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the configurations that are described."""
+        if self.kernel is not None:
+            return given_shape(self.kernel)[:-2]
+        given = {"variance": self.variance, "correlation": self.correlation}
+        return configurations(**{name: given_shape(v) for name, v in given.items()})
+
+    @property
+    def sequences(self) -> int:
+        """Of the text or images."""
+        for name, rank in (("token_ids", 2), ("pixels", 4)):
+            shape = given_shape(getattr(self, name))
+            if len(shape) == rank:
+                return shape[0]
+        return 1
+
+    @property
     def moments(self) -> bool:
         """Whether the tensor itself is described, and not what an embedding reads."""
         return any(v is not None for v in (self.variance, self.correlation, self.kernel))
@@ -61,12 +87,30 @@ class Outcome:
 class Stack:
     """One stack of layers with its embedding, its trace and the way back."""
 
-    def __init__(self, model: Transformer, theory: Theory, inputs: Inputs, resolved: bool) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        theory: Theory,
+        inputs: Inputs,
+        resolved: bool,
+        shape: tuple[int, ...] = (),
+    ) -> None:
+        """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
         self.trace = Trace()
+        tokens = model.seq_len * (inputs.sequences if resolved else 1)
+        check_memory(model, resolved, math.prod(shape), tokens)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.first = self._first()
+        if resolved and self.first.pairs.shape[:-2] != shape:
+            pairs = self.first.pairs
+            if inputs.sequences > 1:
+                raise DomainError(
+                    f"gradients of {math.prod(shape)} configurations for {inputs.sequences} "
+                    "sequences that share the weights: give one grad_variance, or one sequence"
+                )
+            self.first = Kernel.of_matrix(np.broadcast_to(pairs, (*shape, *pairs.shape[-2:])))
         sequences = 1
         if resolved and inputs.kernel is None:
             sequences = self.first.pairs.shape[-1] // model.seq_len
@@ -249,8 +293,9 @@ def last_gradient(
         raise DomainError("targets are what a head predicts: declare model.head")
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
     leading = np.shape(stack.first.pairs)[:-2]
-    if stack.resolved and leading and np.ndim(last.pairs) == 2:
-        last = Kernel.of_matrix(np.broadcast_to(last.pairs, (*leading, *last.pairs.shape)))
+    if stack.resolved and leading != last.pairs.shape[:-2]:
+        shape = (*leading, *last.pairs.shape[-2:])
+        last = Kernel.of_matrix(np.broadcast_to(last.pairs, shape))
     if layout.real is not None:
         real = layout.real.reshape(-1) if layout.sequences > 1 else layout.real
         real = real[0] if real.ndim == 2 else real
