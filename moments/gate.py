@@ -157,18 +157,22 @@ def breakdown(theory: Theory, traces: Sequence[Trace]) -> DomainError:
     points = [point for trace in traces for point in trace.points]
     if not points:
         return DomainError("the moments of what enters layer 1 overflow: use smaller variances")
+    behind = "at"
     lost = [p for p in points if not np.all(np.isfinite(p.signal.kernel.pairs))]
     sent = [p for p in points[::-1] if p.gradient is not None]
     lost += [p for p in sent if p.gradient and not np.all(np.isfinite(p.gradient.kernel.pairs))]
     empty = [p for p in points if np.any(np.asarray(p.signal.kernel.diagonal) == 0)]
-    at = (lost or points[-1:])[0]
-    if empty and (not lost or points.index(empty[0]) < points.index(at)):
+    if not lost:
+        behind, lost = "behind", points[-1:]
+    at = lost[0]
+    if empty and points.index(empty[0]) <= points.index(at):
         at = empty[0]
         return DomainError(
             f"the variance is 0 in layer {at.layer} at {at.site}, and theory {theory!r} divides by "
             "it: give the weights before it a positive variance"
         )
+    other = "" if theory == "refined" else ", or use theory='refined', which is bounded there"
     return DomainError(
-        f"the numbers overflow in layer {at.layer} at {at.site} under theory {theory!r}: "
-        "reduce the variances of the weights and inputs, the depth or the scales"
+        f"the numbers overflow in layer {at.layer} {behind} {at.site} under theory {theory!r}: "
+        f"reduce the variances of the queries, keys and inputs, the depth or the scales{other}"
     )
