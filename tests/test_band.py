@@ -28,7 +28,9 @@ from moments import (
 from moments.architecture import declare
 from moments.attention import SelfAttention
 from moments.attention_response import AttentionResponse
-from moments.band import band, log_variance
+from moments.band import _Draws, band, log_variance
+from moments.block_noise import Addition, Modes
+from moments.inputs import gaussian
 from moments.kernels import KernelAttention
 from moments.loss_spread import (
     logit_agreement,
@@ -583,6 +585,33 @@ def test_exploding_fluctuations_stay_a_band() -> None:
     low, high = prediction.grad_variance_band
     assert np.all((low < 2.9) & (high > 2.9), where=np.arange(21) == 0)
     assert not any("several times" in w for w in predict(model.replace(layers=6)).warnings)
+
+
+def test_sequences_that_share_weights_share_noise() -> None:
+    """Mean modes of B sequences, Gaussian matrices: Var of their average, 40,000 draws."""
+    rng = np.random.default_rng(3)
+    width, batch, tokens = 24, 3, 5
+    carried, added, kept, branch = 2.0, 1.5, 0.7, 0.4  # own, and shared by two sequences
+    modes = Modes(tokens)
+    rows = np.linalg.cholesky(kept + (carried - kept) * np.eye(batch))
+    orthogonal = np.linalg.qr(rng.normal(size=(width, batch)))[0] * math.sqrt(width)
+    fixed = orthogonal @ rows.T  # (width, B), of this Gram matrix over the width
+    draws = rng.normal(size=(40_000, width, batch))
+    summed = fixed + draws @ np.linalg.cholesky(branch + (added - branch) * np.eye(batch)).T
+    sizes = (summed**2).mean(1)
+    variance = sizes.mean(-1).var(ddof=1)
+    own = (4 * carried + 2 * added) * added / width / batch
+    nothing = np.zeros((1, 2))
+    addition = Addition(
+        np.full((1, 2), carried), np.full((1, 2), added), nothing, np.zeros((1, 2, 2)),
+        np.ones(1), np.zeros((1, 2, 2)), np.full(1, 2.0),
+    )  # fmt: skip
+    entering = gaussian(Kernel(carried, 0.0), tokens, width, True)
+    overlaps = [np.array(kept / tokens), np.array((kept + branch) / tokens)]
+    noise, _ = _Draws(modes, float(width), batch).signal(addition, entering, overlaps)
+    predicted = own + float(noise[0, 0, 0]) * (carried + added) ** 2
+    # A variance of so many draws is known to .7 %; the shared part is a third of it.
+    assert predicted == pytest.approx(variance, rel=0.025)
 
 
 def test_published_theories_have_no_band() -> None:
