@@ -102,6 +102,7 @@ ORDER = (
     ("architecture", "inputs"),
     ("propagate",),
     ("layout", "output"),
+    ("gate",),
     ("prediction",),
     ("stack",),
     ("passes",),
