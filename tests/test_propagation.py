@@ -305,7 +305,7 @@ def test_overflow_is_an_error_not_a_warning() -> None:
     wide = moments.Weights.xavier(32, 4).replace(query=10.0, key=10.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(DomainError, match=r"overflow in layer 1 at attention.*reduce"):
+        with pytest.raises(DomainError, match=r"overflow in layer 1 behind attention.*reduce"):
             moments.predict(small(weights=wide), theory="published")
         deep = small(layers=400, norm="none", branch_scale=3.0)
         with pytest.raises(DomainError, match="overflow"):
