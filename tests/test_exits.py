@@ -357,3 +357,16 @@ def test_caches_hold_tens_of_megabytes_at_most() -> None:
     for cache, value in held.items():
         most = cache.cache_parameters()["maxsize"]
         assert most * sum(np.asarray(part).nbytes for part in value) < 40e6
+
+
+@pytest.mark.parametrize("target", [1e300, 1e-300])
+def test_targets_out_of_reach_are_a_plan_that_says_so(target: float) -> None:
+    from moments import solve
+
+    model = Transformer(**SMALL, causal=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        try:
+            assert not solve(model, "block_variance", target=target).feasible
+        except MomentsError as error:
+            assert "variance" in str(error)  # noqa: PT017
