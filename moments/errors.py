@@ -8,7 +8,13 @@ class MomentsError(Exception):
 
 
 class DomainError(MomentsError, ValueError):
-    """A value outside what is allowed; the message names it, what is allowed, and the remedy."""
+    """A value outside what is allowed; the message names it, what is allowed, and the remedy.
+
+    Attributes:
+        argument: name of the value, where it is one value.
+    """
+
+    argument: str | None = None
 
 
 class ValidityWarning(UserWarning):
@@ -22,4 +28,6 @@ def domain_error(argument: str, value: object, allowed: str, remedy: str = "") -
     'dropout = 1.2: must be a probability in [0, 1); pass 0.1 for ten percent'
     """
     message = f"{argument} = {value!r}: must be {allowed}"
-    return DomainError(f"{message}; {remedy}" if remedy else message)
+    error = DomainError(f"{message}; {remedy}" if remedy else message)
+    error.argument = argument
+    return error
