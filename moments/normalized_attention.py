@@ -59,7 +59,7 @@ class NormalizedAttention(Leaf):
                         found[name] = found[name] * factor / gain
                 return found
 
-            return Pulled(sent.gradient, weights)
+            return Pulled(sent.gradient, weights, pulled.overlaps)
 
         return output, pullback
 

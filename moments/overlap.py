@@ -43,6 +43,7 @@ from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, R
 from .cross_attention import CrossAttention
 from .gated import GatedLinear
 from .normalization import DynamicTanh
+from .normalized_attention import NormalizedAttention
 from .overlap_units import unit_growth, units
 from .parts import Activation, Dropout, Linear
 from .propagate import Point, Trace
@@ -234,6 +235,8 @@ class _Walk:
 
     def _leaf(self, leaf: Any, signal: Signal, at: Overlap) -> tuple[Signal, Overlap]:
         output = self._passed()
+        if isinstance(leaf, NormalizedAttention):
+            leaf = leaf.attention  # norms, of tokens and of heads, are no overlaps of their own
         if isinstance(leaf, (SelfAttention, CrossAttention)):
             attended, response = self.memory, 0.0
             if isinstance(leaf, SelfAttention):

@@ -287,9 +287,10 @@ def test_query_and_key_gradients_at_small_width(resolved: bool, logits: float) -
     assert weights["key.bias"] == 0.0
 
 
-def test_query_and_key_gradients_deep_in_a_network() -> None:
+@pytest.mark.parametrize("norm", ["pre", "hybrid"])
+def test_query_and_key_gradients_deep_in_a_network(norm: str) -> None:
     """Overlaps vary by more than 1/d above two layers; without that, norms fall short."""
-    model = moments.Transformer(3, 48, 2, 64, temperature=4.0)
+    model = moments.Transformer(3, 48, 2, 64, norm=norm, temperature=4.0)
     inputs = {"correlation": 0.0, "grad_variance": 1.0, "grad_correlation": 0.0}
     seen = moments.simulate(model, seeds=16, batch=1, **inputs).weight_gradients()
     prediction = moments.predict(model, **inputs)
