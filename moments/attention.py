@@ -171,7 +171,12 @@ class SelfAttention(Leaf):
                     norms["relative_bias"] = self.d_model * np.reshape(tables, shape[:-2])
                 return norms
 
-            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, law, tilt)
+            def response() -> Kernel:
+                found = np.stack([one.response for one in rows]).reshape(shape)
+                return Kernel.of_matrix(found).scaled(self._width * self.value)
+
+            sent_back = Gradient(sent, gradient.seq_len)
+            return self._pulled(signal, sent_back, weights, law, tilt, response)
 
         return output, pullback
 
@@ -217,7 +222,11 @@ class SelfAttention(Leaf):
                     self, law, signal, signal, mixed, gradient.kernel, paths, of_rows(output)
                 )
 
-            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, law, tilt)
+            def response() -> Kernel:
+                return back(gradient.kernel.with_ones())[1]
+
+            sent_back = Gradient(sent, gradient.seq_len)
+            return self._pulled(signal, sent_back, weights, law, tilt, response)
 
         return output, pullback
 
@@ -257,8 +266,11 @@ class SelfAttention(Leaf):
                     self, law, signal, signal, mixed, received, of, of_rows(output)
                 )
 
+            def response() -> Kernel:
+                return layer.backward(received.with_ones().scaled(self._width * self.value)).query
+
             sent_back = Gradient(sent, gradient.seq_len)
-            return self._pulled(signal, sent_back, weights, law, lambda: paths.tilt)
+            return self._pulled(signal, sent_back, weights, law, lambda: paths.tilt, response)
 
         return output, pullback
 
@@ -271,8 +283,14 @@ class SelfAttention(Leaf):
         weights: Callable[[], dict[str, Array]],
         law: LogitLaw,
         tilt: Callable[[], Kernel],
+        response: Callable[[], Kernel],
     ) -> Pulled:
-        return Pulled(sent, weights, lambda: overlap_gradients(self, law, signal, tilt()))
+        return Pulled(
+            sent,
+            weights,
+            lambda: overlap_gradients(self, law, signal, tilt()),
+            lambda: through(response(), law.queries, law.spoken),
+        )
 
     @property
     def _width(self) -> Any:

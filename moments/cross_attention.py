@@ -87,10 +87,10 @@ class CrossAttention(Reader):
         asking, asked = signal.second_moment(), memory.second_moment()
         law = logit_law(self, asking, asked, (self.d_model, self.memory_width))
         make = self._by_token if signal.resolved else self._alike
-        found, back = make(signal, memory, law)
-        output = concatenated(self, signal, memory, *found.heads)
-        output.facts, output.notes = found.facts, found.notes + law.notes
-        mixed, squares, *_ = found.heads
+        seen, back = make(signal, memory, law)
+        output = concatenated(self, signal, memory, *seen.heads)
+        output.facts, output.notes = seen.facts, seen.notes + law.notes
+        mixed, squares, *_ = seen.heads
         rows = of_rows(output, np.shape(squares))
 
         def pullback(gradient: Gradient) -> tuple[Pulled, Gradient]:
@@ -107,8 +107,13 @@ class CrossAttention(Reader):
             def weights() -> dict[str, Array]:
                 return projection_gradients(self, law, signal, memory, mixed, received, paths, rows)
 
+            def response() -> Kernel:
+                gain = self.heads * self.d_head * self.value * self.memory_width / self.d_model
+                found = through(seen.response(), law.queries, law.spoken)
+                return found.scaled(gain)
+
             return (
-                Pulled(Gradient(query, gradient.seq_len), weights, overlaps),
+                Pulled(Gradient(query, gradient.seq_len), weights, overlaps, response),
                 Gradient(straight + key, memory.seq_len),
             )
 
@@ -162,7 +167,11 @@ class CrossAttention(Reader):
             return found.reshape(*shape[:-2], *found.shape[-2:])
 
         heads = (mixed, squares.reshape(shape[:-1]), shared, weights)
-        return _Attended(heads, facts, notes), back
+
+        def response() -> Kernel:
+            return Kernel.of_matrix(np.stack([one.response for one in rows]).reshape(shape))
+
+        return _Attended(heads, facts, notes, response), back
 
     def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> tuple[_Attended, _Back]:
         asked = memory.second_moment()
@@ -189,16 +198,21 @@ class CrossAttention(Reader):
             paths = layer.backward(received)
             return Paths(paths.query, paths.key, paths.tilt), paths.value + paths.cross
 
+        def response() -> Kernel:
+            return layer.backward(signal.kernel.with_ones()).query
+
         heads = (layer.forward, layer.sum_square, lambda: layer.mean_output, None)
-        return _Attended(heads, facts, variance_notes(wanted)), back
+        return _Attended(heads, facts, variance_notes(wanted), response), back
 
 
 class _Attended(NamedTuple):
-    """What a way of attending knows: the last four arguments of `concatenated`, facts and notes."""
+    """What a way of attending knows: the last four arguments of `concatenated`, facts, notes, and
+    the query path of a gradient of ones (`Pulled.response`)."""
 
     heads: tuple[Kernel, Array, Callable[[], Kernel], Callable[[], Array] | None]
     facts: dict[str, Array]
     notes: tuple[str, ...]
+    response: Callable[[], Kernel]
 
 
 # From the gradient there, the values' gain included: the paths, and what goes straight through the
