@@ -134,7 +134,7 @@ def test_how_much_relative_terms_matter() -> None:
     prediction = moments.predict(model, token_ids=ids.numpy(), targets=ids.numpy())
     expected = prediction.weight_gradients().set_index(["layer", "weight"]).squared_norm
     found, names = [], ("query", "key", "value")
-    for seed in range(8):
+    for seed in range(5):
         module = build_module(config, seed=seed)
         module(input_ids=ids, labels=ids).loss.backward()
         layer = module.deberta.encoder.layer[0].attention.self

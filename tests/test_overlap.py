@@ -6,6 +6,7 @@ The Monte Carlo draws networks in numpy and shares no code with the package.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -342,6 +343,18 @@ def test_query_and_key_gradients_deep_in_a_network(norm: str) -> None:
     plain = {(layer, name): norm for layer, name, norm in prediction.trace.weights()}
     without = np.array([plain[3, name] for name in last.weight])
     assert (without / last.squared_norm_seen - 1 < -0.08 - noise).all()
+
+
+@pytest.mark.parametrize(("layers", "noted"), [(2, False), (20, True)])
+def test_sizes_that_vary_are_noted(layers: int, noted: bool) -> None:
+    model = moments.Transformer(
+        layers, 64, 4, 17, norm="none", skip_scale=0.9, branch_scale=0.43, activation="gelu"
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = moments.predict(model, correlation=0.3).warnings
+    assert any("low by up to a quarter" in note for note in found) is noted
+    assert bool(caught) is noted
 
 
 @pytest.mark.parametrize("pool", ["first", "mean"])
