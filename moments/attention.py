@@ -21,10 +21,10 @@ from .attention_by_token import (
 )
 from .attention_laws import attend_by_laws
 from .attention_statistics import AttentionStatistics
-from .attention_weights import overlap_gradients, projection_gradients
+from .attention_weights import Paths, of_rows, overlap_gradients, projection_gradients
 from .composition import Leaf, Pullback, Pulled
 from .errors import domain_error
-from .logits import logit_law, positive, through
+from .logits import LogitLaw, logit_law, positive, through
 from .positions import RelativeBias, Rotary
 from .realised import averaged_overlaps
 from .state import Array, Gradient, Kernel, Realised, Signal
@@ -88,6 +88,12 @@ class SelfAttention(Leaf):
     norm_affine: bool = False
 
     mixes_tokens: ClassVar[bool] = True
+    prefix: ClassVar[str] = ""
+
+    @property
+    def memory_width(self) -> Any:
+        """Width of the tokens attended to, which are those that ask."""
+        return self.d_model
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         """Moments of the concatenated heads, and the map that carries a gradient back.
@@ -112,7 +118,9 @@ class SelfAttention(Leaf):
         shape = tokens.pairs.shape
         mixed = Kernel.of_matrix(np.stack([one.forward() for one in rows]).reshape(shape))
         squares = np.stack([one.sum_square for one in rows])
-        output = self._output(
+        output = concatenated(
+            self,
+            signal,
             signal,
             mixed,
             squares.reshape(shape[:-1]),
@@ -138,18 +146,22 @@ class SelfAttention(Leaf):
                 stacked = np.stack([getattr(part, name) for part in parts])
                 return Kernel.of_matrix(stacked.reshape(shape))
 
-            query = through(path("query"), law.queries, law.spoken)
-            key = through(path("key"), law.keys, law.spoken)
-            plain = law.queries.gain is None
-            sent = path("total") if plain else path("value") + path("cross") + query + key
+            query, key = path("query"), path("key")
+            if law.queries.gain is None:
+                sent = path("total")
+            else:
+                sent = path("value") + path("cross")
+                sent = sent + through(query, law.queries, law.spoken)
+                sent = sent + through(key, law.keys, law.spoken)
 
             def tilt() -> Kernel:
                 found = np.stack([one.tilt * g for one, g in zip(rows, gained, strict=True)])
-                return through(Kernel.of_matrix(found.reshape(shape)), law.queries, law.spoken)
+                return Kernel.of_matrix(found.reshape(shape))
 
             def weights() -> dict[str, Array]:
+                paths = Paths(query, key, tilt())
                 norms = projection_gradients(
-                    self, signal, mixed, received, query, key, tilt(), squares.reshape(shape[:-1])
+                    self, law, signal, signal, mixed, received, paths, of_rows(output, shape[:-1])
                 )
                 tables = [
                     one.noise.table_gradient(one.kernel, matrix)
@@ -160,7 +172,12 @@ class SelfAttention(Leaf):
                     norms["relative_bias"] = self.d_model * np.reshape(tables, shape[:-2])
                 return norms
 
-            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, tilt)
+            def response() -> Kernel:
+                found = np.stack([one.response for one in rows]).reshape(shape)
+                return Kernel.of_matrix(found).scaled(self._width * self.value)
+
+            sent_back = Gradient(sent, gradient.seq_len)
+            return self._pulled(signal, sent_back, weights, law, tilt, response)
 
         return output, pullback
 
@@ -190,19 +207,27 @@ class SelfAttention(Leaf):
         squares = found.facts["square_sum"]
         # As in a narrow layer, where two heads of one key agree up to what their rows share.
         tokens = signal.second_moment()
-        output = self._output(signal, mixed, squares, lambda: averaged(tokens, signal.seq_len))
-        output.kernel = self._with_bias(found.kernel, squares)
+        output = concatenated(
+            self, signal, signal, mixed, squares, lambda: averaged(tokens, signal.seq_len)
+        )
+        output.kernel = _with_bias(self, found.kernel, squares)
         output.facts, output.notes = found.facts, found.notes
+        law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
 
         def pullback(gradient: Gradient) -> Pulled:
             sent, query, key, tilt = back(gradient.kernel)
 
             def weights() -> dict[str, Array]:
+                paths = Paths(query, key, tilt())
                 return projection_gradients(
-                    self, signal, mixed, gradient.kernel, query, key, tilt(), squares
+                    self, law, signal, signal, mixed, gradient.kernel, paths, of_rows(output)
                 )
 
-            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, tilt)
+            def response() -> Kernel:
+                return back(gradient.kernel.with_ones())[1]
+
+            sent_back = Gradient(sent, gradient.seq_len)
+            return self._pulled(signal, sent_back, weights, law, tilt, response)
 
         return output, pullback
 
@@ -225,7 +250,7 @@ class SelfAttention(Leaf):
             value_bias=self.value_bias / positive(self.d_model * self.value),
         )
         mixed, squares = layer.forward, layer.sum_square
-        output = self._output(signal, mixed, squares, lambda: layer.mean_output)
+        output = concatenated(self, signal, signal, mixed, squares, lambda: layer.mean_output)
         output.facts = attention_facts(layer.logit_variance, squares, layer.entropy, float(length))
         output.notes = variance_notes(wanted) + law.notes
 
@@ -236,14 +261,17 @@ class SelfAttention(Leaf):
             key = through(paths.key, law.keys, law.spoken)
             sent = paths.value + paths.cross + query + key
 
-            tilt = through(paths.tilt, law.queries, law.spoken)
-
             def weights() -> dict[str, Array]:
+                of = Paths(paths.query, paths.key, paths.tilt)
                 return projection_gradients(
-                    self, signal, mixed, received, query, key, tilt, squares
+                    self, law, signal, signal, mixed, received, of, of_rows(output)
                 )
 
-            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, lambda: tilt)
+            def response() -> Kernel:
+                return layer.backward(received.with_ones().scaled(self._width * self.value)).query
+
+            sent_back = Gradient(sent, gradient.seq_len)
+            return self._pulled(signal, sent_back, weights, law, lambda: paths.tilt, response)
 
         return output, pullback
 
@@ -254,48 +282,73 @@ class SelfAttention(Leaf):
         signal: Signal,
         sent: Gradient,
         weights: Callable[[], dict[str, Array]],
+        law: LogitLaw,
         tilt: Callable[[], Kernel],
+        response: Callable[[], Kernel],
     ) -> Pulled:
-        return Pulled(sent, weights, lambda: overlap_gradients(self, signal, tilt()))
+        return Pulled(
+            sent,
+            weights,
+            lambda: overlap_gradients(self, law, signal, tilt()),
+            lambda: through(response(), law.queries, law.spoken),
+        )
 
     @property
     def _width(self) -> Any:
         return self.heads * self.d_head
 
-    def _with_bias(self, heads: Kernel, squares: Array) -> Kernel:
-        """The heads with the values' bias: rows of attention sum to 1, and dropped ones have
-        second moment 1 + p/(1-p) sum a^2."""
-        if not np.any(self.value_bias):
-            return heads
-        dropped = self.drop_prob / (1 - self.drop_prob)
-        one, two = heads.lift(self.value_bias)
-        diagonal = heads.diagonal + one * (1 + dropped * squares)
-        return Kernel.joined(diagonal, heads.pairs + two, heads.resolved)
 
-    def _output(
-        self,
-        signal: Signal,
-        mixed: Kernel,
-        squares: Array,
-        shared: Callable[[], Kernel],
-        weights: Callable[[], Array] | None = None,
-    ) -> Signal:
-        heads = self._with_bias(mixed.scaled(self.d_model * self.value), squares)
-        output = Signal(heads, signal.seq_len, mean=0.0 * heads.diagonal, width=self._width)
-        if signal.spread is not None:
-            # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
-            # with one key and value in common overlap besides, by what their rows share.
-            output.spread = (heads * heads).scaled(2 / self._width)
-            together = 1 if self.kv_heads is None else self.heads / self.kv_heads
-            if together > 1:
-                mean = shared().scaled(self.d_model * self.value)
-                output.spread += (mean * mean).scaled(2 * (together - 1) / self._width)
-            row = None if weights is None else weights()
-            found = averaged_overlaps(signal, row, self.d_model * self.value)
-            if found is not None and found.norms is not None:  # the averages' own vary too
-                output.realised = Realised(output.spread + found.overlaps, None, found.shared)
-                output.spread = output.spread + found.norms
+def _with_bias(leaf: Any, heads: Kernel, squares: Array) -> Kernel:
+    """The heads with the values' bias: rows of attention sum to 1, and dropped ones have
+    second moment 1 + p/(1-p) sum a^2."""
+    if not np.any(leaf.value_bias):
+        return heads
+    dropped = leaf.drop_prob / (1 - leaf.drop_prob)
+    one, two = heads.lift(leaf.value_bias)
+    diagonal = heads.diagonal + one * (1 + dropped * squares)
+    return Kernel.joined(diagonal, heads.pairs + two, heads.resolved)
+
+
+def concatenated(
+    leaf: Any,
+    signal: Signal,
+    memory: Signal,
+    mixed: Kernel,
+    squares: Array,
+    shared: Callable[[], Kernel],
+    weights: Callable[[], Array] | None = None,
+) -> Signal:
+    """The concatenated heads of a `SelfAttention` or `CrossAttention`.
+
+    Args:
+        leaf: the attention.
+        signal, memory: the tokens that ask, and those attended to.
+        mixed: second moments per feature of sum_j a_ij y_j over the latter.
+        squares: E sum_j a_ij^2.
+        shared: gives the overlap of what two heads of one key and value mix.
+        weights: gives mean attention; None: uniform, tokens alike.
+    """
+    width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
+    heads = _with_bias(leaf, mixed.scaled(gain), squares)
+    output = Signal(heads, signal.seq_len, mean=0.0 * heads.diagonal, width=width)
+    if signal.spread is None:
         return output
+    # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
+    # with one key and value in common overlap besides, by what their rows share.
+    output.spread = (heads * heads).scaled(2 / width)
+    together = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
+    if together > 1:
+        mean = shared().scaled(gain)
+        output.spread += (mean * mean).scaled(2 * (together - 1) / width)
+    row = None if weights is None else weights()
+    found = averaged_overlaps(memory, row, gain)
+    if found is not None and found.norms is not None:  # the averages' own vary too
+        # Of another stack's tokens, those that ask are taken to know nothing; what the layers
+        # before read of them, and thus have in common with this one, is left out.
+        known = found.shared if memory is signal else (output.spread.scaled(0.0),) * 2
+        output.realised = Realised(output.spread + found.overlaps, None, known)
+        output.spread = output.spread + found.norms
+    return output
 
 
 __all__ = ["AttentionStatistics", "Padding", "SelfAttention"]

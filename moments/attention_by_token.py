@@ -153,7 +153,7 @@ def build(
             "logit_scale": law.scale * shrunk,
             "allowed": mask,
             "drop_prob": leaf.drop_prob,
-            "d_model": getattr(leaf, "memory_width", leaf.d_model),
+            "d_model": leaf.memory_width,
             "d_head": law.head_freedom,
             "norm_spread": norm_spread,
             "query_kernel": None if plain and queries is memory else asking,
@@ -168,7 +168,7 @@ def build(
 
 def memory_gain(leaf: Any) -> float:
     """Variance of a value per unit of the tokens' kernel, kept above 0."""
-    return float(max(getattr(leaf, "memory_width", leaf.d_model) * leaf.value, 1e-60))
+    return float(max(leaf.memory_width * leaf.value, 1e-60))
 
 
 def _rotation(leaf: Any, where: list[Array]) -> Rotation:

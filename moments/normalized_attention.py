@@ -11,7 +11,7 @@ from .composition import Leaf, Pullback, Pulled
 from .laws.normalization import RMSNORM
 from .normalization import FiniteNormalization
 from .short_vectors import expected_pull
-from .state import Array, Gradient, Signal
+from .state import Array, Gradient, Kernel, Signal
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,11 @@ class NormalizedAttention(Leaf):
                         found[name] = found[name] * factor / gain
                 return found
 
-            return Pulled(sent.gradient, weights)
+            def response() -> Kernel:
+                assert pulled.response is not None
+                return back_norm(Gradient(pulled.response(), gradient.seq_len)).gradient.kernel
+
+            return Pulled(sent.gradient, weights, pulled.overlaps, response)
 
         return output, pullback
 

@@ -75,6 +75,12 @@ class Kernel:
         one, two = self.lift(factor)
         return Kernel(self.diagonal * one, self.pairs * two, self.resolved)
 
+    def with_ones(self) -> Kernel:
+        """Ones in the same shape."""
+        if not self.resolved:
+            return Kernel(0.0 * self.diagonal + 1.0, 0.0 * self.pairs + 1.0)
+        return Kernel.of_matrix(np.ones_like(self.pairs))
+
     def weighted(self, diagonal: Array, pairs: Array) -> Kernel:
         """The diagonal and the pairs, each times a factor of its own."""
         return Kernel.joined(self.diagonal * diagonal, self.pairs * pairs, self.resolved)

@@ -9,11 +9,14 @@ from .propagate import Trace
 from .state import ratio_or_zero
 from .transformer import Transformer
 
+SIZE_SPREAD_NOTED = 0.2
+"""Relative variance of the last stream's squared norms beyond which a note says so."""
+
 
 def validity_warnings(model: Transformer, theory: Theory, trace: Trace) -> tuple[str, ...]:
     """Where a formula left its regime, each with the layer and the size of the error if known."""
     if theory == "refined":
-        return _collected(trace) + _unnormalised(model, trace)
+        return _collected(trace) + _unnormalised(model, trace) + _of_sizes(model, trace)
     notes = []
     if model.causal:
         notes.append(
@@ -78,6 +81,24 @@ def _collected(trace: Trace) -> tuple[str, ...]:
             layers.setdefault((point.site, note), []).append(point.layer)
     return tuple(
         f"{_layer_range(numbers)}, {site}: {note}" for (site, note), numbers in layers.items()
+    )
+
+
+def _of_sizes(model: Transformer, trace: Trace) -> tuple[str, ...]:
+    """What a stream without norms leaves out: query and key gradients hold products of realised
+    sizes. Measured at width 64, relative variances .2 to .5: 10 to 25 % (standard errors 8, 14)."""
+    last = trace.stream()[-1].signal
+    if model.norm != "none" or last.spread is None:
+        return ()
+    size = np.asarray(last.second_moment().mean_diagonal())
+    with np.errstate(all="ignore"):
+        largest = float(np.max(last.spread.mean_pairs() / size / size))
+    if not SIZE_SPREAD_NOTED <= largest < np.inf:
+        return ()
+    return (
+        "without normalisation all tokens' squared norms vary together over draws, by "
+        f"{largest:.2g} of their squared mean: squared gradients of query and key weights in the "
+        "upper layers are low by up to a quarter",
     )
 
 

@@ -220,6 +220,11 @@ class KernelAttention:
         1/d_model of it is in `backward` (see `moments.overlap`)."""
         return self._forward[2]
 
+    @property
+    def response(self) -> Array:
+        """(Lq, Lq) what the query path is per unit of G."""
+        return self._forward[1]
+
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""
         return self._forward[0].copy()
