@@ -11,7 +11,7 @@ from .errors import DomainError
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
 from .logits import LogitLaw
 from .positions import alibi_slopes
-from .state import Array, Kernel, Signal
+from .state import Array, Kernel, Signal, ratio_or_zero
 
 Mask = NDArray[np.bool_]
 
@@ -111,39 +111,42 @@ def build(
     law: LogitLaw,
     memory: Kernel,
     allowed: list[Mask],
-    norm_spread: float,
+    norm_spread: Array,
     separate_queries: bool,
-) -> tuple[list[HeadAverage], float]:
-    """The layer on every kernel of a batch, and the largest variance its logits were to have.
+) -> tuple[list[HeadAverage], Array]:
+    """The layer on every kernel of a batch, and the variance its logits were to have in each.
 
     Args:
         leaf: `SelfAttention` or `CrossAttention`.
         law: of the logits.
         memory: (..., Lk, Lk) kernel of the tokens attended to.
         allowed: a mask for every kernel.
-        norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged.
+        norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
         separate_queries: whether the queries are not the tokens attended to.
     """
     queries, keys = law.queries.kernel, law.keys.kernel
     # What the tokens have of their own, which is what a row's logits vary with.
     own = queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
-    wanted = law.scale * float(np.max(own))
-    shrunk = min(1.0, LOGIT_VARIANCE_MAX / max(wanted, 1e-300))
+    wanted = law.scale * own
+    scales = law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300))
+    lead = memory.pairs.shape[:-2]
+    scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
     heads: list[HeadAverage] = []
     turned = leaf.rotary is not None
     value_gain = memory_gain(leaf)
-    matrices = zip(flat(queries), flat(keys), flat(memory), allowed, strict=True)
-    for asking, asked, values, mask in matrices:
+    kernels = flat(queries), flat(keys), flat(memory)
+    matrices = zip(*kernels, allowed, scales, spreads, strict=True)
+    for asking, asked, values, mask, scale, spread in matrices:
         where = [positions(len(one), leaf.sequences) for one in (asking, asked)]
         # A common shift of all keys cancels in the softmax unless it is turned.
         plain = law.keys.gain is None and (not turned or keys is memory)
         settings = {
-            "logit_scale": law.scale * shrunk,
+            "logit_scale": float(scale),
             "allowed": mask,
             "drop_prob": leaf.drop_prob,
             "d_model": getattr(leaf, "memory_width", leaf.d_model),
             "d_head": law.head_freedom,
-            "norm_spread": norm_spread,
+            "norm_spread": float(spread),
             "query_kernel": None if plain and queries is memory else asking,
             "key_kernel": None if plain else asked,
             "rotation": _rotation(leaf, where) if turned else None,
@@ -188,8 +191,10 @@ def flat(kernel: Kernel) -> Array:
     return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
 
 
-def mean_spread(signal: Signal) -> float:
-    """Var |x|^2 / E^2 |x|^2, averaged over tokens; 0 where it is not followed."""
+def mean_spread(signal: Signal) -> Array:
+    """Var |x|^2 / E^2 |x|^2 of every configuration, averaged over its tokens; 0 where it is not
+    followed."""
     if signal.spread is None:
         return 0.0
-    return float(np.mean(signal.spread.diagonal / signal.kernel.diagonal**2))
+    own = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
+    return own.mean(-1) if signal.resolved else own

@@ -14,7 +14,7 @@ from .attention_statistics import AttentionStatistics, attention_statistics
 from .evaluation import evaluate
 from .laws.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from .logits import positive
-from .state import Array, Kernel, Signal
+from .state import Array, Kernel, Signal, ratio_or_zero
 
 AlikePullback = Callable[[Kernel], tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]]
 
@@ -35,7 +35,7 @@ def _statistics(
     own = 1 - correlation
     spread = 0.0
     if signal.spread is not None:
-        spread = signal.spread.diagonal / signal.kernel.diagonal**2
+        spread = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
     if signal.algebra is FLOAT:
         # Tokens that are all but equal have logits without variance at any scale.
         scale = min(wanted, LOGIT_VARIANCE_MAX / max(own, 1e-12))

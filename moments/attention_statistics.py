@@ -60,10 +60,14 @@ class _Rule(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _rule(variance: float, points: int | None = None) -> _Rule:
+def _rule(variance: float, count: int = 0) -> _Rule:
+    """The default rule of that relative variance; `count` nodes at least, those added of weight
+    0."""
     from .softmax import chi_square_rule
 
-    nodes, weights = chi_square_rule(2 / variance, points)
+    nodes, weights = chi_square_rule(2 / variance if variance else np.inf)
+    added = max(count - nodes.size, 0)
+    nodes, weights = np.append(nodes, np.ones(added)), np.append(weights, np.zeros(added))
     count = nodes.size
     return _Rule(
         nodes,
@@ -75,13 +79,17 @@ def _rule(variance: float, points: int | None = None) -> _Rule:
 
 
 def _rules(variance: Any) -> _Rule:
-    """The rule, along a new last axis where every configuration has one of its own."""
+    """The rule, along a new last axis where every configuration has one of its own: the one that
+    it has alone."""
     if np.ndim(variance) == 0:
         return _rule(float(variance))
-    flat = [_rule(float(v), 5) for v in np.ravel(variance)]
-    return _Rule(
-        *[np.stack(part).reshape(*np.shape(variance), -1) for part in zip(*flat, strict=True)]
-    )
+    distinct, where = np.unique(variance, return_inverse=True)
+    if distinct.size == 1:
+        return _rule(float(distinct[0]))
+    count = max(_rule(v).nodes.size for v in distinct.tolist())
+    rules = zip(*(_rule(v, count) for v in distinct.tolist()), strict=True)
+    shape = np.shape(variance)
+    return _Rule(*[np.stack(part)[where.ravel()].reshape(*shape, -1) for part in rules])
 
 
 class _Norms(NamedTuple):

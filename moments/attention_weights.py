@@ -48,8 +48,8 @@ def projection_gradients(
     width, weight = leaf.heads * leaf.d_head, _weights(leaf)
     grown = overlap_gradients(leaf, signal, tilt)
     norms = {
-        "query": size * (tokens * query).total(length) / weight["query"],
-        "key": size * (tokens * key).total(length) / weight["key"] + grown["key"] / size,
+        "query": size * (tokens * query).total(length) * weight["query"],
+        "key": size * (tokens * key).total(length) * weight["key"] + grown["key"] / size,
         "value": size * width * (mixed * received).total(length),
     }
     if leaf.has_bias:
@@ -59,8 +59,8 @@ def projection_gradients(
         # A shift of all keys moves no softmax, unless positions turn it or a norm takes it up.
         moved = leaf.rotary is not None or leaf.qk_norm is not None
         biases = {
-            "query": query.total(length) / weight["query"],
-            "key": np.maximum(key.total(length), 0.0) / weight["key"] if moved else 0.0,
+            "query": query.total(length) * weight["query"],
+            "key": np.maximum(key.total(length), 0.0) * weight["key"] if moved else 0.0,
             "value": width * ones.total(length),
         }
         norms |= {f"{name}.bias": biases[name] for name in biased(leaf.has_bias)}
@@ -78,10 +78,10 @@ def overlap_gradients(leaf: Any, signal: Signal, tilt: Kernel) -> dict[str, Arra
     """What queries' and keys' squared gradient norms gain per unit of the overlaps' variance."""
     weight = _weights(leaf)
     total = leaf.d_model * (signal.second_moment() * tilt).total(signal.seq_len)
-    grown = {name: total / weight[name] for name in ("query", "key")}
+    grown = {name: total * weight[name] for name in ("query", "key")}
     grown |= _gains(leaf, grown)
     if "query" in biased(leaf.has_bias):
-        grown["query.bias"] = tilt.total(signal.seq_len) / weight["query"]
+        grown["query.bias"] = tilt.total(signal.seq_len) * weight["query"]
     return grown
 
 
@@ -93,12 +93,22 @@ def _gains(leaf: Any, norms: dict[str, Array]) -> dict[str, Array]:
     """
     if leaf.qk_norm is None or not leaf.norm_affine:
         return {}
-    weight, tangent = _weights(leaf), 1 - 1 / leaf.d_head
-    return {f"{name}.norm.gain": norms[name] * weight[name] / tangent for name in ("query", "key")}
+    tangent = 1 - 1 / leaf.d_head
+    return {
+        f"{name}.norm.gain": norms[name] * getattr(leaf, name) / tangent
+        for name in ("query", "key")
+    }
 
 
 def _weights(leaf: Any) -> dict[str, Array]:
-    biases = {"query": leaf.query_bias, "key": leaf.key_bias}
-    return {
-        name: positive(getattr(leaf, name), bias / leaf.d_model) for name, bias in biases.items()
-    }
+    """What a path's kernel is times for its weight's gradient: 1 over the weight's variance, and
+    nothing where the other of the two is without weights and without a bias."""
+    return inverse_variances(leaf, leaf.d_model, leaf.d_model)
+
+
+def inverse_variances(leaf: Any, asking: Any, asked: Any) -> dict[str, Array]:
+    """As `_weights`, for queries and keys of tokens of these widths."""
+    query = positive(leaf.query, leaf.query_bias / asking)
+    key = positive(leaf.key, leaf.key_bias / asked)
+    there = (np.add(leaf.query, leaf.query_bias) > 0, np.add(leaf.key, leaf.key_bias) > 0)
+    return {"query": there[1] / query, "key": there[0] / key}

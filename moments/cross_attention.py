@@ -20,7 +20,7 @@ from .attention_by_token import (
     same_sequence,
     variance_notes,
 )
-from .attention_weights import biased
+from .attention_weights import biased, inverse_variances
 from .composition import Pulled, Reader, ReaderPullback
 from .errors import domain_error
 from .logits import LogitLaw, logit_law, positive, through
@@ -106,33 +106,33 @@ class CrossAttention(Reader):
             query = through(paths.query, law.queries, law.spoken)
             query = query.scaled(self.memory_width / self.d_model)
             key = through(paths.key, law.keys, law.spoken)
-            variances = (
-                positive(self.query, self.query_bias / self.d_model),
-                positive(self.key, self.key_bias / self.memory_width),
-            )
+            weight = inverse_variances(self, self.d_model, self.memory_width)
 
             def overlaps() -> dict[str, Array]:
                 """As `attention_weights.overlap_gradients`."""
                 tilt = through(paths.tilt(), law.queries, law.spoken).scaled(self.memory_width)
                 total = (asking * tilt).total(signal.seq_len)
-                grown = {"cross_query": total / variances[0], "cross_key": total / variances[1]}
+                grown = {f"cross_{name}": total * one for name, one in weight.items()}
                 if "query" in biased(self.has_bias):
-                    grown["cross_query.bias"] = tilt.total(signal.seq_len) / variances[0]
+                    grown["cross_query.bias"] = tilt.total(signal.seq_len) * weight["query"]
                 return grown
 
             def weights() -> dict[str, Array]:
                 counts = signal.seq_len, memory.seq_len
+                through_key = self.memory_width * (asked * key).total(counts[1])
                 norms = {
-                    "cross_query": self.d_model * (asking * query).total(counts[0]) / variances[0],
-                    "cross_key": self.memory_width * (asked * key).total(counts[1]) / variances[1],
+                    "cross_query": self.d_model
+                    * (asking * query).total(counts[0])
+                    * weight["query"],
+                    "cross_key": through_key * weight["key"],
                     "cross_value": self.memory_width * width * (mixed * received).total(counts[0]),
                 }
                 norms["cross_key"] += overlaps()["cross_key"] / self.memory_width
                 if self.has_bias:
                     ones = received.with_diagonal(received.diagonal * (1 + dropped * squares))
                     biases = {
-                        "query": query.total(counts[0]) / variances[0],
-                        "key": self._key_bias(key.total(counts[1]) / variances[1]),
+                        "query": query.total(counts[0]) * weight["query"],
+                        "key": self._key_bias(key.total(counts[1]) * weight["key"]),
                         "value": width * ones.total(counts[0]),
                     }
                     norms |= {f"cross_{name}.bias": biases[name] for name in biased(self.has_bias)}

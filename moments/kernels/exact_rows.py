@@ -22,8 +22,8 @@ from moments.softmax.encoding import decode_participation, decode_square_pair
 
 Array = NDArray[np.float64]
 
-THETA_LEAST = 1e-6
-"""Variances below are moved here, where every statistic is linear to six digits."""
+THETA_LEAST = 1e-9
+"""Variances below are moved here, where every statistic is linear to nine digits."""
 
 
 def tabulated(theta: Array) -> Array:

@@ -92,7 +92,8 @@ def row_statistics(
     own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
     diagonal = prior @ np.diag(kernel)
     overlap = np.einsum("ij,ij->i", prior @ kernel, prior)
-    own_part = (1.0 - overlap / diagonal) / (1.0 - 1.0 / keys)
+    sized = np.where(diagonal > 0.0, diagonal, 1.0)  # of keys without any size there is no part
+    own_part = (1.0 - overlap / sized) / (1.0 - 1.0 / keys)
     logs = np.log(np.where(prior > 0.0, prior, 1.0))
     uniform = np.maximum(-(prior * logs).sum(1), 0.0)  # entropy without any logits
     return RowStatistics(
@@ -100,7 +101,7 @@ def row_statistics(
         temperature,
         variance,
         unshared,
-        np.clip(unshared / diagonal, 0.0, 2.0),
+        np.clip(unshared / sized, 0.0, 2.0),
         np.where(several, np.clip(own_part, 0.0, 2.0), 0.0),
         theta,
         reference.keys,
