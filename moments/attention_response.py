@@ -27,6 +27,7 @@ import numpy as np
 from .attention import SelfAttention
 from .block_noise import ratio
 from .kernels import exact_rows
+from .kernels.logits import prior_weights
 from .kernels.row_statistics import mean_attention, row_statistics
 from .sensitivity import SINGLE, diagonal, symmetric, transposed
 from .state import Array
@@ -96,7 +97,7 @@ class AttentionResponse:
         flat = kernel.reshape(-1, *kernel.shape[-2:])
         dropped = attention.drop_prob / (1 - attention.drop_prob)
         built = [
-            _response(one, mask.astype(float), tau, dropped, float(attention.d_model))
+            _response(one, prior_weights(mask, None), tau, dropped, float(attention.d_model))
             for one, mask in zip(flat, allowed, strict=True)
         ]
         axes = kernel.shape[:-2]
