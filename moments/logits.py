@@ -80,7 +80,11 @@ def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, 
     left, right = kernel.over_tokens(np.sqrt(inverse))
     back = left * right * np.maximum(1.0 + (1.5 * square - 0.5) / width, 0.0)
     own = inverse * (1.0 + 1.0 / width)
-    return Side(directions, Kernel.joined(own, back, kernel.resolved), 1.0)
+    returned = Kernel.joined(own, back, kernel.resolved)
+    # On the scale of the largest: epsilon may leave next to nothing.
+    largest = shrunk.max(-1) if kernel.resolved else shrunk
+    one = ratio_or_zero(1.0, largest)
+    return Side(directions.scaled(one), returned.scaled(one), largest)
 
 
 def cap_slope(variance: Any, cap: float) -> Any:
