@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .kernels import exact_rows
 from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, finite_rows
 from .kernels.widths import Widths
-from .softmax import PairStatistics, RowStatistics, SquareTable
+from .softmax import PairStatistics, RowStatistics
 from .state import Array, Kernel, ratio_or_zero
-
-THETA_LEAST, THETA_MOST = 1e-9, 32.0
-"""Logit variances that the exact evaluator is asked for; its tables end at 8."""
 
 
 class _Tables:
@@ -34,10 +32,10 @@ class _Tables:
 
     def __init__(self, keys: int) -> None:
         self.keys = keys
-        self._rows = SquareTable.load().at_length(keys)
+        self._rows = exact_rows.AlikeRows(keys)
 
     def tabulated(self, theta: Array) -> Array:
-        return np.asarray(np.clip(theta, THETA_LEAST, THETA_MOST))
+        return exact_rows.tabulated(theta)
 
     def rows(self, theta: Array, keys: Array) -> RowStatistics:
         return self._rows.single(theta)

@@ -22,7 +22,7 @@ import numpy as np
 from .state import Array
 
 if TYPE_CHECKING:
-    from .softmax import SquareRows
+    from .kernels.exact_rows import AlikeRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,10 @@ class AttentionStatistics:
 
 
 @functools.lru_cache(maxsize=256)
-def _rows(seq_len: int) -> SquareRows:
-    from .softmax import SquareTable
+def _rows(seq_len: int) -> AlikeRows:
+    from .kernels.exact_rows import AlikeRows
 
-    return SquareTable.load().at_length(seq_len)
+    return AlikeRows(seq_len)
 
 
 class _Rule(NamedTuple):
@@ -134,9 +134,6 @@ def _lift(x: Any) -> Any:
     return x[..., None] if np.ndim(x) else x
 
 
-_THETA_LARGEST = 30.0  # statistics end soon above
-
-
 def attention_statistics(
     logit_scale: Array,
     correlation: Array,
@@ -154,7 +151,7 @@ def attention_statistics(
         d_model, d_head: widths that make the queries' norms fluctuate.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token; 0 after a normalisation.
     """
-    from .softmax.fixed_norms import STIFFNESS_LEAST, key_corrections
+    from .softmax.fixed_norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections
 
     scalar = type(logit_scale) is float
     deficit = _positive_part(1 / d_model - norm_spread / 2)
@@ -166,7 +163,7 @@ def attention_statistics(
     rows = _rows(seq_len)
     # Fourth cumulant -6/(D+2) of a coordinate on a sphere in D dimensions.
     dimension = 1 / (deficit * (1 - correlation) ** 2 + STIFFNESS_LEAST) + 2
-    keys = key_corrections(rows.single, theta[..., 0], dimension, _THETA_LARGEST)
+    keys = key_corrections(rows.single, theta[..., 0], dimension, CORRECTED_MAX)
     keys_of_nodes = keys._replace(dimension=_lift(keys.dimension), share=_lift(keys.share))
     seen = keys_of_nodes.covariance(
         np.concatenate([row_theta, pair_theta, pair_theta], -1),
@@ -180,7 +177,7 @@ def attention_statistics(
     # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
     row = _averages(single, norms.row_weights, norms.row)
     both = _averages(pair, norms.pair_weights, psi)
-    inside = np.minimum(theta[..., 0], _THETA_LARGEST)
+    inside = np.minimum(theta[..., 0], CORRECTED_MAX)
     values = {
         "logit_scale": logit_scale,
         "norm_deficit": deficit,

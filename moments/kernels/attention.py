@@ -95,8 +95,7 @@ class KernelAttention:
         effective_keys: (Lq,) number of independent keys of the row's reference (`reference`).
         entropy: (Lq,) E[-sum_j a_ij log a_ij] in nats, of the reference row spread over the allowed
             keys: exact for exchangeable kernels.
-        beyond_tables: (Lq,) whether theta is beyond 8, where the joint law is frozen (its
-            derivative still grows like theta^(1/2) at correlation 1): finite, but not validated.
+        beyond_tables: (Lq,) whether theta is beyond 8, where rows are those of `softmax.peaked`.
     """
 
     def __init__(
