@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 from .errors import DomainError
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
+from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw
 from .positions import alibi_slopes
 from .state import Array, Kernel, Signal, ratio_or_zero
 
 Mask = NDArray[np.bool_]
 
-LOGIT_VARIANCE_MAX = 1000.0
-"""Logit variance by token, averaged, beyond which that of 1000 stands in: what queries and keys
-send back then lacks a factor of the root of the rest."""
+LOGIT_VARIANCE_MAX = THETA_PEAKED
+"""Logit variance, averaged over a kernel's tokens, beyond which that variance stands in."""
 
 HEADS_RESOLVED = 4
 """Heads of different distance penalties that are followed one by one; more are averaged by a Gauss
@@ -39,6 +39,12 @@ def variance_notes(logit_variance: Array) -> tuple[str, ...]:
         "picks one token, by the law of the largest logits (gradients of a layer within 5 % for "
         "tokens alike, within a factor of 1.6 where their variances differ by 10)"
     )
+    if largest > LOGIT_VARIANCE_MAX:
+        lost = (largest / LOGIT_VARIANCE_MAX) ** 0.5
+        text += (
+            f"; beyond {LOGIT_VARIANCE_MAX:g} that variance stands in, and what queries and keys "
+            f"send back is low by up to {lost:.2g} in each such layer"
+        )
     return (text,)
 
 

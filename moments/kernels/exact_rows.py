@@ -20,12 +20,14 @@ from moments.softmax.chebyshev import (
     theta_coordinate,
 )
 from moments.softmax.encoding import decode_participation, decode_square_pair
+from moments.softmax.exact import THETA_EXACT
 from moments.softmax.peaked import at_edge, pairs_beyond, rows_beyond
 
 Array = NDArray[np.float64]
 
-THETA_PEAKED = 1e6
-"""Variances beyond are moved here: rows of one key each, but for 1 in 500."""
+THETA_PEAKED = 200.0
+"""Logit variances beyond are moved here: the joint laws in single precision were finite up to it,
+and queries and keys then lack a factor of the root of the rest."""
 
 THETA_LEAST = 1e-9
 """Variances below are moved here, where every statistic is linear to nine digits."""
@@ -45,7 +47,7 @@ def rows(theta: Array, keys: Array) -> RowStatistics:
     return rows_beyond(variance, count, inside)
 
 
-EVALUATED = 2 * THETA_MAX
+EVALUATED = THETA_EXACT
 """Variance up to which rows of one length are evaluated exactly beyond the tables, in a millisecond
 each, and pairs in some ten."""
 

@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moments.softmax.chebyshev import THETA_MAX
 from moments.softmax.exact import RowStatistics
 
 STIFFNESS_LEAST = 1e-12
 """Stands for a fourth cumulant of 0: Gaussian keys."""
 
-CORRECTED_MAX = 0.95 * THETA_MAX
+CORRECTED_MAX = 30.0
 """Logit variance beyond which what is of first order in the widths stays as it is there."""
 
 _RELATIVE_STEP = 0.02
