@@ -58,6 +58,11 @@ class RowStatistics:
     variance_response: Array
 
     @property
+    def held(self) -> Array:
+        """1, and below 1 for rows beyond all laws: the factor on their logit variance."""
+        return self.theta / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
+
+    @property
     def softening(self) -> Array:
         """Factor on the logit covariance that brings the row into the range of the tables."""
         inside = np.minimum(self.theta, THETA_MAX)
