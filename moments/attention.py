@@ -11,7 +11,6 @@ import numpy as np
 from .attention_alike import AlikeAttention, averaged
 from .attention_by_token import (
     BEYOND_TABLES,
-    LOGIT_VARIANCE_MAX,
     attention_facts,
     build,
     flat,
@@ -24,6 +23,7 @@ from .attention_statistics import AttentionStatistics
 from .attention_weights import Paths, of_rows, overlap_gradients, projection_gradients
 from .composition import Leaf, Pullback, Pulled
 from .errors import domain_error
+from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive, through
 from .positions import RelativeBias, Rotary
 from .realised import averaged_overlaps
@@ -242,7 +242,7 @@ class SelfAttention(Leaf):
             tokens,
             query_count=length,
             key_count=length,
-            scale=law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)),
+            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
             drop_prob=self.drop_prob,
             d_model=self.d_model,
             d_head=law.head_freedom,

@@ -27,6 +27,7 @@ import numpy as np
 from .attention import SelfAttention
 from .block_noise import ratio
 from .kernels import exact_rows
+from .kernels.logits import prior_weights
 from .kernels.row_statistics import mean_attention, row_statistics
 from .sensitivity import SINGLE, diagonal, symmetric, transposed
 from .state import Array
@@ -96,7 +97,7 @@ class AttentionResponse:
         flat = kernel.reshape(-1, *kernel.shape[-2:])
         dropped = attention.drop_prob / (1 - attention.drop_prob)
         built = [
-            _response(one, mask.astype(float), tau, dropped, float(attention.d_model))
+            _response(one, prior_weights(mask, None), tau, dropped, float(attention.d_model))
             for one, mask in zip(flat, allowed, strict=True)
         ]
         axes = kernel.shape[:-2]
@@ -165,7 +166,7 @@ class AttentionResponse:
         """(..., L) correlation of a row's query with others', as gradients weigh them."""
         size = np.sqrt(np.diagonal(self.kernel, axis1=-2, axis2=-1))
         weight = np.diagonal(gradient, axis1=-2, axis2=-1)
-        correlation = self.kernel / (size[..., :, None] * size[..., None, :])
+        correlation = ratio(self.kernel, size[..., :, None] * size[..., None, :])
         others = (correlation @ weight[..., None])[..., 0] - weight
         return np.clip(ratio(others, weight.sum(-1)[..., None] - weight), 0.0, 1.0)
 
@@ -199,7 +200,7 @@ def _response(
     weights = mean_attention(kernel, allowed, rows, np.arange(len(kernel)), tau)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1 + 1e-6, rows.own_response * theta, theta)
-    correlation = kernel / np.sqrt(np.outer(own, own))
+    correlation = ratio(kernel, np.sqrt(np.outer(own, own)))
     shapes = [0.0, 0.0, 0.0]
     for to_rows in (lambda v: v[:, None], lambda v: v[None, :]):
         shapes = [
@@ -219,7 +220,9 @@ def _response(
     overlap = weights @ kernel**2 @ weights.T - cross - cross.T + means**2
     query = slope * (overlap + np.outer(apart, apart) / d_model)
     # Dropout makes logits matter by what their keys have of their own, whatever they share.
-    through_keys = np.eye(len(kernel)) * dropped / np.maximum(rows.unshared / own.mean(), 0.05)
+    through_keys = (
+        np.eye(len(kernel)) * dropped / np.maximum(ratio(rows.unshared, own.mean()), 0.05)
+    )
     by_head = kernel * (chord + slope * (1 + through_keys))
     return weights, dropped * squares, by_head, query, slope, change, rows.theta, rows.keys
 

@@ -97,8 +97,12 @@ def projection_gradients(
     """
     width, length = leaf.heads * leaf.d_head, signal.seq_len
     grown = _overlap_gradients(leaf, law, signal, paths.tilt)
-    found = _of_side(leaf, law, "query", signal, paths.query)
-    found |= _of_side(leaf, law, "key", memory, paths.key)
+    found: dict[str, Array] = {}
+    sides = (("query", signal, paths.query), ("key", memory, paths.key))
+    inverse = _inverse_variances(leaf)
+    for side, tokens, path in sides:
+        sent = _of_side(leaf, law, side, tokens, path)
+        found |= {name: norm * inverse[side] for name, norm in sent.items()}
     found["value"] = leaf.memory_width * width * (mixed * received).total(length)
     found["key"] = found["key"] + grown["key"] / leaf.memory_width
     if leaf.qk_norm is not None and leaf.norm_affine:
@@ -131,10 +135,11 @@ def overlap_gradients(leaf: Any, law: LogitLaw, signal: Signal, tilt: Kernel) ->
 
 
 def _overlap_gradients(leaf: Any, law: LogitLaw, signal: Signal, tilt: Kernel) -> dict[str, Array]:
-    grown = _of_side(leaf, law, "query", signal, tilt)
+    inverse = _inverse_variances(leaf)
+    of_query = _of_side(leaf, law, "query", signal, tilt)
+    grown = {name: norm * inverse["query"] for name, norm in of_query.items()}
     # The same sum of overlaps of queries times overlaps of keys, seen from the keys' side.
-    queries, keys = (_variance(leaf, name) for name in ("query", "key"))
-    grown["key"] = grown["query"] * queries / keys
+    grown["key"] = of_query["query"] * inverse["key"]
     if leaf.qk_norm is not None and leaf.norm_affine:
         gain = _of_gain(leaf, law, law.queries.kernel * tilt, signal.seq_len)
         grown["query.norm.gain"] = grown["key.norm.gain"] = gain
@@ -167,22 +172,24 @@ def _within_heads(kernel: Kernel, path: Kernel, rows: Rows) -> Kernel:
 
 
 def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) -> dict[str, Array]:
-    """Of one projection, its bias and the gain behind it, from what a path sends."""
+    """Of one projection, its bias and the gain behind it, from what a path sends, times the
+    variance of the projection's entries."""
     side = law.queries if name == "query" else law.keys
     kernel, length = tokens.second_moment(), tokens.seq_len
     sent, size = through(path, side, law.spoken), leaf.memory_width
-    variance = _variance(leaf, name)
-    found = {name: size * (kernel * sent).total(length) / variance}
+    found = {name: size * (kernel * sent).total(length)}
     if name in biased(leaf.has_bias):
-        found[f"{name}.bias"] = size / tokens.width * sent.total(length) / variance
+        found[f"{name}.bias"] = size / tokens.width * sent.total(length)
     return found
 
 
-def _variance(leaf: Any, name: str) -> Array:
-    """Of a projection's entries; one of zeros still receives a gradient."""
-    if name == "query":
-        return positive(leaf.query, leaf.query_bias / leaf.d_model)
-    return positive(leaf.key, leaf.key_bias / leaf.memory_width)
+def _inverse_variances(leaf: Any) -> dict[str, Array]:
+    """1 over the variance of a projection's entries, in the limit of small ones; 0 where the other
+    of the two is without weights and without a bias, so that nothing reaches this one."""
+    query = positive(leaf.query, leaf.query_bias / leaf.d_model)
+    key = positive(leaf.key, leaf.key_bias / leaf.memory_width)
+    there = (np.add(leaf.query, leaf.query_bias) > 0, np.add(leaf.key, leaf.key_bias) > 0)
+    return {"query": there[1] / query, "key": there[0] / key}
 
 
 def _prefixed(leaf: Any, norms: dict[str, Array]) -> dict[str, Array]:

@@ -174,7 +174,7 @@ def course(layers: Sequence[Layer], trace: Trace, batch: int, top: Any = None) -
     steps = linearise(layers, trace, modes, overlaps)
     draws = _Draws(modes, entering.width, batch)
     signal_noise, first = draws.signal(steps.signal, entering, overlaps)
-    injected = modes.of(last.kernel) / np.asarray(last.kernel.diagonal)[..., None]
+    injected = ratio(modes.of(last.kernel), np.asarray(last.kernel.diagonal)[..., None])
     gradient_noise, received = draws.gradient(steps.gradient, injected)
     exposed = 0.0 * received
     if top is not None:
@@ -295,7 +295,7 @@ class _Draws:
         if signal.spread is None or np.any(signal.spread.diagonal):
             return noise
         # a norm has fixed every token's size: only the split between the modes is left
-        part = base * self.modes.average / np.asarray(signal.kernel.diagonal)[..., None]
+        part = ratio(base * self.modes.average, np.asarray(signal.kernel.diagonal)[..., None])
         split = np.eye(2) - part[..., None, :]
         return split @ noise @ transposed(split)
 

@@ -12,7 +12,6 @@ from .attention import Padding, concatenated
 from .attention_alike import AlikeAttention
 from .attention_by_token import (
     BEYOND_TABLES,
-    LOGIT_VARIANCE_MAX,
     Mask,
     attention_facts,
     build,
@@ -24,6 +23,7 @@ from .attention_by_token import (
 from .attention_weights import Paths, of_rows, overlap_gradients, projection_gradients
 from .composition import Pulled, Reader, ReaderPullback
 from .errors import domain_error
+from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive, through
 from .state import Array, Gradient, Kernel, Signal
 
@@ -183,7 +183,7 @@ class CrossAttention(Reader):
             asked,
             query_count=signal.seq_len,
             key_count=memory.seq_len,
-            scale=law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)),
+            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
             drop_prob=self.drop_prob,
             d_model=self.memory_width,
             d_head=law.head_freedom,

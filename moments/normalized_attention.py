@@ -6,8 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from .attention import Padding, SelfAttention
 from .composition import Leaf, Pullback, Pulled
+from .errors import domain_error
 from .laws.normalization import RMSNORM
 from .normalization import FiniteNormalization
 from .short_vectors import expected_pull
@@ -42,6 +45,9 @@ class NormalizedAttention(Leaf):
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         own = self.attention
+        if not np.all(np.add(own.value, own.value_bias) > 0):
+            allowed = "above 0 where values are normalised"
+            raise domain_error("value", own.value, allowed, "zeros have no direction")
         unit = FiniteNormalization(RMSNORM, own.label, own.norm_epsilon, centres=False)
         inner, back_norm = unit.forward(signal)
         gain = own.d_model * own.value

@@ -73,7 +73,8 @@ class Elementwise:
             values.append((output.second_moment().pairs, pullback(ones).gradient.kernel.pairs))
         (out, back), (out_near, back_near), (out_grown, back_grown) = values
         diag = np.arange(kernel.pairs.shape[-1])
-        onward, change = (out - out_near) / (STEP * scale), (back - back_near) / (STEP * scale)
+        onward = ratio(out - out_near, STEP * scale)
+        change = ratio(back - back_near, STEP * scale)
         onward[..., diag, diag] = change[..., diag, diag] = 0.0
         own = (out_grown - out) / STEP - onward * kernel.pairs
         back_own = (back_grown - back) / STEP - change * kernel.pairs
@@ -117,11 +118,11 @@ class Elementwise:
     @functools.cached_property
     def _coherence(self) -> Array:
         factor = Kernel.of_matrix(self.back)
-        return factor.mean_pairs() / factor.mean_diagonal()
+        return ratio(factor.mean_pairs(), factor.mean_diagonal())
 
     def _by_size(self, pairs: Array) -> Array:
         """Each of two tokens has half a share in their pair."""
-        return pairs.sum(-1) / np.diagonal(self.kernel, axis1=-2, axis2=-1)
+        return ratio(pairs.sum(-1), np.diagonal(self.kernel, axis1=-2, axis2=-1))
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ Array = Any  # float or numpy array; see the module docstring
 def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
     """A share or a correlation; 0 where there is nothing to share."""
     if type(denominator) is float or np.ndim(denominator) == 0:
-        return numerator / denominator if denominator else 0.0
-    return np.divide(numerator, denominator, out=np.zeros_like(denominator), where=denominator != 0)
+        return numerator / denominator if denominator else 0.0 * numerator
+    found = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
+    return np.divide(numerator, denominator, out=found, where=denominator != 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -208,13 +209,13 @@ class Signal:
         return self.kernel.resolved
 
     def correlation(self) -> Array:
-        """Correlation of every pair, kept inside [-1, 1] against rounding."""
+        """Correlation of every pair, kept inside [-1, 1] against rounding; 0 without variance."""
         kernel = self.kernel
         if type(kernel.diagonal) is float:
-            return min(1.0, max(-1.0, kernel.pairs / kernel.diagonal))
+            return min(1.0, max(-1.0, ratio_or_zero(kernel.pairs, kernel.diagonal)))
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = np.sqrt(first * second) if kernel.resolved else first
-        return np.clip(kernel.pairs / scale, -1.0, 1.0)
+        return np.clip(ratio_or_zero(kernel.pairs, scale), -1.0, 1.0)
 
     def cosine_square(self) -> Array:
         """Squared cosine between the vectors of every pair of tokens, means included."""

@@ -190,7 +190,7 @@ class _Network:
         kernel = self.first.kernel.pairs.astype(SINGLE)
         if self.first.spread is not None and not np.any(self.first.spread.diagonal):
             # a norm has fixed every token's size
-            lost = (sensitivity * kernel).sum(-1) / np.diagonal(kernel, axis1=-2, axis2=-1)
+            lost = ratio((sensitivity * kernel).sum(-1), np.diagonal(kernel, axis1=-2, axis2=-1))
             sensitivity = sensitivity - diagonal(lost)
         total += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
         across = (sensitivity.sum((-2, -1)) * self.overlaps[0]) ** 2
@@ -203,7 +203,7 @@ class _Network:
         for part, share in zip(self.parts, coherence, strict=True):
             found.append(overlap)
             if part.residual:
-                carried = part.skip * trace_of(part.entering) / trace_of(part.leaving)
+                carried = ratio(part.skip * trace_of(part.entering), trace_of(part.leaving))
                 added = 1 - carried
                 fresh = (2 * carried + part.kappa / 2 * added) * added / self.width
                 overlap = (carried + share * added) ** 2 * overlap + fresh
@@ -214,7 +214,7 @@ class _Network:
         if self.batch == 1:
             return 0.0
         variance = np.diagonal(self.parts[k].entering, axis1=-2, axis2=-1).mean(-1)
-        square = (self.overlaps[k] / variance) ** 2 + 1 / self.width
+        square = ratio(self.overlaps[k], variance) ** 2 + 1 / self.width
         return (1 - 1 / self.batch) * square
 
     def _across(self, sensitivity: Array, k: int) -> Array:

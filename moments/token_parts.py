@@ -263,7 +263,7 @@ def _own_fluctuation(path: Chain, entering: Signal, reached: Signal) -> Array:
 def _relative_spread(signal: Signal) -> Array:
     """Var |x|^2/E^2 |x|^2, averaged over tokens."""
     assert signal.spread is not None
-    return (signal.spread.diagonal / signal.second_moment().diagonal ** 2).mean(-1)
+    return ratio(signal.spread.diagonal, signal.second_moment().diagonal ** 2).mean(-1)
 
 
 def trace_of(kernel: Array) -> Array:

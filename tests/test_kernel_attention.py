@@ -454,7 +454,7 @@ def test_hard_attention_keeps_its_growth() -> None:
     ("change", "named"),
     [
         ({"kernel": np.ones((2, 3))}, "kernel"),
-        ({"kernel": np.diag([1.0, 0.0])}, "kernel"),
+        ({"kernel": np.diag([1.0, -0.1])}, "kernel"),
         ({"kernel": np.full((2, 2), np.nan)}, "kernel"),
         ({"logit_scale": -1.0}, "logit_scale"),
         ({"logit_scale": np.inf}, "logit_scale"),
