@@ -133,10 +133,9 @@ def _deberta(read: Entries, seq_len: int | None) -> Transformer:
     """
     read.refuse("conv_kernel_size", 0, "a convolution beside the first layer")
     read.refuse("embedding_size", read("hidden_size"), "a projection of narrower token tables")
-    kinds = read("pos_att_type", [])
-    terms = [t for t in (kinds.split("|") if isinstance(kinds, str) else kinds) if t]
+    terms = read.texts("pos_att_type")
     if read("relative_attention", False) and terms:
-        read.leave_out("pos_att_type", kinds, "logits are those of query and key alone")
+        read.leave_out("pos_att_type", terms, "logits are those of query and key alone")
     for name in ("relative_attention", "norm_rel_ebd", "position_buckets", "share_att_key"):
         read(name, None)
     read("max_relative_positions", None)
