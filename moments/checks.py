@@ -11,7 +11,6 @@ import numpy as np
 from .errors import DomainError, domain_error
 from .symbols import Interval
 
-
 MOST = 2**63 - 1
 """The largest integer that arrays can hold."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -26,6 +27,28 @@ def domain_error(argument: str, value: object, allowed: str, remedy: str = "") -
     """
     message = f"{argument} = {brief(value)}: must be {allowed}"
     return DomainError(f"{message}; {remedy}" if remedy else message)
+
+
+def unknown_name(argument: str, value: object, known: Iterable[str], more: str = "") -> DomainError:
+    """The error for a name that is none of those known: it says the nearest, else all of them.
+
+    Args:
+        argument: what was to be named.
+        value: the name given.
+        known: the names there are.
+        more: what else is allowed, in words.
+
+    >>> str(unknown_name("norm", "pots", ["pre", "post"]))
+    "norm = 'pots': no such name; did you mean 'post'?"
+    """
+    from difflib import get_close_matches
+
+    names = list(known)
+    near = get_close_matches(value[:100], names, cutoff=0.7) if isinstance(value, str) else []
+    if near:
+        meant = " or ".join(map(repr, near))
+        return DomainError(f"{argument} = {brief(value)}: no such name; did you mean {meant}?")
+    return domain_error(argument, value, f"one of {', '.join(names)}{more}")
 
 
 class _Brief(reprlib.Repr):
@@ -55,7 +78,7 @@ def brief(value: object, most: int = 240) -> str:
     if len(text) <= most:
         return text
     head = (most - 3) // 2
-    return f"{text[:head]}...{text[head + 3 - most:]}"
+    return f"{text[:head]}...{text[head + 3 - most :]}"
 
 
 _BRIEF = _Brief()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from .errors import DomainError
+from .files import replacing
 from .report import STREAM_QUANTITIES, TITLES
 
 if TYPE_CHECKING:
@@ -27,6 +31,27 @@ class Picture(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=80)
         return buffer.getvalue()
+
+
+def save(figure: Figure, path: str | os.PathLike[str], dpi: int = 150) -> Path:
+    """A figure as a file, whole or not at all; its ending gives the format, PNG without one.
+
+    Returns:
+        The file's path, with its ending.
+
+    Raises:
+        DomainError: an ending of no known format, or no such file can be written.
+    """
+    given = Path(path)
+    if given.name and not given.suffix:
+        given = given.with_name(f"{given.name}.png")
+    kind = given.suffix[1:].lower()
+    if given.name and kind not in figure.canvas.get_supported_filetypes():
+        allowed = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
+        raise DomainError(f"cannot write {given}: its ending must be one of {allowed}")
+    with replacing(given) as partial:
+        figure.savefig(partial, dpi=dpi, format=kind)
+    return given
 
 
 def _color(quantity: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import DomainError, ValidityWarning, domain_error
+from .errors import DomainError, ValidityWarning, domain_error, unknown_name
 from .passes import predict
 from .prediction import Prediction
 from .scheme import Scheme
@@ -58,9 +58,15 @@ class SchemeComparison:
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
     def plot(self) -> Figure:
-        """Variance, correlation and gradient along the depth, one row of panels per family."""
+        """Variance, correlation and gradient along the depth, one row of panels per family.
+
+        Raises:
+            DomainError: no scheme could be applied to the model.
+        """
         from .scheme_plot import plot_schemes
 
+        if not self.predictions:
+            raise DomainError("nothing to draw: no scheme could be applied to the model")
         return plot_schemes(self)
 
     def __str__(self) -> str:
@@ -75,6 +81,11 @@ class SchemeComparison:
         )
         missing = "".join(f"\nwithout {name}: {why}" for name, why in self.left_out.items())
         return f"{head}\n\n{shown}{missing}"
+
+    def __repr__(self) -> str:
+        without = f", without {', '.join(self.left_out)}" if self.left_out else ""
+        names = ", ".join(self.predictions)
+        return f"SchemeComparison({self.model.layers} layers: {names}{without})"
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -134,7 +145,7 @@ def compare_schemes(
     names = list(known) if schemes is None else [schemes] if isinstance(schemes, str) else schemes
     for name in names:
         if name not in known:
-            raise domain_error("scheme", name, f"one of {', '.join(known)}")
+            raise unknown_name("scheme", name, known)
     predictions: dict[str, Prediction] = {}
     left_out: dict[str, str] = {}
     with warnings.catch_warnings():

@@ -196,7 +196,10 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
     [
         (["predict", "bert-bass"], "neither a file nor a preset; did you mean bert-base or"),
         (["predict", "my-model"], "neither a file nor a preset; presets: bert-tiny"),
-        (["audit", "bert-tiny", "--plan", "pyproject.toml"], "pyproject.toml: not JSON: "),
+        (
+            ["audit", "bert-tiny", "--plan", "pyproject.toml"],
+            "'pyproject.toml': must be valid JSON (",
+        ),
         (["compare", "llama-7b", "--theory", "published"], "'published' does not cover"),
         (["figures", "noci-8", "--folder", "LICENSE/x"], "LICENSE/x: Not a directory"),
         (["predict", "missing.json"], "missing.json"),

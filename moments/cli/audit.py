@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DomainError
-from .base import CsvOption, JsonOption, LayersOption, app, no_preset, out, plain, write_csv
+from ..files import read_object
+from .base import (
+    CsvOption,
+    JsonOption,
+    LayersOption,
+    app,
+    no_preset,
+    out,
+    plain,
+    stored_model,
+    write_csv,
+)
 
 if TYPE_CHECKING:
     from ..transformer import Transformer
@@ -44,12 +55,16 @@ def audit(
     the audit fails.
     """
     from ..modules.audit import audit as check
+    from ..scheme.registry import scheme as known
 
     if scheme is not None and plan is not None:
         raise DomainError("--scheme and --plan both say what is right: give one")
+    if scheme is not None:
+        known(scheme)
+    # What is wrong with a plan is said before a module is built, which may take minutes.
+    wanted: Any = scheme if plan is None else _planned(plan)
     target = _module(module, layers, seed)
-    expected: Any = scheme if scheme is not None else _model(plan, target)
-    report = check(target, expected)
+    report = check(target, _architecture(target) if wanted is None else wanted)
     if csv is not None:
         write_csv(report.to_frame(), csv)
     if as_json:
@@ -94,25 +109,20 @@ def _module(name: str, layers: int | None, seed: int) -> Any:
     raise no_preset("MODULE", name, "a checkpoint, a config nor a preset")
 
 
-def _model(plan: Path | None, module: Any) -> Transformer:
-    """The model of a plan's JSON, or the module's own architecture."""
+def _architecture(module: Any) -> Transformer:
+    """What a module's own config promises."""
     from ..modules.architecture import architecture_of
-    from ..transformer import Transformer
 
-    if plan is None:
-        model = architecture_of(module)
-        if model is None:
-            raise DomainError("the module's architecture is not known: pass --plan")
-        return model
+    model = architecture_of(module)
+    if model is None:
+        raise DomainError("the module's architecture is not known: pass --plan")
+    return model
+
+
+def _planned(plan: Path) -> Transformer:
+    """The model of a plan's JSON."""
+    entries = read_object(plan, "--plan", "a plan or model as JSON")
     try:
-        stored = json.loads(plan.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DomainError(f"--plan {plan}: {error.strerror}") from None
-    except ValueError as error:
-        raise DomainError(f"--plan {plan}: not JSON: {error}") from None
-    if not isinstance(stored, dict):
-        raise DomainError(f"--plan {plan}: not a JSON object")
-    try:
-        return Transformer.from_dict(stored.get("model", stored))
+        return stored_model(entries)[0]
     except DomainError as error:
         raise DomainError(f"--plan {plan}: not a plan or model: {error}") from None

@@ -17,7 +17,7 @@ from .base import (
     PlotOption,
     SeqLenOption,
     app,
-    declared_model,
+    declared,
     input_moments,
     out,
     plain,
@@ -45,8 +45,10 @@ def compare_schemes(
     """What every scheme does to one model: growth, gradients, correlation, in one table."""
     from ..scheme_table import compare_schemes as run
 
-    declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
-    found = run(declared, scheme or None, **input_moments(declared, variance, correlation))
+    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described = shortened(described, seq_len)
+    inputs = input_moments(described, variance, correlation, known)
+    found = run(described, scheme or None, **inputs)
     if csv is not None:
         write_csv(found.to_frame(), csv)
     if plot is not None:

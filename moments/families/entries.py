@@ -13,7 +13,6 @@ from moments.weights import Biases
 
 from .names import ACTIVATIONS, IRRELEVANT, USUAL
 
-
 MOST_LAYERS = 100_000
 """No stack is deeper, and lists of so many entries are no burden."""
 MOST_DEVIATION = 1e100
@@ -235,7 +234,9 @@ class Entries:
             DomainError: it says something else.
         """
         if self.has(other) and self.has(name) and self(other) != self(name):
-            raise domain_error(other, self(other), f"{name} = {brief(self(name))}, which it repeats")
+            raise domain_error(
+                other, self(other), f"{name} = {brief(self(name))}, which it repeats"
+            )
         self._read.add(other)
 
     def refuse(self, name: str, usual: Any, feature: str) -> None:

@@ -33,9 +33,9 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
         The figure; points are simulations, with bars of two standard errors over draws.
 
     Raises:
-        DomainError: there is no such figure.
+        DomainError: there is no such figure, or it cannot be saved there.
     """
-    from ..plot import Picture
+    from ..plot import Picture, save
 
     found = setup(name)
     count = len(found.panels)
@@ -55,7 +55,7 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
     wrapped = textwrap.fill(text, int(15 * figure.get_figwidth()))
     figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=8, color="#555555")
     if path is not None:
-        figure.savefig(path, dpi=120)
+        save(figure, path, dpi=120)
     return figure
 
 
