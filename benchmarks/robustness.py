@@ -37,6 +37,7 @@ LOADED = ("pandas", "matplotlib.figure", "sympy", "torch", "transformers", "mome
 # Sound commands, run once for what they import and the tables that they read.
 SOUND = (
     "predict --layers 2 --d-model 16 --heads 4 --seq-len 8 --causal --plot x.png --csv x.csv",
+    "predict --layers 2 --d-model 16 --heads 4 --seq-len 8",
     "predict gpt2 --layers 2 --seq-len 8 --json",
     "explain llama-7b --layers 2 --seq-len 8 --json",
     "solve bert-tiny --seq-len 8 --json",

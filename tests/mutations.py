@@ -75,7 +75,7 @@ def _scalar(choose: Choose, value: Any) -> Any:
         return choose.choice((not value, int(value), str(value), None))
     if isinstance(value, int | float):
         near = (value + 1, value - 1, -value, 2 * value, value // 2, value / 3, float(value))
-        far = (str(value), [value], value * 10**9, value**8, {"value": value}, None)
+        far = (str(value), [value], value * 10**9, value * value, {"value": value}, None)
         return choose.choice((*near, *far))
     return choose.choice(JUNK)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,12 +100,12 @@ def _module(name: str, layers: int | None, seed: int) -> Any:
     path = Path(name)
     if name in preset.names():
         return build_module(preset.config(name), seed, layers=layers)
-    stored = path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors")))
-    if stored:
+    stored = os.path.isdir(path) and any(path.glob("*.safetensors"))
+    if stored or path.suffix == ".safetensors":
         if layers is not None:
             raise DomainError("--layers is for a module drawn afresh: a checkpoint has its own")
         return load(path)
-    if path.exists():
+    if os.path.exists(path):
         return build_module(name, seed, layers=layers)
     raise no_preset("MODULE", name, "a checkpoint, a config nor a preset")
 

@@ -48,16 +48,17 @@ ModelArgument = Annotated[
 ]
 LayersOption = Annotated[int | None, typer.Option(help="Number of layers.")]
 SeqLenOption = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
-TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-SchemeOptions = Annotated[
+SchemeOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
-        help="Of the scheme: NAME=VALUE, such as per_head=false; may be repeated.",
+        help="Of a scheme: NAME=VALUE, such as per_head=false (`moments schemes` lists them); "
+        "may be repeated.",
         show_default=False,
     ),
 ]
+TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def _writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
@@ -253,15 +254,16 @@ def stored_model(entries: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
     return plan.model, dict(plan.inputs)
 
 
-def option_values(texts: list[str] | None) -> dict[str, Any]:
-    """What --option NAME=VALUE says: numbers, true, false, null and lists as in JSON, else text."""
+def scheme_options(given: list[str] | None) -> dict[str, Any]:
+    """NAME=VALUE of every --option: numbers, true, false, null and lists as in JSON, else text."""
     found: dict[str, Any] = {}
-    for text in texts or ():
+    for text in given or ():
         name, equals, value = text.partition("=")
-        if not (name and equals):
+        if not (name and equals and value):
             raise domain_error("--option", text, "NAME=VALUE, such as per_head=false")
         try:
-            found[name] = parse_json(value, f"--option {brief(name)}")
+            spelled = value.lower() if value.lower() in ("true", "false") else value
+            found[name] = parse_json(spelled, f"--option {brief(name)}")
         except DomainError:
             raise
         except ValueError:

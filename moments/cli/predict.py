@@ -13,15 +13,15 @@ from .base import (
     LayersOption,
     ModelArgument,
     PlotOption,
-    SchemeOptions,
+    SchemeOption,
     SeqLenOption,
     TheoryName,
     TheoryOption,
     app,
     declared,
-    option_values,
     out,
     pictures,
+    scheme_options,
     shortened,
     write_csv,
     write_plot,
@@ -51,7 +51,7 @@ def predict(
     scheme: Annotated[
         str | None, typer.Option(help="A published scheme; `moments schemes` lists them.")
     ] = None,
-    option: SchemeOptions = None,
+    option: SchemeOption = None,
     theory: TheoryOption = TheoryName.refined,
     as_json: JsonOption = False,
     csv: CsvOption = None,
@@ -79,7 +79,7 @@ def predict(
     if scheme is None and option:
         raise DomainError("--option is of a scheme: add --scheme")
     if scheme is not None:
-        options = option_values(option)
+        options = scheme_options(option)
         if scheme == "dslm" and described.embedding is None and correlation is not None:
             # The scheme counts from before the embedding's dropout, which lowers the correlation.
             before = min(1.0, correlation / (1 - described.dropout))

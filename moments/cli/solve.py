@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from ..errors import domain_error
+from ..errors import DomainError, domain_error
 from .base import (
     CsvOption,
     JsonOption,
     LayersOption,
     ModelArgument,
-    SchemeOptions,
+    SchemeOption,
     SeqLenOption,
     TheoryName,
     TheoryOption,
@@ -21,9 +21,9 @@ from .base import (
     declared,
     input_moments,
     note,
-    option_values,
     out,
     plain,
+    scheme_options,
     shortened,
     write_csv,
 )
@@ -45,7 +45,6 @@ def solve(
             "query_value_balance_per_layer, flat_gradient, largest_k, largest_depth.",
         ),
     ] = "dslm",
-    option: SchemeOptions = None,
     target: Annotated[float, typer.Option(help="The wanted value.")] = 1.0,
     free: Annotated[
         list[str] | None,
@@ -66,6 +65,7 @@ def solve(
     seq_len: SeqLenOption = None,
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
+    option: SchemeOption = None,
     tolerance: Annotated[float, typer.Option(help="Of the residual, relative.")] = 1e-9,
     formulas: Annotated[
         bool, typer.Option("--formulas", help="Show the laws inverted in layer 1.")
@@ -74,8 +74,12 @@ def solve(
     csv: CsvOption = None,
 ) -> None:
     """Solve for weight variances and scales; exit 1 where the target is infeasible."""
+    from ..scheme import schemes
     from ..solver import solve as run
 
+    options = scheme_options(option)
+    if options and objective not in [scheme.name for scheme in schemes()]:
+        raise DomainError("--option is a scheme's: name one as --objective")
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
     inputs = input_moments(described, variance, correlation, known)
@@ -86,7 +90,7 @@ def solve(
         free=free or None,
         bound=None if bound is None else _named(bound, "bound"),
         tolerance=tolerance,
-        options=option_values(option),
+        options=options or None,
         **inputs,
     )
     if csv is not None:
