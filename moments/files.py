@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import DomainError, brief, domain_error
 
-LARGEST = 2**28
+LARGEST = 2**26
 """Bytes of a JSON file: more is no config, plan or store of simulations."""
 DEEPEST = 50
 """Levels of lists and objects inside each other; configs have four."""
