@@ -73,7 +73,7 @@ def _scalar(choose: Choose, value: Any) -> Any:
     """A value near this one, or of another type."""
     if isinstance(value, bool):
         return choose.choice((not value, int(value), str(value), None))
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and abs(value) < 1e100:
         near = (value + 1, value - 1, -value, 2 * value, value // 2, value / 3, float(value))
         far = (str(value), [value], value * 10**9, value * value, {"value": value}, None)
         return choose.choice((*near, *far))

@@ -237,19 +237,21 @@ def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, A
     from ..transformer import FORMAT_VERSION
 
     entries = read_config(name)
-    if "model_type" in entries or entries.get("format") != FORMAT_VERSION:
+    own = "model" in entries or entries.get("format") == FORMAT_VERSION
+    if "model_type" in entries or not own:
         return from_huggingface(entries, seq_len=seq_len), {}
     model, inputs = stored_model(entries)
     return model if seq_len is None else model.replace(seq_len=seq_len), inputs
 
 
 def stored_model(entries: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
-    """The model of a plan or of a stored model, and the input that a plan was solved for."""
+    """The model of a plan, of what else holds one as "model", or of a stored model itself; and the
+    input that a plan was solved for."""
     from ..solver.plan import Plan
     from ..transformer import Transformer
 
-    if "model" not in entries:
-        return Transformer.from_dict(entries), {}
+    if "objective" not in entries:
+        return Transformer.from_dict(entries.get("model", entries)), {}
     plan = Plan.from_dict(entries)
     return plan.model, dict(plan.inputs)
 
