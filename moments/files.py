@@ -18,6 +18,9 @@ LARGEST = 2**26
 DEEPEST = 50
 """Levels of lists and objects inside each other; configs have four."""
 
+MOST = 2**63 - 1
+"""The largest integer that arrays hold; JSON has no limit of its own."""
+
 StrPath = str | os.PathLike[str]
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moments.checks import MOST, check_count
+from moments.checks import check_count
 from moments.errors import DomainError, brief, domain_error
+from moments.files import MOST
 from moments.positions import Rotary
 from moments.weights import Biases
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checks import MOST
 from ..errors import DomainError, domain_error
-from ..files import parse_json
+from ..files import MOST, parse_json
 from ..transformer import Transformer
 from ..weights import MATRICES
 
