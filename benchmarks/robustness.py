@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 DATA = HERE / "data" / "robustness.json"
 SECONDS, BYTES = 10, 2 * 2**30
+KINDS = ("config", "line")
 # What a case imports costs no time of its own: it is loaded once, before any process is forked.
 LOADED = ("pandas", "matplotlib.figure", "sympy", "torch", "transformers", "moments.torch")
 # Sound commands, run once for what they import and the tables that they read.
@@ -153,11 +154,12 @@ def warm_up() -> None:
     gc.freeze()  # so that collections in a child leave the shared pages alone
 
 
-def campaign(cases: Iterable[Any], folder: Path, share: tuple[int, int]) -> Iterator[Outcome]:
-    """Every `share[1]`-th case from `share[0]` on."""
-    for number, case in enumerate(cases):
-        if number % share[1] == share[0]:
-            yield run(case, folder / str(number))
+def mixed(lines: Iterator[Any], configs: Iterator[Any], given: Any) -> Iterator[Any]:
+    """Both kinds in turn, so that a campaign that is cut short has its share of each."""
+    total = given.lines + given.configs
+    for number in range(total):
+        before, after = number * given.lines // total, (number + 1) * given.lines // total
+        yield next(lines if after > before else configs)
 
 
 def main() -> None:
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--output", type=Path, default=DATA)
     given = parser.parse_args()
     import mutations
@@ -174,21 +177,22 @@ def main() -> None:
     for name in LOADED:
         importlib.import_module(name)
     warm_up()
-    began = time.perf_counter()
+    began = time.monotonic()
+    end = began + 60 * given.minutes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         workers = []
         for number in range(given.workers):
             child = os.fork()
             if child == 0:
-                _worker(given, mutations, folder, number)
+                _worker(given, mutations, folder, number, end)
             workers.append(child)
         for child in workers:
             if os.waitpid(child, 0)[1]:
                 raise SystemExit("a worker died")
         files = sorted(folder.glob("outcomes-*.jsonl"))
         rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    found = summary(rows, given, time.perf_counter() - began)
+    found = summary(rows, given, time.monotonic() - began)
     given.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({k: v for k, v in found.items() if k != "failures"}, indent=1))
     for row in found["failures"]:
@@ -196,22 +200,24 @@ def main() -> None:
     sys.exit(1 if found["failures"] else 0)
 
 
-def _worker(given: Any, mutations: Any, folder: Path, number: int) -> None:
+def _worker(given: Any, mutations: Any, folder: Path, number: int, end: float) -> None:
     """One of several processes, each with its share of both kinds; never returns."""
     code = 1
     try:
         with open(folder / f"outcomes-{number}.jsonl", "w", encoding="utf-8") as file:
-            for cases in (
-                mutations.command_lines(given.seed, given.lines),
-                mutations.configs(given.seed, given.configs),
-            ):
-                own = folder / f"cases-{number}"
-                own.mkdir()
-                for outcome in campaign(cases, own, (number, given.workers)):
-                    file.write(json.dumps(asdict(outcome)) + "\n")
-                    if outcome.fault:
-                        print(outcome, file=sys.stderr, flush=True)
-                own.rmdir()
+            own = folder / f"cases-{number}"
+            own.mkdir()
+            lines = mutations.command_lines(given.seed, given.lines)
+            configs = mutations.configs(given.seed, given.configs)
+            for place, case in enumerate(mixed(lines, configs, given)):
+                if place % given.workers != number:
+                    continue
+                if time.monotonic() > end:
+                    break
+                outcome = run(case, own / str(place))
+                file.write(json.dumps(asdict(outcome)) + "\n")
+                if outcome.fault:
+                    print(outcome, file=sys.stderr, flush=True)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -226,12 +232,11 @@ def summary(rows: list[dict[str, Any]], given: Any, seconds: float) -> dict[str,
     largest = max(rows, key=lambda row: row["megabytes"])
     return {
         "seed": given.seed,
-        "configs": given.configs,
-        "lines": given.lines,
+        "cases": {kind: sum(k == kind for k, _ in counts.elements()) for kind in KINDS},
         "bounds": {"seconds": SECONDS, "megabytes": BYTES // 2**20},
         "exit_statuses": {
             kind: {status: n for (k, status), n in sorted(counts.items()) if k == kind}
-            for kind in ("config", "line")
+            for kind in KINDS
         },
         "slowest": {key: slowest[key] for key in ("name", "arguments", "seconds")},
         "largest": {key: largest[key] for key in ("name", "arguments", "megabytes")},
