@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from ..errors import unknown_name
+from ..errors import domain_error
 from .setup import Setup
 
 NAMES = {
@@ -44,5 +44,5 @@ def setup(name: str) -> Setup:
         DomainError: there is no such figure.
     """
     if name not in NAMES:
-        raise unknown_name("figure", name, NAMES)
+        raise domain_error("figure", name, f"one of {', '.join(NAMES)}")
     return _declared(NAMES[name])[name]
