@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .errors import DomainError
+from .errors import domain_error
 from .files import replacing
 from .report import STREAM_QUANTITIES, TITLES
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FORWARD, BACKWARD, MEASURED, OUTSIDE = "#1b6ca8", "#c8553d", "#222222", "#d00000"
 
+ENDINGS = (".png", ".svg", ".pdf")
+
 
 class Picture(Figure):
     """A figure that a notebook shows without any plotting backend being set up."""
@@ -33,25 +35,28 @@ class Picture(Figure):
         return buffer.getvalue()
 
 
-def save(figure: Figure, path: str | os.PathLike[str], dpi: int = 150) -> Path:
-    """A figure as a file, whole or not at all; its ending gives the format, PNG without one.
-
-    Returns:
-        The file's path, with its ending.
+def save(figure: Figure, path: str | os.PathLike[str], dpi: float = 150) -> None:
+    """Write a picture, whole or not at all; the file's ending gives the format.
 
     Raises:
-        DomainError: an ending of no known format, or no such file can be written.
+        DomainError: an ending that no picture is written as, or a file that cannot be written.
     """
-    given = Path(path)
-    if given.name and not given.suffix:
-        given = given.with_name(f"{given.name}.png")
-    kind = given.suffix[1:].lower()
-    if given.name and kind not in figure.canvas.get_supported_filetypes():
-        allowed = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
-        raise DomainError(f"cannot write {given}: its ending must be one of {allowed}")
-    with replacing(given) as partial:
-        figure.savefig(partial, dpi=dpi, format=kind)
-    return given
+    ending = check_ending(path)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=dpi, format=ending[1:])
+
+
+def check_ending(path: str | os.PathLike[str]) -> str:
+    """The ending of a picture's file, in small letters.
+
+    Raises:
+        DomainError: no picture is written as that.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in ENDINGS:
+        allowed = f"a file name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
+        raise domain_error("picture", str(path), allowed)
+    return ending
 
 
 def _color(quantity: str) -> str:

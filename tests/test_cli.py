@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import subprocess
 import sys
@@ -261,7 +262,7 @@ def test_a_picture_of_an_unknown_format(tmp_path: Path) -> None:
     result = process("predict", *OWN, *PUBLISHED, "--plot", str(tmp_path / "picture.xyz"))
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    assert "cannot write" in result.stderr
+    assert "must be a file name that ends in .png, .svg or .pdf" in result.stderr
 
 
 def test_warnings_go_to_standard_error() -> None:
@@ -347,6 +348,7 @@ def test_scheme_options_are_read_as_json() -> None:
         (["predict", *OWN, "--csv", ""], "--csv: cannot write '.': not the name of a file"),
         (["predict", *OWN, "--plot", "/"], "--plot: cannot write '/': not the name of a file"),
         (["predict", *OWN, "--plot", "."], "not the name of a file"),
+        (["predict", *OWN, "--plot", "picture"], "ends in .png, .svg or .pdf"),
         (["predict", "x" * 300 + ".json"], "File name too long"),
         (["validate", "--data", "docs"], "Is a directory"),
         (["audit", "bert-tiny", "--plan", "docs"], "--plan = 'docs': must be"),
@@ -361,8 +363,13 @@ def test_bad_words_and_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["moments", *arguments])
-    monkeypatch.setattr("moments.huggingface_modules.build_module", None)  # never that far
-    monkeypatch.setattr("moments.passes.predict", None)
+
+    @functools.wraps(moments.predict)
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("refused only after the work")
+
+    monkeypatch.setattr("moments.huggingface_modules.build_module", never)
+    monkeypatch.setattr("moments.passes.predict", never)
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
@@ -437,9 +444,11 @@ def test_a_table_is_written_whole_or_not_at_all(
     assert [found.name for found in tmp_path.iterdir()] == ["points.csv"]
 
 
-def test_a_picture_without_an_ending_is_png(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["png", "SVG", "pdf"])
+def test_a_picture_is_of_the_kind_of_its_ending(ending: str, tmp_path: Path) -> None:
     from moments.plot import Picture, save
 
-    assert save(Picture(), tmp_path / "picture").name == "picture.png"
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    save(Picture(), tmp_path / f"picture.{ending}")
+    begun = {"png": b"\x89PNG", "SVG": b"<?xml", "pdf": b"%PDF"}[ending]
+    assert (tmp_path / f"picture.{ending}").read_bytes().startswith(begun)
     assert len(list(tmp_path.iterdir())) == 1

@@ -71,6 +71,10 @@ def _writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
             raise DomainError(f"{option}: cannot write {path}: it is a folder")
         if not os.path.isdir(path.parent):
             raise DomainError(f"{option}: cannot write {path}: {path.parent} is no folder")
+        if option == "--plot":
+            from ..plot import check_ending
+
+            check_ending(path)
     return path
 
 
@@ -79,7 +83,11 @@ CsvOption = Annotated[
 ]
 PlotOption = Annotated[
     Path | None,
-    typer.Option("--plot", help="Write the picture to this file.", callback=_writable),
+    typer.Option(
+        "--plot",
+        help="Write the picture to this file: .png, .svg or .pdf.",
+        callback=_writable,
+    ),
 ]
 
 
@@ -281,11 +289,11 @@ def write_csv(frame: Any, path: Path) -> None:
         frame.to_csv(partial, index=False)
 
 
-def write_plot(figure: Any, path: Path) -> Path:
-    """A picture, whole or not at all; the path with its ending."""
+def write_plot(figure: Any, path: Path) -> None:
+    """A picture, whole or not at all."""
     from ..plot import save
 
-    return save(figure, path)
+    save(figure, path)
 
 
 def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:

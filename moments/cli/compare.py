@@ -88,7 +88,7 @@ def compare(
     if plot is None and picture and not as_json:
         plot = Path(f"{Path(model).stem}-compare.png")
     if plot is not None:
-        plot = write_plot(comparison.plot(), plot)
+        write_plot(comparison.plot(), plot)
     if as_json:
         frames = {
             "summary": summary,
