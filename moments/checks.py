@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -74,13 +74,7 @@ def check_array(name: str, value: Any, allowed: str, dtype: Any = float) -> NDAr
         return given if dtype is None else np.asarray(given, dtype=dtype)
     except (TypeError, ValueError, OverflowError):
         remedy = "rows of one length, of numbers"
-        raise domain_error(name, _shortened(value), allowed, remedy) from None
-
-
-def _shortened(value: Any) -> Any:
-    """What an error shows of a value that may be long."""
-    text = repr(value)
-    return value if len(text) <= 60 else f"{text[:60]}..."
+        raise domain_error(name, value, allowed, remedy) from None
 
 
 def settle(
@@ -97,8 +91,10 @@ def settle(
             object.__setattr__(declaration, name, check(name, value, *args, **limits))
 
 
-def check_fields(name: str, given: Iterable[str], known: Sequence[Field[Any]]) -> None:
+def check_fields(name: str, given: Any, known: Sequence[Field[Any]]) -> None:
     """The keys of a stored dictionary: none unknown, none without a default missing."""
+    if not isinstance(given, Mapping):
+        raise domain_error(name, given, "a JSON object of its fields")
     allowed = [f.name for f in known if f.init]
     unknown = sorted(set(given) - set(allowed))
     if unknown:

@@ -138,15 +138,14 @@ def _deberta(read: Entries, seq_len: int | None) -> Transformer:
     """
     read.refuse("conv_kernel_size", 0, "a convolution beside the first layer")
     read.refuse("embedding_size", read("hidden_size"), "a projection of narrower token tables")
-    kinds = read("pos_att_type", [])
-    terms = [t for t in (kinds.split("|") if isinstance(kinds, str) else kinds) if t]
+    terms = read.texts("pos_att_type")
     used = sum(kind in terms for kind in ("c2p", "p2c"))
     # Either term meets both matrices, or positions have matrices of their own.
     met = used if read("share_att_key", False) else min(used, 1)
     if read("relative_attention", False) and terms:
         read.leave_out(
             "pos_att_type",
-            kinds,
+            terms,
             "logits are those of query and key alone, and squared gradients of the query and key "
             f"weights up to {1 + met} times too small (more where tokens are alike); the stream "
             "and all other gradients hardly change",
