@@ -57,9 +57,9 @@ def activation_laws(name: str) -> ComponentLaws:
     Raises:
         DomainError: no activation of that name.
     """
-    if name in ACTIVATION_LAWS:
+    if isinstance(name, str) and name in ACTIVATION_LAWS:
         return ACTIVATION_LAWS[name]
-    if name in _REGISTERED:
+    if isinstance(name, str) and name in _REGISTERED:
         return _REGISTERED[name][0]
     slope = leaky_slope(name)
     if slope is not None:

@@ -27,9 +27,23 @@ def _harmonic_float(count: Any, order: int) -> Any:
     return single(count)[()]
 
 
-@functools.cache
+_SUMMED = 1000  # terms, behind which the Euler-Maclaurin formula gives the rest
+
+
+@functools.lru_cache(maxsize=4096)
 def _harmonic_sum(count: int, order: int) -> float:
-    return float(np.sum(1.0 / np.arange(count, 0, -1, dtype=float) ** order))
+    """sum_k k^-order; its tail is an integral and corrections, the first left out below 1e-18."""
+    first = min(count, _SUMMED)
+    total = float(np.sum(1.0 / np.arange(first, 0, -1, dtype=float) ** order))
+    if count == first:
+        return total
+
+    def primitive(x: float) -> float:
+        whole = math.log(x) if order == 1 else x ** (1 - order) / (1 - order)
+        slope, third = -order * x ** (-order - 1), -order * (order + 1) * (order + 2)
+        return whole + x**-order / 2 + slope / 12 - third * x ** (-order - 3) / 720
+
+    return total + primitive(float(count)) - primitive(float(first))
 
 
 _FINEST = 4096  # steps on either side of 0
@@ -114,7 +128,8 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     r = np.asarray(correlation, dtype=float)
     size = np.abs(first.orders).reshape(-1, _ORDERS).max(0)
     # Products of coefficients enter, so those below 1e-9 leave less than rounding does.
-    orders = 1 + int(np.flatnonzero(size >= 1e-9 * size.max())[-1])
+    kept = np.flatnonzero(~(size < 1e-9 * size.max()))  # all of them where one is no number
+    orders = 1 + int(kept[-1])
     total = 0.0 * r
     if orders >= _ORDERS - 1:  # one parity may vanish
         orders = _ORDERS

@@ -104,7 +104,7 @@ class Attending:
         law = logit_law(attention, tokens, tokens, (attention.d_model, attention.d_model))
         # Normalised or shifted queries and keys by their size alone, rotated ones as if they stood.
         size = law.queries.kernel.mean_diagonal() * law.keys.kernel.mean_diagonal()
-        tau = float(np.mean(law.scale * size / tokens.mean_diagonal() ** 2))
+        tau = float(np.mean(ratio(law.scale * size, tokens.mean_diagonal() ** 2)))
         maps = AttentionResponse.of(attention, kernel, allowed, tau)
         back_gain = attention.heads * attention.d_head * attention.value
         return cls(

@@ -11,7 +11,6 @@ import numpy as np
 from .attention_alike import AlikeAttention, averaged
 from .attention_by_token import (
     BEYOND_TABLES,
-    LOGIT_VARIANCE_MAX,
     attention_facts,
     mean_spread,
     self_attention,
@@ -19,10 +18,11 @@ from .attention_by_token import (
 )
 from .attention_laws import attend_by_laws
 from .attention_statistics import AttentionStatistics
-from .attention_weights import overlap_gradients, projection_gradients
+from .attention_weights import Paths, of_rows, overlap_gradients, projection_gradients
 from .composition import Leaf, Pullback, Pulled
 from .errors import domain_error
-from .logits import logit_law, positive, through
+from .kernels.exact_rows import THETA_PEAKED
+from .logits import LogitLaw, logit_law, positive, through
 from .positions import RelativeBias, Rotary
 from .realised import averaged_overlaps
 from .state import Array, Gradient, Kernel, Realised, Signal
@@ -86,6 +86,12 @@ class SelfAttention(Leaf):
     norm_affine: bool = False
 
     mixes_tokens: ClassVar[bool] = True
+    prefix: ClassVar[str] = ""
+
+    @property
+    def memory_width(self) -> Any:
+        """Width of the tokens attended to, which are those that ask."""
+        return self.d_model
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         """Moments of the concatenated heads, and the map that carries a gradient back.
@@ -106,7 +112,9 @@ class SelfAttention(Leaf):
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
         layer = self_attention(self, law, tokens, mean_spread(signal))
         mixed, squares = layer.forward(), layer.sum_square
-        output = self._output(signal, mixed, squares, layer.mean_output, layer.weights)
+        output = concatenated(
+            self, signal, signal, mixed, squares, layer.mean_output, layer.weights
+        )
         output.facts = layer.facts()
         output.notes = variance_notes(layer.wanted) + law.notes
         if not output.notes and layer.beyond_tables:
@@ -115,22 +123,28 @@ class SelfAttention(Leaf):
         def pullback(gradient: Gradient) -> Pulled:
             received = gradient.kernel
             gained = received.scaled(self._width * self.value)
-            paths = layer.backward(gained)
-            query = through(paths.query, law.queries, law.spoken)
-            key = through(paths.key, law.keys, law.spoken)
-            sent = paths.value + paths.cross + query + key
+            sides = layer.backward(gained)
+            sent = sides.value + sides.cross
+            sent = sent + through(sides.query, law.queries, law.spoken)
+            sent = sent + through(sides.key, law.keys, law.spoken)
 
             def tilt() -> Kernel:
-                return through(layer.tilt(gained), law.queries, law.spoken)
+                return layer.tilt(gained)
 
             def weights() -> dict[str, Array]:
+                paths = Paths(sides.query, sides.key, tilt())
+                rows = of_rows(output, squares.shape)
                 norms = projection_gradients(
-                    self, signal, mixed, received, query, key, tilt(), squares
+                    self, law, signal, signal, mixed, received, paths, rows
                 )
                 table = layer.table_gradient(gained)
                 return norms if table is None else norms | {"relative_bias": table}
 
-            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, tilt)
+            def response() -> Kernel:
+                return layer.response().scaled(self._width * self.value)
+
+            sent_back = Gradient(sent, gradient.seq_len)
+            return self._pulled(signal, sent_back, weights, law, tilt, response)
 
         return output, pullback
 
@@ -160,19 +174,27 @@ class SelfAttention(Leaf):
         squares = found.facts["square_sum"]
         # As in a narrow layer, where two heads of one key agree up to what their rows share.
         tokens = signal.second_moment()
-        output = self._output(signal, mixed, squares, lambda: averaged(tokens, signal.seq_len))
-        output.kernel = self._with_bias(found.kernel, squares)
+        output = concatenated(
+            self, signal, signal, mixed, squares, lambda: averaged(tokens, signal.seq_len)
+        )
+        output.kernel = _with_bias(self, found.kernel, squares)
         output.facts, output.notes = found.facts, found.notes
+        law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
 
         def pullback(gradient: Gradient) -> Pulled:
             sent, query, key, tilt = back(gradient.kernel)
 
             def weights() -> dict[str, Array]:
+                paths = Paths(query, key, tilt())
                 return projection_gradients(
-                    self, signal, mixed, gradient.kernel, query, key, tilt(), squares
+                    self, law, signal, signal, mixed, gradient.kernel, paths, of_rows(output)
                 )
 
-            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, tilt)
+            def response() -> Kernel:
+                return back(gradient.kernel.with_ones())[1]
+
+            sent_back = Gradient(sent, gradient.seq_len)
+            return self._pulled(signal, sent_back, weights, law, tilt, response)
 
         return output, pullback
 
@@ -187,7 +209,7 @@ class SelfAttention(Leaf):
             tokens,
             query_count=length,
             key_count=length,
-            scale=law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)),
+            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
             drop_prob=self.drop_prob,
             d_model=self.d_model,
             d_head=law.head_freedom,
@@ -195,7 +217,7 @@ class SelfAttention(Leaf):
             value_bias=self.value_bias / positive(self.d_model * self.value),
         )
         mixed, squares = layer.forward, layer.sum_square
-        output = self._output(signal, mixed, squares, lambda: layer.mean_output)
+        output = concatenated(self, signal, signal, mixed, squares, lambda: layer.mean_output)
         output.facts = attention_facts(layer.logit_variance, squares, layer.entropy, float(length))
         output.notes = variance_notes(wanted) + law.notes
 
@@ -206,14 +228,17 @@ class SelfAttention(Leaf):
             key = through(paths.key, law.keys, law.spoken)
             sent = paths.value + paths.cross + query + key
 
-            tilt = through(paths.tilt, law.queries, law.spoken)
-
             def weights() -> dict[str, Array]:
+                of = Paths(paths.query, paths.key, paths.tilt)
                 return projection_gradients(
-                    self, signal, mixed, received, query, key, tilt, squares
+                    self, law, signal, signal, mixed, received, of, of_rows(output)
                 )
 
-            return self._pulled(signal, Gradient(sent, gradient.seq_len), weights, lambda: tilt)
+            def response() -> Kernel:
+                return layer.backward(received.with_ones().scaled(self._width * self.value)).query
+
+            sent_back = Gradient(sent, gradient.seq_len)
+            return self._pulled(signal, sent_back, weights, law, lambda: paths.tilt, response)
 
         return output, pullback
 
@@ -224,48 +249,73 @@ class SelfAttention(Leaf):
         signal: Signal,
         sent: Gradient,
         weights: Callable[[], dict[str, Array]],
+        law: LogitLaw,
         tilt: Callable[[], Kernel],
+        response: Callable[[], Kernel],
     ) -> Pulled:
-        return Pulled(sent, weights, lambda: overlap_gradients(self, signal, tilt()))
+        return Pulled(
+            sent,
+            weights,
+            lambda: overlap_gradients(self, law, signal, tilt()),
+            lambda: through(response(), law.queries, law.spoken),
+        )
 
     @property
     def _width(self) -> Any:
         return self.heads * self.d_head
 
-    def _with_bias(self, heads: Kernel, squares: Array) -> Kernel:
-        """The heads with the values' bias: rows of attention sum to 1, and dropped ones have
-        second moment 1 + p/(1-p) sum a^2."""
-        if not np.any(self.value_bias):
-            return heads
-        dropped = self.drop_prob / (1 - self.drop_prob)
-        one, two = heads.lift(self.value_bias)
-        diagonal = heads.diagonal + one * (1 + dropped * squares)
-        return Kernel.joined(diagonal, heads.pairs + two, heads.resolved)
 
-    def _output(
-        self,
-        signal: Signal,
-        mixed: Kernel,
-        squares: Array,
-        shared: Callable[[], Kernel],
-        weights: Callable[[], Array] | None = None,
-    ) -> Signal:
-        heads = self._with_bias(mixed.scaled(self.d_model * self.value), squares)
-        output = Signal(heads, signal.seq_len, mean=0.0 * heads.diagonal, width=self._width)
-        if signal.spread is not None:
-            # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
-            # with one key and value in common overlap besides, by what their rows share.
-            output.spread = (heads * heads).scaled(2 / self._width)
-            together = 1 if self.kv_heads is None else self.heads / self.kv_heads
-            if together > 1:
-                mean = shared().scaled(self.d_model * self.value)
-                output.spread += (mean * mean).scaled(2 * (together - 1) / self._width)
-            row = None if weights is None else weights()
-            found = averaged_overlaps(signal, row, self.d_model * self.value)
-            if found is not None and found.norms is not None:  # the averages' own vary too
-                output.realised = Realised(output.spread + found.overlaps, None, found.shared)
-                output.spread = output.spread + found.norms
+def _with_bias(leaf: Any, heads: Kernel, squares: Array) -> Kernel:
+    """The heads with the values' bias: rows of attention sum to 1, and dropped ones have
+    second moment 1 + p/(1-p) sum a^2."""
+    if not np.any(leaf.value_bias):
+        return heads
+    dropped = leaf.drop_prob / (1 - leaf.drop_prob)
+    one, two = heads.lift(leaf.value_bias)
+    diagonal = heads.diagonal + one * (1 + dropped * squares)
+    return Kernel.joined(diagonal, heads.pairs + two, heads.resolved)
+
+
+def concatenated(
+    leaf: Any,
+    signal: Signal,
+    memory: Signal,
+    mixed: Kernel,
+    squares: Array,
+    shared: Callable[[], Kernel],
+    weights: Callable[[], Array] | None = None,
+) -> Signal:
+    """The concatenated heads of a `SelfAttention` or `CrossAttention`.
+
+    Args:
+        leaf: the attention.
+        signal, memory: the tokens that ask, and those attended to.
+        mixed: second moments per feature of sum_j a_ij y_j over the latter.
+        squares: E sum_j a_ij^2.
+        shared: gives the overlap of what two heads of one key and value mix.
+        weights: gives mean attention; None: uniform, tokens alike.
+    """
+    width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
+    heads = _with_bias(leaf, mixed.scaled(gain), squares)
+    output = Signal(heads, signal.seq_len, mean=0.0 * heads.diagonal, width=width)
+    if signal.spread is None:
         return output
+    # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
+    # with one key and value in common overlap besides, by what their rows share.
+    output.spread = (heads * heads).scaled(2 / width)
+    together = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
+    if together > 1:
+        mean = shared().scaled(gain)
+        output.spread += (mean * mean).scaled(2 * (together - 1) / width)
+    row = None if weights is None else weights()
+    found = averaged_overlaps(memory, row, gain)
+    if found is not None and found.norms is not None:  # the averages' own vary too
+        # Of another stack's tokens, those that ask are taken to know nothing; what the layers
+        # before read of them, and thus have in common with this one, is left out.
+        known = found.shared if memory is signal else (output.spread.scaled(0.0),) * 2
+        output.realised = Realised(output.spread + found.overlaps, None, known)
+        output.spread = output.spread + found.norms
+    return output
 
 
 __all__ = ["AttentionStatistics", "Padding", "SelfAttention"]

@@ -14,27 +14,28 @@ with the exact C2 = E sum a a' and T = E tr J J' at rho, or at 1 for i = i'. Ord
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .kernels.finite_rows import finite_rows
+from .kernels import exact_rows
+from .kernels.attention import FAINT
+from .kernels.finite_rows import FiniteRows, finite_rows
 from .kernels.widths import Widths
-from .softmax import PairStatistics, RowStatistics, SquareTable
-from .state import Array, Kernel
-
-THETA_LEAST, THETA_MOST = 1e-6, 32.0
-"""Logit variances that the exact evaluator is asked for; its tables end at 8."""
+from .softmax import PairStatistics, RowStatistics
+from .state import Array, Kernel, ratio_or_zero
 
 
 class _Tables:
     """Exact statistics of rows of one length, beyond the tables too."""
 
     def __init__(self, keys: int) -> None:
-        self._rows = SquareTable.load().at_length(keys)
+        self.keys = keys
+        self._rows = exact_rows.AlikeRows(keys)
 
     def tabulated(self, theta: Array) -> Array:
-        return np.asarray(np.clip(theta, THETA_LEAST, THETA_MOST))
+        return exact_rows.tabulated(theta)
 
     def rows(self, theta: Array, keys: Array) -> RowStatistics:
         return self._rows.single(theta)
@@ -91,21 +92,20 @@ class AlikeAttention:
         self._noise = drop_prob / (1 - drop_prob)
         self._masked = values.diagonal + value_bias
         theta = np.asarray(scale * queries.diagonal * self._own[1], dtype=np.float64)
-        correlation = np.clip(queries.pairs / queries.diagonal, -1.0, 1.0)
-        flat = np.broadcast_arrays(theta, correlation, self._own[1] / keys.diagonal)
-        sizes, cosines, unshared = (np.ravel(one) for one in flat)
+        correlation = np.clip(ratio_or_zero(queries.pairs, queries.diagonal), -1.0, 1.0)
+        apart_from = ratio_or_zero(self._own[1], keys.diagonal)
+        flat = np.broadcast_arrays(theta, correlation, apart_from, norm_spread)
+        sizes, cosines, unshared, spreads = (np.ravel(one) for one in flat)
         tables = _tables(key_count)
-        widths = Widths(float(d_model), float(d_head), float(np.mean(norm_spread)))
-        self._rows = rows = finite_rows(
-            tables.tabulated(sizes),
-            np.full(len(sizes), float(key_count)),
-            np.clip(unshared, 0.0, 2.0),
-            np.column_stack([np.ones_like(cosines), cosines]),
-            widths,
-            tables,
-        )
+        several = {s: Widths(float(d_model), float(d_head), s) for s in np.unique(spreads).tolist()}
         self._shape = np.shape(flat[0])
-        self._wide = 1.0 / widths.d_model
+        # Vanishing logits: what is linear in them, from faint ones.
+        taken = np.maximum(sizes, FAINT)
+        self._drive = scale * queries.diagonal / self._of(taken)
+        rows = _by_width(tables, taken, cosines, unshared, spreads, several)
+        self._rows = rows = _linear(rows, sizes / taken, float(key_count))
+        self._wide = 1.0 / float(d_model)
+        deficit = self._of(np.array([several[s].deficit for s in spreads.tolist()]))
         self.logit_variance = theta[()]
         same, apart = self._at(rows.overlap)
         self.sum_square = same
@@ -113,7 +113,7 @@ class AlikeAttention:
         own = self._own[0]
         stiffness = self._of(rows.stiffness)
         shared = np.maximum(1 - self._of(unshared), 0.0)
-        returned = 2 * widths.deficit * shared**2
+        returned = 2 * deficit * shared**2
         # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
         tilt = scale * self._own[1] * (1 - same) ** 2
         self._tilts = [tilt * one for one in self._at(rows.query_tilt)]
@@ -153,8 +153,7 @@ class AlikeAttention:
         ).mixed(1.0, tilted, wide)
         driven, driven_apart = self._at(rows.key)
         pushed = one * (driven * own_value + noise * self._of(rows.dropped_key))
-        pushed = (pushed + two * driven_apart * own_value) / keys
-        pushed = pushed / np.maximum(own_key, 1e-300)
+        pushed = self._drive * (pushed + two * driven_apart * own_value) / keys
         key = Kernel(pushed, -pushed / others)
         growth, growth_apart = self._at(rows.growth)
         shared = one * (growth + self._noise * self._of(rows.dropped_cross)) + two * growth_apart
@@ -168,6 +167,49 @@ class AlikeAttention:
     def _at(self, values: Array) -> tuple[Array, Array]:
         """For a row with itself and with another."""
         return self._of(values[:, 0]), self._of(values[:, 1])
+
+
+def _by_width(
+    tables: _Tables,
+    theta: Array,
+    rho: Array,
+    unshared: Array,
+    spreads: Array,
+    widths: Mapping[float, Widths],
+) -> FiniteRows:
+    """Statistics of every configuration under the widths that its norms' spread makes."""
+    parts = {}
+    for spread, one in widths.items():
+        here = spreads == spread
+        parts[spread] = (
+            here,
+            finite_rows(
+                tables.tabulated(theta[here]),
+                np.full(int(here.sum()), float(tables.keys)),
+                np.clip(unshared[here], 0.0, 2.0),
+                np.column_stack([np.ones_like(rho[here]), rho[here]]),
+                one,
+                tables,
+            ),
+        )
+    if len(parts) == 1:
+        return next(iter(parts.values()))[1]
+    order = np.argsort(np.concatenate([np.flatnonzero(here) for here, _ in parts.values()]))
+    columns = zip(*(found for _, found in parts.values()), strict=True)
+    return FiniteRows(*[np.concatenate(column)[order] for column in columns])
+
+
+def _linear(rows: FiniteRows, share: Array, keys: float) -> FiniteRows:
+    """Of logits whose variance is that share of the one given; the key path's per unit of it."""
+    pair = share[:, None]
+    return rows._replace(
+        overlap=1 / keys + pair * (rows.overlap - 1 / keys),
+        growth=pair * rows.growth,
+        stiffness=share * rows.stiffness,
+        against=share * rows.against,
+        masks=share * rows.masks,
+        dropped_cross=share * rows.dropped_cross,
+    )
 
 
 def averaged(tokens: Kernel, length: int) -> Kernel:

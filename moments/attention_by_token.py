@@ -10,16 +10,17 @@ from numpy.typing import NDArray
 
 from .errors import DomainError
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
+from .kernels.exact_rows import THETA_PEAKED
 from .kernels.position_attention import PositionAttention
 from .logits import LogitLaw
 from .packing import one_document, places
 from .positions import alibi_slopes
-from .state import Array, Kernel, Signal
+from .state import Array, Kernel, Signal, ratio_or_zero
 
 Mask = NDArray[np.bool_]
 
-LOGIT_VARIANCE_MAX = 12.0
-"""Logit variance beyond which that of 12 stands in, with a warning."""
+LOGIT_VARIANCE_MAX = THETA_PEAKED
+"""Logit variance, averaged over a kernel's tokens, beyond which that variance stands in."""
 
 HEADS_RESOLVED = 4
 """Heads of different distance penalties that are followed one by one; more are averaged by a Gauss
@@ -27,16 +28,27 @@ rule of as many nodes in the penalty's logarithm."""
 
 BEYOND_TABLES = "some rows have a logit variance beyond 8, where attention by token is extrapolated"
 
+LOGIT_VARIANCE_NOTED = 12.0
+"""Logit variance beyond which a note says so."""
+
 
 def variance_notes(logit_variance: Array) -> tuple[str, ...]:
     """Where the logits' variance leaves what the laws were measured at."""
     largest = float(np.max(logit_variance))
-    if largest <= LOGIT_VARIANCE_MAX:
+    if largest <= LOGIT_VARIANCE_NOTED:
         return ()
-    return (
-        f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_MAX:g}: attention all but "
-        f"picks one token, and the moments of {LOGIT_VARIANCE_MAX:g} stand in",
+    text = (
+        f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_NOTED:g}: attention all but "
+        "picks one token, by the law of the largest logits (gradients of a layer within 5 % for "
+        "tokens alike, within a factor of 1.6 where their variances differ by 10)"
     )
+    if largest > LOGIT_VARIANCE_MAX:
+        lost = (largest / LOGIT_VARIANCE_MAX) ** 0.5
+        text += (
+            f"; beyond {LOGIT_VARIANCE_MAX:g} that variance stands in, and what queries and keys "
+            f"send back is low by up to {lost:.2g} in each such layer"
+        )
+    return (text,)
 
 
 def attention_facts(
@@ -125,39 +137,42 @@ def build(
     law: LogitLaw,
     memory: Kernel,
     allowed: list[Mask],
-    norm_spread: float,
+    norm_spread: Array,
     separate_queries: bool,
-) -> tuple[list[HeadAverage], float]:
-    """The layer on every kernel of a batch, and the largest variance its logits were to have.
+) -> tuple[list[HeadAverage], Array]:
+    """The layer on every kernel of a batch, and the variance its logits were to have in each.
 
     Args:
         leaf: `SelfAttention` or `CrossAttention`.
         law: of the logits.
         memory: (..., Lk, Lk) kernel of the tokens attended to.
         allowed: a mask for every kernel.
-        norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged.
+        norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
         separate_queries: whether the queries are not the tokens attended to.
     """
     queries, keys = law.queries.kernel, law.keys.kernel
     # What the tokens have of their own, which is what a row's logits vary with.
     own = queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
-    wanted = law.scale * float(np.max(own))
-    shrunk = min(1.0, LOGIT_VARIANCE_MAX / max(wanted, 1e-300))
+    wanted = law.scale * own
+    scales = law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300))
+    lead = memory.pairs.shape[:-2]
+    scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
     heads: list[HeadAverage] = []
     turned = leaf.rotary is not None
     value_gain = memory_gain(leaf)
-    matrices = zip(flat(queries), flat(keys), flat(memory), allowed, strict=True)
-    for asking, asked, values, mask in matrices:
+    kernels = flat(queries), flat(keys), flat(memory)
+    matrices = zip(*kernels, allowed, scales, spreads, strict=True)
+    for asking, asked, values, mask, scale, spread in matrices:
         where = [positions(len(one), leaf) for one in (asking, asked)]
         # A common shift of all keys cancels in the softmax unless it is turned.
         plain = law.keys.gain is None and (not turned or keys is memory)
         settings = {
-            "logit_scale": law.scale * shrunk,
+            "logit_scale": float(scale),
             "allowed": mask,
             "drop_prob": leaf.drop_prob,
-            "d_model": getattr(leaf, "memory_width", leaf.d_model),
+            "d_model": leaf.memory_width,
             "d_head": law.head_freedom,
-            "norm_spread": norm_spread,
+            "norm_spread": float(spread),
             "query_kernel": None if plain and queries is memory else asking,
             "key_kernel": None if plain else asked,
             "rotation": _rotation(leaf, where) if turned else None,
@@ -185,7 +200,7 @@ class Paths(NamedTuple):
 class TokenLayer:
     """One layer of self-attention on every kernel of a batch, by token."""
 
-    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: float) -> None:
+    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array) -> None:
         self._leaf, self._shape = leaf, tokens.pairs.shape
         matrices = flat(tokens)
         self._masks = self_masks(leaf, matrices.shape[-1], len(matrices))
@@ -218,8 +233,8 @@ class TokenLayer:
     def facts(self) -> dict[str, Array]:
         """See `attention_facts`."""
         keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
-        numbers = (self._numbers(name) for name in ("logit_variance", "sum_square", "entropy"))
-        return attention_facts(*numbers, keys)
+        numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
+        return attention_facts(numbers[0], numbers[1], numbers[2], keys)
 
     def backward(self, gained: Kernel) -> Paths:
         """Of the gradient at sum_j a_ij x_j."""
@@ -230,6 +245,10 @@ class TokenLayer:
         """What the query path gains per unit of the relative variance of two tokens' overlap."""
         found = [one.tilt * g for one, g in zip(self._rows, flat(gained), strict=True)]
         return self._kernel(found)
+
+    def response(self) -> Kernel:
+        """What the query path is per unit of the gradient."""
+        return self._kernel([one.response for one in self._rows])
 
     def table_gradient(self, gained: Kernel) -> Array | None:
         """Of a table of relative biases."""
@@ -244,26 +263,29 @@ class TokenLayer:
 class ClassLayer:
     """`TokenLayer` on classes of positions."""
 
-    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: float) -> None:
+    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array) -> None:
         assert tokens.classes is not None
         self._classes, self._shape = tokens.classes, tokens.pairs.shape
         own = tokens.mean_diagonal() * (tokens.mean_diagonal() - tokens.mean_pairs())
-        wanted = np.reshape(law.scale * own, -1)
-        self.wanted = float(wanted.max())
-        shrunk = np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300))
+        self.wanted = law.scale * own
+        scales = law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(self.wanted, 1e-300))
+        lead = self._shape[:-2]
+        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
         self._rows = [
             PositionAttention(
                 diagonal,
                 pairs,
                 self._classes,
-                logit_scale=law.scale * factor,
+                logit_scale=float(scale),
                 drop_prob=leaf.drop_prob,
                 d_model=leaf.d_model,
                 d_head=law.head_freedom,
-                norm_spread=norm_spread,
+                norm_spread=float(spread),
                 value_bias=leaf.value_bias / memory_gain(leaf),
             )
-            for (diagonal, pairs), factor in zip(self._flat(tokens), shrunk, strict=True)
+            for (diagonal, pairs), scale, spread in zip(
+                self._flat(tokens), scales, spreads, strict=True
+            )
         ]
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
 
@@ -296,9 +318,8 @@ class ClassLayer:
 
     def facts(self) -> dict[str, Array]:
         keys = self._classes.nodes.astype(float)
-        numbers = (self._numbers(name) for name in ("logit_variance", "sum_square", "entropy"))
-        found = attention_facts(*numbers, keys)
-        return {name: self._classes.mean(values) for name, values in found.items()}
+        numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
+        return attention_facts(numbers[0], numbers[1], numbers[2], keys)
 
     def backward(self, gained: Kernel) -> Paths:
         given = zip(self._rows, self._flat(gained), strict=True)
@@ -310,19 +331,25 @@ class ClassLayer:
         found = [(one.tilt[0] * own, one.tilt[1] * pairs) for one, (own, pairs) in given]
         return self._kernel(found)
 
+    def response(self) -> Kernel:
+        return self._kernel([one.response for one in self._rows])
+
     def table_gradient(self, gained: Kernel) -> Array | None:
         return None
 
 
-def self_attention(leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: float) -> Any:
+def self_attention(
+    leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array
+) -> TokenLayer | ClassLayer:
     """The layer in the resolution of its tokens."""
-    layer = TokenLayer if tokens.classes is None else ClassLayer
-    return layer(leaf, law, tokens, norm_spread)
+    if tokens.classes is None:
+        return TokenLayer(leaf, law, tokens, norm_spread)
+    return ClassLayer(leaf, law, tokens, norm_spread)
 
 
 def memory_gain(leaf: Any) -> float:
     """Variance of a value per unit of the tokens' kernel, kept above 0."""
-    return float(max(getattr(leaf, "memory_width", leaf.d_model) * leaf.value, 1e-60))
+    return float(max(leaf.memory_width * leaf.value, 1e-60))
 
 
 def _rotation(leaf: Any, where: list[Array]) -> Rotation:
@@ -354,9 +381,10 @@ def flat(kernel: Kernel) -> Array:
     return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
 
 
-def mean_spread(signal: Signal) -> float:
-    """Var |x|^2 / E^2 |x|^2, averaged over tokens; 0 where it is not followed."""
+def mean_spread(signal: Signal) -> Array:
+    """Var |x|^2 / E^2 |x|^2 of every configuration, averaged over its tokens; 0 where it is not
+    followed."""
     if signal.spread is None:
         return 0.0
-    relative = signal.spread.diagonal / signal.kernel.diagonal**2
-    return float(np.mean(signal.kernel.average(relative)))
+    relative = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
+    return signal.kernel.average(relative)

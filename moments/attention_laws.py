@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from .algebra import FLOAT
-from .attention_by_token import LOGIT_VARIANCE_MAX, attention_facts, variance_notes
+from .attention_by_token import attention_facts, variance_notes
 from .attention_profile import profiled_statistics
 from .attention_statistics import AttentionStatistics, attention_statistics
 from .evaluation import evaluate
+from .kernels.exact_rows import THETA_PEAKED
 from .laws.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from .logits import positive
-from .state import Array, Kernel, Signal
+from .state import Array, Kernel, Signal, ratio_or_zero
 
 AlikePullback = Callable[[Kernel], tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]]
 
@@ -35,16 +36,16 @@ def _statistics(
     own = 1 - correlation
     spread = 0.0
     if signal.spread is not None:
-        spread = signal.spread.diagonal / signal.kernel.diagonal**2
+        spread = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
     if signal.algebra is FLOAT:
         # Tokens that are all but equal have logits without variance at any scale.
-        scale = min(wanted, LOGIT_VARIANCE_MAX / max(own, 1e-12))
+        scale = min(wanted, THETA_PEAKED / max(own, 1e-12))
         if spread == 0.0 and scale <= PROFILED_SCALE:
             return profiled_statistics(
                 scale, correlation, signal.seq_len, leaf.d_model, leaf.d_head
             )
     else:
-        scale = np.minimum(wanted, LOGIT_VARIANCE_MAX / np.maximum(own, 1e-12))
+        scale = np.minimum(wanted, THETA_PEAKED / np.maximum(own, 1e-12))
     return attention_statistics(
         scale, correlation, signal.seq_len, leaf.d_model, leaf.d_head, spread
     )

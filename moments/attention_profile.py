@@ -27,7 +27,7 @@ class _Profile(NamedTuple):
     valid: bool
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) -> _Profile:
     angles = math.pi * (np.arange(_NODES) + 0.5) / _NODES
     correlation = (1 + np.cos(angles)) / 2

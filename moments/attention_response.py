@@ -177,7 +177,8 @@ class AttentionResponse:
     def agreement(self, gradient: Array) -> Array:
         """(..., L) correlation of a row's query with others', as gradients weigh them."""
         size, weight = np.sqrt(own_entries(self.kernel)), own_entries(gradient)
-        correlation = self.kernel / (size[..., :, None] * size[..., None, :])
+        sizes = size[..., :, None] * size[..., None, :]
+        correlation = entrywise(ratio, self.kernel, sizes)
         others = (correlation @ weight[..., None])[..., 0] - weight
         return np.clip(ratio(others, trace_of(gradient)[..., None] - weight), 0.0, 1.0)
 
@@ -214,8 +215,8 @@ def _on_classes(kernel: ClassMatrix, tau: float) -> tuple[RowStatistics, Matrix,
     given = kernel.own, kernel.pairs, kernel.classes, tau
     rows = position_attention.row_statistics(*given)
     weights = position_attention.mean_attention(*given, rows)
-    both = (ClassMatrix.of_rows(one, kernel.classes) for one in (weights, weights**2))
-    return rows, *both
+    squares = ClassMatrix.of_rows(weights**2, kernel.classes)
+    return rows, ClassMatrix.of_rows(weights, kernel.classes), squares
 
 
 def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
@@ -240,7 +241,7 @@ def _response(
     own = own_entries(kernel)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1 + 1e-6, rows.own_response * theta, theta)
-    correlation = kernel / np.sqrt(np.outer(own, own))
+    correlation = ratio(kernel, np.sqrt(np.outer(own, own)))
     shapes = [0.0, 0.0, 0.0]
     for to_rows in (lambda v: v[:, None], lambda v: v[None, :]):
         shapes = [
@@ -264,7 +265,7 @@ def _response(
     query = slope * (overlap + np.outer(apart, apart) / d_model)
     # Dropout makes logits matter by what their keys have of their own, whatever they share.
     mean = trace_of(kernel) / count_of(kernel)
-    through_keys = diagonal(dropped / np.maximum(rows.unshared / mean, 0.05), kernel)
+    through_keys = diagonal(dropped / np.maximum(ratio(rows.unshared, mean), 0.05), kernel)
     by_head = kernel * (chord + slope * (1 + through_keys))
     return weights, dropped * squares, by_head, query, slope, change, rows.theta, rows.keys
 

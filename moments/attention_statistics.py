@@ -22,7 +22,7 @@ import numpy as np
 from .state import Array
 
 if TYPE_CHECKING:
-    from .softmax import SquareRows
+    from .kernels.exact_rows import AlikeRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,10 @@ class AttentionStatistics:
 
 
 @functools.lru_cache(maxsize=256)
-def _rows(seq_len: int) -> SquareRows:
-    from .softmax import SquareTable
+def _rows(seq_len: int) -> AlikeRows:
+    from .kernels.exact_rows import AlikeRows
 
-    return SquareTable.load().at_length(seq_len)
+    return AlikeRows(seq_len)
 
 
 class _Rule(NamedTuple):
@@ -60,10 +60,14 @@ class _Rule(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _rule(variance: float, points: int | None = None) -> _Rule:
+def _rule(variance: float, count: int = 0) -> _Rule:
+    """The default rule of that relative variance; `count` nodes at least, those added of weight
+    0."""
     from .softmax import chi_square_rule
 
-    nodes, weights = chi_square_rule(2 / variance, points)
+    nodes, weights = chi_square_rule(2 / variance if variance else np.inf)
+    added = max(count - nodes.size, 0)
+    nodes, weights = np.append(nodes, np.ones(added)), np.append(weights, np.zeros(added))
     count = nodes.size
     return _Rule(
         nodes,
@@ -75,13 +79,17 @@ def _rule(variance: float, points: int | None = None) -> _Rule:
 
 
 def _rules(variance: Any) -> _Rule:
-    """The rule, along a new last axis where every configuration has one of its own."""
+    """The rule, along a new last axis where every configuration has one of its own: the one that
+    it has alone."""
     if np.ndim(variance) == 0:
         return _rule(float(variance))
-    flat = [_rule(float(v), 5) for v in np.ravel(variance)]
-    return _Rule(
-        *[np.stack(part).reshape(*np.shape(variance), -1) for part in zip(*flat, strict=True)]
-    )
+    distinct, where = np.unique(variance, return_inverse=True)
+    if distinct.size == 1:
+        return _rule(float(distinct[0]))
+    count = max(_rule(v).nodes.size for v in distinct.tolist())
+    rules = zip(*(_rule(v, count) for v in distinct.tolist()), strict=True)
+    shape = np.shape(variance)
+    return _Rule(*[np.stack(part)[where.ravel()].reshape(*shape, -1) for part in rules])
 
 
 class _Norms(NamedTuple):
@@ -126,9 +134,6 @@ def _lift(x: Any) -> Any:
     return x[..., None] if np.ndim(x) else x
 
 
-_THETA_LARGEST = 30.0  # statistics end soon above
-
-
 def attention_statistics(
     logit_scale: Array,
     correlation: Array,
@@ -146,7 +151,7 @@ def attention_statistics(
         d_model, d_head: widths that make the queries' norms fluctuate.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token; 0 after a normalisation.
     """
-    from .softmax.fixed_norms import STIFFNESS_LEAST, key_corrections
+    from .softmax.fixed_norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections
 
     scalar = type(logit_scale) is float
     deficit = _positive_part(1 / d_model - norm_spread / 2)
@@ -158,7 +163,7 @@ def attention_statistics(
     rows = _rows(seq_len)
     # Fourth cumulant -6/(D+2) of a coordinate on a sphere in D dimensions.
     dimension = 1 / (deficit * (1 - correlation) ** 2 + STIFFNESS_LEAST) + 2
-    keys = key_corrections(rows.single, theta[..., 0], dimension, _THETA_LARGEST)
+    keys = key_corrections(rows.single, theta[..., 0], dimension, CORRECTED_MAX)
     keys_of_nodes = keys._replace(dimension=_lift(keys.dimension), share=_lift(keys.share))
     seen = keys_of_nodes.covariance(
         np.concatenate([row_theta, pair_theta, pair_theta], -1),
@@ -172,7 +177,7 @@ def attention_statistics(
     # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
     row = _averages(single, norms.row_weights, norms.row)
     both = _averages(pair, norms.pair_weights, psi)
-    inside = np.minimum(theta[..., 0], _THETA_LARGEST)
+    inside = np.minimum(theta[..., 0], CORRECTED_MAX)
     values = {
         "logit_scale": logit_scale,
         "norm_deficit": deficit,

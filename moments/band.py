@@ -68,19 +68,17 @@ few tokens with a gradient show more of it. Of four sequences at once, 12 % of t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .averages import averaged
-from .block_noise import Addition, Modes, ratio
+from .block_noise import Addition, Modes
 from .composition import Chain, Layer
-from .errors import ValidityWarning
 from .linearisation import Linearised, linearise, part_starts
 from .propagate import Trace
-from .sensitivity import transposed
+from .sensitivity import ratio, transposed
 from .sequence_overlap import sequence_overlaps
 from .state import Array, Signal
 from .token_band import log_variance_by_token
@@ -88,9 +86,14 @@ from .token_band import log_variance_by_token
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
 
+LARGEST = 4.0
+"""Variance of log g at which a fluctuation is twice its mean, and no small one."""
+
 
 def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: Any = None) -> Array:
     """Var log g of the gradient variance at every point of the stream, shape (..., N + 1).
+
+    To first order in the fluctuations, however large it says that they are (`first_order`).
 
     Args:
         declaration: the stack of layers, as it was propagated through.
@@ -106,26 +109,33 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: Any = No
         found = course(layers, trace, batch, top)
         ends, average = part_starts(layers), found.modes.average
         variance = np.einsum("k...ij,i,j->...k", down(found)[ends], average, average)
-    return _finite(variance, trace)
+    return _where_it_arrives(variance, trace)
 
 
-def _finite(variance: Array, trace: Trace) -> Array:
-    """The variance, 0 with a warning where there is none; with none where no gradient arrives."""
-    known = np.isfinite(variance)
-    if known.all():
-        return variance
+def _where_it_arrives(variance: Array, trace: Trace) -> Array:
+    """The variance, 0 where no gradient arrives, and infinite where there is none."""
     size = [point.gradient.kernel.mean_diagonal() for point in trace.stream() if point.gradient]
-    lost = ~known & (np.stack(np.broadcast_arrays(*size), axis=-1) > 0)
-    if lost.any():
-        points = sorted(set(np.nonzero(lost)[-1].tolist()))
-        warnings.warn(
-            f"the spread of one draw is not finite at points {points} of the stream (0 enters "
-            "layer 1): the band there is the mean alone; fluctuations beyond what their first "
-            "order can follow, or moments too large for single precision",
-            ValidityWarning,
-            stacklevel=2,
-        )
-    return np.where(known, variance, 0.0)
+    arrives = np.stack(np.broadcast_arrays(*size), axis=-1) > 0
+    return np.where(arrives, np.where(np.isfinite(variance), variance, np.inf), 0.0)
+
+
+def first_order(variance: Array) -> tuple[Array, tuple[str, ...]]:
+    """`log_variance` as far as it holds, at most `LARGEST`, and notes on what is beyond.
+
+    In the causal norm-less network of the note (d = 96, skip .9, branch .43; 17 tokens), simulated
+    draws had .31, .91 and 1.6 after 12, 16 and 20 layers, and first order 1.9, 28 and 1700.
+    """
+    worst = float(np.max(variance))
+    if worst <= LARGEST:
+        return variance, ()
+    points = sorted(set(np.nonzero(variance > LARGEST)[-1].tolist()))
+    note = (
+        f"one draw's fluctuations explode at points {points} of the stream (0 enters layer 1): "
+        f"the variance of its log gradient would be {worst:.3g} to first order, and {LARGEST:g} "
+        "stands in. The band there says no more than that draws differ by orders of magnitude, "
+        "and the mean over draws may be several times what is predicted"
+    )
+    return np.minimum(variance, LARGEST), (note,)
 
 
 class Course(NamedTuple):
@@ -164,7 +174,7 @@ def course(layers: Sequence[Layer], trace: Trace, batch: int, top: Any = None) -
     steps = linearise(layers, trace, modes, overlaps)
     draws = _Draws(modes, entering.width, batch)
     signal_noise, first = draws.signal(steps.signal, entering, overlaps)
-    injected = modes.of(last.kernel) / np.asarray(last.kernel.diagonal)[..., None]
+    injected = ratio(modes.of(last.kernel), np.asarray(last.kernel.diagonal)[..., None])
     gradient_noise, received = draws.gradient(steps.gradient, injected)
     exposed = 0.0 * received
     if top is not None:
@@ -187,7 +197,7 @@ def _by_token(declaration: Chain, trace: Trace, batch: int, top: Any) -> Array:
         overlaps = sequence_overlaps(layers, averaged(trace))
     with np.errstate(divide="ignore", invalid="ignore"):
         variance = log_variance_by_token(layers, trace, batch, overlaps, top)
-    return _finite(variance, trace)
+    return _where_it_arrives(variance, trace)
 
 
 def band(mean: Array, log_variance: Array) -> tuple[Array, Array]:
@@ -286,7 +296,7 @@ class _Draws:
         if signal.spread is None or np.any(signal.spread.diagonal):
             return noise
         # a norm has fixed every token's size: only the split between the modes is left
-        part = base * self.modes.average / np.asarray(signal.kernel.diagonal)[..., None]
+        part = ratio(base * self.modes.average, np.asarray(signal.kernel.diagonal)[..., None])
         split = np.eye(2) - part[..., None, :]
         return split @ noise @ transposed(split)
 

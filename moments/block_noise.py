@@ -152,7 +152,7 @@ def logit_variance(attention: SelfAttention, base: Array, received: Array, modes
     quadratic form with one eigenvalue per mode, the product of the signal's and the gradient's.
     """
     weight = base * received
-    alike = (weight**2 * modes.count).sum(-1) / (weight * modes.count).sum(-1) ** 2
+    alike = ratio((weight**2 * modes.count).sum(-1), (weight * modes.count).sum(-1) ** 2)
     return alike * 2 * (1 / attention.d_head + 1 / attention.d_model) / attention.heads
 
 
@@ -203,5 +203,5 @@ def own_fluctuation(path: Chain, inner: Trace) -> Array:
     reached = inner.points[last_matrix(path.parts)].signal
     assert reached.spread is not None
     moment = reached.second_moment().diagonal
-    relative: Array = reached.spread.diagonal / moment**2
+    relative = ratio(reached.spread.diagonal, moment**2)
     return relative[0]

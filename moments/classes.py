@@ -72,7 +72,7 @@ class PositionClasses:
     @property
     def count(self) -> Array:
         """(P,) tokens that a node stands for."""
-        return self.keys[-1]
+        return np.asarray(self.keys[-1])
 
     @functools.cached_property
     def pair_count(self) -> Array:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .state import Array, Gradient, Signal
+from .state import Array, Gradient, Kernel, Signal
 
 
 class Pulled(NamedTuple):
@@ -23,11 +23,14 @@ class Pulled(NamedTuple):
         weights: gives the expected squared gradient norm of each weight matrix, when asked.
         overlaps: gives by how much those grow per unit of the variance of two tokens' overlap
             (`overlap`) in what is attended to, beyond the 1/width they count with.
+        response: gives by how much two outputs' overlap moves per that of the tokens that ask, as
+            the kernel that a gradient of ones would have there.
     """
 
     gradient: Gradient
     weights: Callable[[], Mapping[str, Array]] | None = None
     overlaps: Callable[[], Mapping[str, Array]] | None = None
+    response: Callable[[], Kernel] | None = None
 
 
 Pullback = Callable[[Gradient], Pulled]

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from .attention import Padding, concatenated
 from .attention_alike import AlikeAttention
 from .attention_by_token import (
     BEYOND_TABLES,
-    LOGIT_VARIANCE_MAX,
     Mask,
     attention_facts,
     build,
@@ -20,13 +20,12 @@ from .attention_by_token import (
     same_sequence,
     variance_notes,
 )
-from .attention_weights import biased
+from .attention_weights import Paths, of_rows, overlap_gradients, projection_gradients
 from .composition import Pulled, Reader, ReaderPullback
 from .errors import domain_error
+from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive, through
 from .state import Array, Gradient, Kernel, Signal
-
-Padding = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,8 @@ class CrossAttention(Reader):
         query, key, value: variances of the projections' entries.
         drop_prob: dropout on the attention weights.
         temperature: divides the logits.
-        kv_heads, qk_norm, logit_softcap, norm_epsilon, has_bias: as in `SelfAttention`.
+        kv_heads, qk_norm, logit_softcap, norm_epsilon, norm_affine, has_bias: as in
+            `SelfAttention`.
         query_bias, key_bias, value_bias: variances of the projections' biases.
         padding: for every sequence of the memory, which of its tokens are real; None: all.
         sequences: number of equally long sequences that each token kernel holds one after the
@@ -72,6 +72,7 @@ class CrossAttention(Reader):
     alibi: ClassVar[bool] = False
     relative_bias: ClassVar[None] = None
     mixes_tokens: ClassVar[bool] = True
+    prefix: ClassVar[str] = "cross_"
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         """Moments of the concatenated heads, and the map from their gradient to both inputs'.
@@ -86,68 +87,37 @@ class CrossAttention(Reader):
         asking, asked = signal.second_moment(), memory.second_moment()
         law = logit_law(self, asking, asked, (self.d_model, self.memory_width))
         make = self._by_token if signal.resolved else self._alike
-        mixed, squares, facts, notes, back = make(signal, memory, law)
-        width = self.heads * self.d_head
-        heads = mixed.scaled(self.memory_width * self.value)
-        dropped = self.drop_prob / (1 - self.drop_prob)
-        if np.any(self.value_bias):
-            one, two = heads.lift(self.value_bias)
-            diagonal = heads.diagonal + one * (1 + dropped * squares)
-            heads = Kernel.joined(diagonal, heads.pairs + two, heads.resolved)
-        output = Signal(heads, signal.seq_len, mean=0.0 * heads.diagonal, width=width)
-        output.facts, output.notes = facts, notes + law.notes
-        if signal.spread is not None:
-            output.spread = (heads * heads).scaled(2 / width)
+        seen, back = make(signal, memory, law)
+        output = concatenated(self, signal, memory, *seen.heads)
+        output.facts, output.notes = seen.facts, seen.notes + law.notes
+        mixed, squares, *_ = seen.heads
+        rows = of_rows(output, np.shape(squares))
 
         def pullback(gradient: Gradient) -> tuple[Pulled, Gradient]:
             received = gradient.kernel
-            paths = back(received.scaled(width * self.value))
+            paths, straight = back(received.scaled(self.heads * self.d_head * self.value))
             # `back` counts the values' gain on the tokens' scale, which is the memory's here.
             query = through(paths.query, law.queries, law.spoken)
             query = query.scaled(self.memory_width / self.d_model)
             key = through(paths.key, law.keys, law.spoken)
-            variances = (
-                positive(self.query, self.query_bias / self.d_model),
-                positive(self.key, self.key_bias / self.memory_width),
-            )
 
             def overlaps() -> dict[str, Array]:
-                """As `attention_weights.overlap_gradients`."""
-                tilt = through(paths.tilt(), law.queries, law.spoken).scaled(self.memory_width)
-                total = (asking * tilt).total(signal.seq_len)
-                grown = {"cross_query": total / variances[0], "cross_key": total / variances[1]}
-                if "query" in biased(self.has_bias):
-                    grown["cross_query.bias"] = tilt.total(signal.seq_len) / variances[0]
-                return grown
+                return overlap_gradients(self, law, signal, paths.tilt)
 
             def weights() -> dict[str, Array]:
-                counts = signal.seq_len, memory.seq_len
-                norms = {
-                    "cross_query": self.d_model * (asking * query).total(counts[0]) / variances[0],
-                    "cross_key": self.memory_width * (asked * key).total(counts[1]) / variances[1],
-                    "cross_value": self.memory_width * width * (mixed * received).total(counts[0]),
-                }
-                norms["cross_key"] += overlaps()["cross_key"] / self.memory_width
-                if self.has_bias:
-                    ones = received.with_diagonal(received.diagonal * (1 + dropped * squares))
-                    biases = {
-                        "query": query.total(counts[0]) / variances[0],
-                        "key": self._key_bias(key.total(counts[1]) / variances[1]),
-                        "value": width * ones.total(counts[0]),
-                    }
-                    norms |= {f"cross_{name}.bias": biases[name] for name in biased(self.has_bias)}
-                return norms
+                return projection_gradients(self, law, signal, memory, mixed, received, paths, rows)
+
+            def response() -> Kernel:
+                gain = self.heads * self.d_head * self.value * self.memory_width / self.d_model
+                found = through(seen.response(), law.queries, law.spoken)
+                return found.scaled(gain)
 
             return (
-                Pulled(Gradient(query, gradient.seq_len), weights, overlaps),
-                Gradient(paths.straight + key, memory.seq_len),
+                Pulled(Gradient(query, gradient.seq_len), weights, overlaps, response),
+                Gradient(straight + key, memory.seq_len),
             )
 
         return output, pullback
-
-    def _key_bias(self, norm: Array) -> Array:
-        """A shift of all keys moves no softmax, unless a norm takes it up."""
-        return 0.0 if self.qk_norm is None else np.maximum(norm, 0.0)
 
     def _masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""
@@ -160,7 +130,7 @@ class CrossAttention(Reader):
         seen = [np.where((mask & row).any(1, keepdims=True), mask & row, mask) for row in real]
         return seen if len(seen) == matrices else seen * matrices
 
-    def _by_token(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
+    def _by_token(self, signal: Signal, memory: Signal, law: LogitLaw) -> tuple[_Attended, _Back]:
         asked = memory.second_moment()
         shape, memory_shape = signal.kernel.pairs.shape, asked.pairs.shape
         count = int(np.prod(shape[:-2], dtype=int))
@@ -178,23 +148,32 @@ class CrossAttention(Reader):
         if not notes and any(np.any(one.beyond_tables) for one in rows):
             notes = (BEYOND_TABLES,)
 
-        def back(received: Kernel) -> _Returned:
+        def back(received: Kernel) -> tuple[Paths, Kernel]:
             gained = flat(received)
             parts = [one.backward(matrix) for one, matrix in zip(rows, gained, strict=True)]
             query = np.stack([part.query for part in parts]).reshape(shape)
             key = np.stack([part.key for part in parts]).reshape(memory_shape)
             straight = np.stack([part.value + part.cross for part in parts]).reshape(memory_shape)
 
-            def tilt() -> Kernel:
-                found = np.stack([one.tilt * g for one, g in zip(rows, gained, strict=True)])
-                return Kernel.of_matrix(found.reshape(shape))
-
+            tilt = np.stack([one.tilt * g for one, g in zip(rows, gained, strict=True)])
             of = Kernel.of_matrix
-            return _Returned(of(query), of(key), of(straight), tilt)
+            return Paths(of(query), of(key), of(tilt.reshape(shape))), of(straight)
 
-        return mixed, squares.reshape(shape[:-1]), facts, notes, back
+        def shared() -> Kernel:
+            return Kernel.of_matrix(np.stack([one.mean_output() for one in rows]).reshape(shape))
 
-    def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
+        def weights() -> Array:
+            found = np.stack([one.mean_attention for one in rows])
+            return found.reshape(*shape[:-2], *found.shape[-2:])
+
+        heads = (mixed, squares.reshape(shape[:-1]), shared, weights)
+
+        def response() -> Kernel:
+            return Kernel.of_matrix(np.stack([one.response for one in rows]).reshape(shape))
+
+        return _Attended(heads, facts, notes, response), back
+
+    def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> tuple[_Attended, _Back]:
         asked = memory.second_moment()
         own = law.keys.kernel.diagonal - law.keys.kernel.pairs
         wanted = law.scale * law.queries.kernel.diagonal * own
@@ -204,7 +183,7 @@ class CrossAttention(Reader):
             asked,
             query_count=signal.seq_len,
             key_count=memory.seq_len,
-            scale=law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)),
+            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
             drop_prob=self.drop_prob,
             d_model=self.memory_width,
             d_head=law.head_freedom,
@@ -215,31 +194,29 @@ class CrossAttention(Reader):
             layer.logit_variance, layer.sum_square, layer.entropy, float(memory.seq_len)
         )
 
-        def back(received: Kernel) -> _Returned:
+        def back(received: Kernel) -> tuple[Paths, Kernel]:
             paths = layer.backward(received)
-            return _Returned(paths.query, paths.key, paths.value + paths.cross, lambda: paths.tilt)
+            return Paths(paths.query, paths.key, paths.tilt), paths.value + paths.cross
 
-        return layer.forward, layer.sum_square, facts, variance_notes(wanted), back
+        def response() -> Kernel:
+            return layer.backward(signal.kernel.with_ones()).query
 
-
-class _Returned(NamedTuple):
-    """The paths through queries, through keys and straight through the values, and what the first
-    gains per unit of the variance of two tokens' overlap (`overlap`)."""
-
-    query: Kernel
-    key: Kernel
-    straight: Kernel
-    tilt: Callable[[], Kernel]
+        heads = (layer.forward, layer.sum_square, lambda: layer.mean_output, None)
+        return _Attended(heads, facts, variance_notes(wanted), response), back
 
 
-# Mixed tokens, E sum a^2, facts, notes, and the map from the gradient there, the values' gain
-# included.
-_Attended = tuple[
-    Kernel,
-    Array,
-    dict[str, Array],
-    tuple[str, ...],
-    Callable[[Kernel], _Returned],
-]
+class _Attended(NamedTuple):
+    """What a way of attending knows: the last four arguments of `concatenated`, facts, notes, and
+    the query path of a gradient of ones (`Pulled.response`)."""
+
+    heads: tuple[Kernel, Array, Callable[[], Kernel], Callable[[], Array] | None]
+    facts: dict[str, Array]
+    notes: tuple[str, ...]
+    response: Callable[[], Kernel]
+
+
+# From the gradient there, the values' gain included: the paths, and what goes straight through the
+# values.
+_Back = Callable[[Kernel], tuple[Paths, Kernel]]
 
 __all__ = ["CrossAttention"]

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .activations import activation_laws
-from .checks import check_choice, check_count, check_flag, check_in, frozen_layers
+from .checks import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_in,
+    check_layers,
+    check_number,
+    settle,
+)
 from .embedding import Embedding
 from .errors import DomainError, domain_error
 from .positions import RelativeBias, Rotary
@@ -29,6 +37,10 @@ LAYERNORM_SCALINGS = (
     "attention-only",
     "ffn-only",
 )
+MOST_LAYERS = 10**6
+"""A declaration holds a few numbers for every layer; the deepest network published has 1,000."""
+MOST_HEADS = 2**20
+"""Where every head, or every pair of features in one, has a number of its own."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 
@@ -38,21 +50,15 @@ def check(model: Transformer) -> None:
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
     """
-    for name in ("layers", "d_model", "heads", "seq_len", "norm_groups", "parallel_norms"):
-        check_count(name, getattr(model, name), least=2 if name == "d_model" else 1)
-    for name in (
-        "causal",
-        "norm_affine",
-        "norm_bias",
-        "gated",
-        "parallel",
-        "alibi",
-        "identity_attention",
-    ):
-        check_flag(name, getattr(model, name))
+    settle(model, ["layers"], check_count, most=MOST_LAYERS)
+    settle(model, ("heads", "norm_groups", "parallel_norms", "seq_len"), check_count)
+    settle(model, ["d_model"], check_count, least=2)
+    settle(model, ["post_layers"], check_count, least=0)
+    flags = ("causal", "norm_affine", "norm_bias", "gated", "parallel", "alibi")
+    settle(model, (*flags, "identity_attention"), check_flag)
     check_choice("norm", model.norm, NORM_PLACEMENTS)
     check_choice("normalization", model.normalization, NORMALIZATIONS)
-    if model.activation in GATED:
+    if isinstance(model.activation, str) and model.activation in GATED:
         _set(model, "activation", GATED[model.activation])
         _set(model, "gated", True)
     try:
@@ -61,12 +67,10 @@ def check(model: Transformer) -> None:
         raise DomainError(f"{error}; gated units: {', '.join(GATED)}") from None
     check_choice("layernorm_scaling", model.layernorm_scaling, LAYERNORM_SCALINGS)
     check_choice("qk_norm", model.qk_norm, (None, "rmsnorm", "layernorm"))
-    check_in("dropout", model.dropout, PROBABILITY, "pass 0.1 for ten percent")
-    check_in("activation_dropout", model.activation_dropout, PROBABILITY)
-    check_in("norm_epsilon", model.norm_epsilon, NONNEGATIVE)
-    check_in("dyt_alpha", model.dyt_alpha, POSITIVE)
-    if model.logit_softcap is not None:
-        check_in("logit_softcap", model.logit_softcap, POSITIVE)
+    settle(model, ["dropout"], check_number, PROBABILITY, "pass 0.1 for ten percent")
+    settle(model, ["activation_dropout"], check_number, PROBABILITY)
+    settle(model, ["norm_epsilon"], check_number, NONNEGATIVE)
+    settle(model, ("dyt_alpha", "logit_softcap"), check_number, POSITIVE)
     _resolve_defaults(model)
     _check_parts(model)
     for name, interval in (
@@ -87,7 +91,7 @@ def _resolve_defaults(model: Transformer) -> None:
     _set(model, "_defaulted", frozenset(n for n in names if getattr(model, n) is None))
     if model.d_ff is None:
         _set(model, "d_ff", 4 * model.d_model)
-    check_count("d_ff", model.d_ff)
+    settle(model, ("d_ff", "d_head", "kv_heads"), check_count)
     if model.d_head is None:
         if model.d_model % model.heads:
             raise domain_error(
@@ -97,18 +101,15 @@ def _resolve_defaults(model: Transformer) -> None:
                 "change one of them, or pass d_head",
             )
         _set(model, "d_head", model.d_model // model.heads)
-    check_count("d_head", model.d_head)
     if model.kv_heads is None:
         _set(model, "kv_heads", model.heads)
-    check_count("kv_heads", model.kv_heads)
     if model.heads % (model.kv_heads or 1):
         raise domain_error("kv_heads", model.kv_heads, f"a divisor of heads = {model.heads}")
     if model.attention_dropout is None:
         _set(model, "attention_dropout", model.dropout)
-    check_in("attention_dropout", model.attention_dropout, PROBABILITY)
     if model.ffn_dropout is None:
         _set(model, "ffn_dropout", model.dropout)
-    check_in("ffn_dropout", model.ffn_dropout, PROBABILITY)
+    settle(model, ("attention_dropout", "ffn_dropout"), check_number, PROBABILITY)
     if model.weights is None:
         weights = Weights.xavier(model.d_model, model.heads, model.d_ff, model.d_head)
         _set(model, "weights", weights)
@@ -139,9 +140,7 @@ def _check_parts(model: Transformer) -> None:
 
 
 def _per_layer(model: Transformer, name: str, interval: Interval) -> Any:
-    value = getattr(model, name)
-    check_in(name, value, interval, "scales multiply amplitudes")
-    entries = frozen_layers(name, value)
+    entries = check_layers(name, getattr(model, name), interval, "scales multiply amplitudes")
     if isinstance(entries, tuple) and len(entries) != model.layers:
         raise domain_error(
             name, f"{len(entries)} numbers", f"one number, or one per layer ({model.layers})"
@@ -150,22 +149,22 @@ def _per_layer(model: Transformer, name: str, interval: Interval) -> Any:
 
 
 def _per_block(model: Transformer, name: str, interval: Interval) -> Any:
-    value = getattr(model, name)
-    if not isinstance(value, list | tuple | np.ndarray) or np.shape(value) != (model.layers, 2):
+    values = check_in(name, getattr(model, name), interval, "scales multiply amplitudes")
+    if values.shape != (model.layers, 2):
         return _per_layer(model, name, interval)
-    check_in(name, value, interval, "scales multiply amplitudes")
-    return tuple((float(attention), float(ffn)) for attention, ffn in value)
+    return tuple((attention, ffn) for attention, ffn in values.tolist())
 
 
 def _windows(model: Transformer) -> Any:
-    value = model.window
-    several = isinstance(value, list | tuple)
-    for entry in value if several else (value,):  # type: ignore[union-attr]
-        if entry is not None:
-            check_count("window", entry)
-    if several and len(value) != model.layers:  # type: ignore[arg-type]
-        raise domain_error("window", value, f"one reach, or one per layer ({model.layers})")
-    return tuple(value) if several else value  # type: ignore[arg-type]
+    def reach(entry: Any) -> int | None:
+        return None if entry is None else check_count("window", entry)
+
+    if not isinstance(model.window, list | tuple | np.ndarray):
+        return reach(model.window)
+    if len(model.window) != model.layers:
+        allowed = f"one reach, or one per layer ({model.layers})"
+        raise domain_error("window", model.window, allowed)
+    return tuple(map(reach, model.window))
 
 
 def _check_together(model: Transformer) -> None:
@@ -177,6 +176,10 @@ def _check_together(model: Transformer) -> None:
         raise domain_error(
             "layernorm_scaling", model.layernorm_scaling, "False where norm is 'none'"
         )
+    if model.alibi:
+        settle(model, ["heads"], check_count, most=MOST_HEADS)
+    if model.rotary is not None:
+        settle(model, ["d_head"], check_count, most=MOST_HEADS)
     if model.d_model % model.norm_groups:
         raise domain_error("norm_groups", model.norm_groups, f"a divisor of {model.d_model}")
     if model.norm_groups > 1 and model.d_model // model.norm_groups < 4:
@@ -189,7 +192,6 @@ def _check_together(model: Transformer) -> None:
         )
     if model.post_layers and model.norm != "mix":
         raise domain_error("post_layers", model.post_layers, "0, or norm='mix'")
-    check_count("post_layers", model.post_layers, least=0)
     if model.post_layers > model.layers:
         raise domain_error("post_layers", model.post_layers, f"at most layers = {model.layers}")
     if model.parallel and model.placements[0] not in ("pre", "none"):

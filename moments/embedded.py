@@ -13,6 +13,9 @@ from .laws.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDI
 from .packing import places
 from .state import Array, Kernel
 
+WIDEST = 2**16
+"""Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
+
 
 def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
     """Share of ordered token pairs with the same id, averaged over sequences.
@@ -32,7 +35,8 @@ def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
         matrix = np.atleast_2d(np.asarray(ids))
     except ValueError:
         raise DomainError(f"{allowed}: pad shorter sequences") from None
-    if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.integer) or matrix.min() < 0:
+    whole = matrix.ndim == 2 and matrix.size and np.issubdtype(matrix.dtype, np.integer)
+    if not whole or matrix.min() < 0:
         raise DomainError(allowed)
     if matrix.shape[1] != seq_len:
         raise domain_error(
@@ -148,18 +152,50 @@ def fixed_positions(
     """
     if embedding.positions != "sinusoidal":
         return None
-    if d_model is None or d_model % 2:
-        raise domain_error("d_model", d_model, "an even number for sinusoidal positions")
+    if d_model is None or d_model % 2 or d_model > WIDEST:
+        allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
+        raise domain_error("d_model", d_model, allowed)
     frequencies = 10000.0 ** (-2 * np.arange(d_model // 2) / d_model)
+    if sequences is None:
+        return _fixed_alike(frequencies, seq_len)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     means = rows.mean(1)
     both = rows @ rows.T / d_model, means[:, None] * means[None, :]
-    if sequences is not None:
-        place = _places(seq_len, sequences, documents)
-        return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
-    each = [Kernel.of_matrix(m) for m in both]
-    return FixedPart(*(Kernel(float(k.mean_diagonal()), float(k.mean_pairs())) for k in each))
+    place = _places(seq_len, sequences, documents)
+    return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
+
+
+def _fixed_alike(frequencies: np.ndarray, seq_len: int) -> FixedPart:
+    """Averages over tokens and pairs of them, by geometric series over the positions t < L.
+
+    sum_ij p_i . p_j = sum_m |S(w_m)|^2 with S(w) = sum_t e^{iwt}. A token's mean over features is
+    sum_m (sin + cos)(w_m t)/d, and (sin + cos)(a) (sin + cos)(b) = cos(a - b) + sin(a + b).
+    """
+    d_model, count = 2 * len(frequencies), float(seq_len)
+    of_one = _positions_sum(frequencies, seq_len)
+    whole = float((np.abs(of_one) ** 2).sum()) / d_model
+    means = float((of_one.imag + of_one.real).sum()) / d_model
+    squares = sum(
+        float(_positions_sum(w - frequencies, seq_len).real.sum())
+        + float(_positions_sum(w + frequencies, seq_len).imag.sum())
+        for w in frequencies
+    )
+    squares /= d_model**2
+    pairs = count * (count - 1)
+    return FixedPart(
+        Kernel(0.5, (whole - count / 2) / pairs),
+        Kernel(squares / count, (means * means - squares) / pairs),
+    )
+
+
+def _positions_sum(frequency: np.ndarray, seq_len: int) -> np.ndarray:
+    """sum of e^{iwt} over t = 0 ... L - 1."""
+    half = frequency / 2
+    still = np.abs(half) < 1e-300
+    sine = np.sin(np.where(still, 1.0, half))
+    size = np.where(still, float(seq_len), np.sin(half * seq_len) / sine)
+    return np.asarray(size * np.exp(1j * half * (seq_len - 1)))
 
 
 def embedding_gradients(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checks import check_choice, check_count, check_fields, check_flag, check_in
+from .checks import check_choice, check_count, check_fields, check_flag, check_number, settle
 from .errors import domain_error
 from .symbols import NONNEGATIVE, POSITIVE, PROBABILITY
 
@@ -49,24 +49,21 @@ class Embedding:
     padding_id: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_count("vocab_size", self.vocab_size, least=2)
-        check_in("token_variance", self.token_variance, POSITIVE)
-        check_in("position_variance", self.position_variance, NONNEGATIVE)
-        check_in("segment_variance", self.segment_variance, NONNEGATIVE)
-        check_in("norm_epsilon", self.norm_epsilon, NONNEGATIVE)
-        check_flag("norm", self.norm)
-        check_in("dropout", self.dropout, PROBABILITY)
-        check_in("scale", self.scale, POSITIVE)
+        settle(self, ["vocab_size"], check_count, least=2)
+        settle(self, ["token_variance", "scale"], check_number, POSITIVE)
+        names = ("position_variance", "segment_variance", "norm_epsilon")
+        settle(self, names, check_number, NONNEGATIVE)
+        settle(self, ["norm"], check_flag)
+        settle(self, ["dropout"], check_number, PROBABILITY)
+        settle(self, ["padding_id"], check_count, least=0)
         check_choice("positions", self.positions, POSITIONS)
         if self.positions != "learned" and self.position_variance:
             raise domain_error(
                 "position_variance", self.position_variance, "0 unless positions are learned"
             )
-        if self.padding_id is not None:
-            check_count("padding_id", self.padding_id, least=0)
-            if self.padding_id >= self.vocab_size:
-                allowed = f"below vocab_size = {self.vocab_size}"
-                raise domain_error("padding_id", self.padding_id, allowed)
+        if self.padding_id is not None and self.padding_id >= self.vocab_size:
+            allowed = f"below vocab_size = {self.vocab_size}"
+            raise domain_error("padding_id", self.padding_id, allowed)
 
     @property
     def variance(self) -> float:

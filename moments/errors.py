@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
 
 class MomentsError(Exception):
     """Base of every error that `moments` raises on purpose."""
 
 
 class DomainError(MomentsError, ValueError):
-    """A value outside what is allowed; the message names it, what is allowed, and the remedy."""
+    """A value outside what is allowed; the message names it, what is allowed, and the remedy.
+
+    Attributes:
+        argument: name of the value, where it is one value.
+    """
+
+    argument: str | None = None
 
 
 class ValidityWarning(UserWarning):
@@ -21,5 +31,62 @@ def domain_error(argument: str, value: object, allowed: str, remedy: str = "") -
     >>> str(domain_error("dropout", 1.2, "a probability in [0, 1)", "pass 0.1 for ten percent"))
     'dropout = 1.2: must be a probability in [0, 1); pass 0.1 for ten percent'
     """
-    message = f"{argument} = {value!r}: must be {allowed}"
-    return DomainError(f"{message}; {remedy}" if remedy else message)
+    message = f"{argument} = {brief(value)}: must be {allowed}"
+    error = DomainError(f"{message}; {remedy}" if remedy else message)
+    error.argument = argument
+    return error
+
+
+def unknown_name(argument: str, value: object, known: Iterable[str], more: str = "") -> DomainError:
+    """The error for a name that is none of those known: it says the nearest, else all of them.
+
+    Args:
+        argument: what was to be named.
+        value: the name given.
+        known: the names there are.
+        more: what else is allowed, in words.
+
+    >>> str(unknown_name("norm", "pots", ["pre", "post"]))
+    "norm = 'pots': no such name; did you mean 'post'?"
+    """
+    from difflib import get_close_matches
+
+    names = list(known)
+    near = get_close_matches(value[:100], names, cutoff=0.7) if isinstance(value, str) else []
+    if near:
+        meant = " or ".join(map(repr, near))
+        return DomainError(f"{argument} = {brief(value)}: no such name; did you mean {meant}?")
+    return domain_error(argument, value, f"one of {', '.join(names)}{more}")
+
+
+class _Brief(reprlib.Repr):
+    """`repr` of at most a line or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 12
+        self.maxstring = self.maxother = 120
+
+    def repr_int(self, value: int, level: int) -> str:
+        # Python refuses to write out the longest integers.
+        return repr(value) if value.bit_length() < 200 else f"<{value.bit_length()} bits>"
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        return " ".join(super().repr_instance(value, level).split())
+
+
+def brief(value: object, most: int = 240) -> str:
+    """A value as an error shows it: its `repr`, what is long cut in its middle.
+
+    >>> brief("x" * 10**6, 20)
+    "'xxxxxxx...xxxxxxxx'"
+    """
+    text = _BRIEF.repr(value)
+    if len(text) <= most:
+        return text
+    head = (most - 3) // 2
+    return f"{text[:head]}...{text[head + 3 - most :]}"
+
+
+_BRIEF = _Brief()

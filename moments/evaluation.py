@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .law import Law
-from .state import Array, Signal
+from .state import Array, Signal, ratio_or_zero
 
 Values = dict[str, Array]
 
@@ -28,7 +28,9 @@ def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Value
         values["x_variance"] = values["x_other_variance"] = kernel.diagonal
         values["x_correlation"] = signal.correlation()
         if signal.spread is None:
-            values["x_hidden_correlation"] = signal.hidden_covariance / kernel.diagonal
+            values["x_hidden_correlation"] = ratio_or_zero(
+                signal.hidden_covariance, kernel.diagonal
+            )
         return values, values
     lifted = {name: kernel.lift(value) for name, value in parameters.items()}
     single = {name: one for name, (one, _) in lifted.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,13 @@ from .watched import Log, Step, names_of_laws
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_INDENTED: dict[str, Any] = {
+    "initial_indent": " " * 6,
+    "subsequent_indent": " " * 8,
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 
 __all__ = ["Explanation", "Step", "explain"]
 
@@ -76,8 +84,14 @@ class Explanation:
                 values = ", ".join(f"{k} {v:.4g}" for k, v in step.values.items())
                 given = f"   from {values}" if values else ""
                 lines.append(f"    {step.quantity} = {step.result:.5g}{given}")
+                if step.law is not None:
+                    formula = f"= {step.law.expr}"
+                    lines += textwrap.wrap(formula, 100, **_INDENTED)
                 lines.append(f"      {step.source}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Explanation(layer {self.layer} of {self.model.layers}, {len(self.steps)} steps)"
 
     def _repr_html_(self) -> str:
         html: str = self.to_frame()._repr_html_()  # type: ignore[operator]

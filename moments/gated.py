@@ -15,7 +15,7 @@ from .evaluation import Values, bind, evaluate, evaluate_sides
 from .law import ComponentLaws
 from .laws.gated import gated
 from .laws.linear import LINEAR
-from .parts import Linear
+from .parts import Linear, faintly
 from .realised import overlap_variance, shared_with, step_within
 from .state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
 
@@ -67,7 +67,7 @@ class GatedLinear(Leaf):
             mean = evaluate_sides(laws[pairs], algebra, pair, varied).mean(0)
             return float(mean) if algebra is FLOAT else mean
 
-        def both(diagonal: str, pairs: str, single: Values, pair: Values, resolved: bool) -> Kernel:
+        def both(diagonal: str, pairs: str, single: Values, pair: Values, resolved: Any) -> Kernel:
             first = evaluate(laws[diagonal], algebra, single)
             return Kernel.joined(first, over_pairs(pairs, pair), resolved)
 
@@ -81,7 +81,7 @@ class GatedLinear(Leaf):
             Kernel.joined(evaluate(laws["variance"], algebra, one), covariance, signal.resolved),
             signal.seq_len,
             width=self.fan_out,
-            kurtosis=evaluate(laws["kurtosis"], algebra, one),
+            kurtosis=faintly(laws["kurtosis"], algebra, one),
         )
         limit = laws["variance"].domain["x_variance"]
         if not limit.contains(inner.kernel.mean_diagonal()):
@@ -110,7 +110,7 @@ class GatedLinear(Leaf):
             )
             if signal.spread is not None and knows_directions(gradient):
                 # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
-                slopes = evaluate(self.activation.under("refined")["alignment"], algebra, one)
+                slopes = faintly(self.activation.under("refined")["alignment"], algebra, one)
                 at_gate = realigned(at_gate, output, gradient, 3 * slopes)
                 at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
             through_gate = gate_back(gradient.with_kernel(at_gate))
@@ -134,7 +134,7 @@ class GatedLinear(Leaf):
             return None, None
         step = step_within(signal.second_moment(), variance)
         first, second = inner.kernel.over_tokens(inner.kernel.diagonal)
-        at_gate = step * (self.fan_in * self.gate) / (first * second) ** 0.5
+        at_gate = ratio_or_zero(step * (self.fan_in * self.gate), (first * second) ** 0.5)
         at_factor = step * (self.fan_in * self.ffn_in)
         correlation, covariance = inner.correlation(), factor.kernel.pairs
         above, below = (
@@ -178,9 +178,10 @@ class GatedLinear(Leaf):
         ) / self.fan_out
         own = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
         elastic = self._elasticity(inner.kernel.diagonal, inner.algebra)
-        moves = elastic * (1 - self.gate_bias / inner.kernel.diagonal)
-        moves = moves + (1 - self.bias / factor.kernel.diagonal)
-        moves = moves * of_gate.diagonal * factor.kernel.diagonal / signal.second_moment().diagonal
+        moves = elastic * (1 - ratio_or_zero(self.gate_bias, inner.kernel.diagonal))
+        moves = moves + (1 - ratio_or_zero(self.bias, factor.kernel.diagonal))
+        moves = moves * of_gate.diagonal * factor.kernel.diagonal
+        moves = ratio_or_zero(moves, signal.second_moment().diagonal)
         first, second = of_gate.over_tokens(moves)
         shared = signal.spread.weighted(moves * moves, first * second)
         return shared + Kernel.joined(own, own_pairs, of_gate.resolved)
@@ -193,7 +194,7 @@ class GatedLinear(Leaf):
             evaluate(law, algebra, {"x_variance": variance * factor, "grad_variance": 1.0})
             for factor in (1 + step, 1.0, 1 - step)
         )
-        return (above - below) / (2 * step * at)
+        return ratio_or_zero(above - below, 2 * step * at)
 
 
 def _unsteady(signal: Signal) -> tuple[str, ...]:

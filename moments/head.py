@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import check_choice, check_count, check_fields, check_flag, check_in
+from .checks import check_choice, check_count, check_fields, check_flag, check_number, settle
 from .errors import DomainError, domain_error
 from .symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
 
@@ -66,22 +66,15 @@ class Head:
     def __post_init__(self) -> None:
         from .activations import activation_laws
 
-        for name in ("tied", "norm", "bias", "transform_norm"):
-            check_flag(name, getattr(self, name))
+        settle(self, ("tied", "norm", "bias", "transform_norm"), check_flag)
         check_choice("loss", self.loss, LOSSES)
         check_choice("pool", self.pool, POOLS)
-        for name in ("vocab_size", "classes"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), least=2)
-        for name in ("weight_variance", "transform_variance", "transform_bias_variance"):
-            if getattr(self, name) is not None:
-                check_in(name, getattr(self, name), NONNEGATIVE, "pass a variance")
-        check_in("output_scale", self.output_scale, POSITIVE)
-        check_in("dropout", self.dropout, PROBABILITY)
-        check_in("label_smoothing", self.label_smoothing, PROBABILITY)
-        check_in("target_share", self.target_share, Interval(0.0, 1.0, open_lower=True))
-        if self.logit_softcap is not None:
-            check_in("logit_softcap", self.logit_softcap, POSITIVE)
+        settle(self, ("vocab_size", "classes"), check_count, least=2)
+        variances = ("weight_variance", "transform_variance", "transform_bias_variance")
+        settle(self, variances, check_number, NONNEGATIVE, "pass a variance")
+        settle(self, ("output_scale", "logit_softcap"), check_number, POSITIVE)
+        settle(self, ("dropout", "label_smoothing"), check_number, PROBABILITY)
+        settle(self, ["target_share"], check_number, Interval(0.0, 1.0, open_lower=True))
         if self.transform is not None:
             activation_laws(self.transform)
         self._check_together()

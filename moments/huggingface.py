@@ -5,15 +5,14 @@ A path or a dictionary needs neither torch nor transformers.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from .errors import DomainError, ValidityWarning, domain_error
 from .families import FAMILIES, REFUSED, Family
+from .files import read_object
 from .transformer import Transformer
 
 
@@ -64,19 +63,8 @@ def read_config(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, str | os.PathLike):
-        path = Path(config)
-        if path.is_dir():
-            path = path / "config.json"
-        try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise domain_error("config", str(path), f"a readable config.json ({reason})") from None
-        except ValueError as error:
-            raise domain_error("config", str(path), f"valid JSON ({error})") from None
-        if not isinstance(entries, dict):
-            raise domain_error("config", str(path), "a JSON object of config entries")
-        return entries
+        path = os.path.join(config, "config.json") if os.path.isdir(config) else config
+        return read_object(path, "config", "a readable config.json")
     if hasattr(config, "to_dict"):
         return dict(config.to_dict())
     raise DomainError(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from moments.checks import check_count
-from moments.errors import domain_error
+from moments.errors import DomainError, MomentsError, brief, domain_error
 from moments.families.family import Family
 from moments.families.sizes import at_depth
 from moments.huggingface import family, read_config
@@ -24,22 +27,58 @@ with optional("hf", "torch", "transformers"):
 _LOSSES = {"causal": "ForCausalLM", "masked": "ForMaskedLM"}
 
 
-def _settings(config: Any) -> tuple[Family, Any]:
-    """The family and the transformers config object."""
+# Entries that any config may have and that shape a module without choosing code or files.
+_SHAPING = frozenset(("id2label", "label2id", "num_labels", "is_encoder_decoder", "problem_type"))
+
+
+def settings_of(config: Any) -> tuple[Family, Any]:
+    """The family of a config, and the transformers config object that its module is built from.
+
+    Only entries that describe the architecture reach transformers: those that the family's own
+    config class declares, or its reader here, and labels. What chooses implementations, code,
+    precision or files (attn_implementation, auto_map, quantization_config, ...) does not.
+
+    Raises:
+        DomainError: an unknown family, or entries that it or transformers refuses.
+        MomentsError: torch or transformers is not installed.
+    """
     entries = read_config(config)
     kind = entries.pop("model_type", None)
     found = family(kind)
+    with refused(f"config of type {kind!r}"):
+        made = transformers.CONFIG_MAPPING[kind]
+    own = set(inspect.signature(made.__init__).parameters)
+    own -= set(inspect.signature(transformers.PretrainedConfig.__init__).parameters)
+    allowed = own | _SHAPING | found.entries({"model_type": kind} | entries)
+    entries = {name: value for name, value in entries.items() if name in allowed}
     if found.task == "translation":
         entries.setdefault("decoder_start_token_id", 0)  # T5's, which its class leaves out
-    # The family's special tokens need not be in a small table of one's own.
     vocab_size = entries.get("vocab_size")
-    settings = transformers.AutoConfig.for_model(kind, **entries)
+    with refused(f"config of type {kind!r}"):
+        settings = made(**entries)
+    # The family's special tokens need not be in a small table of one's own.
     if vocab_size is not None:
         for name in _TOKENS:
             token = getattr(settings, name, None)
             if name not in entries and isinstance(token, int) and token >= vocab_size:
                 setattr(settings, name, None if name == "pad_token_id" else vocab_size - 1)
     return found, settings
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """What another library raises over a user's config or file, as a bad input.
+
+    Raises:
+        DomainError: anything was raised inside the block.
+    """
+    try:
+        yield
+    except MomentsError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise DomainError(f"{what}: {brief(type(error).__name__ + ': ' + said)}") from error
 
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -57,16 +96,16 @@ def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn
             where there are two.
 
     Raises:
-        DomainError: an unreadable config, or another `model_type`.
+        DomainError: an unreadable config, another `model_type`, or a bad entry.
         MomentsError: torch or transformers is not installed.
     """
     check_count("seed", seed, least=0)
     entries = read_config(config)
     family(entries.get("model_type"))
-    found, settings = _settings(entries if layers is None else at_depth(entries, layers))
+    found, settings = settings_of(entries if layers is None else at_depth(entries, layers))
     if found.task in _LOSSES:
         settings.loss_type = _LOSSES[found.task]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), refused(f"config of type {settings.model_type!r}"):
         torch.manual_seed(seed)
         module: nn.Module = getattr(transformers, found.module)(settings)
     return module
@@ -87,7 +126,7 @@ def text_batch(
     Raises:
         DomainError: a config or an argument out of range, or a family that reads images.
     """
-    found, settings = _settings(config)
+    found, settings = settings_of(config)
     if found.task == "images":
         raise domain_error("config", found.module, "a family that reads text", "use image_batch")
     vocab_size = int(settings.vocab_size)
@@ -113,7 +152,7 @@ def image_batch(config: Any, *, batch: int = 2, seed: int = 0) -> dict[str, Any]
     """
     check_count("batch", batch)
     check_count("seed", seed, least=0)
-    found, settings = _settings(config)
+    found, settings = settings_of(config)
     if found.task != "images":
         raise domain_error("config", found.module, "a family that reads images", "use text_batch")
     size, channels = int(settings.image_size), int(settings.num_channels)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import check_count
+from .checks import check_array, check_count
 from .errors import domain_error
 from .patches import PatchEmbedding
 from .state import Array, Kernel
@@ -18,7 +18,9 @@ def check_pixels(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
     Raises:
         DomainError: another shape, or values that are not finite.
     """
-    images = np.asarray(pixels, dtype=float)
+    images = check_array("pixels", pixels, "numbers of shape (B, C, H, W)")
+    if not np.all(np.isfinite(images)):
+        raise domain_error("pixels", "NaN or infinity", "finite")
     images = images[None] if images.ndim == 3 else images
     size = embedding.image_size
     if images.ndim != 4 or images.shape[1:] != (embedding.channels, size, size):

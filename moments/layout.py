@@ -43,6 +43,10 @@ class Layout:
         """`documents`, or `real`, which says that all real tokens are of one."""
         return self.real if self.documents is None else self.documents
 
+    def fewest(self, seq_len: int) -> int:
+        """The fewest real tokens of a sequence."""
+        return seq_len if self.real is None else int(self.real.sum(-1).min())
+
     def split(self, kernel: Kernel) -> Kernel:
         """What tokens of one sequence share, (sequences, L, L); unchanged if there is only one."""
         if self.sequences == 1 or not kernel.resolved:

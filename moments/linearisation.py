@@ -22,13 +22,13 @@ from .block_noise import (
     logit_variance,
     one_after_the_other,
     own_fluctuation,
-    ratio,
     with_logits,
 )
 from .branch_passes import Branch, Passes, branches_of
 from .branches import attention_of, cross_attention_of, cross_back_kappa, parts_of
 from .composition import BottomToTop, Chain, Component, Layer, Parallel, Residual
 from .propagate import Trace
+from .sensitivity import ratio
 from .sequence_overlap import sites
 from .state import Array, Kernel, Signal
 
@@ -190,7 +190,7 @@ def _linearise(
 ) -> Linearised:
     """One stacked part, whose signal enters with `kernel` and whose output receives `gradient`."""
     base, received = np.broadcast_arrays(
-        modes.of(kernel), modes.of(gradient) / gradient.diagonal[..., None]
+        modes.of(kernel), ratio(modes.of(gradient), gradient.diagonal[..., None])
     )
     axes = (1,) * (base.ndim - 1)
     attention = attention_of(part)
@@ -215,9 +215,9 @@ def _linearise(
     # The pass itself took 1/d off for directions that gradients lose: only shapes count here.
     size = sent[0] @ modes.average
     one, two = size[..., None], size[..., None, None]
-    pull, exposure = returned[0] / two, (sent[1:] - sent[0]) / (STEP * one)
+    pull, exposure = ratio(returned[0], two), ratio(sent[1:] - sent[0], STEP * one)
 
-    moments = leaving[0], sent[0] / one, received, size
+    moments = leaving[0], ratio(sent[0], one), received, size
     up, down = _additions(part, attention, branches, moments, modes, width)
     variance, moved = 0.0 * np.ones_like(size), (np.zeros_like(base), np.zeros_like(base))
     if attention is not None:
@@ -253,7 +253,7 @@ def _additions(
     random = isinstance(part, Residual | BottomToTop)
     added = [random * one.added[0] for one in branches]
     back = [random * (one.returned[0] @ received[..., None])[..., 0] for one in branches]
-    back = [entry / size[..., None] for entry in back]
+    back = [ratio(entry, size[..., None]) for entry in back]
     carried, carried_back = leaving - sum(added), sent - sum(back)
     if not random:
         carried, carried_back = 0.0 * leaving, 0.0 * sent
@@ -271,11 +271,11 @@ def _additions(
         if crossed is not None:
             assert branch.trace.memory is not None
             kappa = cross_back_kappa(crossed, branch.trace.memory.seq_len) * like
-        returned_gain = gain / size[..., None, None]
-        plain = addition(below, own_back, kept / size, returned_gain, kappa, width)
+        returned_gain = ratio(gain, size[..., None, None])
+        plain = addition(below, own_back, ratio(kept, size), returned_gain, kappa, width)
         if attention is not None and attention_of(branch.path) is not None:
             tokens = attending(branch.path, branch.trace, branch.entering)
-            returned = branch.returned[0] / size[..., None, None]
+            returned = ratio(branch.returned[0], size[..., None, None])
             plain = attention_addition(attention, plain, returned, received, tokens, modes)
         down.append(plain)
         above, below = above + own, below + own_back

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .state import Array, Kernel
+from .errors import domain_error
+from .state import Array, Kernel, ratio_or_zero
 
 CAP_NOTED = 0.3
 """Logit variance over the square of its soft cap beyond which a note says so."""
@@ -69,17 +70,21 @@ def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, 
     if norm is None:
         return Side(kernel, None, gain)
     first, second = kernel.over_tokens(kernel.diagonal)
-    correlation = np.clip(kernel.pairs / np.sqrt(first * second), -1.0, 1.0)
-    inverse = 1.0 / kernel.diagonal
-    shrunk = kernel.diagonal * gain / (kernel.diagonal * gain + epsilon)
+    correlation = np.clip(ratio_or_zero(kernel.pairs, np.sqrt(first * second)), -1.0, 1.0)
+    inverse = ratio_or_zero(gain + 0.0 * kernel.diagonal, kernel.diagonal * gain + epsilon)
+    shrunk = kernel.diagonal * inverse
     left, right = kernel.over_tokens(np.sqrt(shrunk))
     square = correlation**2
     pairs = left * right * correlation * (1.0 - (1.0 - square) / (2.0 * width))
     directions = Kernel.joined(shrunk, pairs, kernel.resolved)
-    left, right = kernel.over_tokens(np.sqrt(shrunk * inverse))
+    left, right = kernel.over_tokens(np.sqrt(inverse))
     back = left * right * np.maximum(1.0 + (1.5 * square - 0.5) / width, 0.0)
-    own = shrunk * inverse * (1.0 + 1.0 / width)
-    return Side(directions, Kernel.joined(own, back, kernel.resolved), 1.0)
+    own = inverse * (1.0 + 1.0 / width)
+    returned = Kernel.joined(own, back, kernel.resolved)
+    # On the scale of the largest: epsilon may leave next to nothing.
+    largest = shrunk.max(-1) if kernel.resolved else shrunk
+    one = ratio_or_zero(1.0, largest)
+    return Side(directions.scaled(one), returned.scaled(one), largest)
 
 
 def cap_slope(variance: Any, cap: float) -> Any:
@@ -99,6 +104,13 @@ def logit_law(leaf: Any, asking: Kernel, asked: Kernel, widths: tuple[Any, Any])
         widths: of those tokens.
     """
     norm, d_head = leaf.qk_norm, leaf.d_head
+    if norm is not None and leaf.norm_epsilon == 0.0:
+        for name in ("query", "key"):
+            size = np.add(getattr(leaf, name), getattr(leaf, f"{name}_bias"))
+            if not np.all(size > 0):
+                allowed = "above 0 where queries and keys are normalised without norm_epsilon"
+                remedy = "zeros have no direction"
+                raise domain_error(name, getattr(leaf, name), allowed, remedy)
     width = d_head - 1.0 if norm == "layernorm" else 1.0 * d_head
     gains = (
         widths[0] * positive(leaf.query, leaf.query_bias / widths[0]),

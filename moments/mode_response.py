@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .block_noise import Modes, ratio
+from .block_noise import Modes
 from .propagate import Trace
-from .sensitivity import SINGLE, Ascent, Descent, transposed
+from .sensitivity import SINGLE, Ascent, Descent, ratio, transposed
 from .state import Array
 
 

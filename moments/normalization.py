@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .algebra import FLOAT
 from .composition import Leaf, Pullback, Pulled
 from .directions import at_tokens, of_pairs, relative_spread
 from .evaluation import Values, evaluate
@@ -58,7 +59,8 @@ class FiniteNormalization(Leaf):
                 # A group's features need not average to zero where all of them do.
                 kernel = kernel - signal.second_moment().scaled((self.groups - 1) / width)
         inner = Signal(kernel, signal.seq_len)
-        one, two = self._bind(inner, self._spread(signal))
+        epsilon = self._epsilon(kernel)
+        one, two = self._bind(inner, self._spread(signal), epsilon)
         algebra = inner.algebra
         variance = evaluate(laws["variance"], algebra, one)
         spreads = two
@@ -67,9 +69,13 @@ class FiniteNormalization(Leaf):
         pairs = evaluate(laws["covariance"], algebra, spreads)
         if self.groups > 1:
             pairs = pairs * expected_cosine(self.freedom(signal.width), two["x_correlation"])
-        varies = float(np.max(one["norm_spread"]))
-        if varies > _EXPANDED:
-            pairs = _possible(Kernel.joined(variance, pairs, kernel.resolved), inner)
+        varies = one["norm_spread"]
+        if np.any(varies > _EXPANDED):
+            normal = Kernel.joined(variance, pairs, kernel.resolved)
+            first, second = kernel.over_tokens(varies)
+            far = np.maximum(first, second) > _EXPANDED
+            held: Array = np.where(far, _possible(normal, inner), pairs)
+            pairs = float(held) if algebra is FLOAT else held
         normal = Kernel.joined(variance, pairs, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
@@ -82,7 +88,7 @@ class FiniteNormalization(Leaf):
             realised=rescaled(signal, kernel, self.epsilon, square),
             centred=scaled if self.centres else None,
             kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
-            notes=_unexpandable(varies) if self.groups == 1 else (),
+            notes=(_unexpandable(varies) if self.groups == 1 else ()) + _undefined(epsilon),
         )
 
         def pullback(gradient: Gradient) -> Pulled:
@@ -99,7 +105,7 @@ class FiniteNormalization(Leaf):
             variance = evaluate(laws["grad_variance"], algebra, single)
             pairs = evaluate(laws["grad_covariance"], algebra, pair)
             if self.groups > 1:
-                variance, pairs = self._by_group(signal, received)
+                variance, pairs = self._by_group(signal, received, epsilon)
             sent = Kernel.joined(variance, pairs, received.resolved)
             # What is normalised has no scale, so its gradient is orthogonal to it.
             centred = 1.0 if self.centres else gradient.centred_share
@@ -114,17 +120,25 @@ class FiniteNormalization(Leaf):
         """Degrees of freedom of a group's norm."""
         return float(width / self.groups - (1.0 if self.centres else 0.0))
 
-    def _by_group(self, signal: Signal, received: Kernel) -> tuple[Array, Array]:
+    def _epsilon(self, kernel: Kernel) -> Array:
+        """Epsilon, to meet a diagonal. Infinite where neither it nor the token has any size:
+        nothing leaves then, and no gradient returns, where both would be 0/0."""
+        one, _ = kernel.lift(self.epsilon)
+        if np.all(kernel.diagonal + one):
+            return one
+        found = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
+        return float(found) if type(kernel.diagonal) is float else found
+
+    def _by_group(self, signal: Signal, received: Kernel, epsilon: Array) -> tuple[Array, Array]:
         """The gradient behind small groups, whose norms fluctuate too much to expand.
 
         A group's m Gaussian features leave a chi-square norm of n degrees of freedom: n = m, or
         m - 1 about their mean.
         """
         tokens, n = signal.second_moment(), self.freedom(signal.width)
-        one, two = tokens.lift(self.epsilon)
-        first, second = tokens.over_tokens(tokens.diagonal)
-        scale = ((first + two) * (second + two)) ** 0.5
-        variance = received.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + one)
+        first, second = tokens.over_tokens(tokens.diagonal + epsilon)
+        scale = (first * second) ** 0.5
+        variance = received.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + epsilon)
         pairs = received.pairs * expected_pull(n, signal.correlation()) / scale
         if signal.spread is None:
             return variance, pairs
@@ -141,10 +155,14 @@ class FiniteNormalization(Leaf):
         own = signal.kernel * signal.kernel
         return signal.spread.mixed(1.0, own, 2 * (self.groups - 1) / signal.width)
 
-    def _bind(self, inner: Signal, spread: Kernel | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _bind(
+        self, inner: Signal, spread: Kernel | None, eps: Array
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         kernel = inner.kernel
         first, second = kernel.over_tokens(kernel.diagonal)
-        eps, eps_pairs = kernel.lift(self.epsilon)
+        eps_pairs = kernel.lift(self.epsilon)[1]
+        if np.any(np.isinf(eps)):
+            eps_pairs = np.maximum(*kernel.over_tokens(eps + 0.0 * kernel.diagonal))
         one = {"x_variance": kernel.diagonal, "epsilon": eps}
         two = {
             "x_variance": first,
@@ -186,7 +204,17 @@ def _possible(normal: Kernel, inner: Signal) -> Array:
     return pairs if normal.resolved or np.ndim(pairs) else float(pairs)
 
 
-def _unexpandable(varies: float) -> tuple[str, ...]:
+def _undefined(epsilon: Array) -> tuple[str, ...]:
+    if not np.any(np.isinf(epsilon)):
+        return ()
+    return (
+        "a token without variance is normalised with nothing under the root: its output and its "
+        "gradient are counted as 0; declare norm_epsilon",
+    )
+
+
+def _unexpandable(spread: Array) -> tuple[str, ...]:
+    varies = float(np.max(spread))
     if varies <= _FAR:
         return ()
     return (

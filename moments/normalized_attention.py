@@ -6,12 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from .attention import Padding, SelfAttention
 from .composition import Leaf, Pullback, Pulled
+from .errors import domain_error
 from .laws.normalization import RMSNORM
 from .normalization import FiniteNormalization
 from .short_vectors import expected_pull
-from .state import Array, Gradient, Signal
+from .state import Array, Gradient, Kernel, Signal
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class NormalizedAttention(Leaf):
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         own = self.attention
+        if not np.all(np.add(own.value, own.value_bias) > 0):
+            allowed = "above 0 where values are normalised"
+            raise domain_error("value", own.value, allowed, "zeros have no direction")
         unit = FiniteNormalization(RMSNORM, own.label, own.norm_epsilon, centres=False)
         inner, back_norm = unit.forward(signal)
         gain = own.d_model * own.value
@@ -63,7 +69,11 @@ class NormalizedAttention(Leaf):
                         found[name] = found[name] * factor / gain
                 return found
 
-            return Pulled(sent.gradient, weights)
+            def response() -> Kernel:
+                assert pulled.response is not None
+                return back_norm(Gradient(pulled.response(), gradient.seq_len)).gradient.kernel
+
+            return Pulled(sent.gradient, weights, pulled.overlaps, response)
 
         return output, pullback
 

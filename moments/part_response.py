@@ -29,6 +29,7 @@ from .sensitivity import (
     Matrix,
     Response,
     diagonal,
+    entrywise,
     grown,
     kernel_of,
     matrix_of,
@@ -93,7 +94,7 @@ class Elementwise:
         (out, back), (out_near, back_near), (out_grown, back_grown) = values
         tokens = matrix_of(kernel)
         onward, change = (
-            off_diagonal((at - near) / (STEP * scale))
+            off_diagonal(entrywise(ratio, at - near, STEP * scale))
             for at, near in ((out, out_near), (back, back_near))
         )
         own = (out_grown - out) / STEP - onward * tokens
@@ -136,11 +137,11 @@ class Elementwise:
     @functools.cached_property
     def _coherence(self) -> Array:
         factor = kernel_of(self.back)
-        return factor.mean_pairs() / factor.mean_diagonal()
+        return ratio(factor.mean_pairs(), factor.mean_diagonal())
 
     def _by_size(self, pairs: Array) -> Array:
         """Each of two tokens has half a share in their pair."""
-        return row_sums(pairs) / own_entries(self.kernel)
+        return ratio(row_sums(pairs), own_entries(self.kernel))
 
 
 @dataclass(frozen=True)

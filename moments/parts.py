@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from .algebra import FLOAT
 from .composition import Leaf, Pullback, Pulled
 from .directions import isotropic, knows_directions, realigned, shortened, without
 from .errors import DomainError
 from .evaluation import Values, bind, evaluate
-from .law import ComponentLaws, Theory
+from .law import ComponentLaws, Law, Theory
 from .laws.linear import BIASED_LINEAR, LINEAR
 from .realised import entrywise, mapped, scaled_shared
 from .state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
@@ -170,12 +171,12 @@ class Activation(Lawful):
         # Independent features fluctuate by their own kurtosis; what the input's norm had beyond
         # independence passes on in proportion (exact for functions of degree 1).
         assert signal.spread is not None
-        kurtosis = evaluate(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
+        kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
         if signal.resolved:
             kurtosis = signal.kernel.average(kurtosis)
         moment = output.second_moment()
         shared = signal.spread.mixed(1.0, signal.kernel * signal.kernel, -2 / signal.width)
-        ratio = moment.mean_diagonal() / signal.kernel.mean_diagonal()
+        ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
         own = (kurtosis - 1) / output.width
         output.spread = (moment * moment).mixed(own, shared, ratio * ratio)
         output.kurtosis = kurtosis
@@ -205,9 +206,44 @@ class Activation(Lawful):
         values: Values,
     ) -> Gradient:
         if output.spread is not None and knows_directions(gradient):
-            alignment = evaluate(self.laws.under(self.theory)["alignment"], algebra, values)
+            alignment = faintly(self.laws.under(self.theory)["alignment"], algebra, values)
             kernel = realigned(kernel, output, gradient, alignment)
+        if not np.all(signal.kernel.diagonal):
+            kernel = self._at_rest(kernel, signal.kernel, algebra)
         return gradient.with_kernel(kernel)
+
+    def _at_rest(self, kernel: Kernel, entering: Kernel, algebra: Any) -> Kernel:
+        """The gradient where inputs are 0: kinks have the slope of their flatter side there.
+
+        Laws have it in the limit of small inputs, which see both sides: with slopes l and u,
+        E f'(x)^2 = (l^2 + u^2)/2, and E f'(x) f'(-x) = l u. torch takes l of ReLU and its leaky
+        relatives.
+        """
+        laws = self.laws.under(self.theory)
+        still = dict(self.parameters) | {"x_variance": 0.0, "x_other_variance": 0.0}
+        still |= {"grad_variance": 1.0, "grad_covariance": 1.0, "x_correlation": -1.0}
+        square = float(evaluate(laws["grad_variance"], algebra, still))
+        product = float(evaluate(laws["grad_covariance"], algebra, still))
+        flat = square - max(square * square - product * product, 0.0) ** 0.5
+        mean = 0.5 * (square + product)  # ((l + u)/2)^2
+        nothing = np.asarray(entering.diagonal) == 0.0
+        own: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
+        one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
+        if algebra is FLOAT:
+            own, one = float(own), float(one)
+        first, second = entering.over_tokens(one)
+        return kernel.weighted(own, first * second)
+
+
+FAINT = 1e-30
+"""A variance that stands for none in ratios of a function's moments: their limit there."""
+
+
+def faintly(law: Law, algebra: Any, values: Values) -> Array:
+    """A law that is 0/0 without any input, as the limit of small ones."""
+    v = values["x_variance"]
+    least = max(v, FAINT) if algebra is FLOAT else np.maximum(v, FAINT)
+    return evaluate(law, algebra, values | {"x_variance": least})
 
 
 @dataclass(frozen=True)

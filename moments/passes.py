@@ -15,10 +15,12 @@ from .architecture import declare, declare_output
 from .checks import check_choice, check_count, check_flag
 from .classes import PositionClasses
 from .errors import DomainError, ValidityWarning, domain_error
+from .gate import computing
+from .inputs import configurations, given_shape
 from .law import THEORIES, Theory
 from .prediction import Prediction
 from .propagate import Trace
-from .stack import Inputs, Outcome, Stack, head_top, last_gradient, overflow
+from .stack import Inputs, Outcome, Stack, head_top, last_gradient
 from .state import Gradient, Kernel
 from .transformer import Transformer
 
@@ -87,7 +89,8 @@ def predict(
         encoder_inputs: for a model with an encoder, those of `variance`, `correlation`,
             `token_ids`, `segment_ids`, `kernel` and `attention_mask` that describe its input.
         batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a
-            head and no text, also those that the loss averages over.
+            head, also those that the loss averages over. Sequences or images given one by one are
+            counted already: 1 and their number mean the same.
         progress: whether to show a bar on standard error, layer by layer.
 
     Raises:
@@ -112,35 +115,37 @@ def predict(
     )
     other = _encoder_inputs(model, encoder_inputs)
     resolved = _resolution(model, theory, tokens, own, other, grad_kernel)
-    stack = Stack(model, theory, own, resolved)
+    received = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
+    shapes = {name: given_shape(value) for name, value in received.items()}
+    shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
+    shape = configurations(inputs=own.shape, encoder_inputs=other.shape, **shapes)
+    stack = Stack(model, theory, own, resolved, shape)
     stacks = [stack]
     if model.encoder is not None:
-        stacks.insert(0, Stack(model.encoder, theory, other, resolved))
-    try:
-        with (
-            np.errstate(over="ignore", invalid="ignore", divide="ignore"),
-            collector_paused(),
-            _layer_bar([s.trace for s in stacks], sum(s.model.layers for s in stacks), progress),
-        ):
-            if model.encoder is not None:
-                stacks[0].forward()
-                stack.trace.memory = stacks[0].read()
-            signal = stack.forward()
-            outcome = last_gradient(
-                stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
-            )
-            stack.backward(outcome.gradient)
-            if outcome.output is not None and outcome.output.radial is not None:
-                # What a last normalisation's own pullback would have projected out is there to
-                # be measured all the same.
-                last = stack.trace.stream()[-1]
-                last.gradient = Gradient(
-                    outcome.gradient.kernel + outcome.output.radial, model.seq_len
-                )
-            if model.encoder is not None:
-                stacks[0].backward(stacks[0].returned(stack.trace.memory_gradients))
-    except (OverflowError, ZeroDivisionError):
-        raise overflow(theory, stack.trace) from None
+        stacks.insert(0, Stack(model.encoder, theory, other, resolved, shape))
+    if stack.layout.sequences > 1:
+        batch = _counted(batch, stack.layout.sequences)
+    traces = [s.trace for s in stacks]
+    with (
+        computing(theory, traces),
+        collector_paused(),
+        _layer_bar(traces, sum(s.model.layers for s in stacks), progress),
+    ):
+        if model.encoder is not None:
+            stacks[0].forward()
+            stack.trace.memory = stacks[0].read()
+        signal = stack.forward()
+        outcome = last_gradient(
+            stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
+        )
+        stack.backward(outcome.gradient)
+        if outcome.output is not None and outcome.output.radial is not None:
+            # What a last normalisation's own pullback would have projected out is there to
+            # be measured all the same.
+            last = stack.trace.stream()[-1]
+            last.gradient = Gradient(outcome.gradient.kernel + outcome.output.radial, model.seq_len)
+        if model.encoder is not None:
+            stacks[0].backward(stacks[0].returned(stack.trace.memory_gradients))
     encoder = None
     if model.encoder is not None:
         read = functools.partial(_read_by, stacks[0], stack, outcome)
@@ -169,7 +174,15 @@ def stack_of(model: Transformer, **inputs: Any) -> Stack:
     """
     own = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
     resolved = _resolution(model, "refined", inputs.get("tokens"), own, Inputs(), None)
-    return Stack(model, "refined", own, resolved)
+    return Stack(model, "refined", own, resolved, own.shape)
+
+
+def _counted(batch: int, sequences: int) -> int:
+    """1: sequences that are given one by one are those that the loss averages over."""
+    if batch not in (1, sequences):
+        remedy = "the sequences given are counted already"
+        raise domain_error("batch", batch, f"1 or {sequences}", remedy)
+    return 1
 
 
 def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inputs:

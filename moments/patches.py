@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import check_count, check_fields, check_flag, check_in
+from .checks import check_count, check_fields, check_flag, check_number, settle
 from .errors import domain_error
 from .symbols import NONNEGATIVE, POSITIVE, PROBABILITY
 
@@ -48,19 +48,15 @@ class PatchEmbedding:
     norm_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "patch_size", "channels"):
-            check_count(name, getattr(self, name))
+        settle(self, ("image_size", "patch_size", "channels"), check_count)
         if self.image_size % self.patch_size:
             allowed = f"a divisor of image_size = {self.image_size}"
             raise domain_error("patch_size", self.patch_size, allowed)
-        check_in("patch_variance", self.patch_variance, POSITIVE)
-        for name in ("position_variance", "class_variance", "norm_epsilon"):
-            check_in(name, getattr(self, name), NONNEGATIVE)
-        if self.bias_variance is not None:
-            check_in("bias_variance", self.bias_variance, NONNEGATIVE)
-        check_flag("class_token", self.class_token)
-        check_flag("norm", self.norm)
-        check_in("dropout", self.dropout, PROBABILITY)
+        settle(self, ["patch_variance"], check_number, POSITIVE)
+        names = ("position_variance", "class_variance", "norm_epsilon", "bias_variance")
+        settle(self, names, check_number, NONNEGATIVE)
+        settle(self, ("class_token", "norm"), check_flag)
+        settle(self, ["dropout"], check_number, PROBABILITY)
         if self.class_variance and not self.class_token:
             raise domain_error("class_variance", self.class_variance, "0 without a class token")
 

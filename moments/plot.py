@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from .band import NORMAL_95
-from .errors import DomainError, domain_error
+from .errors import domain_error
 from .expected import Expected, signal_log_variance
+from .files import replacing
 from .report import STREAM_QUANTITIES, TITLES
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ ENDINGS = (".png", ".svg", ".pdf")
 SEEN = 2e-3
 """Deviation of a draw's logarithm, below which a band would be hidden by its line."""
 
+ENDINGS = (".png", ".svg", ".pdf")
+
 
 class Picture(Figure):
     """A figure that a notebook shows without any plotting backend being set up."""
@@ -37,20 +41,28 @@ class Picture(Figure):
         return buffer.getvalue()
 
 
-def save(figure: Figure, path: str | Path, dpi: float = 150) -> None:
-    """Write a picture; the file's ending gives the format.
+def save(figure: Figure, path: str | os.PathLike[str], dpi: float = 150) -> None:
+    """Write a picture, whole or not at all; the file's ending gives the format.
 
     Raises:
         DomainError: an ending that no picture is written as, or a file that cannot be written.
+    """
+    ending = check_ending(path)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=dpi, format=ending[1:])
+
+
+def check_ending(path: str | os.PathLike[str]) -> str:
+    """The ending of a picture's file, in small letters.
+
+    Raises:
+        DomainError: no picture is written as that.
     """
     ending = Path(path).suffix.lower()
     if ending not in ENDINGS:
         allowed = f"a file name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
         raise domain_error("picture", str(path), allowed)
-    try:
-        figure.savefig(path, dpi=dpi)
-    except OSError as error:
-        raise DomainError(f"cannot write {path}: {error.strerror or error}") from None
+    return ending
 
 
 def round_ticks(ax: Axes) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import check_count, check_fields, check_in
-from .errors import domain_error
-from .symbols import NONNEGATIVE, POSITIVE
+from .checks import check_count, check_fields, check_number, settle
+from .symbols import NONNEGATIVE, POSITIVE, Interval
 
 Array = NDArray[np.float64]
 Offsets = NDArray[np.intp]
@@ -38,10 +37,8 @@ class Rotary:
     base: float = 10000.0
 
     def __post_init__(self) -> None:
-        check_in("rotary fraction", self.fraction, POSITIVE)
-        if self.fraction > 1.0:
-            raise domain_error("rotary fraction", self.fraction, "in (0, 1]")
-        check_in("rotary base", self.base, POSITIVE)
+        settle(self, ["fraction"], check_number, Interval(0.0, 1.0, open_lower=True))
+        settle(self, ["base"], check_number, POSITIVE)
 
     def frequencies(self, d_head: int) -> tuple[Array, Array]:
         """Frequencies w_m and the share of the logit's covariance that each carries.
@@ -108,9 +105,9 @@ class RelativeBias:
     max_distance: int = 128
 
     def __post_init__(self) -> None:
-        check_in("relative bias variance", self.variance, NONNEGATIVE)
-        check_count("buckets", self.buckets, least=4)
-        check_count("max_distance", self.max_distance, least=self.buckets + 1)
+        settle(self, ["variance"], check_number, NONNEGATIVE)
+        settle(self, ["buckets"], check_count, least=4)
+        settle(self, ["max_distance"], check_count, least=self.buckets + 1)
 
     def bucket(self, offset: Any, causal: bool) -> Offsets:
         """Bucket of key position minus query position.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .architecture import declare
-from .errors import DomainError
+from .errors import DomainError, ValidityWarning
+from .gate import Gate, computing
 from .law import Theory
 from .layout import Layout
 from .propagate import Trace
@@ -74,7 +76,7 @@ class Prediction:
         Raises:
             DomainError: the theory is not "refined".
         """
-        return self._spread_of_draws[0]
+        return self._spread_of_draws()[0]
 
     @property
     def grad_variance_band(self) -> np.ndarray:
@@ -86,26 +88,39 @@ class Prediction:
         encoder; what it covers of simulated draws is in `moments.band`.
 
         Warns:
-            ValidityWarning: where the spread is not finite; the band is the mean alone there.
+            ValidityWarning: where fluctuations are too large to follow.
 
         Raises:
             DomainError: the theory is not "refined".
         """
-        return self._spread_of_draws[1]
+        return self._spread_of_draws()[1]
 
-    @functools.cached_property
     def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
-        from .band import band, log_variance
-
         if self.theory != "refined":
             raise DomainError(
                 f"theory {self.theory!r} gives means over draws only; "
                 'use theory="refined" for what one draw does'
             )
+        return self._draws[:2]
+
+    @functools.cached_property
+    def _draws(self) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+        """Typical value, ends of the band, and notes on both."""
+        from .band import band, first_order, log_variance
+
         batch = max(self.batch, self.layout.sequences)
-        top = None if self.top is None else self.top()
-        spread = log_variance(self._declaration(), self.trace, batch, top)
-        return band(self.grad_variance, spread)
+        with computing(self.theory, [self.trace]):
+            top = None if self.top is None else self.top()
+            spread = log_variance(self._declaration(), self.trace, batch, top)
+            spread, notes = first_order(spread)
+            typical, ends = band(self.grad_variance, spread)
+        for note in notes:
+            warnings.warn(note, ValidityWarning, stacklevel=5)
+        gate, what = self._gate(), "the gradient variance of one draw"
+        return gate.variance(what, typical), gate.variance(what, ends), notes
+
+    def _gate(self) -> Gate:
+        return Gate(self.theory, self.warnings, self.layout.fewest(self.model.seq_len))
 
     def to_frame(self) -> pd.DataFrame:
         """One row per point inside the network: layer, site and its moments.
@@ -142,11 +157,16 @@ class Prediction:
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
-        rows = sorted([*self._inner_weights(), *self.outer_weights()], key=lambda row: row[0])
-        return pd.DataFrame(
-            [(layer, weight, float(np.sum(norm))) for layer, weight, norm in rows],
-            columns=["layer", "weight", "squared_norm"],
-        )
+        with computing(self.theory, [self.trace]):
+            rows = sorted([*self._inner_weights(), *self.outer_weights()], key=lambda row: row[0])
+            norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
+        gate = self._gate()
+        norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)
+        for note in gate.notes:
+            warnings.warn(note, ValidityWarning, stacklevel=2)
+        names = [(layer, weight) for layer, weight, _ in rows]
+        frame = pd.DataFrame(names, columns=["layer", "weight"])
+        return frame.assign(squared_norm=norms)
 
     def _inner_weights(self) -> list[tuple[int, str, Any]]:
         if self.theory != "refined":
@@ -177,7 +197,13 @@ class Prediction:
         import pandas as pd
 
         rows = [
-            {"layer": point.layer, **{k: float(np.mean(v)) for k, v in point.signal.facts.items()}}
+            {
+                "layer": point.layer,
+                **{
+                    name: float(np.mean(point.signal.kernel.average(values)))
+                    for name, values in point.signal.facts.items()
+                },
+            }
             for point in self.trace.points
             if point.signal.facts is not None
         ]
@@ -201,14 +227,15 @@ class Prediction:
 
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
-        quantities = list(POINT_COLUMNS[1:])
+        quantities, notes = list(POINT_COLUMNS[1:]), self.warnings
         if self.theory == "refined":
             quantities += ["grad_variance_typical", "grad_variance_band"]
+            notes += self._draws[2]
         data = {
             "model": self.model.to_dict(),
             "theory": self.theory,
             **{name: getattr(self, name).tolist() for name in quantities},
-            "warnings": list(self.warnings),
+            "warnings": list(notes),
         }
         if self.loss is not None:
             for name in ("loss", "loss_stderr", "logit_variance"):
@@ -221,11 +248,12 @@ class Prediction:
         first, last = self.variance[..., 0], self.variance[..., -1]
         if self.variance.ndim > 1:
             return f"Prediction({self.variance.shape[:-1]} configurations, {self.theory})"
-        growth, ratio = last / first, self.grad_variance[0] / self.grad_variance[-1]
+        sent = self.grad_variance[-1]
+        growth = f"x {self.grad_variance[0] / sent:.4g} down to the input" if sent else "0"
         return (
-            f"Prediction({self.model.layers} layers, {self.theory}: variance x {growth:.4g}, "
+            f"Prediction({self.model.layers} layers, {self.theory}: variance x {last / first:.4g}, "
             f"correlation {self.correlation[0]:.3f} to {self.correlation[-1]:.3f}, "
-            f"gradient variance x {ratio:.4g} down to the input)"
+            f"gradient variance {growth})"
         )
 
     def _repr_html_(self) -> str:

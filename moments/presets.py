@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import domain_error
+from .errors import unknown_name
 from .huggingface import from_huggingface
 from .transformer import Transformer
 
@@ -145,8 +145,8 @@ class _Presets:
         Raises:
             DomainError: no preset of that name.
         """
-        if name not in _CONFIGS:
-            raise domain_error("preset", name, f"one of {', '.join(_CONFIGS)}")
+        if not isinstance(name, str) or name not in _CONFIGS:
+            raise unknown_name("preset", name, _CONFIGS)
         return dict(_CONFIGS[name])
 
     def __repr__(self) -> str:

@@ -69,11 +69,12 @@ def overlap_variance(signal: Signal) -> Array | None:
     if not has_fixed_norms(signal):
         return variance
     own, other = kernel.over_tokens(kernel.diagonal)
-    one, two = first * kernel.pairs / own, second * kernel.pairs / other
+    one = ratio_or_zero(first * kernel.pairs, own)
+    two = ratio_or_zero(second * kernel.pairs, other)
     # d o - (r d q_i + r' d q_j)/2, r = C_ij/C_ii
     fixed = variance - (one + two) * root.pairs
     fixed = fixed + 0.25 * (one * one + two * two)
-    fixed = fixed + 0.5 * kernel.pairs**2 / (own * other) * square.pairs
+    fixed = fixed + 0.5 * ratio_or_zero(kernel.pairs**2, own * other) * square.pairs
     return np.maximum(fixed, 0.0) if np.ndim(fixed) else max(fixed, 0.0)
 
 
@@ -96,7 +97,7 @@ def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
     overlaps, _, shared = signal.realised
     if shared is not None:
         return shared
-    first, _ = overlaps.over_tokens(1.0 / signal.second_moment().diagonal)
+    first, _ = overlaps.over_tokens(ratio_or_zero(1.0, signal.second_moment().diagonal))
     return overlaps.at_pairs(first), signal.spread.at_pairs(first)
 
 
@@ -171,14 +172,15 @@ def _by_token(
     mixed = (met @ turned) ** 2
     met = met * met
     size = tokens.diagonal[..., :, None]
-    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) / size)
+    own = ratio_or_zero(1.0, size)
+    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * own)
     if not fixed:
         return (*free, *free)
-    lost = weights * (weights @ tokens.pairs) / tokens.diagonal[..., None, :]
+    lost = weights * ratio_or_zero(weights @ tokens.pairs, tokens.diagonal[..., None, :])
     back = np.swapaxes(lost, -1, -2)
     cross = met @ back
     mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.pairs @ back
-    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) / size
+    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) * own
     return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
 
 
@@ -228,13 +230,14 @@ def between_rows(rows: Array, kernel: Kernel) -> Kernel:
 def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
     root = signed_root(square, tokens)
     met = ((root.diagonal + (seq_len - 1) * root.pairs) / seq_len) ** 2
-    free = Kernel(met, met), Kernel(met / tokens.diagonal, met / tokens.diagonal)
+    own = ratio_or_zero(1.0, tokens.diagonal)
+    free = Kernel(met, met), Kernel(met * own, met * own)
     if not fixed:
         return (*free, *free)
-    lost = (1 + (seq_len - 1) * tokens.pairs / tokens.diagonal) / seq_len
+    lost = (1 + (seq_len - 1) * tokens.pairs * own) / seq_len
     mean = (square.diagonal + (seq_len - 1) * square.pairs) / seq_len
     mixed = met - 2 * lost * met + lost * lost * mean
-    shared = (met - lost * mean) / tokens.diagonal
+    shared = (met - lost * mean) * own
     return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
 
 
@@ -243,7 +246,7 @@ def rescaled(signal: Signal, kernel: Kernel, epsilon: Any, square: Any) -> Reali
     if signal.realised is None:
         return None
     one, _ = kernel.lift(epsilon)
-    size = square / (kernel.diagonal + one)
+    size = ratio_or_zero(square, kernel.diagonal + one)
     first, second = kernel.over_tokens(size)
     both = first * second
 

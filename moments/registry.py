@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .activations import ACTIVATION_LAWS, activation_laws, activation_names, leaky_slope
-from .errors import domain_error
+from .errors import unknown_name
 from .law import ComponentLaws
 from .laws import (
     attention,
@@ -77,7 +77,7 @@ def component(name: str) -> ComponentLaws:
             return known[name]
     if name in activation_names() or leaky_slope(name) is not None:
         return activation_laws(name)
-    raise domain_error("component", name, f"one of {', '.join(components())}")
+    raise unknown_name("component", name, components())
 
 
 def components() -> tuple[str, ...]:

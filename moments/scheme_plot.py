@@ -41,8 +41,9 @@ def rows(names: list[str]) -> list[tuple[str, list[str]]]:
     found = []
     for title in FAMILIES:
         members = [name for name in names if family(scheme(name)) == title]
-        count = -(-len(members) // MOST)
-        found += [(title, part.tolist()) for part in np.array_split(members, count) if count]
+        if members:
+            parts = np.array_split(members, -(-len(members) // MOST))
+            found += [(title, part.tolist()) for part in parts]
     return found
 
 

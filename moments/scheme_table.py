@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import DomainError, ValidityWarning, domain_error
+from .errors import DomainError, ValidityWarning, domain_error, unknown_name
 from .passes import predict
 from .prediction import Prediction
 from .scheme import Scheme
@@ -61,9 +61,14 @@ class SchemeComparison:
         """Variance, correlation and gradient along the depth, one row of panels per family.
 
         `name`, the model's, heads the title.
+
+        Raises:
+            DomainError: no scheme could be applied to the model.
         """
         from .scheme_plot import plot_schemes
 
+        if not self.predictions:
+            raise DomainError("nothing to draw: no scheme could be applied to the model")
         return plot_schemes(self, name)
 
     def __str__(self) -> str:
@@ -78,6 +83,11 @@ class SchemeComparison:
         )
         missing = "".join(f"\nwithout {name}: {why}" for name, why in self.left_out.items())
         return f"{head}\n\n{shown}{missing}"
+
+    def __repr__(self) -> str:
+        without = f", without {', '.join(self.left_out)}" if self.left_out else ""
+        names = ", ".join(self.predictions)
+        return f"SchemeComparison({self.model.layers} layers: {names}{without})"
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -143,7 +153,7 @@ def compare_schemes(
     names = list(known) if schemes is None else [schemes] if isinstance(schemes, str) else schemes
     for name in names:
         if name not in known:
-            raise domain_error("scheme", name, f"one of {', '.join(known)}")
+            raise unknown_name("scheme", name, known)
     for option in options or ():
         if not any(option in known[name].options for name in names):
             every = sorted({option for name in names for option in known[name].options})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,17 @@ from .classes import PositionClasses
 from .embedded import check_ids, embedding_gradients, fixed_positions
 from .embedding import Embedding
 from .errors import DomainError
+from .gate import Gate, breakdown
 from .images import image_gradients, image_kernel
-from .inputs import check_mask, first_kernel, gaussian, last_kernel
+from .inputs import (
+    check_mask,
+    check_memory,
+    configurations,
+    first_kernel,
+    gaussian,
+    given_shape,
+    last_kernel,
+)
 from .law import Theory
 from .layout import Layout
 from .output import OutputMoments, output_moments
@@ -48,6 +58,23 @@ class Inputs:
         return any(value is not None for value in given)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the configurations that are described."""
+        if self.kernel is not None:
+            return given_shape(self.kernel)[:-2]
+        given = {"variance": self.variance, "correlation": self.correlation}
+        return configurations(**{name: given_shape(v) for name, v in given.items()})
+
+    @property
+    def sequences(self) -> int:
+        """Of the text or images."""
+        for name, rank in (("token_ids", 2), ("pixels", 4)):
+            shape = given_shape(getattr(self, name))
+            if len(shape) == rank:
+                return shape[0]
+        return 1
+
+    @property
     def moments(self) -> bool:
         """Whether the tensor itself is described, and not what an embedding reads."""
         return any(v is not None for v in (self.variance, self.correlation, self.kernel))
@@ -65,14 +92,34 @@ class Stack:
     """One stack of layers with its embedding, its trace and the way back."""
 
     def __init__(
-        self, model: Transformer, theory: Theory, inputs: Inputs, resolved: bool | PositionClasses
+        self,
+        model: Transformer,
+        theory: Theory,
+        inputs: Inputs,
+        resolved: bool | PositionClasses,
+        shape: tuple[int, ...] = (),
     ) -> None:
+        """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
         self.trace = Trace()
+        tokens = model.seq_len * (inputs.sequences if resolved else 1)
+        if isinstance(resolved, PositionClasses):
+            tokens = len(resolved.nodes)
+        check_memory(model, bool(resolved), math.prod(shape), tokens)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.documents = _documents(model, inputs, real)
         self.first = self._first()
+        if resolved and self.first.pairs.shape[:-2] != shape:
+            first = self.first
+            if inputs.sequences > 1:
+                raise DomainError(
+                    f"gradients of {math.prod(shape)} configurations for {inputs.sequences} "
+                    "sequences that share the weights: give one grad_variance, or one sequence"
+                )
+            own = np.broadcast_to(first.diagonal, (*shape, first.diagonal.shape[-1]))
+            pairs = np.broadcast_to(first.pairs, (*shape, *first.pairs.shape[-2:]))
+            self.first = Kernel(own, pairs, first.resolved)
         sequences = 1
         if resolved is True and inputs.kernel is None:
             sequences = self.first.pairs.shape[-1] // model.seq_len
@@ -152,17 +199,31 @@ class Stack:
         columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
         if not np.all(np.isfinite(moments)):
-            raise overflow(self.theory, self.trace)
+            raise breakdown(self.theory, [self.trace])
         notes = validity_warnings(self.model, self.theory, self.trace)
         output = outcome.output
         if output is not None:
             notes += output.notes
+        gate = Gate(self.theory, notes, layout.fewest(self.model.seq_len))
+        variance, correlation, grad_variance, grad_correlation = moments
+        gate.variance("the variance of the stream", variance)
+        correlation = gate.correlation("the correlation of the stream", correlation)
+        grad_variance = gate.variance("the gradient variance of the stream", grad_variance)
+        grad_correlation = gate.correlation("the gradient correlation", grad_correlation)
+        gate.sites(self.trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
             token_variance, token_grad_variance = _by_token(stream, layout)
+            gate.parts("the variance of single tokens", token_variance)
+            token_grad_variance = gate.parts("single tokens' gradients", token_grad_variance)
+        loss, loss_stderr, logit_variance = None, None, None
+        if output is not None:
+            loss = _each(gate.variance("the loss", output.loss))
+            loss_stderr = _each(gate.variance("the loss's deviation", output.loss_stderr))
+            logit_variance = _each(gate.variance("the logit variance", output.logit_variance))
+        notes += tuple(gate.notes)
         if encoder is not None:
             notes = (*(f"encoder, {note}" for note in encoder.warnings), *notes)
-        variance, correlation, grad_variance, grad_correlation = moments
         return Prediction(
             self.model,
             self.theory,
@@ -176,9 +237,9 @@ class Stack:
             self.trace,
             layout,
             batch,
-            loss=None if output is None else _each(output.loss),
-            loss_stderr=None if output is None else _each(output.loss_stderr),
-            logit_variance=None if output is None else _each(output.logit_variance),
+            loss=loss,
+            loss_stderr=loss_stderr,
+            logit_variance=logit_variance,
             encoder=encoder,
             outer_weights=self._outer_weights(outcome),
             top=top if output is None else functools.partial(head_top, output),
@@ -244,9 +305,9 @@ def last_gradient(
         raise DomainError("targets are what a head predicts: declare model.head")
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
     leading = np.shape(stack.first.pairs)[:-2]
-    if stack.resolved and leading and np.ndim(last.pairs) == 2:
-        own = np.broadcast_to(last.diagonal, (*leading, *last.diagonal.shape))
-        pairs = np.broadcast_to(last.pairs, (*leading, *last.pairs.shape))
+    if stack.resolved and leading != last.pairs.shape[:-2]:
+        own = np.broadcast_to(last.diagonal, (*leading, last.diagonal.shape[-1]))
+        pairs = np.broadcast_to(last.pairs, (*leading, *last.pairs.shape[-2:]))
         last = Kernel(own, pairs, last.resolved)
     if layout.real is not None:
         real = layout.real.reshape(-1) if layout.sequences > 1 else layout.real
@@ -308,12 +369,3 @@ def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray
         classes = stream[0].signal.kernel.classes
         both.append(layout.by_token(stacked) if classes is None else classes.spread_out(stacked))
     return both[0], both[1]
-
-
-def overflow(theory: Theory, trace: Trace) -> DomainError:
-    broken = [p for p in trace.points if not np.all(np.isfinite(p.signal.kernel.pairs))]
-    point = (broken or trace.points[-1:])[0]
-    return DomainError(
-        f"the numbers overflow in layer {point.layer} at {point.site} under theory {theory!r}: "
-        "reduce the query and key variances, the depth or the scales"
-    )

@@ -29,8 +29,9 @@ Array = Any  # float or numpy array; see the module docstring
 def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
     """A share or a correlation; 0 where there is nothing to share."""
     if type(denominator) is float or np.ndim(denominator) == 0:
-        return numerator / denominator if denominator else 0.0
-    return np.divide(numerator, denominator, out=np.zeros_like(denominator), where=denominator != 0)
+        return numerator / denominator if denominator else 0.0 * numerator
+    found = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
+    return np.divide(numerator, denominator, out=found, where=denominator != 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +86,12 @@ class Kernel:
             return Kernel(self.diagonal * factor, self.pairs * factor)
         one, two = self.lift(factor)
         return Kernel(self.diagonal * one, self.pairs * two, self.resolved)
+
+    def with_ones(self) -> Kernel:
+        """Ones in the same shape."""
+        if not self.resolved:
+            return Kernel(0.0 * self.diagonal + 1.0, 0.0 * self.pairs + 1.0)
+        return Kernel.of_matrix(np.ones_like(self.pairs))
 
     def weighted(self, diagonal: Array, pairs: Array) -> Kernel:
         """The diagonal and the pairs, each times a factor of its own."""
@@ -248,13 +255,13 @@ class Signal:
         return self.kernel.resolved
 
     def correlation(self) -> Array:
-        """Correlation of every pair, kept inside [-1, 1] against rounding."""
+        """Correlation of every pair, kept inside [-1, 1] against rounding; 0 without variance."""
         kernel = self.kernel
         if type(kernel.diagonal) is float:
-            return min(1.0, max(-1.0, kernel.pairs / kernel.diagonal))
+            return min(1.0, max(-1.0, ratio_or_zero(kernel.pairs, kernel.diagonal)))
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = np.sqrt(first * second) if kernel.resolved else first
-        return np.clip(kernel.pairs / scale, -1.0, 1.0)
+        return np.clip(ratio_or_zero(kernel.pairs, scale), -1.0, 1.0)
 
     def cosine_square(self) -> Array:
         """Squared cosine between the vectors of every pair of tokens, means included."""

@@ -168,7 +168,12 @@ _TABLE = [
     ("seq_len", r"L", "tokens in the sequence", Interval(2.0, INFINITY)),
     ("vocab_size", r"|V|", "rows of the token table", Interval(2.0, INFINITY)),
     ("logit_scale", r"\Theta", "logit variance of a row divided by 1 - r", NONNEGATIVE),
-    ("row_square", r"P_2", "E sum_j a_ij^2 over one attention row", Interval(0.0, 1.0)),
+    (
+        "row_square",
+        r"P_2",
+        "E sum_j a_ij^2 over one attention row",
+        Interval(0.0, 1.0, open_lower=True),
+    ),
     ("row_cube", r"P_3", "E sum_j a_ij^3 over one attention row", Interval(0.0, 1.0)),
     ("row_fourth", r"P_4", "E sum_j a_ij^4 over one attention row", Interval(0.0, 1.0)),
     ("row_vacancy", r"E(1-p_2)^2", "E (1 - sum_j a_ij^2)^2", Interval(0.0, 1.0)),
@@ -177,7 +182,7 @@ _TABLE = [
     ("row_logit_square", r"S_2", "E sum_j a_ij^2 s_j^2 over the logit variance", NONNEGATIVE),
     ("row_skewness", r"Y", "theta E sum_j (a - 3 a^2 + 2 a^3)", NONNEGATIVE),
     ("row_dropout_cross", r"X", "theta E sum_j (2 a^2 - 5 a^3 + 3 a^4)", REAL),
-    ("jacobian_square", r"T_2", "E tr D^2, D = diag(a) - a a^T of a row", NONNEGATIVE),
+    ("jacobian_square", r"T_2", "E tr D^2, D = diag(a) - a a^T of a row", POSITIVE),
     (
         "jacobian_square_logit",
         r"\bar T_2",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .algebra import NUMPY
-from .checks import check_count
+from .checks import check_array, check_count
 from .classes import PositionClasses
 from .embedded import check_ids
 from .errors import DomainError, domain_error
@@ -209,7 +209,7 @@ def class_targets(classes: int, sequences: int, labels: Any = None, batch: int =
     if labels is None:
         each = np.eye(sequences) + (1 - np.eye(sequences)) / classes
     else:
-        given = np.asarray(labels)
+        given = check_array("targets", labels, f"integers ({sequences},)", None)
         if given.shape != (sequences,) or not np.issubdtype(given.dtype, np.integer):
             raise domain_error("targets", f"shape {given.shape}", f"integers ({sequences},)")
         if given.min() < 0 or given.max() >= classes:
@@ -238,7 +238,7 @@ def _equal(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _checked(targets: Any, shape: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    chosen = np.asarray(targets)
+    chosen = check_array("targets", targets, f"integers of shape {shape}", None)
     chosen = chosen[None] if chosen.ndim == 1 else chosen
     if chosen.shape != shape or not np.issubdtype(chosen.dtype, np.integer):
         raise domain_error("targets", f"shape {chosen.shape}", f"integers of shape {shape}")

@@ -45,6 +45,7 @@ from .sensitivity import (
     own_entries,
     paired,
     per_unit,
+    ratio,
     row_sums,
     stacked,
     total,
@@ -204,7 +205,7 @@ class _Network:
         kernel = matrix_of(self.first.kernel).astype(SINGLE)
         if self.first.spread is not None and not np.any(self.first.spread.diagonal):
             # a norm has fixed every token's size
-            lost = row_sums(sensitivity * kernel) / own_entries(kernel)
+            lost = ratio(row_sums(sensitivity * kernel), own_entries(kernel))
             sensitivity = sensitivity - diagonal(lost, kernel)
         found += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
         across = (total(sensitivity) * self.overlaps[0]) ** 2
@@ -217,7 +218,7 @@ class _Network:
         for part, share in zip(self.parts, coherence, strict=True):
             found.append(overlap)
             if part.residual:
-                carried = part.skip * trace_of(part.entering) / trace_of(part.leaving)
+                carried = ratio(part.skip * trace_of(part.entering), trace_of(part.leaving))
                 added = 1 - carried
                 fresh = (2 * carried + part.kappa / 2 * added) * added / self.width
                 overlap = (carried + share * added) ** 2 * overlap + fresh
@@ -228,7 +229,7 @@ class _Network:
         if self.batch == 1:
             return 0.0
         variance = trace_of(self.parts[k].entering) / count_of(self.parts[k].entering)
-        square = (self.overlaps[k] / variance) ** 2 + 1 / self.width
+        square = ratio(self.overlaps[k], variance) ** 2 + 1 / self.width
         return (1 - 1 / self.batch) * square
 
     def _across(self, sensitivity: Array, k: int) -> Array:

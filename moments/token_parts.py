@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from .block_noise import ratio
 from .branches import (
     attention_of,
     cross_attention_of,
@@ -29,6 +28,7 @@ from .sensitivity import (
     Matrix,
     Response,
     matrix_of,
+    ratio,
     total,
     trace_of,
     transposed,
@@ -273,4 +273,5 @@ def _own_fluctuation(path: Chain, entering: Signal, reached: Signal) -> Array:
 def _relative_spread(signal: Signal) -> Array:
     """Var |x|^2/E^2 |x|^2, averaged over tokens."""
     assert signal.spread is not None
-    return signal.kernel.average(signal.spread.diagonal / signal.second_moment().diagonal ** 2)
+    relative = ratio(signal.spread.diagonal, signal.second_moment().diagonal ** 2)
+    return signal.kernel.average(relative)

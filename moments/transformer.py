@@ -243,6 +243,8 @@ class Transformer:
         Raises:
             DomainError: another format version, or an unknown field.
         """
+        if not isinstance(data, Mapping):
+            raise domain_error("model", data, "a JSON object of its fields")
         fields = dict(data)
         version = fields.pop("format", None)
         if version != FORMAT_VERSION:
@@ -272,7 +274,7 @@ def _readers() -> dict[str, Any]:
     """What reads each field that is a declaration of its own."""
 
     def embedding(data: Mapping[str, Any]) -> Any:
-        if "patch_size" not in data:
+        if not isinstance(data, Mapping) or "patch_size" not in data:
             return Embedding.from_dict(data)
         from .patches import PatchEmbedding
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import check_choice, check_count, check_fields, check_in, frozen_layers
+from .checks import check_choice, check_count, check_fields, check_layers, check_number
 from .errors import domain_error
-from .symbols import NONNEGATIVE
+from .symbols import NONNEGATIVE, POSITIVE
 
 PerLayer = float | Sequence[float]
 
@@ -81,10 +81,9 @@ class Weights:
             value = getattr(self, name)
             if value is None and name in DEFAULTS:
                 continue
-            check_in(
-                f"weights.{name}", value, NONNEGATIVE, "pass a variance, the square of a deviation"
-            )
-            object.__setattr__(self, name, frozen_layers(f"weights.{name}", value))
+            remedy = "pass a variance, the square of a deviation"
+            found = check_layers(f"weights.{name}", value, NONNEGATIVE, remedy)
+            object.__setattr__(self, name, found)
 
     @classmethod
     def xavier(
@@ -95,10 +94,9 @@ class Weights:
         Every head of query, key and value is a matrix of its own, d_model to d_head (d_model /
         heads unless given).
         """
-        check_count("d_model", d_model)
-        check_count("heads", heads)
-        d_ff = 4 * d_model if d_ff is None else d_ff
-        width = d_model / heads if d_head is None else d_head
+        d_model, heads = check_count("d_model", d_model), check_count("heads", heads)
+        d_ff = 4 * d_model if d_ff is None else check_count("d_ff", d_ff)
+        width = d_model / heads if d_head is None else check_count("d_head", d_head)
         per_head = 2 / (d_model + width)
         ffn = 2 / (d_model + d_ff)
         return cls(per_head, per_head, per_head, 2 / (d_model + heads * width), ffn, ffn)
@@ -109,10 +107,8 @@ class Weights:
 
         `Weights.normal(0.02**2)` is BERT's; GPT-2's has `output_divisor=2 * layers`.
         """
-        check_in("output_divisor", output_divisor, NONNEGATIVE)
-        if output_divisor == 0:
-            raise domain_error("output_divisor", output_divisor, "positive")
-        scaled = variance / output_divisor
+        variance = check_number("variance", variance, NONNEGATIVE, "pass a variance")
+        scaled = variance / check_number("output_divisor", output_divisor, POSITIVE)
         return cls(variance, variance, variance, scaled, variance, scaled)
 
     @classmethod
@@ -121,8 +117,8 @@ class Weights:
 
         Its biases, uniform with the same variance, are not part of these weights.
         """
-        check_count("d_model", d_model)
-        d_ff = 4 * d_model if d_ff is None else d_ff
+        d_model = check_count("d_model", d_model)
+        d_ff = 4 * d_model if d_ff is None else check_count("d_ff", d_ff)
         from_model = 1 / (3 * d_model)
         return cls(from_model, from_model, from_model, from_model, from_model, 1 / (3 * d_ff))
 
@@ -190,8 +186,8 @@ class Biases:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            check_in(f"biases.{f.name}", value, NONNEGATIVE, "pass a variance")
-            object.__setattr__(self, f.name, frozen_layers(f"biases.{f.name}", value))
+            found = check_layers(f"biases.{f.name}", value, NONNEGATIVE, "pass a variance")
+            object.__setattr__(self, f.name, found)
 
     @classmethod
     def torch_default(cls, d_model: int, d_ff: int | None = None) -> Biases:

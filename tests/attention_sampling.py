@@ -107,6 +107,11 @@ def sample(
         }
         q = normed(split(ends[0] @ weights["query"] + weights["query.bias"], layer.heads))
         k = normed(split(ends[1] @ weights["key"] + weights["key.bias"], groups))
+        if layer.qk_norm is not None:  # a gain for each feature, shared by the heads
+            for name in ("query.norm.gain", "key.norm.gain"):
+                weights[name] = torch.ones(batch, 1, 1, layer.d_head, dtype=torch.float64)
+                weights[name].requires_grad_()
+            q, k = q * weights["query.norm.gain"], k * weights["key.norm.gain"]
         v = split(ends[2] @ weights["value"] + weights["value.bias"], groups)
         if layer.rotary is not None:
             q, k = rotated(q, *layer.rotary), rotated(k, *layer.rotary)
@@ -129,7 +134,8 @@ def sample(
         for name, z in (*named, ("value path", found[2])):
             result[name] = (z**2).sum((1, 2)) / z.shape[-1]
             result[f"{name} sum"] = (z.sum(1) ** 2).sum(-1) / z.shape[-1]
-        result |= {name: (one**2).sum((1, 2)) for name, one in zip(weights, found[3:], strict=True)}
+        given = zip(weights, found[3:], strict=True)
+        result |= {name: (one**2).flatten(1).sum(1) for name, one in given}
         squares = (heads**2).mean(-1).mean(-1)  # of the norms of the averages over tokens
         result["spread"] = squares
         return {name: value.detach() for name, value in result.items()}

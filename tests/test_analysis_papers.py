@@ -265,7 +265,7 @@ def test_pre_ln_keeps_query_gradients(cases: dict[str, Case]) -> None:
     toy = cases["reversal"].predicted
     # .891 with a standard error of .002 in simulation, from an input of correlation .3
     assert toy["correlation, last layer"] == pytest.approx(0.89, abs=0.02)
-    assert toy["query / value, last layer"] < 0.05 * toy["query / value, layer 1"]
+    assert toy["query / value, last layer"] < 0.1 * toy["query / value, layer 1"]
 
 
 def test_double_query_key_grows_with_depth() -> None:

@@ -14,7 +14,7 @@ from moments.cross_attention import CrossAttention
 from moments.errors import DomainError
 from moments.kernels import KernelAttention, Rotation, few_points
 from moments.positions import RelativeBias, Rotary, alibi_slopes
-from moments.state import Gradient, Kernel, Signal
+from moments.state import Gradient, Kernel, Realised, Signal
 
 Array = NDArray[np.float64]
 
@@ -138,6 +138,87 @@ def test_shared_keys_spread_the_norms() -> None:
             assert spread is not None
             mean = spread.total(LENGTH) / LENGTH**2
             assert abs(mean - variance) < 4 * error + 0.06 * variance
+
+
+@pytest.mark.parametrize("groups", [1, HEADS])
+def test_a_memory_shared_by_heads_spreads_the_norms(groups: int) -> None:
+    queries, memory, scale = alike(8, 1.0, 0.3), alike(12, 1.0, 0.5), 1.0 / D_MODEL
+    layer = Layer(D_MODEL, HEADS, D_HEAD, scale, scale, scale, kv_heads=groups)
+    variance, error = sample(layer, queries, np.eye(8), 500, memory)["spread"]
+    leaf = CrossAttention(
+        "a", D_MODEL, D_MODEL, HEADS, D_HEAD, scale, scale, scale, kv_heads=groups
+    )
+    sides = (
+        (resolved(queries), resolved(memory)),
+        (exchangeable(8, 1.0, 0.3), exchangeable(12, 1.0, 0.5)),
+    )
+    for signal, read in sides:
+        spread = leaf.attend(signal, read)[0].spread
+        assert spread is not None
+        assert abs(spread.total(8) / 64 - variance) < 4 * error + 0.06 * variance
+
+
+@pytest.mark.parametrize("common", [0.0, 0.5])
+@pytest.mark.parametrize("reads", [False, True])
+def test_gains_of_normalised_queries_and_keys(reads: bool, common: float) -> None:
+    """With gradients in common, what one head's queries have in common counts L times over."""
+    length, width, d_head, scale = 32, 64, 32, 1 / 64
+    tokens, gradient = np.eye(length), alike(length, 1.0, common)
+    layer = Layer(width, 2, d_head, scale, scale, scale, qk_norm="rmsnorm")
+    memory = alike(24, 1.0, 0.2) if reads else None
+    truth = sample(layer, tokens, gradient, 400, memory)
+    settings: dict[str, Any] = {"qk_norm": "rmsnorm", "norm_affine": True}
+    received = Gradient(Kernel.of_matrix(gradient), length)
+    signal, sizes = resolved(tokens, width), (scale, scale, scale)
+    if reads:
+        cross = CrossAttention("a", width, width, 2, d_head, *sizes, **settings)
+        assert memory is not None
+        pulled, _ = cross.attend(signal, resolved(memory, width))[1](received)
+    else:
+        own = SelfAttention("a", width, 2, d_head, *sizes, 0.0, **settings)
+        pulled = own.forward(signal)[1](received)
+    assert pulled.weights is not None
+    weights, prefix = pulled.weights(), "cross_" if reads else ""
+    for name in ("query", "key"):
+        mean, error = truth[f"{name}.norm.gain"]
+        found = float(weights[f"{prefix}{name}.norm.gain"])
+        assert abs(found - mean) < 2.5 * error + 0.05 * mean, (name, found, mean, error)
+
+
+def test_a_memory_is_attended_to_as_own_tokens_are() -> None:
+    """Of the same moments, it differs in one thing: those that ask share nothing with it."""
+    kernel, scales = text(10), (1.2 / D_MODEL, 1.2 / D_MODEL, 1 / D_MODEL)
+    tokens = Signal(
+        Kernel.of_matrix(kernel),
+        10,
+        width=D_MODEL,
+        spread=Kernel.of_matrix(0 * kernel),
+        realised=Realised(Kernel.of_matrix(2 * kernel**2 / D_MODEL)),
+    )
+    settings: dict[str, Any] = {"kv_heads": 2, "query_bias": 0.2, "has_bias": True}
+    settings |= {"qk_norm": "layernorm", "norm_affine": True}
+    own = SelfAttention("a", D_MODEL, HEADS, D_HEAD, *scales, 0.0, **settings)
+    cross = CrossAttention("a", D_MODEL, D_MODEL, HEADS, D_HEAD, *scales, **settings)
+    output, back = own.forward(tokens)
+    read, back_read = cross.attend(tokens, tokens.replace())
+    for name in ("kernel", "spread"):
+        np.testing.assert_allclose(getattr(read, name).pairs, getattr(output, name).pairs)
+    assert read.realised is not None
+    assert output.realised is not None
+    np.testing.assert_allclose(read.realised.overlaps.pairs, output.realised.overlaps.pairs)
+    assert read.realised.shared is not None
+    assert output.realised.shared is not None
+    assert not np.any(read.realised.shared[0].pairs)
+    assert np.all(output.realised.shared[0].diagonal > 0)
+    received = Gradient(Kernel.of_matrix(alike(10, 1.0, 0.3)), 10)
+    pulled, (across, _) = back(received), back_read(received)
+    for one, other in ((pulled.weights, across.weights), (pulled.overlaps, across.overlaps)):
+        assert one is not None
+        assert other is not None
+        found = dict(other())
+        for name, norm in one().items():
+            assert found.pop(f"cross_{name}") == pytest.approx(norm, rel=1e-9), name
+        assert not found
 
 
 def test_cross_attention_against_a_real_layer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from typer.testing import CliRunner
 
 import moments
 from moments import Transformer
-from moments.cli import app
-from moments.cli.base import scheme_options
+from moments.cli import app, main
+from moments.cli.base import WIDE, out, scheme_options
 
 RUNNER = CliRunner()
 OWN = ["--layers", "3", "--d-model", "64", "--heads", "4", "--seq-len", "32"]
@@ -223,7 +224,10 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
     [
         (["predict", "bert-bass"], "neither a file nor a preset; did you mean bert-base or"),
         (["predict", "my-model"], "neither a file nor a preset; presets: bert-tiny"),
-        (["audit", "bert-tiny", "--plan", "pyproject.toml"], "pyproject.toml: not JSON: "),
+        (
+            ["audit", "bert-tiny", "--plan", "pyproject.toml"],
+            "'pyproject.toml': must be valid JSON (",
+        ),
         (["compare", "llama-7b", "--theory", "published"], "'published' does not cover"),
         (["figures", "noci-8", "--folder", "LICENSE/x"], "LICENSE/x: Not a directory"),
         (["predict", "missing.json"], "missing.json"),
@@ -286,7 +290,7 @@ def test_a_picture_of_an_unknown_format(tmp_path: Path) -> None:
     result = process("predict", *OWN, *PUBLISHED, "--plot", str(tmp_path / "picture.xyz"))
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    assert ".png, .svg or .pdf" in result.stderr
+    assert "must be a file name that ends in .png, .svg or .pdf" in result.stderr
 
 
 @pytest.mark.parametrize(("ending", "first"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -314,3 +318,174 @@ def test_compare_schemes_and_figures(tmp_path: Path) -> None:
     assert (tmp_path / "kedia-13.svg").stat().st_size > 10_000
     refused = ["figures", "kedia-13", "--folder", str(tmp_path), "--format", "gif"]
     assert "'png', 'svg', 'pdf'" in str(RUNNER.invoke(app, refused).exception)
+
+
+# --- plans, files and words -----------------------------------------------------------------------
+
+
+def test_a_plan_is_predicted_on_the_input_it_was_solved_for(tmp_path: Path) -> None:
+    model = moments.Transformer(2, 16, 4, 8, dropout=0.1)
+    plan = moments.solve(model, "stream_variance", variance=2.0, correlation=0.3)
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json())
+    printed = json.loads(run("predict", str(file), "--json"))
+    expected = moments.predict(plan.model, variance=2.0, correlation=0.3)
+    assert printed["variance"] == expected.variance.tolist()
+    assert moments.Transformer.from_dict(printed["model"]) == plan.model
+    own = json.loads(run("predict", str(file), "--variance", "1", "--json"))
+    assert own["variance"] == moments.predict(plan.model, correlation=0.3).variance.tolist()
+    for command in ("explain", "compare-schemes"):
+        words = ("--scheme", "xavier") if command == "compare-schemes" else ()
+        assert json.loads(run(command, str(file), *words, "--json"))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"inputs": {"temper": 1}},
+        {"inputs": 3},
+        {"target": "x"},
+        {"feasible": 1},
+        {"residual": None},
+        {"free": "k"},
+        {"model": 5},
+        {"model": {"format": 1, "layers": 2}},
+        {"model": {"format": 1, "weights": 3}},
+        {"format": 2},
+    ],
+    ids=str,
+)
+def test_a_spoilt_plan_is_refused(spoil: dict[str, Any]) -> None:
+    plan = moments.solve(moments.Transformer(2, 16, 4, 8), "xavier")
+    assert moments.solver.Plan.from_json(plan.to_json()) == plan
+    data = json.loads(plan.to_json()) | spoil
+    with pytest.raises(moments.DomainError):
+        moments.solver.Plan.from_json(json.dumps(data))
+
+
+def test_scheme_options_are_read_as_json() -> None:
+    printed = json.loads(
+        run("predict", *OWN, "--scheme", "xavier", "--option", "per_head=false", "--json")
+    )
+    model = moments.Transformer(3, 64, 4, 32).with_scheme("xavier", per_head=False)
+    assert moments.Transformer.from_dict(printed["model"]) == model
+    shape = ["bert-tiny", "--seq-len", "8", "--json"]
+    plan = json.loads(run("solve", *shape, "--scheme", "normal", "--option", "variance=0.01"))
+    assert plan["model"]["weights"]["query"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["predict", *OWN, "--option", "a=1"], "--option is of a scheme: add --scheme"),
+        (["predict", *OWN, "--scheme", "xavier", "--option", "per_head"], "must be NAME=VALUE"),
+        (["predict", *OWN, "--scheme", "deepnrm"], "did you mean 'deepnorm'?"),
+        (["solve", "bert-tiny", "--objective", "final_varience"], "did you mean 'final_variance'"),
+        (["compare-schemes", "bert-tiny", "--scheme", "xaver"], "did you mean 'xavier'?"),
+        (["predict", *OWN, "--csv", ""], "--csv: cannot write '.': not the name of a file"),
+        (["predict", *OWN, "--plot", "/"], "--plot: cannot write '/': not the name of a file"),
+        (["predict", *OWN, "--plot", "."], "not the name of a file"),
+        (["predict", *OWN, "--plot", "picture"], "ends in .png, .svg or .pdf"),
+        (["predict", "x" * 300 + ".json"], "File name too long"),
+        (["validate", "--data", "docs"], "Is a directory"),
+        (["audit", "bert-tiny", "--plan", "docs"], "--plan = 'docs': must be"),
+        (["audit", "bert-tiny", "--scheme", "xaver"], "did you mean 'xavier'?"),
+    ],
+    ids=lambda value: " ".join(value)[-30:] if isinstance(value, list) else "",
+)
+def test_bad_words_and_files(
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moments", *arguments])
+
+    @functools.wraps(moments.predict)
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("refused only after the work")
+
+    monkeypatch.setattr("moments.huggingface_modules.build_module", never)
+    monkeypatch.setattr("moments.passes.predict", never)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_the_command_alone_shows_its_help() -> None:
+    result = process()
+    assert result.returncode == 2
+    assert "compare-schemes" in result.stdout
+    assert result.stderr == ""
+
+
+def test_formulas_of_a_scheme_are_a_note() -> None:
+    shape = ["bert-tiny", "--seq-len", "8", "--layers", "3"]
+    result = process("solve", *shape, "--formulas")
+    assert result.returncode == 0
+    assert "scheme dslm" in result.stdout
+    assert "dslm is a scheme, whose constants are those of" in result.stderr
+    solved = run("solve", *shape, "--objective", "block_variance", "--formulas")
+    assert "attention: block_target" in solved or "output = " in solved
+
+
+def test_validate_says_how_far_it_is_when_piped() -> None:
+    result = process("validate", "--subset", "quick", "--theory", "simplified")
+    assert result.returncode == 0
+    assert "note: predicting 4 models ..." in result.stderr
+    assert "100 % after" in result.stderr
+
+
+def test_tables_are_not_cut_where_there_is_no_terminal() -> None:
+    run("schemes")
+    assert out.width == WIDE
+
+
+def test_explain_shows_its_formulas() -> None:
+    text = run("explain", "bert-tiny", "--seq-len", "8")
+    assert "= (drop_prob*x_mean**2 + x_variance)/(1 - drop_prob)" in text
+    model = moments.Transformer(2, 16, 4, 8)
+    assert repr(moments.explain(model, 1)).startswith("Explanation(layer 1 of 2, ")
+    found = moments.compare_schemes(model, ["xavier", "lns"])
+    assert repr(found) == "SchemeComparison(2 layers: xavier, lns)"
+
+
+@pytest.mark.parametrize("names", [["xavier"], ["lns"], ["dslm", "xavier"]], ids="-".join)
+def test_schemes_of_some_families_are_drawn(names: list[str]) -> None:
+    model = moments.Transformer(3, 16, 4, 8)
+    figure = moments.compare_schemes(model, names).plot()
+    legends = [legend for ax in figure.axes if (legend := ax.get_legend()) is not None]
+    assert {text.get_text() for legend in legends for text in legend.get_texts()} == set(names)
+
+
+def test_a_table_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pandas
+
+    file = tmp_path / "points.csv"
+    run("predict", *OWN, *PUBLISHED, "--csv", str(file))
+    before = file.read_bytes()
+
+    def broken(frame: Any, path: Path, **_: Any) -> None:
+        Path(path).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pandas.DataFrame, "to_csv", broken)
+    result = RUNNER.invoke(app, ["predict", *OWN, *PUBLISHED, "--csv", str(file)])
+    assert "No space left on device" in str(result.exception)
+    assert file.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["points.csv"]
+
+
+@pytest.mark.parametrize("ending", ["png", "SVG", "pdf"])
+def test_a_picture_is_of_the_kind_of_its_ending(ending: str, tmp_path: Path) -> None:
+    from moments.plot import Picture, save
+
+    save(Picture(), tmp_path / f"picture.{ending}")
+    begun = {"png": b"\x89PNG", "SVG": b"<?xml", "pdf": b"%PDF"}[ending]
+    assert (tmp_path / f"picture.{ending}").read_bytes().startswith(begun)
+    assert len(list(tmp_path.iterdir())) == 1

@@ -318,6 +318,19 @@ def test_compare_predicts_the_real_loss(kind: str, tmp_path: Path) -> None:
     assert str(printed["verdict"]).startswith("the growth you see is")
 
 
+def test_compare_says_its_verdict_first(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "vit"} | TINY | CONFIGS["vit"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        words = ("--seeds", "2", "--layers", "1", "--no-picture")
+        result = CliRunner().invoke(app, ["compare", str(file), *words])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("the growth you see is")
+    assert result.stdout.index("mean, median and largest") < result.stdout.index("residual stream")
+
+
 def test_audit_tells_a_scheme_from_the_default(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"

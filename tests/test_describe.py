@@ -228,6 +228,58 @@ def test_missing_parameters_are_named(tmp_path):
         describe(tmp_path)
 
 
+def test_checkpoints_choose_no_format_and_no_code(tmp_path):
+    """Only safetensors files of the folder itself, and only a class of the config's own family."""
+    module = gpt2()
+    module.save_pretrained(tmp_path / "good")
+    config = json.loads((tmp_path / "good" / "config.json").read_text())
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    torch.save(module.state_dict(), pickled / "pytorch_model.bin")
+    (pickled / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DomainError, match=r"a folder with model.safetensors or its index"):
+        describe(pickled)
+    index = pickled / "model.safetensors.index.json"
+    for outside in ("../good/model.safetensors", str(tmp_path / "good" / "model.safetensors"), 3):
+        index.write_text(json.dumps({"weight_map": {"x": outside}}))
+        with pytest.raises(DomainError, match="the name of a file beside the index"):
+            describe(pickled)
+    chosen = {"architectures": ["pipeline", "BertModel", "GPT2LMHeadModel"]}
+    evil = {"attn_implementation": "evil/kernel", "auto_map": {"AutoModel": "evil--evil.Evil"}}
+    (tmp_path / "good" / "config.json").write_text(json.dumps(config | chosen | evil))
+    assert describe(tmp_path / "good") == describe(module)
+
+
+def test_shards_are_read(tmp_path):
+    module = gpt2()
+    module.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert describe(tmp_path) == describe(module)
+
+
+def test_only_the_architecture_reaches_transformers():
+    from moments.families.sizes import sized_config
+    from moments.huggingface_modules import settings_of
+
+    config = sized_config("gpt2", 2, 16, heads=4)
+    elsewhere = {
+        "attn_implementation": "evil/kernel",
+        "_attn_implementation": "evil/kernel",
+        "auto_map": {"AutoModel": "evil--evil.Evil"},
+        "quantization_config": {"quant_method": "evil"},
+        "torch_dtype": "float16",
+        "dtype": "float16",
+        "use_kernels": True,
+        "name_or_path": "evil/evil",
+    }
+    assert settings_of(config | elsewhere)[1].to_dict() == settings_of(config)[1].to_dict()
+    shaping = {"scale_attn_weights": False, "n_inner": 24, "resid_pdrop": 0.3}
+    _, settings = settings_of(config | shaping)
+    assert {name: getattr(settings, name) for name in shaping} == shaping
+    with pytest.raises(DomainError, match="n_layer = '2': must be an integer"):
+        settings_of(config | {"n_layer": "2"})
+
+
 # --- code and tables ------------------------------------------------------------------------------
 
 

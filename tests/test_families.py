@@ -121,6 +121,29 @@ def test_what_is_not_modelled_is_named(kind: str, entry: str, value: Any) -> Non
         moments.from_huggingface((config or config_of(kind)) | {entry: value})
 
 
+def test_how_much_relative_terms_matter() -> None:
+    """What a DeBERTa's note says of its query and key gradients is what they are."""
+    config = config_of("deberta-v2") | {"relative_attention": True, "pos_att_type": ["c2p"]}
+    config |= {"norm_rel_ebd": "layer_norm", "num_hidden_layers": 1, "vocab_size": 200}
+    config |= {"hidden_dropout_prob": 0.0, "position_biased_input": False}
+    config |= {"hidden_size": 64, "num_attention_heads": 4, "initializer_range": 0.05}
+    config |= {"intermediate_size": 64, "share_att_key": True}
+    with pytest.warns(ValidityWarning, match="query and key weights up to 2 times too small"):
+        model = moments.from_huggingface(config, seq_len=24)
+    ids = torch.arange(10, 34)[None]
+    prediction = moments.predict(model, token_ids=ids.numpy(), targets=ids.numpy())
+    expected = prediction.weight_gradients().set_index(["layer", "weight"]).squared_norm
+    found, names = [], ("query", "key", "value")
+    for seed in range(5):
+        module = build_module(config, seed=seed)
+        module(input_ids=ids, labels=ids).loss.backward()
+        layer = module.deberta.encoder.layer[0].attention.self
+        found.append([float(getattr(layer, f"{n}_proj").weight.grad.square().sum()) for n in names])
+    ratio = np.mean(found, 0) / [expected[1, name] for name in names]
+    assert ratio[:2] / ratio[2] == pytest.approx([2.0, 2.0], rel=0.25)
+    assert ratio[2] == pytest.approx(1.0, rel=0.25)
+
+
 @pytest.mark.parametrize("kind", sorted(REFUSED))
 def test_what_no_declaration_can_express_is_refused_by_name(kind: str) -> None:
     with pytest.raises(DomainError, match=f"model_type = '{kind}'.*{REFUSED[kind]}"):

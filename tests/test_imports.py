@@ -100,6 +100,7 @@ ORDER = (
     ("architecture", "inputs"),
     ("propagate",),
     ("layout", "output"),
+    ("gate",),
     ("prediction",),
     ("stack",),
     ("passes",),

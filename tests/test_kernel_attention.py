@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moments.attention import SelfAttention
+from moments.attention_response import AttentionResponse, _saturation
 from moments.attention_statistics import attention_statistics
 from moments.errors import DomainError
-from moments.kernels import KernelAttention
+from moments.kernels import KernelAttention, Rotation
+from moments.kernels.pair_weights import _turn
 from moments.laws.attention_refined import AVERAGE
 from moments.softmax import SquareTable, pair_statistics
 
@@ -451,7 +454,7 @@ def test_hard_attention_keeps_its_growth() -> None:
     ("change", "named"),
     [
         ({"kernel": np.ones((2, 3))}, "kernel"),
-        ({"kernel": np.diag([1.0, 0.0])}, "kernel"),
+        ({"kernel": np.diag([1.0, -0.1])}, "kernel"),
         ({"kernel": np.full((2, 2), np.nan)}, "kernel"),
         ({"logit_scale": -1.0}, "logit_scale"),
         ({"logit_scale": np.inf}, "logit_scale"),
@@ -475,3 +478,59 @@ def test_bad_gradient_is_named() -> None:
         layer.backward(np.eye(4))
     with pytest.raises(DomainError, match="sensitivity"):
         layer.adjoint(np.full((3, 3), np.inf))
+
+
+# --- the linear response, and rotated pairs -------------------------------------------------------
+
+
+def test_response_of_uniform_rows() -> None:
+    """With hardly any logits, rows have P = (1 - 1/n)/n and all is its products with the kernel."""
+    length, tau, dropped = 6, 1e-5, 0.25
+    root = np.random.default_rng(0).normal(size=(length, 2 * length))
+    kernel = root @ root.T / root.shape[1]
+    kernel /= np.sqrt(np.outer(np.diag(kernel), np.diag(kernel)))
+    leaf = SelfAttention("a", 64, 1, 64, 0.1, 0.1, 0.1, dropped / (1 + dropped))
+    full = np.ones((length, length), bool)
+    maps = AttentionResponse.of(leaf, kernel[None], [full], tau)
+    centre = np.eye(length) / length - 1 / length**2
+    gathered = np.sum(centre @ kernel @ centre * kernel)
+    alone = np.trace(centre @ kernel) ** 2 / 64
+    np.testing.assert_allclose(maps.query[0], tau * (gathered + alone), rtol=1e-4)
+    np.testing.assert_allclose(maps.squares[0], dropped / length**2, rtol=1e-4)
+    off = ~np.eye(length, dtype=bool)
+    np.testing.assert_allclose(maps.by_head[0][off], 2 * tau * kernel[off], rtol=5e-3)
+
+
+def test_saturation_is_one_function_and_its_slopes() -> None:
+    """R2 = d(rho R1)/drho, the third rho dR2/drho, and p of equal rows is E sum a^2."""
+    keys, theta, square, step = 7.0, 1.4, 0.35, 1e-4
+    odds = np.log(square * (keys - 1) / (1 - square))
+
+    def at(rho: float) -> Array:
+        rows = (np.array(one) for one in (rho, keys, theta, odds))
+        return np.array([float(one) for one in _saturation(*rows)])
+
+    for rho in (-0.3, 0.4, 0.8):
+        here, above, below = at(rho), at(rho + step), at(rho - step)
+        moved = ((rho + step) * above[0] - (rho - step) * below[0]) / (2 * step)
+        assert here[1] == pytest.approx(moved, rel=1e-6)
+        assert here[2] == pytest.approx(rho * (above[1] - below[1]) / (2 * step), rel=1e-6)
+    free = (keys - 1) / keys**2
+    assert 1 / keys + theta * free * at(1.0)[0] == pytest.approx(square, rel=1e-12)
+
+
+def test_a_turned_pair_overlaps_as_its_rotated_kernel_does() -> None:
+    """turn times what the keys' kernel alone gives is what kernel and rotations give together."""
+    length, random = 5, np.random.default_rng(1)
+    place = np.arange(length, dtype=np.float64)
+    rotation = Rotation.of(np.array([0.3, 0.02]), np.array([0.6, 0.4]), place, place)
+    overlaps = random.uniform(0.1, 0.2, size=(1 + len(rotation.query_terms), length, length))
+    overlaps = 0.5 * (overlaps + overlaps.transpose(0, 2, 1))
+    overlaps[0] += 1.0
+    bare = exchangeable(length, 0.3)
+    turn = _turn(rotation, overlaps, bare, -1.0)
+    given = rotation.queries * overlaps[0] + (rotation.query_terms * overlaps[1:]).sum(0)
+    given = 0.5 * (given / overlaps[0] + (given / overlaps[0]).T)
+    inside = np.abs(given * bare) < 1.0
+    np.testing.assert_allclose(turn[inside], given[inside], rtol=1e-12)
+    assert inside.sum() > length

@@ -581,3 +581,40 @@ def test_relu_is_homogeneous(v: float, k: float, r: float) -> None:
     assert law(x_variance=k * v, x_correlation=r) == pytest.approx(
         k * law(x_variance=v, x_correlation=r), rel=1e-12, abs=1e-15 * k * v
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "quantity", "values"),
+    [
+        ("erf", "alignment", {"x_variance": 1e-6}),
+        ("erf", "alignment", {"x_variance": 3.0}),
+        ("erf", "alignment", {"x_variance": 1e4}),
+        ("silu", "mean", {"x_variance": 1e-30}),
+        ("quick_gelu", "mean", {"x_variance": 1e-25}),
+        ("gelu_tanh", "mean", {"x_variance": 1e-25}),
+        ("gelu", "grad_variance", {"x_variance": 1e30, "grad_variance": 1.0}),
+    ],
+)
+def test_laws_at_extreme_variances(name: str, quantity: str, values: dict[str, float]) -> None:
+    """Against quadrature of the function itself, or its leading terms at 0 and infinity."""
+    v = values["x_variance"]
+    curvature = {"silu": 0.25, "quick_gelu": 0.4255, "gelu_tanh": math.sqrt(1 / (2 * math.pi))}
+    if name == "erf":
+        with mp.workdps(25):
+            breaks = [0, 0.5, 1, 2, 4, 8] if v > 1 else [0, math.sqrt(v), 12 * math.sqrt(v)]
+
+            def expect(function: Any, ends: list[float]) -> mp.mpf:
+                weight = lambda x: mp.exp(-x * x / (2 * v)) / mp.sqrt(2 * mp.pi * v)  # noqa: E731
+                return 2 * mp.quad(lambda x: weight(x) * function(x), ends)
+
+            far = [*breaks, *(math.sqrt(v) * k for k in (1, 3, 6, 12) if v > 1)]
+            far = sorted(set(far))
+            slope = lambda x: 4 / mp.pi * mp.exp(-2 * x * x)  # noqa: E731
+            both = expect(lambda x: mp.erf(x) ** 2 * slope(x), breaks)
+            exact = float(both / expect(lambda x: mp.erf(x) ** 2, far) / expect(slope, breaks))
+    elif quantity == "mean":
+        exact = curvature[name] * v  # f = x/2 + c x^2 + O(x^4)
+    else:
+        exact = 0.5  # a step's, but for terms in 1/sqrt(v)
+    law = moments.component(name).law(quantity)
+    assert float(law(**values)) == pytest.approx(exact, rel=1e-9)

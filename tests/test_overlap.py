@@ -6,6 +6,7 @@ The Monte Carlo draws networks in numpy and shares no code with the package.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -20,7 +21,7 @@ from moments.inputs import alike, gaussian
 from moments.laws.linear import DROPOUT, LINEAR
 from moments.laws.normalization import LAYERNORM, RMSNORM
 from moments.normalization import FiniteNormalization
-from moments.overlap import averaging_elasticity, stack_overlaps
+from moments.overlap import averaging_elasticity, own_spread, stack_overlaps, uniform_rows
 from moments.parts import Activation, Dropout, Linear
 from moments.propagate import Trace, forward, start
 from moments.state import Gradient, Kernel
@@ -57,7 +58,8 @@ def predicted(*parts: Component) -> float:
     signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, WIDTH, True)
     start(signal, trace)
     stack = Chain((Layer(Chain(parts), 1),))
-    forward(stack, signal, trace)
+    _, back = forward(stack, signal, trace)
+    back(Gradient(Kernel(1.0, 0.0), TOKENS))
     return stack_overlaps(stack, trace).last
 
 
@@ -100,11 +102,23 @@ def parallel_sum(x: np.ndarray, random: Draw) -> np.ndarray:
     return x + one + matrix(matrix(x, WIDTH, 1.0, random), WIDTH, 1.0, random)
 
 
+def attended_sum(x: np.ndarray, random: Draw) -> np.ndarray:
+    """Logits of variance 1; values large enough that rows' differences matter."""
+    heads = []
+    for _ in range(4):
+        query, key = (matrix(x, WIDTH // 4, 1.0, random) for _ in "qk")
+        logits = query @ key.T / math.sqrt(WIDTH // 4)
+        a = np.exp(logits - logits.max(1, keepdims=True))
+        heads.append(a / a.sum(1, keepdims=True) @ matrix(x, WIDTH // 4, 6.0, random))
+    return x + matrix(np.hstack(heads), WIDTH, 1.0, random)
+
+
 def dropped(x: np.ndarray, random: Draw) -> np.ndarray:
     x = matrix(x, WIDTH, 1.0, random)
     return x * (random.random(x.shape) < 0.5) / 0.5
 
 
+ATTENTION = SelfAttention("heads", WIDTH, 4, WIDTH // 4, 1 / WIDTH, 1 / WIDTH, 6 / WIDTH, 0.0)
 TWICE = Chain((linear(WIDTH, WIDTH, 1.0), linear(WIDTH, WIDTH, 1.0)))
 PARALLEL = Parallel((Chain((linear(WIDTH, HIDDEN, 2.0), RELU, linear(HIDDEN, WIDTH, 1.0))), TWICE))
 CASES: dict[str, tuple[tuple[Component, ...], Map]] = {
@@ -116,6 +130,7 @@ CASES: dict[str, tuple[tuple[Component, ...], Map]] = {
         lambda x, g: relu_sum(relu_sum(x, g, 2.0), g, 2.0),
     ),
     "gated block": ((Residual(Chain((NORM, GATED, linear(HIDDEN, WIDTH, 4.0)))),), gated_sum),
+    "attention": ((Residual(Chain((ATTENTION, linear(WIDTH, WIDTH, 1.0)))),), attended_sum),
     "parallel": ((Residual(PARALLEL),), parallel_sum),
     "dropout": (
         (linear(WIDTH, WIDTH, 1.0), Dropout(DROPOUT, "refined", "drop", {"drop_prob": 0.5})),
@@ -146,13 +161,39 @@ def test_averages_of_a_causal_mask_share_overlaps_with_their_tokens() -> None:
     leaf = SelfAttention("heads", WIDTH, 1, WIDTH, 0.0, 0.0, 1 / WIDTH, 0.0, causal=True)
     tokens = gaussian(alike(1.0, 0.0, TOKENS, True), TOKENS, WIDTH, True)
     own = np.trace(mean) / (TOKENS - 1), np.trace(pairs) / (TOKENS - 1)
-    met = averaging_elasticity(leaf, tokens) * own[0] * own[1] * (TOKENS - 1) ** 2
+    met = (
+        averaging_elasticity(uniform_rows(leaf, tokens), tokens)
+        * own[0]
+        * own[1]
+        * (TOKENS - 1) ** 2
+    )
     expected = (met + np.trace(centre @ weights.T @ centre @ weights.T)) / WIDTH
     error = np.std(shared) / math.sqrt(draws)
     assert expected == pytest.approx(np.mean(shared), abs=2.5 * error)
     assert error < 0.1 * expected
     full = SelfAttention("heads", WIDTH, 1, WIDTH, 0.0, 0.0, 1 / WIDTH, 0.0)
-    assert averaging_elasticity(full, tokens) == 0.0
+    assert averaging_elasticity(uniform_rows(full, tokens), tokens) < 1e-9
+
+
+def test_what_tokens_have_of_their_own_varies_with_what_they_share() -> None:
+    """Behind normalisations; query and key gradients hold its square."""
+    draws, own = 250, []
+    random = np.random.default_rng(4)
+    for _ in range(draws):
+        x = normalised(random.normal(size=(TOKENS, WIDTH)))
+        for _ in range(4):
+            x = normalised(relu_sum(x, random, 2.0))
+        overlap = x @ x.T / WIDTH
+        own.append(1 - (overlap.sum() - TOKENS) / (TOKENS * (TOKENS - 1)))
+    squares = (np.array(own) / np.mean(own) - 1) ** 2
+    trace = Trace()
+    signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, WIDTH, True)
+    start(signal, trace)
+    parts = [part for _ in range(4) for part in (relu_block(2.0), NORM)]
+    output, _ = forward(Chain((Layer(Chain((NORM, *parts)), 1),)), signal, trace)
+    error = squares.std() / math.sqrt(draws)
+    assert squares.mean() > 0.02
+    assert own_spread(output) == pytest.approx(squares.mean(), abs=2.5 * error)
 
 
 # --- entrywise units ----------------------------------------------------------------------------
@@ -287,9 +328,10 @@ def test_query_and_key_gradients_at_small_width(resolved: bool, logits: float) -
     assert weights["key.bias"] == 0.0
 
 
-def test_query_and_key_gradients_deep_in_a_network() -> None:
+@pytest.mark.parametrize("norm", ["pre", "hybrid"])
+def test_query_and_key_gradients_deep_in_a_network(norm: str) -> None:
     """Overlaps vary by more than 1/d above two layers; without that, norms fall short."""
-    model = moments.Transformer(3, 48, 2, 64, temperature=4.0)
+    model = moments.Transformer(3, 48, 2, 64, norm=norm, temperature=4.0)
     inputs = {"correlation": 0.0, "grad_variance": 1.0, "grad_correlation": 0.0}
     seen = moments.simulate(model, seeds=16, batch=1, **inputs).weight_gradients()
     prediction = moments.predict(model, **inputs)
@@ -301,6 +343,18 @@ def test_query_and_key_gradients_deep_in_a_network() -> None:
     plain = {(layer, name): norm for layer, name, norm in prediction.trace.weights()}
     without = np.array([plain[3, name] for name in last.weight])
     assert (without / last.squared_norm_seen - 1 < -0.08 - noise).all()
+
+
+@pytest.mark.parametrize(("layers", "noted"), [(2, False), (20, True)])
+def test_sizes_that_vary_are_noted(layers: int, noted: bool) -> None:
+    model = moments.Transformer(
+        layers, 64, 4, 17, norm="none", skip_scale=0.9, branch_scale=0.43, activation="gelu"
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = moments.predict(model, correlation=0.3).warnings
+    assert any("low by up to a quarter" in note for note in found) is noted
+    assert bool(caught) is noted
 
 
 @pytest.mark.parametrize("pool", ["first", "mean"])

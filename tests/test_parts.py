@@ -25,10 +25,10 @@ from moments.composition import Leaf
 from moments.errors import DomainError
 from moments.gated import GatedLinear
 from moments.inputs import gaussian
-from moments.laws.linear import BIASED_LINEAR, LINEAR
+from moments.laws.linear import BIASED_LINEAR, DROPOUT, LINEAR
 from moments.laws.normalization import LAYERNORM, RMSNORM
 from moments.normalization import DynamicTanh, FiniteNormalization
-from moments.parts import Linear
+from moments.parts import Dropout, Linear
 from moments.short_vectors import expected_cosine, expected_pull, persistent_pull
 from moments.state import Gradient, Kernel, Signal
 
@@ -509,3 +509,20 @@ def test_gradient_behind_small_groups(centres: bool) -> None:
     back = leaf.forward(signal)[1]
     predicted = back(Gradient(Kernel(1.0, 0.0), 4)).gradient.kernel.diagonal
     assert abs(predicted - measured) < 4 * error
+
+
+@pytest.mark.parametrize("resolved", [False, True])
+def test_norms_behind_dropout(resolved: bool) -> None:
+    """E x^4 m/q^4 - (E x^2 m/q^2)^2 = (2 + p) v^2/q^3 of Gaussian features; masks are each token's,
+    so that two tokens' norms covary as without it, over q^2."""
+    width, drop_prob, variance, common = 40, 0.4, 1.7, 0.6
+    kept = 1 - drop_prob
+    kernel = Kernel(variance, common)
+    if resolved:
+        kernel = Kernel.of_matrix(common + (variance - common) * np.eye(3))
+    leaf = Dropout(DROPOUT, "refined", "drop", {"drop_prob": drop_prob})
+    spread = leaf.forward(gaussian(kernel, 3, width, True))[0].spread
+    assert spread is not None
+    alone = (2 + drop_prob) * variance**2 / kept**3 / width
+    assert spread.mean_diagonal() == pytest.approx(alone, rel=1e-12)
+    assert spread.mean_pairs() == pytest.approx(2 * common**2 / width / kept**2, rel=1e-12)

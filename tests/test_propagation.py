@@ -13,10 +13,11 @@ from quadrature import Estimate, exchangeable, token_moments
 import moments
 from moments.composition import Component, Residual
 from moments.errors import DomainError
+from moments.inputs import gaussian
 from moments.laws.activation import GELU, IDENTITY, RELU
 from moments.laws.linear import DROPOUT, LINEAR, SCALE
 from moments.parts import Activation, Dropout, Linear, Scale
-from moments.propagate import Trace, forward
+from moments.propagate import Trace, _added, forward
 from moments.state import Gradient, Kernel, Signal
 
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
@@ -304,7 +305,7 @@ def test_overflow_is_an_error_not_a_warning() -> None:
     wide = moments.Weights.xavier(32, 4).replace(query=10.0, key=10.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(DomainError, match=r"overflow in layer 1 at attention.*reduce"):
+        with pytest.raises(DomainError, match=r"overflow in layer 1 behind attention.*reduce"):
             moments.predict(small(weights=wide), theory="published")
         deep = small(layers=400, norm="none", branch_scale=3.0)
         with pytest.raises(DomainError, match="overflow"):
@@ -565,3 +566,15 @@ def test_numbers_stay_possible_where_norms_vary_too_much_to_expand() -> None:
     explodes = moments.Transformer(8, 64, 4, 2, norm="none", activation="silu", gated=True)
     with pytest.warns(moments.ValidityWarning):
         assert np.all(np.isfinite(moments.predict(explodes, correlation=0.3).variance))
+
+
+@pytest.mark.parametrize(("skip", "branch"), [(0.7, 1.3), (1.0, 1.0), (1.4, 0.2)])
+def test_norms_of_a_scaled_sum_of_gaussians(skip: float, branch: float) -> None:
+    """Such a sum is Gaussian again, and Gaussian norms covary by 2 C o C/d."""
+    width, kernels = 64, (Kernel(2.0, 0.6), Kernel(0.5, -0.05))
+    first, second = (gaussian(kernel, 8, width, spread=True) for kernel in kernels)
+    spread = _added(first, second, skip**2, branch**2).spread
+    total = kernels[0].mixed(skip**2, kernels[1], branch**2)
+    assert spread is not None
+    assert spread.diagonal == pytest.approx(2 * total.diagonal**2 / width, rel=1e-12)
+    assert spread.pairs == pytest.approx(2 * total.pairs**2 / width, rel=1e-12)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import DomainError
+from ..files import read_object
 from .base import (
     CsvOption,
     JsonOption,
@@ -20,6 +22,7 @@ from .base import (
     out,
     plain,
     scheme_options,
+    stored_model,
     write_csv,
 )
 
@@ -56,14 +59,19 @@ def audit(
     the audit fails.
     """
     from ..modules.audit import audit as check
+    from ..scheme.registry import scheme as known
 
     if scheme is not None and plan is not None:
         raise DomainError("--scheme and --plan both say what is right: give one")
     options = scheme_options(option)
     if options and scheme is None:
         raise DomainError("--option is a scheme's: give its --scheme too")
+    if scheme is not None:
+        known(scheme)
+    # What is wrong with a plan is said before a module is built, which may take minutes.
+    wanted: Any = scheme if plan is None else _planned(plan)
     target = _module(module, layers, seed)
-    expected: Any = scheme if scheme is not None else _model(plan, target)
+    expected = _architecture(target) if wanted is None else wanted
     report = check(target, expected, options=options or None)
     if csv is not None:
         write_csv(report.to_frame(), csv)
@@ -100,35 +108,30 @@ def _module(name: str, layers: int | None, seed: int) -> Any:
     path = Path(name)
     if name in preset.names():
         return build_module(preset.config(name), seed, layers=layers)
-    stored = path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors")))
-    if stored:
+    stored = os.path.isdir(path) and any(path.glob("*.safetensors"))
+    if stored or path.suffix == ".safetensors":
         if layers is not None:
             raise DomainError("--layers is for a module drawn afresh: a checkpoint has its own")
         return load(path)
-    if path.exists():
+    if os.path.exists(path):
         return build_module(name, seed, layers=layers)
     raise no_preset("MODULE", name, "a checkpoint, a config nor a preset")
 
 
-def _model(plan: Path | None, module: Any) -> Transformer:
-    """The model of a plan's JSON, or the module's own architecture."""
+def _architecture(module: Any) -> Transformer:
+    """What a module's own config promises."""
     from ..modules.architecture import architecture_of
-    from ..transformer import Transformer
 
-    if plan is None:
-        model = architecture_of(module)
-        if model is None:
-            raise DomainError("the module's architecture is not known: pass --plan")
-        return model
+    model = architecture_of(module)
+    if model is None:
+        raise DomainError("the module's architecture is not known: pass --plan")
+    return model
+
+
+def _planned(plan: Path) -> Transformer:
+    """The model of a plan's JSON."""
+    entries = read_object(plan, "--plan", "a plan or model as JSON")
     try:
-        stored = json.loads(plan.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DomainError(f"--plan {plan}: {error.strerror}") from None
-    except ValueError as error:
-        raise DomainError(f"--plan {plan}: not JSON: {error}") from None
-    if not isinstance(stored, dict):
-        raise DomainError(f"--plan {plan}: not a JSON object")
-    try:
-        return Transformer.from_dict(stored.get("model", stored))
+        return stored_model(entries)[0]
     except DomainError as error:
         raise DomainError(f"--plan {plan}: not a plan or model: {error}") from None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from ..errors import DomainError, MomentsError, ValidityWarning
+from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_error
+from ..files import parse_json
 
 if TYPE_CHECKING:
     from ..transformer import Transformer
@@ -54,9 +59,35 @@ SchemeOption = Annotated[
 ]
 TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-CsvOption = Annotated[Path | None, typer.Option("--csv", help="Write every point as CSV.")]
+
+
+def _writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
+    """Refuse where no file can be written, before the work whose result would be lost."""
+    if path is not None:
+        option = f"--{parameter.name}"
+        if not path.name:
+            raise DomainError(f"{option}: cannot write {str(path)!r}: not the name of a file")
+        if os.path.isdir(path):
+            raise DomainError(f"{option}: cannot write {path}: it is a folder")
+        if not os.path.isdir(path.parent):
+            raise DomainError(f"{option}: cannot write {path}: {path.parent} is no folder")
+        if option == "--plot":
+            from ..plot import check_ending
+
+            check_ending(path)
+    return path
+
+
+CsvOption = Annotated[
+    Path | None, typer.Option("--csv", help="Write every point as CSV.", callback=_writable)
+]
 PlotOption = Annotated[
-    Path | None, typer.Option("--plot", help="Write the picture to this file: .png, .svg or .pdf.")
+    Path | None,
+    typer.Option(
+        "--plot",
+        help="Write the picture to this file: .png, .svg or .pdf.",
+        callback=_writable,
+    ),
 ]
 
 
@@ -69,26 +100,82 @@ def main() -> None:
     except MomentsError as error:
         _fail(str(error))
     except _ParserError as error:
+        if not error.format_message():
+            sys.exit(2)  # no command: the help that was printed says it all
         _fail(error.format_message())
     except typer.Abort:
         _fail("interrupted")
+    except MemoryError as error:
+        _fail(f"out of memory: {error}; use fewer tokens, layers or sequences")
+    except BrokenPipeError:
+        # Whoever reads the output has seen enough; what Python still flushes goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def _fail(message: str) -> NoReturn:
-    text = " ".join(message.split())
-    err.print(f"[bold red]error:[/] {plain(text)}", soft_wrap=True)
+    err.print(f"[bold red]error:[/] {_line(message)}", soft_wrap=True)
     sys.exit(2)
 
 
 def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
-    err.print(f"[yellow]{category.__name__}:[/] {plain(str(message))}", soft_wrap=True)
+    err.print(f"[yellow]{category.__name__}:[/] {_line(str(message))}", soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """A line on standard error, beside what is printed."""
+    err.print(f"[yellow]note:[/] {_line(text)}", soft_wrap=True)
+
+
+def _line(text: str) -> str:
+    """One printable line, words that are longer than any name cut in their middle."""
+    words = (word if len(word) <= 240 else f"{word[:120]}...{word[-40:]}" for word in text.split())
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(words))
+    return plain(line if len(line) <= 2400 else f"{line[:2000]} ... {line[-300:]}")
 
 
 def plain(text: str) -> str:
+    """Text that brackets do not turn into colours."""
     from rich.markup import escape
 
     return escape(text)
+
+
+@contextmanager
+def steps(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    """How far a long computation is, on standard error: a bar, or where none can be drawn a line
+    at its start and at every tenth of its work.
+
+    Yields:
+        What to call with the work of each step.
+    """
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    if err.is_terminal:
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=err, transient=True) as bar:
+            task = bar.add_task(title, total=round(total))
+            yield lambda work: bar.advance(task, work)
+        return
+    begun, done, tenths = time.monotonic(), 0.0, 0
+
+    def advance(work: float) -> None:
+        nonlocal done, tenths
+        done += work
+        reached = int(10 * done / total) if total else 10
+        if reached > tenths:
+            tenths = reached
+            seconds = time.monotonic() - begun
+            left = f", about {seconds * (total / done - 1):.0f} s left" if done < total else ""
+            note(f"{title}: {10 * reached} % after {seconds:.0f} s{left}")
+
+    note(f"{title} ...")
+    yield advance
+
+
+WIDE = 200
+"""Columns of a table that no terminal limits."""
 
 
 def _version(requested: bool) -> None:
@@ -105,11 +192,16 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = WIDE
 
 
-def declared_model(name: str | None, changes: dict[str, Any]) -> Transformer:
-    """A preset or config with changes, or a model described by options alone."""
+def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
+    """The model that MODEL and options declare, and what `predict` is told of its input.
+
+    MODEL is a preset, a config, a model as `Transformer.to_dict` wrote it, or a plan of `solve`,
+    which knows the input that it was solved for; without it the options alone are the model.
+    """
     from ..presets import preset
     from ..transformer import Transformer
 
@@ -121,17 +213,18 @@ def declared_model(name: str | None, changes: dict[str, Any]) -> Transformer:
             flags = ", ".join("--" + key.replace("_", "-") for key in missing)
             own = f", or add {flags}" if set(required) <= set(changes) else ""
             raise DomainError(f"no MODEL given: name a preset or a config.json{own}")
-        return Transformer(**given)
+        return Transformer(**given), {}
     seq_len = given.pop("seq_len", None)
+    inputs: dict[str, Any] = {}
     if name in preset.names():
         model = preset(name, seq_len=seq_len)
-    elif Path(name).exists() or name.endswith(".json"):
-        model = _from_file(name, seq_len)
+    elif os.path.exists(name) or name.endswith(".json"):
+        model, inputs = _from_file(name, seq_len)
     else:
         raise no_preset("MODEL", name)
     if "d_model" in given or "heads" in given:
         raise DomainError("--d-model and --heads describe a model of your own: leave MODEL out")
-    return model.replace(**given) if given else model
+    return model.replace(**given) if given else model, inputs
 
 
 def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -> DomainError:
@@ -140,54 +233,64 @@ def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -
 
     from ..presets import preset
 
-    near = get_close_matches(name, preset.names(), cutoff=0.7)
+    near = get_close_matches(name[:100], preset.names(), cutoff=0.7)
     remedy = f"did you mean {' or '.join(near)}?" if near else ""
     remedy = remedy or f"presets: {', '.join(preset.names())}"
-    return DomainError(f"{argument} = {name!r}: neither {expected}; {remedy}")
+    return DomainError(f"{argument} = {brief(name)}: neither {expected}; {remedy}")
 
 
-def _from_file(name: str, seq_len: int | None) -> Transformer:
-    """A Hugging Face config, or what `Transformer.to_dict` wrote."""
+def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, Any]]:
+    """The model of a Hugging Face config, of what `Transformer.to_dict` wrote or of a plan."""
     from ..huggingface import from_huggingface, read_config
-    from ..transformer import FORMAT_VERSION, Transformer
+    from ..transformer import FORMAT_VERSION
 
     entries = read_config(name)
-    if "model_type" in entries or entries.get("format") != FORMAT_VERSION:
-        return from_huggingface(name, seq_len=seq_len)
-    model = Transformer.from_dict(entries)
-    return model if seq_len is None else model.replace(seq_len=seq_len)
+    own = "model" in entries or entries.get("format") == FORMAT_VERSION
+    if "model_type" in entries or not own:
+        return from_huggingface(entries, seq_len=seq_len), {}
+    model, inputs = stored_model(entries)
+    return model if seq_len is None else model.replace(seq_len=seq_len), inputs
+
+
+def stored_model(entries: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
+    """The model of a plan, of what else holds one as "model", or of a stored model itself; and the
+    input that a plan was solved for."""
+    from ..solver.plan import Plan
+    from ..transformer import Transformer
+
+    if "objective" not in entries:
+        return Transformer.from_dict(entries.get("model", entries)), {}
+    plan = Plan.from_dict(entries)
+    return plan.model, dict(plan.inputs)
 
 
 def scheme_options(given: list[str] | None) -> dict[str, Any]:
-    """NAME=VALUE of every --option; true, false and numbers are no words."""
+    """NAME=VALUE of every --option: numbers, true, false, null and lists as in JSON, else text."""
     found: dict[str, Any] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
         if not (name and equals and value):
-            raise DomainError(f"--option {text!r}: NAME=VALUE is wanted, such as per_head=false")
-        found[name] = _plain_value(value)
+            raise domain_error("--option", text, "NAME=VALUE, such as per_head=false")
+        try:
+            spelled = value.lower() if value.lower() in ("true", "false") else value
+            found[name] = parse_json(spelled, f"--option {brief(name)}")
+        except DomainError:
+            raise
+        except ValueError:
+            found[name] = value
     return found
 
 
-def _plain_value(text: str) -> bool | float | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
 def write_csv(frame: Any, path: Path) -> None:
-    try:
-        frame.to_csv(path, index=False)
-    except OSError as error:
-        raise DomainError(f"cannot write {path}: {error.strerror or error}") from None
+    """A table as CSV, whole or not at all."""
+    from ..files import replacing
+
+    with replacing(path) as partial:
+        frame.to_csv(partial, index=False)
 
 
 def write_plot(figure: Any, path: Path) -> None:
+    """A picture, whole or not at all."""
     from ..plot import save
 
     save(figure, path)
@@ -209,21 +312,24 @@ def pictures(model: Transformer, variance: float | None, correlation: float | No
         return None
     from ..images import photograph
 
-    err.print(
-        "[yellow]note:[/] reads the photograph that ships with matplotlib; for an input of your "
-        "own give --variance and --correlation",
-        soft_wrap=True,
+    note(
+        "reads the photograph that ships with matplotlib; for an input of your own give "
+        "--variance and --correlation"
     )
     return photograph(embedding.image_size)
 
 
 def input_moments(
-    model: Transformer, variance: float | None, correlation: float | None
-) -> dict[str, float]:
-    """What the user says of the input; of a vision model's, else, the photograph's moments."""
+    model: Transformer,
+    variance: float | None,
+    correlation: float | None,
+    known: dict[str, Any],
+) -> dict[str, Any]:
+    """What the user says of the input, else what a plan knows of it; of a vision model's without
+    either, the photograph's moments."""
     given = {"variance": variance, "correlation": correlation}
-    found = {name: value for name, value in given.items() if value is not None}
-    pixels = pictures(model, variance, correlation)
+    found = known | {name: value for name, value in given.items() if value is not None}
+    pixels = None if known else pictures(model, variance, correlation)
     if pixels is None:
         return found
     from ..passes import predict
@@ -246,9 +352,8 @@ def shortened(model: Transformer, seq_len: int | None) -> Transformer:
 
     if seq_len is not None or model.seq_len <= _TOKENS or not positional(model):
         return model
-    err.print(
-        f"[yellow]note:[/] {_TOKENS} of up to {model.seq_len} tokens, resolved one by one; "
-        f"for all of them add --seq-len {model.seq_len}",
-        soft_wrap=True,
+    note(
+        f"{_TOKENS} of up to {model.seq_len} tokens, resolved one by one; for all of them add "
+        f"--seq-len {model.seq_len}"
     )
     return model.replace(seq_len=_TOKENS)

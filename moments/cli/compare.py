@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,8 +107,8 @@ def compare(
     else:
         from ..report import comparison_tables, summary_table
 
-        out.print(*comparison_tables(comparison), summary_table(comparison))
         out.print(plain(comparison.verdict()))
+        out.print(summary_table(comparison), *comparison_tables(comparison))
         if plot is not None:
             out.print(f"picture: {plot}")
     stream = summary[(summary["points"] == "stream") & (summary["quantity"] == "variance")]
@@ -122,7 +123,7 @@ def _config(name: str, layers: int | None) -> dict[str, Any]:
     from ..presets import preset
 
     known = name in preset.names()
-    if not known and not Path(name).exists() and not name.endswith(".json"):
+    if not known and not os.path.exists(name) and not name.endswith(".json"):
         raise no_preset("MODEL", name)
     entries = dict(preset.config(name)) if known else read_config(name)
     return entries if layers is None else at_depth(entries, layers)

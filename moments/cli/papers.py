@@ -19,7 +19,7 @@ from .base import (
     SchemeOption,
     SeqLenOption,
     app,
-    declared_model,
+    declared,
     input_moments,
     named,
     out,
@@ -50,9 +50,10 @@ def compare_schemes(
     """What every scheme does to one model: growth, gradients, correlation, in one table."""
     from ..scheme_table import compare_schemes as run
 
-    declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
-    inputs = input_moments(declared, variance, correlation)
-    found = run(declared, scheme or None, options=scheme_options(option), **inputs)
+    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described = shortened(described, seq_len)
+    inputs = input_moments(described, variance, correlation, known)
+    found = run(described, scheme or None, options=scheme_options(option), **inputs)
     if csv is not None:
         write_csv(found.to_frame(), csv)
     if plot is not None:

@@ -6,20 +6,23 @@ from typing import Annotated
 
 import typer
 
+from ..errors import DomainError
 from .base import (
     CsvOption,
     JsonOption,
     LayersOption,
     ModelArgument,
     PlotOption,
+    SchemeOption,
     SeqLenOption,
     TheoryName,
     TheoryOption,
     app,
-    declared_model,
+    declared,
     named,
     out,
     pictures,
+    scheme_options,
     shortened,
     write_csv,
     write_plot,
@@ -49,6 +52,7 @@ def predict(
     scheme: Annotated[
         str | None, typer.Option(help="A published scheme; `moments schemes` lists them.")
     ] = None,
+    option: SchemeOption = None,
     theory: TheoryOption = TheoryName.refined,
     as_json: JsonOption = False,
     csv: CsvOption = None,
@@ -57,7 +61,7 @@ def predict(
     """Predict every layer's variance, token correlation and gradient moments."""
     from ..passes import predict as run
 
-    declared = declared_model(
+    described, known = declared(
         model,
         {
             "layers": layers,
@@ -72,23 +76,27 @@ def predict(
         },
     )
     if theory == "refined":
-        declared = shortened(declared, seq_len)
+        described = shortened(described, seq_len)
+    if scheme is None and option:
+        raise DomainError("--option is of a scheme: add --scheme")
     if scheme is not None:
-        options = {}
-        if scheme == "dslm" and declared.embedding is None and correlation is not None:
+        options = scheme_options(option)
+        if scheme == "dslm" and described.embedding is None and correlation is not None:
             # The scheme counts from before the embedding's dropout, which lowers the correlation.
-            options["input_correlation"] = min(1.0, correlation / (1 - declared.dropout))
-        declared = declared.with_scheme(scheme, **options)
-    prediction = run(
-        declared,
-        pixels=pictures(declared, variance, correlation),
-        variance=variance,
-        correlation=correlation,
-        grad_variance=grad_variance,
-        grad_correlation=grad_correlation,
-        theory=theory.value,
-        progress=declared.causal and declared.seq_len > 128,
-    )
+            before = min(1.0, correlation / (1 - described.dropout))
+            options.setdefault("input_correlation", before)
+        described = described.with_scheme(scheme, **options)
+    given = {
+        "variance": variance,
+        "correlation": correlation,
+        "grad_variance": grad_variance,
+        "grad_correlation": grad_correlation,
+    }
+    inputs = known | {name: value for name, value in given.items() if value is not None}
+    if not known:
+        inputs["pixels"] = pictures(described, variance, correlation)
+    progress = described.causal and described.seq_len > 128
+    prediction = run(described, theory=theory.value, progress=progress, **inputs)
     if csv is not None:
         write_csv(prediction.to_frame(), csv)
     if plot is not None:

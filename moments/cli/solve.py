@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,8 +18,9 @@ from .base import (
     TheoryName,
     TheoryOption,
     app,
-    declared_model,
+    declared,
     input_moments,
+    note,
     out,
     plain,
     scheme_options,
@@ -37,9 +38,11 @@ def solve(
     objective: Annotated[
         str,
         typer.Option(
+            "--objective",
+            "--scheme",
             help="A scheme (`moments schemes`), or stream_variance, block_variance, "
             "final_variance, gradient_ratio, final_correlation, query_value_balance, "
-            "query_value_balance_per_layer, flat_gradient, largest_k, largest_depth."
+            "query_value_balance_per_layer, flat_gradient, largest_k, largest_depth.",
         ),
     ] = "dslm",
     target: Annotated[float, typer.Option(help="The wanted value.")] = 1.0,
@@ -77,10 +80,11 @@ def solve(
     options = scheme_options(option)
     if options and objective not in [scheme.name for scheme in schemes()]:
         raise DomainError("--option is a scheme's: name one as --objective")
-    declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
-    inputs: dict[str, Any] = input_moments(declared, variance, correlation)
+    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described = shortened(described, seq_len)
+    inputs = input_moments(described, variance, correlation, known)
     plan = run(
-        declared,
+        described,
         [_named(text, "goal") for text in goal] if goal else objective,
         target=target,
         free=free or None,
@@ -96,10 +100,25 @@ def solve(
         print(plan.to_json())
     else:
         out.print(plain(str(plan)), soft_wrap=True)
-        if formulas:
+        if formulas and plan.formula:
             out.print(plain(str(plan.inversion())), soft_wrap=True)
+        elif formulas:
+            note(_without_formulas(plan.objective))
     if not plan.feasible:
         raise typer.Exit(1)
+
+
+def _without_formulas(objective: str) -> str:
+    """Why a plan shows no inverted laws, and where its numbers come from."""
+    from ..scheme import schemes
+    from ..solver.layerwise import LAYERWISE
+
+    sources = {scheme.name: scheme.source for scheme in schemes()}
+    if objective in sources:
+        why = f"{objective} is a scheme, whose constants are those of {sources[objective]}"
+    else:
+        why = f"{objective} is searched for over predictions of the whole model"
+    return f"{why}: laws are inverted by --objective {' or '.join(LAYERWISE)} alone"
 
 
 def _named(text: str, option: str) -> tuple[str, float]:
@@ -127,9 +146,10 @@ def explain(
     """One layer law by law: the formulas, the numbers in them, and where each comes from."""
     from ..explanation import explain as run
 
-    declared = shortened(declared_model(model, {"layers": layers, "seq_len": seq_len}), seq_len)
-    inputs: dict[str, Any] = input_moments(declared, variance, correlation)
-    explanation = run(declared, layer, theory=theory.value, **inputs)
+    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described = shortened(described, seq_len)
+    inputs = input_moments(described, variance, correlation, known)
+    explanation = run(described, layer, theory=theory.value, **inputs)
     if csv is not None:
         write_csv(explanation.to_frame(), csv)
     if as_json:

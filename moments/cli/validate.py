@@ -15,8 +15,8 @@ from .base import (
     PlotOption,
     TheoryName,
     app,
-    err,
     out,
+    steps,
     write_csv,
     write_plot,
 )
@@ -56,8 +56,6 @@ def validate(
     plot: PlotOption = None,
 ) -> None:
     """Hold the theories against simulations of a fixed grid of whole models."""
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-
     from ..law import THEORIES
     from ..validation.errors import by_class, errors
     from ..validation.grid import subset as find
@@ -68,18 +66,13 @@ def validate(
     theories = [t for t in THEORIES if t in {name.value for name in theory or TheoryName}]
     if max_error is not None and "refined" not in theories:
         raise DomainError("--max-error judges the refined theory: add --theory refined")
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     held = None if run else load(data)
-    with Progress(*columns, console=err, transient=True) as bar:
-        if held is None:
-            work = sum(c.cost * c.seeds for c in configurations)
-            simulating = bar.add_task("simulating", total=round(work))
-            data = Path("validation.json") if data is None else data
-            held = run_grid(
-                configurations, data, progress=lambda c: bar.advance(simulating, c.cost * c.seeds)
-            )
-        predicting = bar.add_task("predicting", total=len(configurations))
-        frame = errors(theories, configurations, held, lambda c: bar.advance(predicting))
+    if held is None:
+        data = Path("validation.json") if data is None else data
+        with steps("simulating", sum(c.cost * c.seeds for c in configurations)) as advance:
+            held = run_grid(configurations, data, progress=lambda c: advance(c.cost * c.seeds))
+    with steps(f"predicting {len(configurations)} models", len(configurations)) as advance:
+        frame = errors(theories, configurations, held, lambda c: advance(1))
     if csv is not None:
         write_csv(frame, csv)
     if plot is not None:

@@ -129,15 +129,28 @@ def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
 def _deberta(read: Entries, seq_len: int | None) -> Transformer:
     """BERT whose logits add terms of relative positions, which are left out.
 
-    With k of those terms in use, the logits are divided by sqrt((1 + k) d_head).
+    With k of those terms in use, the logits are divided by sqrt((1 + k) d_head). Each is a product
+    of the same matrices, of tokens with vectors of positions that share nothing, and so adds as
+    much to the squared gradients of query and key as uncorrelated tokens have: 1/((1 - r)(1 + (L -
+    1) r r_g)) of what tokens of correlation r have, and gradients of r_g. Measured over predicted,
+    two layers of width 64 and 48 tokens: 1.9 to 2.0 for one term, 2.4 to 2.7 for two (standard
+    error .06).
     """
     read.refuse("conv_kernel_size", 0, "a convolution beside the first layer")
     read.refuse("embedding_size", read("hidden_size"), "a projection of narrower token tables")
-    kinds = read("pos_att_type", [])
-    terms = [t for t in (kinds.split("|") if isinstance(kinds, str) else kinds) if t]
+    terms = read.texts("pos_att_type")
+    used = sum(kind in terms for kind in ("c2p", "p2c"))
+    # Either term meets both matrices, or positions have matrices of their own.
+    met = used if read("share_att_key", False) else min(used, 1)
     if read("relative_attention", False) and terms:
-        read.leave_out("pos_att_type", kinds, "logits are those of query and key alone")
-    for name in ("relative_attention", "norm_rel_ebd", "position_buckets", "share_att_key"):
+        read.leave_out(
+            "pos_att_type",
+            terms,
+            "logits are those of query and key alone, and squared gradients of the query and key "
+            f"weights up to {1 + met} times too small (more where tokens are alike); the stream "
+            "and all other gradients hardly change",
+        )
+    for name in ("relative_attention", "norm_rel_ebd", "position_buckets"):
         read(name, None)
     read("max_relative_positions", None)
     epsilon = read.number("layer_norm_eps")
@@ -145,7 +158,6 @@ def _deberta(read: Entries, seq_len: int | None) -> Transformer:
     model = _read(read, length, epsilon, segments=read("type_vocab_size", 0) > 0)
     if not read.flag("position_biased_input"):
         model = model.replace(embedding=model.embedding.replace(position_variance=0.0))
-    used = sum(kind in terms for kind in ("c2p", "p2c"))
     return model.replace(temperature=math.sqrt(1 + used))
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from moments.checks import check_count
-from moments.errors import DomainError, domain_error
+from moments.errors import DomainError, brief, domain_error
+from moments.files import MOST
 from moments.positions import Rotary
 from moments.weights import Biases
 
 from .names import ACTIVATIONS, IRRELEVANT, USUAL
+
+MOST_LAYERS = 100_000
+"""No stack is deeper, and lists of so many entries are no burden."""
+MOST_DEVIATION = 1e100
+"""Its square, and what a few products with it give, is still a number."""
 
 
 class Entries:
@@ -30,18 +37,26 @@ class Entries:
         self._read = {"model_type"}
 
     def __call__(self, name: str, default: Any = ...) -> Any:
-        """The entry, else the family's default, else `default`.
+        """The entry, else the family's default, else `default`; of the same kind as they are.
 
         Raises:
-            DomainError: there is none of them.
+            DomainError: there is none of them, or the entry is of another kind.
         """
         self._read.add(name)
-        for value in (self._given.get(name), self._defaults.get(name)):
-            if value is not None:
-                return value
-        if default is ...:
+        usual = self._defaults.get(name)
+        if usual is None:
+            usual = default
+        value = self._given.get(name)
+        if value is not None:
+            return _of_kind(name, value, usual)
+        if usual is ...:
             raise DomainError(f"config of type {self.kind!r} lacks the entry {name!r}")
-        return default
+        return usual
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Names of the entries that were asked for so far."""
+        return frozenset(self._read)
 
     def has(self, name: str) -> bool:
         """Whether the config itself has the entry."""
@@ -49,10 +64,7 @@ class Entries:
 
     def number(self, name: str, default: Any = ...) -> float:
         """A real entry."""
-        value = self(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise domain_error(name, value, "a number")
-        return float(value)
+        return float(_of_kind(name, self(name, default), 0.0))
 
     def count(self, name: str, default: Any = ...) -> int:
         """An entry that is a positive integer."""
@@ -62,14 +74,37 @@ class Entries:
 
     def flag(self, name: str, default: Any = ...) -> bool:
         """An entry that is true or false."""
-        value = self(name, default)
-        if not isinstance(value, bool):
-            raise domain_error(name, value, "true or false")
+        return bool(_of_kind(name, self(name, default), False))
+
+    def positive(self, name: str, default: Any = ...) -> float:
+        """A real entry above zero."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise domain_error(name, value, "positive")
+        return value
+
+    def layers(self, name: str, default: Any = ...) -> int:
+        """A number of layers: lists of one entry per layer are made of it."""
+        value = self.count(name, default)
+        if value > MOST_LAYERS:
+            raise domain_error(name, value, f"at most {MOST_LAYERS}")
         return value
 
     def variance(self, name: str = "initializer_range") -> float:
         """The square of a deviation."""
-        return self.number(name) ** 2
+        value = self.number(name)
+        if abs(value) > MOST_DEVIATION:
+            raise domain_error(name, value, f"a standard deviation of at most {MOST_DEVIATION:g}")
+        return value**2
+
+    def texts(self, name: str) -> list[str]:
+        """An entry that is a list of words, or these in one text with | between them."""
+        given = self(name, None)
+        if given is None or isinstance(given, str):
+            return [word for word in (given or "").split("|") if word]
+        if not isinstance(given, list | tuple) or not all(isinstance(w, str) for w in given):
+            raise domain_error(name, given, "a list of texts")
+        return list(given)
 
     def activation(self, name: str) -> str:
         """Our name of an activation function."""
@@ -150,14 +185,12 @@ class Entries:
 
     def labels(self) -> int:
         """Classes of a classification."""
-        names = self("id2label", {})
+        names = _of_kind("id2label", self("id2label", {}), {})
         return self.count("num_labels", len(names) or 2)
 
     def rotary(self, fraction: float | None = None) -> Rotary:
         """Rotary positions, from `rope_parameters` or the entries that preceded it."""
         given = self("rope_parameters", {}) if self.has("rope_parameters") else {}
-        if not isinstance(given, Mapping):
-            raise domain_error("rope_parameters", given, "a JSON object")
         usual = self._defaults.get("rope_parameters", {})
         self._read.add("rope_parameters")
         base = _first(
@@ -175,19 +208,18 @@ class Entries:
                 usual.get("partial_rotary_factor"),
                 1.0,
             )
-        scaling = self("rope_scaling", None) or given
+        scaling = _of_kind("rope_scaling", self("rope_scaling", None) or given, {})
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
             self.leave_out("rope_type", kind, "unscaled rotary frequencies are assumed")
         for name, value in (("rope_theta", base), ("partial_rotary_factor", fraction)):
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise domain_error(name, value, "a number")
+            _of_kind(name, value, 1.0)
         return Rotary(float(fraction), float(base))
 
     def leave_out(self, name: str, value: Any, meaning: str) -> None:
         """Note an entry that switches on something that is not modelled."""
         self._read.add(name)
-        self.notes.append(f"{name} = {value!r} is not modelled: {meaning}")
+        self.notes.append(f"{name} = {brief(value)} is not modelled: {meaning}")
 
     def expect(self, name: str, usual: Any, meaning: str) -> None:
         """Note an entry whose value is not the only one that is modelled."""
@@ -203,7 +235,9 @@ class Entries:
             DomainError: it says something else.
         """
         if self.has(other) and self.has(name) and self(other) != self(name):
-            raise domain_error(other, self(other), f"{name} = {self(name)!r}, which it repeats")
+            raise domain_error(
+                other, self(other), f"{name} = {brief(self(name))}, which it repeats"
+            )
         self._read.add(other)
 
     def refuse(self, name: str, usual: Any, feature: str) -> None:
@@ -232,9 +266,37 @@ class Entries:
             if name in known and (value == known[name] or known[name] is ...):
                 continue
             self.notes.append(
-                f"{name} = {value!r} is not modelled: "
+                f"{name} = {brief(value)} is not modelled: "
                 + ("it is left out" if name in known else f"no entry of {self.kind!r} known here")
             )
+
+
+# What an entry must be, by the kind of its default, and the same in words.
+_KINDS: tuple[tuple[type, Any, str], ...] = (
+    (bool, bool, "true or false"),
+    (int, int, "an integer"),
+    (float, (int, float), "a number"),
+    (str, str, "a text"),
+    (Mapping, Mapping, "a JSON object"),
+    (list, (list, tuple), "a list"),
+)
+
+
+def _of_kind(name: str, value: Any, usual: Any) -> Any:
+    """The value, checked to be of the same kind as the usual one; None and ... ask for none.
+
+    Integers stand for numbers, and true for neither; every number is finite and within 64 bits.
+    """
+    for kind, allowed, words in _KINDS:
+        if isinstance(usual, kind):
+            if not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
+                raise domain_error(name, value, words)
+            break
+    if isinstance(value, float) and not math.isfinite(value):
+        raise domain_error(name, value, "finite")
+    if isinstance(value, int) and abs(value) > MOST:
+        raise domain_error(name, value, "an integer below 2^63")
+    return value
 
 
 def _first(*values: Any) -> Any:

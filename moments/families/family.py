@@ -9,6 +9,7 @@ from typing import Any
 from moments.transformer import Transformer
 
 from .entries import Entries
+from .names import USUAL
 
 Reader = Callable[[Entries, int | None], Transformer]
 
@@ -40,3 +41,15 @@ class Family:
         model = self.read(entries, seq_len)
         entries.finish(self.usual)
         return model, entries.notes
+
+    def entries(self, given: Mapping[str, Any]) -> frozenset[str]:
+        """Names of the entries that describe the architecture: read, known by their default, or
+        known to change nothing at one value.
+
+        Raises:
+            DomainError: an entry that the declaration refuses.
+        """
+        reader = Entries(given, str(given.get("model_type")), self.defaults)
+        self.read(reader, None)
+        elsewhere = {"model_type", "quantization_config"}
+        return (reader.read | set(self.defaults) | set(self.usual) | set(USUAL)) - elsewhere

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from moments.embedding import Embedding
-from moments.errors import DomainError
+from moments.errors import domain_error
 from moments.transformer import Transformer
 from moments.weights import Biases, Weights
 
@@ -17,7 +17,7 @@ from .heads import causal_head
 
 def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
     read.expect("add_cross_attention", False, "no cross-attention is assumed")
-    layers, d_model, heads = read.count("n_layer"), read.count("n_embd"), read.count("n_head")
+    layers, d_model, heads = read.layers("n_layer"), read.count("n_embd"), read.count("n_head")
     variance = read.variance()
     epsilon = read.number("layer_norm_epsilon")
     scale = 1.0 if read.flag("scale_attn_weights", True) else math.sqrt(heads / d_model)
@@ -54,9 +54,8 @@ def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
 def _gpt_neo(read: Entries, seq_len: int | None) -> Transformer:
     """GPT-2 with windows in every second layer, logits that are not scaled, no bias of query, key
     and value."""
-    d_model, heads, layers = (
-        read.count(name) for name in ("hidden_size", "num_heads", "num_layers")
-    )
+    d_model, heads = read.count("hidden_size"), read.count("num_heads")
+    layers = read.layers("num_layers")
     variance = read.variance()
     epsilon = read.number("layer_norm_epsilon")
     length = read.length("max_position_embeddings", seq_len)
@@ -93,14 +92,12 @@ def _neo_kinds(read: Entries, layers: int) -> list[str]:
     read("attention_layers", None)
     given = read("attention_types", [[["global", "local"], layers // 2]])
     try:
-        kinds = [kind for group, times in given for _ in range(times) for kind in group]
+        named = sum(len(group) * times for group, times in given)
     except (TypeError, ValueError):
-        kinds = []
-    if len(kinds) != layers:
-        raise DomainError(
-            f"attention_types = {given!r}: must name one kind for each of {layers} layers"
-        )
-    return kinds
+        named = 0
+    if named != layers or any(times < 0 for _, times in given):
+        raise domain_error("attention_types", given, f"one kind for each of {layers} layers")
+    return [kind for group, times in given for _ in range(times) for kind in group]
 
 
 def _opt(read: Entries, seq_len: int | None) -> Transformer:

@@ -46,7 +46,7 @@ def decoder(
         d_model=d_model,
         heads=heads,
         kv_heads=read("num_key_value_heads", heads),
-        d_head=read("head_dim", d_model // heads),
+        d_head=read.count("head_dim", d_model // heads),
         seq_len=read.length("max_position_embeddings", seq_len, table=False),
         d_ff=read("intermediate_size"),
         norm=fields.pop("placement", "pre"),
@@ -90,7 +90,7 @@ def _qwen3(read: Entries, seq_len: int | None) -> Transformer:
 
 def _qwen_windows(read: Entries, seq_len: int) -> Any:
     """Windows from layer max_window_layers on, if they are used at all."""
-    layers, first = read.count("num_hidden_layers"), int(read("max_window_layers"))
+    layers, first = read.layers("num_hidden_layers"), read("max_window_layers")
     used = read.flag("use_sliding_window")
     usual = [_SLIDING if used and number >= first else _FULL for number in range(layers)]
     return read.windows(read("layer_types", usual), _SLIDING, "sliding_window", seq_len)
@@ -116,10 +116,10 @@ def _gemma(read: Entries, seq_len: int | None) -> Transformer:
 def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
     """Norms before and after every block, windows in every second layer, capped logits."""
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
-    layers, heads = read.count("num_hidden_layers"), read.count("num_attention_heads")
+    layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
     usual = [_FULL if number % 2 else _SLIDING for number in range(layers)]
     tokens = length(read, seq_len)
-    width = read("head_dim", read("hidden_size") // heads)
+    width = read.count("head_dim", read.count("hidden_size") // heads)
     cap = read.cap("final_logit_softcapping")
     return decoder(
         read,
@@ -129,7 +129,7 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
         embedding=_scaled(read, "hidden_size"),
         head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=cap),
         logit_softcap=read.cap("attn_logit_softcapping"),
-        temperature=math.sqrt(read.number("query_pre_attn_scalar") / width),
+        temperature=math.sqrt(read.positive("query_pre_attn_scalar") / width),
         window=read.windows(read("layer_types", usual), _SLIDING, "sliding_window", tokens),
     )
 

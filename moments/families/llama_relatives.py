@@ -86,11 +86,11 @@ def _cohere(read: Entries, seq_len: int | None) -> Transformer:
 
 def _granite(read: Entries, seq_len: int | None) -> Transformer:
     """Llama with multipliers of the embedding, the logits of attention, branches and output."""
-    width = read("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
+    width = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
     return decoder(
         read,
         seq_len,
-        temperature=1 / (read.number("attention_multiplier") * math.sqrt(width)),
+        temperature=1 / (read.positive("attention_multiplier") * math.sqrt(width)),
         branch_scale=read.number("residual_multiplier"),
         embedding=Embedding(
             vocab_size=read("vocab_size"),
@@ -102,7 +102,7 @@ def _granite(read: Entries, seq_len: int | None) -> Transformer:
             read,
             read.variance(),
             read.number("rms_norm_eps"),
-            output_scale=1 / read.number("logits_scaling"),
+            output_scale=1 / read.positive("logits_scaling"),
         ),
     )
 

@@ -110,7 +110,7 @@ def _falcon(read: Entries, seq_len: int | None) -> Transformer:
     d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
     grouped = read.flag("new_decoder_architecture")
     parallel = read.flag("parallel_attn") or grouped
-    norms = int(read("num_ln_in_parallel_attn", 2 if grouped else 1)) if grouped else 1
+    norms = read("num_ln_in_parallel_attn", 2 if grouped else 1) if grouped else 1
     kv_heads = 1 if read.flag("multi_query") else heads
     if grouped:
         kv_heads = read.count("num_kv_heads", heads)

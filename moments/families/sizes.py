@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moments.checks import check_count
-from moments.errors import domain_error
+from moments.errors import domain_error, unknown_name
 
 from . import FAMILIES
 
@@ -28,7 +28,9 @@ def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
         DomainError: `layers` out of range, or a family whose depth no entry says.
     """
     check_count("layers", layers)
-    kind = entries["model_type"]
+    kind = entries.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise unknown_name("model_type", kind, sorted(FAMILIES))
     changed = {name: value for name, value in entries.items() if name not in _PER_LAYER}
     names = [name for name in _LAYERS if name in FAMILIES[kind].defaults or name in entries]
     if not names:

@@ -24,7 +24,7 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
     Attention logits are not divided by sqrt(d_kv); the initialisation of the queries makes up for
     it. Where the output is scaled, logits are those of the token table times 1/sqrt(d_model).
     """
-    factor = read.number("initializer_factor") ** 2
+    factor = read.variance("initializer_factor")
     d_model, heads, d_head, d_ff = (
         read.count(name) for name in ("d_model", "num_heads", "d_kv", "d_ff")
     )

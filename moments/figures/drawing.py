@@ -34,7 +34,7 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
         The figure; points are simulations, with bars of two standard errors over draws.
 
     Raises:
-        DomainError: there is no such figure, or no such format.
+        DomainError: there is no such figure or format, or it cannot be saved there.
     """
     from ..plot import Picture, save
 

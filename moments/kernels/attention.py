@@ -22,6 +22,11 @@ from moments.softmax.chebyshev import THETA_MAX
 Array = NDArray[np.float64]
 
 
+FAINT = 1e-5
+"""Logit variance, and share of the largest query's variance, that stand for less: attention is
+linear in them to five digits there, and what is linear is scaled on."""
+
+
 class AttentionGradient(NamedTuple):
     """Per-feature second moments of the gradient at the attention's input, by path; (L, L) each.
 
@@ -90,8 +95,7 @@ class KernelAttention:
         effective_keys: (Lq,) number of independent keys of the row's reference (`reference`).
         entropy: (Lq,) E[-sum_j a_ij log a_ij] in nats, of the reference row spread over the allowed
             keys: exact for exchangeable kernels.
-        beyond_tables: (Lq,) whether theta is beyond 8, where the joint law is frozen (its
-            derivative still grows like theta^(1/2) at correlation 1): finite, but not validated.
+        beyond_tables: (Lq,) whether theta is beyond 8, where rows are those of `softmax.peaked`.
     """
 
     def __init__(
@@ -140,8 +144,8 @@ class KernelAttention:
         if keys.shape != self.kernel.shape:
             raise domain_error("key_kernel", keys.shape, f"of shape {self.kernel.shape}")
         for name, one in (("kernel", keys), ("query_kernel", queries)):
-            if np.any(np.diag(one) <= 0.0):
-                raise domain_error(name, float(np.diag(one).min()), "positive on its diagonal")
+            if np.any(np.diag(one) < 0.0):
+                raise domain_error(name, float(np.diag(one).min()), "at least 0 on its diagonal")
         if not 0.0 <= logit_scale < math.inf:
             raise domain_error("logit_scale", logit_scale, "finite and at least 0")
         if not 0.0 <= drop_prob < 1.0:
@@ -158,12 +162,18 @@ class KernelAttention:
             offset = bias_of(bias, mask)
         self.allowed = mask
         self.drop_prob = float(drop_prob)
+        # Queries and keys without any size still receive gradients: the limit of small ones.
+        asking = np.diag(queries)
+        largest = float(asking.max()) or 1.0
+        small = np.maximum(FAINT * largest - asking, 0.0)
+        least = FAINT / (largest * (float(np.diag(keys).max()) or 1.0))
+        self._linear = min(1.0, float(logit_scale) / least)
         self.logits = Logits(
-            queries,
+            queries + np.diag(small) if np.any(small) else queries,
             keys,
             self.kernel,
             prior_weights(mask, offset),
-            float(logit_scale),
+            max(float(logit_scale), least),
             offset is not None,
             rotation,
         )
@@ -176,7 +186,7 @@ class KernelAttention:
         self._norm = np.sqrt(np.outer(temperature, temperature))
         rows, pattern = self._closure.rows, self._closure.pattern
         self.mean_attention = self._closure.weights
-        self.logit_variance = rows.unshared[pattern] * self.logit_scale * temperature
+        self.logit_variance = rows.unshared[pattern] * self.logit_scale * asking
         self.effective_keys = rows.keys[pattern]
         self.entropy = rows.entropy[pattern]
         self.beyond_tables = self.logit_variance > THETA_MAX
@@ -184,7 +194,7 @@ class KernelAttention:
     @property
     def logit_scale(self) -> float:
         """tau."""
-        return self.logits.scale
+        return self.logits.scale * self._linear
 
     @property
     def sum_square(self) -> Array:
@@ -201,8 +211,9 @@ class KernelAttention:
         mean = self.mean_attention @ self.kernel @ self.mean_attention.T
         closure, own = self._closure, np.diag(self.kernel)
         excess, slope = closure.gather(self.kernel)
+        linear = self._linear
         terms = WidthTerms(closure, self.logits, self._widths, mean, excess, slope)
-        output = mean + excess + terms.output
+        output = mean + linear * (excess + terms.output)
         query = closure.pairs.query * slope / self._norm + terms.tilt / self._widths.d_model
         group = closure.group[closure.pattern]
         common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
@@ -211,14 +222,19 @@ class KernelAttention:
             _, _, noise = self._noise.gather(self.logits.within)
             masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ own)
             output = output + self._dropped * np.diag(masks)
-            query = query + self._dropped * self.logit_scale * np.diag(noise)
-        return output, query, terms.tilt
+            query = query + self._dropped * self.logits.scale * np.diag(noise)
+        return output, linear * query, linear * terms.tilt
 
     @property
     def tilt(self) -> Array:
         """(Lq, Lq) what Q gains per unit of G, and of the relative variance of two tokens' overlap:
         1/d_model of it is in `backward` (see `moments.overlap`)."""
         return self._forward[2]
+
+    @property
+    def response(self) -> Array:
+        """(Lq, Lq) what the query path is per unit of G."""
+        return self._forward[1]
 
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""
@@ -238,7 +254,7 @@ class KernelAttention:
             DomainError: `gradient` is not a finite (Lq, Lq) matrix.
         """
         gradient = square("gradient", gradient, len(self.allowed))
-        value, key, cross = self._closure.spread(gradient)
+        value, key, cross = self._linear * self._closure.spread(gradient)
         value = value + self.mean_attention.T @ gradient @ self.mean_attention
         if self._dropped > 0.0:
             own = np.diag(gradient)
@@ -270,7 +286,7 @@ class KernelAttention:
         """
         sensitivity = square("sensitivity", sensitivity, len(self.kernel))
         value, _ = self._closure.gather(sensitivity)
-        key = self._closure.gather_keys(sensitivity)
+        value, key = self._linear * value, self._linear * self._closure.gather_keys(sensitivity)
         mean = self.mean_attention @ sensitivity @ self.mean_attention.T
         total = mean + value + key
         if not self._separate:

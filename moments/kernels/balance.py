@@ -36,6 +36,41 @@ def balanced(
     return scaled
 
 
+SMALL_EXPONENT = 0.02
+"""Exponents up to which e^x - 1 is its series to third order, 3e-7 of itself in error."""
+
+
+def joint_excess(
+    exponents: NDArray[Real], weights: NDArray[Real], weights2: NDArray[Real], sweeps: int
+) -> NDArray[Real]:
+    """`balanced` of e^exponents, less 1, to the relative precision of the numbers.
+
+    Joint laws of small exponents are 1 to single precision. What they have beyond 1 is therefore
+    scaled by itself: with means 1 + m, the factor 1/(1 + m) has -m/(1 + m) beyond 1.
+    """
+    found = balanced(np.exp(exponents), weights, weights2, sweeps)
+    found -= 1.0
+    small = np.abs(exponents).max((-2, -1)) <= SMALL_EXPONENT
+    if not small.any():
+        return found
+    x = exponents[small]
+    own = np.broadcast_to(weights, exponents[..., 0].shape)[small]
+    other = np.broadcast_to(weights2, exponents[..., 0, :].shape)[small]
+    excess = x * (1.0 + x * (0.5 + x / 6.0))
+    left = np.zeros_like(own)
+    right = np.zeros_like(other)
+    for _ in range(sweeps):
+        held = left * own
+        mean = ((own + held)[..., None, :] @ excess)[..., 0, :] + held.sum(-1, keepdims=True)
+        right = -mean / (1.0 + mean)
+        held = right * other
+        mean = (excess @ (other + held)[..., None])[..., 0] + held.sum(-1, keepdims=True)
+        left = -mean / (1.0 + mean)
+    factor = left[..., :, None] * (1.0 + right[..., None, :]) + right[..., None, :]
+    found[small] = excess + factor + factor * excess
+    return found
+
+
 def tangent(
     joint: NDArray[Real], direction: NDArray[Real], weights: NDArray[Real], weights2: NDArray[Real]
 ) -> NDArray[Real]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moments.kernels.balance import EXPONENT_MAX, balanced, tangent
+from moments.kernels.balance import EXPONENT_MAX, joint_excess, tangent
 from moments.kernels.contractions import PairSum
 from moments.kernels.logits import Logits
 from moments.kernels.padded import PaddedClass
@@ -109,17 +109,16 @@ class Block(NamedTuple):
             stacked([two.own_weights for _, two in pairs])[:, None],
         )
         joint = exponents[..., None, None].astype(np.float32) * projected.within.of(pairs)
-        np.exp(np.minimum(joint, EXPONENT_MAX, out=joint), out=joint)
-        joint = balanced(joint, shares[0], shares[1], 3)
+        np.minimum(joint, EXPONENT_MAX, out=joint)
+        joint = joint_excess(joint, shares[0], shares[1], 3)
         response = turned = plain = None
         if projected.values is not None:
             along = projected.values.of(pairs)
             step = slopes[..., None, None].astype(np.float32) * along
-            response = PairSum.of(tangent(joint, step, shares[0], shares[1]), rows, rows2)
+            response = PairSum.of(tangent(1.0 + joint, step, shares[0], shares[1]), rows, rows2)
             if projected.turned is not None:
                 turned = PairSum.of(projected.turned.of(pairs), rows, rows2)
                 plain = PairSum.of(along, rows, rows2)
-        joint -= 1.0
         own = pairs[0][0] is pairs[0][1]
         return cls(pairs, own, PairSum.of(joint, rows, rows2), response, turned, plain)
 

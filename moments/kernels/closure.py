@@ -164,11 +164,6 @@ class OverlapClosure:
         """(Lq,) the fraction of a key that it does not share with the row's others."""
         return np.asarray(self.rows.own_fraction[self.pattern])
 
-    @property
-    def softening(self) -> Array:
-        """(Lq,) 1, and below 1 for rows beyond the tables: the factor on their logit variance."""
-        return np.asarray(self.rows.softening[self.pattern])
-
     @functools.cached_property
     def squares(self) -> Array:
         """(Lq, Lk) E a_ij^2."""

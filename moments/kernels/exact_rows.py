@@ -1,12 +1,13 @@
 """Exact statistics of exchangeable softmax rows, many rows at a time.
 
 `moments.softmax` tabulates them; here its tables are read for arrays of rows of different variances
-and lengths at once, with the variance moved to the edge of the table where it lies beyond.
+and lengths at once, and continued where the variance lies beyond (`softmax.peaked`).
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,21 +20,78 @@ from moments.softmax.chebyshev import (
     theta_coordinate,
 )
 from moments.softmax.encoding import decode_participation, decode_square_pair
+from moments.softmax.exact import THETA_EXACT
+from moments.softmax.peaked import at_edge, pairs_beyond, rows_beyond
 
 Array = NDArray[np.float64]
 
-THETA_LEAST = 1e-6
-"""Variances below are moved here, where every statistic is linear to six digits."""
+THETA_PEAKED = 200.0
+"""Logit variances beyond are moved here: the joint laws in single precision were finite up to it,
+and queries and keys then lack a factor of the root of the rest."""
+
+THETA_LEAST = 1e-9
+"""Variances below are moved here, where every statistic is linear to nine digits."""
 
 
 def tabulated(theta: Array) -> Array:
     """The variance at which a row of logit variance `theta` is evaluated."""
-    return np.asarray(np.clip(theta, THETA_LEAST, THETA_MAX))
+    return np.asarray(np.clip(theta, THETA_LEAST, THETA_PEAKED))
 
 
 def rows(theta: Array, keys: Array) -> RowStatistics:
-    """Statistics of single rows; `theta` within the table, arguments that broadcast."""
-    return SquareTable.load().single(theta, keys)
+    """Statistics of single rows, arguments that broadcast; beyond the tables by `peaked`."""
+    inside = SquareTable.load().single(np.minimum(theta, THETA_MAX), keys)
+    if not np.any(theta > THETA_MAX):
+        return inside
+    variance, count = np.broadcast_arrays(theta, keys)
+    return rows_beyond(variance, count, inside)
+
+
+EVALUATED = THETA_EXACT
+"""Variance up to which rows of one length are evaluated exactly beyond the tables, in a millisecond
+each, and pairs in some ten."""
+
+
+class AlikeRows:
+    """Statistics of rows of one length, at any logit variance."""
+
+    def __init__(self, keys: int) -> None:
+        self.keys = keys
+        self._rows = SquareTable.load().at_length(keys)
+
+    def single(self, theta: Array) -> RowStatistics:
+        """Of one row."""
+        theta = np.minimum(theta, THETA_PEAKED)
+        found = self._rows.single(np.minimum(theta, EVALUATED))
+        far = theta > EVALUATED
+        if not np.any(far):
+            return found
+        beyond = rows(np.asarray(theta)[far], np.full(int(far.sum()), float(self.keys)))
+        return _replaced(found, far, beyond)
+
+    def pair(self, theta: Array, rho: Array) -> PairStatistics:
+        """Of two rows whose logits correlate by rho."""
+        theta, rho = np.broadcast_arrays(np.minimum(theta, THETA_PEAKED), rho)
+        far = theta > EVALUATED
+        if not np.any(far):
+            return self._rows.pair(theta, rho)
+        # the least that the exact evaluator is asked for stands where it is not needed
+        found = self._rows.pair(np.where(far, THETA_MAX, theta), np.where(far, 1.0, rho))
+        count = np.full(int(far.sum()), float(self.keys))
+        beyond = pairs(theta[far][:, None], count, rho[far][:, None])
+        return _replaced(found, far, PairStatistics(*[np.ravel(one) for one in beyond[:-1]]))
+
+
+Statistics = TypeVar("Statistics", RowStatistics, PairStatistics)
+
+
+def _replaced(found: Statistics, where: Any, values: Statistics) -> Statistics:
+    fields: list[Any] = []
+    for one, other in zip(found[:-1], values[:-1], strict=True):
+        field = np.array(one)
+        field[where] = other
+        fields.append(field)
+    return type(found)(*fields)._replace(valid=found.valid)
 
 
 @functools.cache
@@ -70,12 +128,28 @@ def pairs(theta: Array, keys: Array, rho: Array) -> PairStatistics:
     Returns:
         (m, s) arrays.
     """
+    if np.any(theta > THETA_MAX):
+        return _beyond(theta, keys, rho)
     functions = _functions(theta, keys, rho, 4)
     return decode_square_pair(theta * rho, keys[:, None], functions, True)
 
 
+def _beyond(theta: Array, keys: Array, rho: Array) -> PairStatistics:
+    theta, count, rho = np.broadcast_arrays(theta, keys[:, None], rho)
+    edge = SquareTable.load().single(np.full(len(keys), THETA_MAX), keys)
+    edge = RowStatistics(*[np.asarray(one)[:, None] for one in edge[:-1]])
+    moved, _ = at_edge(theta, rho, edge)
+    inside = np.minimum(theta, THETA_MAX)
+    met = np.where(theta > THETA_MAX, np.clip(moved, -1.0, 1.0), rho)
+    functions = _functions(inside, keys, met, 4)
+    found = decode_square_pair(inside * met, keys[:, None], functions, True)
+    return pairs_beyond(theta, count, rho, edge, found)
+
+
 def overlaps(theta: Array, keys: Array, rho: Array) -> Array:
     """(m, s): C2 = E sum a a' alone; arguments as those of `pairs`."""
+    if np.any(theta > THETA_MAX):
+        return np.asarray(_beyond(theta, keys, rho).overlap)
     functions = _functions(theta, keys, rho, 1)
     return decode_participation(theta * rho, keys[:, None], functions)[0]
 

@@ -20,6 +20,7 @@ from moments.kernels import exact_rows
 from moments.kernels.widths import Widths
 from moments.softmax import PairStatistics, RowStatistics, chi_square_rule
 from moments.softmax.fixed_norms import (
+    CORRECTED_MAX,
     STIFFNESS_LEAST,
     KeyCorrections,
     key_corrections,
@@ -131,7 +132,7 @@ def finite_rows(
         lambda around: tables.rows(around, keys),
         theta,
         dimension,
-        0.95 * float(tables.tabulated(np.array(np.inf))),
+        CORRECTED_MAX,
     )
     pair, row = _averages(theta, keys, unshared, rho, widths, corrections, tables)
     square = np.maximum(row.square, 1e-300)
@@ -156,7 +157,7 @@ def finite_rows(
     masked = masked + fluctuating * jacobian * (2.0 * diagonal + curvature)
     masked = masked + 2.0 * shared**2 * deficit * (row.radial - row.jacobian)
     tilt, query_tilt = _tilts(pair, row, theta, rho)
-    skewness = theta * (1.0 - 3.0 * row.square + 2.0 * row.cube)
+    skewness = np.minimum(theta, CORRECTED_MAX) * (1.0 - 3.0 * row.square + 2.0 * row.cube)
     return FiniteRows(
         pair.overlap,
         pair.growth,
@@ -223,7 +224,9 @@ def _averages(
     pair = _Pairs(*[field @ weights for field in fields])
     rows = tables.rows(alone_seen, keys[:, None])
     cube, fourth = np.asarray(rows.sum_cube), np.asarray(rows.sum_fourth)
-    dropped = alone * (2.0 * np.asarray(rows.sum_square) - 5.0 * cube + 3.0 * fourth)
+    dropped = np.minimum(alone, CORRECTED_MAX) * (
+        2.0 * np.asarray(rows.sum_square) - 5.0 * cube + 3.0 * fourth
+    )
     entries = (*rows[:6], rows.mean_logit_square, rows.weighted_logit_square)
     driven = alone * np.asarray(rows.jacobian_square)
     found = [np.asarray(one) @ rule.weights for one in (*entries, driven, dropped)]

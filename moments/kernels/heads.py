@@ -94,6 +94,10 @@ class HeadAverage:
     def tilt(self) -> Array:
         return self._mean("tilt")
 
+    @property
+    def response(self) -> Array:
+        return self._mean("response")
+
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j."""
         parts = [layer.forward() for layer in self.layers]

@@ -96,7 +96,6 @@ class DroppedAttention:
         trace = exact_rows.jacobian_square(
             closure.squares[members].sum(1), closure.rows.count[:patterns]
         )
-        trace = trace * np.sqrt(closure.softening[members])  # beyond the tables: near ties only
         trace = trace * (closure.weights[members] @ variance)  # tr J D J, were D uniform
         joints = closure.own_joints()
         self._responses = []

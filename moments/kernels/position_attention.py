@@ -12,7 +12,7 @@ groups its rows). What nodes lose is in `docs/validation.md`'s terms below its o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from moments.kernels.row_statistics import (
 )
 from moments.kernels.width_terms import fixed_norms, unshared_part
 from moments.kernels.widths import Widths
+from moments.softmax.chebyshev import THETA_MAX
 
 Array = NDArray[np.float64]
 
@@ -58,6 +59,7 @@ class PositionAttention:
         weights: (P, P) mean attention [row, key] to one token of a class.
         logit_variance, entropy, sum_square: (P,) as in `attention.KernelAttention`.
         output: second moments per feature of sum_j a_ij x_j, attention dropout included.
+        response: what the query path is per unit of G.
         tilt: what the query path gains per unit of G and of the relative variance of two tokens'
             overlap.
     """
@@ -113,7 +115,7 @@ class PositionAttention:
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
         """(P,) whether the logit variance is beyond the tables."""
-        return self.logit_variance > exact_rows.THETA_MAX
+        return np.asarray(self.logit_variance > THETA_MAX)
 
     # --- rows ----------------------------------------------------------------------------------
 
@@ -208,7 +210,7 @@ class PositionAttention:
             None,
         )
 
-    def _split(self, of_twins: Array) -> Matrix:
+    def _split(self, of_twins: Any) -> Matrix:
         """(own, pairs) over rows of what every row has with itself and with its neighbour."""
         size = len(self._own)
         found = np.asarray(of_twins, dtype=np.float64)
@@ -278,7 +280,7 @@ class PositionAttention:
             output[every, every] += self._dropped * doubled(masks)
             noise = calibration.noise_query * self._noise_overlap(own, pairs)
             query[every, every] += self._dropped * self._scale * doubled(noise)
-        self.output, self._query = self._split(output), self._split(query)
+        self.output, self.response = self._split(output), self._split(query)
         self.tilt = self._split(tilted)
 
     def mean_output(self) -> Array:
@@ -407,7 +409,7 @@ class PositionAttention:
                     optimize=True,
                 )
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        query = own * self._query[0], pairs * self._query[1]
+        query = own * self.response[0], pairs * self.response[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
 

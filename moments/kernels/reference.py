@@ -113,7 +113,9 @@ def matched(first: Array, second: Array, count: Array) -> ReferenceRow:
         theta = _theta_of(keys, first, theta)
         return second - _annealed(2.0 * theta, keys), theta
 
+    # above the root: by the last key alone, and by second order where theta is small
     theta = (first + np.log(ceiling)) / (1.0 - 1.0 / ceiling)
+    theta = np.minimum(theta, np.sqrt(2.0 * first / (1.0 - 1.0 / ceiling) * ceiling))
     high_value, theta_high = excess(ceiling, theta)
     low_value, theta_low = excess(floor, theta_high)
     low, high = np.log(floor), np.log(ceiling)

@@ -92,8 +92,8 @@ def _make_class(
     weights = mean_attention(inside, prior, stats, members, scale)
     response = np.zeros_like(inside)
     if len(inside) > 1:
-        pull = stats.own_response[own]
-        tau = scale * stats.temperature[own] * stats.softening[own]
+        pull = stats.odds[own]
+        tau = scale * stats.temperature[own] * stats.held[own]
         guess = np.exp(pull * tau * (inside - inside.max(1, keepdims=True))) * prior[-1]
         exponent = pull * tau / max(stats.strength[own], 1e-6) ** 2
         response = self_overlap(inside, weights[-1], guess, exponent)

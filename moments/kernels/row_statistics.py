@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from moments.kernels import exact_rows
 from moments.kernels.reference import ReferenceRow, reference_rows
+from moments.softmax.chebyshev import THETA_MAX
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -33,8 +34,9 @@ class RowStatistics:
         sum_square: P2 = E sum a^2 of the reference row.
         entropy: E[-sum a log a] in nats, over all allowed keys.
         strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
-        own_response: x, the response of a mean weight to its key's own logit, in odds per logit
-            variance.
+        odds: log-odds of P2 per logit variance.
+        own_response: x, the response of a mean weight to its key's own logit: `odds` within the
+            tables, like the responses below.
         kernel_response: y, the response of a mean weight to a correlation of its key.
         variance_response: the response of a mean weight to its key's own variance.
     """
@@ -50,14 +52,21 @@ class RowStatistics:
     sum_square: Array
     entropy: Array
     strength: Array
+    odds: Array
     own_response: Array
     kernel_response: Array
     variance_response: Array
 
     @property
+    def held(self) -> Array:
+        """1, and below 1 for rows beyond all laws: the factor on their logit variance."""
+        return self.theta / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
+
+    @property
     def softening(self) -> Array:
         """Factor on the logit covariance that brings the row into the range of the tables."""
-        return self.theta / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
+        inside = np.minimum(self.theta, THETA_MAX)
+        return inside / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
 
 
 def row_statistics(
@@ -119,26 +128,35 @@ def statistics_of(
     square, cube = np.asarray(exact.sum_square), np.asarray(exact.sum_cube)
     rest = np.maximum(1.0 - square, 1e-300)
     strength = np.where(several, (1.0 - square) * keys / (keys - 1.0), 1.0)
+    odds = np.where(several, np.log(square * (keys - 1.0) / rest) / theta, 1.0)
+    # Mean weights respond as at the edge of the tables: first order in how keys differ, which
+    # exponentials carry too far in rows that all but pick a key.
+    near = np.minimum(theta, THETA_MAX)
+    exact_near = exact_rows.rows(near, reference.keys)
+    square, cube = np.asarray(exact_near.sum_square), np.asarray(exact_near.sum_cube)
+    rest = np.maximum(1.0 - square, 1e-300)
     # E sum a (1-a)(1-2a), by Gaussian interpolation: second derivative of a in its own logit
     curvature = 1.0 - 3.0 * square + 2.0 * cube
-    own = np.where(several, np.log(square * (keys - 1.0) / rest) / theta, 1.0)
+    own = np.where(several, np.log(square * (keys - 1.0) / rest) / near, 1.0)
     wide = reference.keys > 2.0 + 1e-6
     response = np.where(wide, keys / np.maximum(keys - 2.0, 1e-6) * curvature / rest, 0.0)
     # the pull `response` already contains a share P2 of the key's own variance: added back
     own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
-    own_part = (1.0 - overlap / diagonal) / (1.0 - 1.0 / keys)
+    sized = np.where(diagonal > 0.0, diagonal, 1.0)  # of keys without any size there is no part
+    own_part = (1.0 - overlap / sized) / (1.0 - 1.0 / keys)
     return RowStatistics(
         count,
         temperature,
         variance,
         unshared,
-        np.clip(unshared / diagonal, 0.0, 2.0),
+        np.clip(unshared / sized, 0.0, 2.0),
         np.where(several, np.clip(own_part, 0.0, 2.0), 0.0),
         theta,
         reference.keys,
-        square,
+        np.asarray(exact.sum_square),
         np.asarray(exact.entropy) + uniform - np.log(reference.keys),
         strength,
+        np.maximum(odds, 1e-12),
         np.maximum(own, 1e-3),
         response,
         own_variance,

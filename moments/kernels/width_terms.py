@@ -54,7 +54,6 @@ class WidthTerms:
         calibration, own_class = closure.calibration, closure.group[closure.pattern]
         own = np.diagonal(logits.values)
         shift = weights @ own - np.diagonal(mean + excess)
-        shift = shift * np.sqrt(closure.softening)  # E tr J falls like theta^(-1/2)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
             moved = _apart(weights, logits.values)
             usable = moved > 1e-9 * (weights @ own)

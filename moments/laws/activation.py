@@ -156,10 +156,9 @@ RELU = activation(
 
 def _gelu_parts(m: Any, v: Any, other: Any, r: Any) -> tuple[Any, Any, Any, Any, Any]:
     c = r * m.sqrt(v * other)
-    q = (1 + v) * (1 + other)
-    # q - c^2 written without cancellation at r near 1
+    # q - c^2 written without cancellation at r near 1; the angle's sine is c/sqrt(q)
     gap = 1 + v + other + v * other * (1 - r) * (1 + r)
-    orthant = m.ratio(1, 4) + m.asin(c / m.sqrt(q)) / (2 * m.pi)
+    orthant = m.ratio(1, 4) + m.atan(c / m.sqrt(gap)) / (2 * m.pi)
     density = 1 / (2 * m.pi * m.sqrt(gap))
     edge = v * other * (1 - r) * (1 + r) + c**2 / (1 + v) + c**2 / (1 + other)
     return c, gap, orthant, density, edge
@@ -171,9 +170,11 @@ def _gelu_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
 
 
 def _gelu_slope(m: Any, v: Any, other: Any, r: Any) -> Any:
-    c, gap, orthant, density, edge = _gelu_parts(m, v, other, r)
-    bend = 2 / (1 + v) + 2 / (1 + other) - 1
-    return orthant + c * density * (edge / gap + bend)
+    c, gap, orthant, density, _ = _gelu_parts(m, v, other, r)
+    bend = 2 / (1 + v) + 2 / (1 + other)
+    # edge - gap, whose leading terms cancel where both are large
+    short = 1 + (1 - r) * (1 + r) * (v + other) + r**2 * (other / (1 + v) + v / (1 + other))
+    return orthant + c * density * (bend - short / gap)
 
 
 def gelu_function(m: Any, x: Any) -> Any:
@@ -241,20 +242,23 @@ def by_quadrature(
     *,
     largest_variance: float = 25.0,
     odd: bool = False,
+    even_part: Single | None = None,
 ) -> ComponentLaws:
     """An activation without closed forms: its laws are Gaussian expectations.
 
     `function` and `derivative` are written over a number system, f(m, x), like every formula.
     Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r. Resolved for
     variances up to `largest_variance`, beyond which the function is nearly a kink on its input's
-    scale; GeLU's tanh form to 1e-10. An `odd` function's mean is 0.
+    scale; GeLU's tanh form to 1e-10. An `odd` function's mean is 0; of an `even_part`, a linear
+    function's rounding does not hide a small one.
     """
+    averaged = even_part or function
     resolved = Interval(0.0, largest_variance, open_lower=True)
     return activation(
         name,
         title,
         limits={"x_variance": resolved, "x_other_variance": resolved},
-        mean=remembered(lambda m, v: 0 * v if odd else m.expect(function, v)),
+        mean=remembered(lambda m, v: 0 * v if odd else m.expect(averaged, v)),
         moment=remembered(lambda m, v, other, r: m.expect_pair(function, v, other, r)),
         slope=remembered(lambda m, v, other, r: m.expect_pair(derivative, v, other, r)),
         kurtosis=remembered(lambda m, v: fourth_over_squared(m, function, v)),
@@ -282,4 +286,5 @@ GELU_TANH = by_quadrature(
     "GeLU, tanh form, as in GPT-2",
     gelu_tanh_function,
     gelu_tanh_derivative,
+    even_part=lambda m, x: x * _tanh_gate(m, x) / 2,
 )

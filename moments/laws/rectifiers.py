@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import domain_error
 from ..law import ComponentLaws, Source
-from .activation import activation, fourth_over_squared, relu_moment, relu_slope, slope_alignment
+from .activation import activation, fourth_over_squared, relu_moment, relu_slope
 from .references import CHO
 
 # --- Leaky ReLU: a x + (1 - a) ReLU(x) ------------------------------------------------------------
@@ -79,10 +79,6 @@ def erf_function(m: Any, x: Any) -> Any:
     return 2 * m.normal_cdf(m.sqrt(2) * x) - 1
 
 
-def erf_derivative(m: Any, x: Any) -> Any:
-    return 2 * m.exp(-(x**2)) / m.sqrt(m.pi)
-
-
 ERF = activation(
     "erf",
     "Error function, erf(x)",
@@ -95,6 +91,7 @@ ERF = activation(
         4 / (m.pi * m.sqrt(1 + 2 * v + 2 * other + 4 * v * other * (1 - r) * (1 + r)))
     ),
     kurtosis=lambda m, v: fourth_over_squared(m, erf_function, v),
-    alignment=lambda m, v: slope_alignment(m, erf_function, erf_derivative, v),
+    # phi'^2 = (4/pi) e^(-2 x^2) makes a Gaussian of variance v/(1 + 4v) of one of variance v.
+    alignment=lambda m, v: m.asin(2 * v / (1 + 6 * v)) / m.asin(2 * v / (1 + 2 * v)),
     source={},
 )

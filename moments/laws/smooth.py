@@ -47,6 +47,7 @@ SILU = by_quadrature(
     lambda m, x: x * _sigmoid(m, x),
     lambda m, x: _weighted_slope(m, x, 1),
     largest_variance=20.0,
+    even_part=lambda m, x: x * m.tanh(x / 2) / 2,
 )
 
 QUICK_GELU = by_quadrature(
@@ -55,6 +56,7 @@ QUICK_GELU = by_quadrature(
     lambda m, x: x * _sigmoid(m, _quick(m) * x),
     lambda m, x: _weighted_slope(m, x, _quick(m)),
     largest_variance=9.0,
+    even_part=lambda m, x: x * m.tanh(_quick(m) * x / 2) / 2,
 )
 
 TANH = by_quadrature(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moments.errors import DomainError, ValidityWarning, domain_error
-from moments.families import FAMILIES
+from moments.errors import DomainError, ValidityWarning, brief, domain_error
+from moments.files import read_object
 from moments.huggingface import read_config
 from moments.optional import optional
 
@@ -27,7 +27,7 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
             one .safetensors file with config.json beside it.
 
     Raises:
-        DomainError: no such file, or a config of no known family.
+        DomainError: no such file, one that is no safetensors file, or a config of no known family.
         MomentsError: torch or transformers is not installed.
 
     Warns:
@@ -35,28 +35,25 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
     """
     with optional("hf", "transformers", "safetensors"):
         import transformers
-        from safetensors.torch import load_file
+
+        from moments.huggingface_modules import refused, settings_of
+    if not os.path.exists(path):
+        raise domain_error("path", str(path), "a checkpoint's folder or .safetensors file")
     given = Path(path)
     folder = given if given.is_dir() else given.parent
-    if not given.exists():
-        raise domain_error("path", str(path), "a checkpoint's folder or .safetensors file")
     entries = read_config(folder)
-    kind = entries.pop("model_type", None)
-    if kind not in FAMILIES:
-        raise domain_error("model_type", kind, f"one of {', '.join(sorted(FAMILIES))}")
-    config = transformers.AutoConfig.for_model(kind, **entries)
-    names = [*(entries.get("architectures") or ()), FAMILIES[kind].module]
-    build: Any = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
-    if given.is_dir():
-        source: dict[str, Any] = {"pretrained_model_name_or_path": folder}
-    elif given.suffix == ".safetensors":
-        source = {"pretrained_model_name_or_path": None, "state_dict": _state(given, load_file)}
-    else:
+    found, config = settings_of(entries)
+    if not given.is_dir() and given.suffix != ".safetensors":
         raise domain_error("path", str(path), "a folder or a .safetensors file")
-    with torch.random.fork_rng(devices=[]), _quiet(transformers.utils.logging):
+    tensors = _tensors(given)
+    with (
+        torch.random.fork_rng(devices=[]),
+        _quiet(transformers.utils.logging),
+        refused(f"checkpoint {brief(str(path))}"),
+    ):
         torch.manual_seed(0)
-        module, info = build.from_pretrained(
-            **source, config=config, local_files_only=True, output_loading_info=True
+        module, info = _class(entries, found.module, config).from_pretrained(
+            None, state_dict=tensors, config=config, local_files_only=True, output_loading_info=True
         )
     if missing := sorted(info["missing_keys"]):
         warnings.warn(
@@ -65,8 +62,54 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
             ValidityWarning,
             stacklevel=3,
         )
-    found: nn.Module = module
+    built: nn.Module = module
+    return built
+
+
+def _class(entries: dict[str, Any], usual: str, config: Any) -> Any:
+    """The model class of transformers that a config names, if it is one of its own family's."""
+    import transformers
+
+    names = entries.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        if model and kind.config_class is type(config):
+            return kind
+    return getattr(transformers, usual)
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    """The tensors of one safetensors file, or of a folder's, by name; no other format is read."""
+    from safetensors.torch import load_file
+
+    files = [path]
+    if path.is_dir():
+        index = path / "model.safetensors.index.json"
+        files = [path / "model.safetensors"]
+        if not files[0].exists() and index.exists():
+            files = [path / name for name in _shards(index)]
+        elif not files[0].exists():
+            raise domain_error("path", str(path), "a folder with model.safetensors or its index")
+    found: dict[str, Any] = {}
+    for file in files:
+        try:
+            found |= load_file(file)
+        except Exception as error:
+            raise DomainError(f"{file} is no readable safetensors file: {error}") from None
     return found
+
+
+def _shards(index: Path) -> list[str]:
+    """Names of the files that an index lists, all of them in its folder."""
+    listed = read_object(index, "index").get("weight_map")
+    names = set(listed.values()) if isinstance(listed, dict) else set()
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise domain_error("weight_map", name, "the name of a file beside the index")
+    if not names:
+        raise domain_error("weight_map", listed, "a JSON object of file names")
+    return sorted(names)
 
 
 @contextmanager
@@ -79,10 +122,3 @@ def _quiet(logging: Any) -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _state(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return read(path)
-    except Exception as error:
-        raise DomainError(f"{path} is no readable safetensors file: {error}") from None

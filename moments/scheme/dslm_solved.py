@@ -55,7 +55,7 @@ def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
     from ..passes import stack_of
 
     own = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
-    return stack_of(model, **own).resolved
+    return bool(stack_of(model, **own).resolved)
 
 
 def _names(model: Transformer) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import domain_error
+from ..errors import domain_error, unknown_name
 from ..law import Source
 from ..transformer import Transformer
 
@@ -98,8 +98,8 @@ def scheme(name: str) -> Scheme:
         DomainError: there is none of that name.
     """
     known = {found.name: found for found in _all()}
-    if name not in known:
-        raise domain_error("scheme", name, f"one of {', '.join(known)}")
+    if not isinstance(name, str) or name not in known:
+        raise unknown_name("scheme", name, known)
     return known[name]
 
 

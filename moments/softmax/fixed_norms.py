@@ -32,6 +32,9 @@ from moments.softmax.exact import RowStatistics
 STIFFNESS_LEAST = 1e-12
 """Stands for a fourth cumulant of 0: Gaussian keys."""
 
+CORRECTED_MAX = 30.0
+"""Logit variance beyond which what is of first order in the widths stays as it is there."""
+
 _RELATIVE_STEP = 0.02
 _THETA_LEAST = 1e-4  # corrections vanish below
 
@@ -94,9 +97,15 @@ class KeyCorrections(NamedTuple):
     curvature: Any
 
     def covariance(self, theta: Any, psi: Any) -> Any:
-        """The logit covariance at which Gaussian keys have these keys' statistics."""
+        """The logit covariance at which Gaussian keys have these keys' statistics.
+
+        Rows that all but pick a key see no annealed sum: its relative shift stays what it is at
+        `CORRECTED_MAX`.
+        """
+        held = np.minimum(1.0, CORRECTED_MAX / np.maximum(theta, CORRECTED_MAX))
+        theta, psi = held * theta, held * psi
         joint = sphere(2 * (theta + psi), self.dimension) - 2 * sphere(theta, self.dimension)
-        return psi + self.share * (joint - psi)
+        return (psi + self.share * (joint - psi)) / held
 
 
 def key_corrections(

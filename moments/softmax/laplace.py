@@ -62,7 +62,7 @@ def normal_grid(fine: bool) -> NormalGrid:
     return NormalGrid(nodes, weights / weights.sum())
 
 
-@functools.lru_cache(32)
+@functools.lru_cache(8)
 def hermite_weights(orders: int, fine: bool) -> Array:
     """(orders, nodes): weights times He_m(g) / sqrt(m!); f @ result.T are the modes of f."""
     nodes, weights = normal_grid(fine)
@@ -92,7 +92,7 @@ class LaplaceRow(NamedTuple):
     log_phi: Array
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(8)  # some 1.5 MB each
 def laplace_row(theta: float, length: float, reach: float, step: float, fine: bool) -> LaplaceRow:
     """The transforms of one row, on the multiples of `step` where `length` keys have weight.
 
@@ -135,7 +135,7 @@ class PairModes(NamedTuple):
     modes: Array
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(8)  # up to 4 MB each
 def pair_modes(theta: float, length: float, reach: float, orders: int, fine: bool) -> PairModes:
     """Modes of one row; `orders` = 0 asks for values at the nodes."""
     row = laplace_row(theta, length, reach, PAIR_STEP, fine)

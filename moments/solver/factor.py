@@ -37,7 +37,10 @@ def factor_for(
 
     def distance(log: float) -> float:
         value = output(math.exp(log))
-        return math.log(value / aim) if 0 < value < math.inf else math.copysign(math.inf, value - 1)
+        if not 0 < value < math.inf:
+            return math.copysign(math.inf, value - 1)
+        ratio = value / aim
+        return math.log(ratio) if 0 < ratio < math.inf else math.log(value) - math.log(aim)
 
     low, high = ends
     before = min(0.0, high)

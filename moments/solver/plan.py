@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import domain_error
+from ..errors import DomainError, domain_error
+from ..files import MOST, parse_json
 from ..transformer import Transformer
 from ..weights import MATRICES
 
@@ -121,17 +123,35 @@ class Plan:
             DomainError: not such a text, or another format version.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text, "plan")
+        except DomainError:
+            raise
         except ValueError as error:
             raise domain_error("plan", text[:40], f"the JSON of a plan ({error})") from None
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """Read what `to_json` wrote, its JSON already parsed.
+
+        Raises:
+            DomainError: no mapping, another format version, or a field of another kind.
+        """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT_VERSION:
-            raise domain_error("plan", text[:40], f"a plan of format {FORMAT_VERSION}")
+            raise domain_error("plan", data, f"a plan of format {FORMAT_VERSION}")
         names = {f.name for f in dataclasses.fields(cls)}
         fields: dict[str, Any] = {name: value for name, value in data.items() if name in names}
         for name in ("model", "objective"):
             if name not in fields:
-                raise domain_error("plan", text[:40], f"a plan, which has {name!r}")
+                raise domain_error("plan", data, f"a plan, which has {name!r}")
+        from .entering import check_inputs
+
         fields["model"] = Transformer.from_dict(fields["model"])
+        for name, value in fields.items():
+            allowed, words = _STORED.get(name, (lambda _: True, ""))
+            if not allowed(value):
+                raise domain_error(f"plan field {name!r}", value, words)
+        check_inputs(fields.get("inputs", {}))
         for name in ("free", "target", "nearest"):
             if isinstance(fields.get(name), list):
                 fields[name] = tuple(fields[name])
@@ -171,6 +191,34 @@ class Plan:
         from html import escape
 
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def _number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) <= MOST
+
+
+def _numbers(value: Any) -> bool:
+    several = isinstance(value, list) and value and all(map(_number, value))
+    return value is None or _number(value) or bool(several)
+
+
+# What each field of a stored plan may hold, and the same in words.
+_STORED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "objective": (lambda value: isinstance(value, str), "a text"),
+    "title": (lambda value: isinstance(value, str), "a text"),
+    "target": (_numbers, "a number, several or null"),
+    "nearest": (_numbers, "a number, several or null"),
+    "free": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of names",
+    ),
+    "residual": (_number, "a number"),
+    "tolerance": (lambda value: value is None or _number(value), "a number or null"),
+    "feasible": (lambda value: isinstance(value, bool), "true or false"),
+    "inputs": (lambda value: isinstance(value, Mapping), "a JSON object"),
+}
 
 
 def shown(value: Any) -> str:

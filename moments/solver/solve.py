@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import check_in
-from ..errors import DomainError, ValidityWarning, domain_error
+from ..errors import DomainError, ValidityWarning, domain_error, unknown_name
 from ..passes import collector_paused, predict
 from ..prediction import Prediction
 from ..symbols import POSITIVE
@@ -108,8 +108,7 @@ def solve(
         elif objective in LARGEST:
             plan = largest(model, objective, bound, task.predicted, inputs, progress)
         else:
-            allowed = f"one of {', '.join(objectives())}, or a scheme: {', '.join(known)}"
-            raise domain_error("objective", objective, allowed)
+            raise unknown_name("objective", objective, [*objectives(), *known])
     if not plan.feasible:
         text = f"{plan.title} is not feasible; {plan.missed}"
         warnings.warn(text, ValidityWarning, stacklevel=2)

@@ -183,10 +183,13 @@ def errors(
 
     stored = load() if stored is None else stored
     rows: list[dict[str, Any]] = []
-    for c in configurations:
+    configurations = tuple(configurations)
+    for c in configurations:  # before any work that one that is missing would waste
         entry = stored.get(c.name)
-        if entry is None or entry.digest != c.digest:
+        if entry is None or entry.digest != c.digest or not entry.covers(c):
             raise domain_error("configuration", c.name, "simulated first", "moments validate --run")
+    for c in configurations:
+        entry = stored[c.name]
         described = {"name": c.name, "mask": "causal" if c.causal else "full"}
         described |= {factor: getattr(c, factor) for factor in FACTORS}
         for theory in theories:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moments.errors import DomainError, domain_error
+from moments.errors import DomainError, brief, domain_error
+from moments.files import locked, read_object, replacing
 from moments.measurement import Measurement
 from moments.validation.grid import Configuration
 
@@ -23,6 +24,7 @@ Array = NDArray[np.float64]
 FORMAT_VERSION = 1
 DIGITS = 6
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
+KEPT = (*STREAM, "log_grad_variance")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,17 @@ class Stored:
             profile_stderr={n: measured.token_grad_variance_stderr[n] for n in kept},
         )
 
+    def covers(self, configuration: Configuration) -> bool:
+        """Whether every number that is compared is there, of the shape that it must have."""
+        points = (configuration.layers + 1,)
+        streams = [part.get(name) for part in (self.values, self.stderr) for name in KEPT]
+        profiles = [*self.profile.values(), *self.profile_stderr.values()]
+        return (
+            all(row is not None and row.shape == points for row in streams)
+            and all(row.shape == (configuration.seq_len,) for row in profiles)
+            and set(self.profile) == set(self.profile_stderr) <= set(range(points[0]))
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, rounded."""
         return {
@@ -88,9 +101,9 @@ class Stored:
             return {key: np.array(row, dtype=float) for key, row in data[name].items()}
 
         return cls(
-            digest=data["digest"],
-            seeds=data["seeds"],
-            seconds=data["seconds"],
+            digest=str(data["digest"]),
+            seeds=int(data["seeds"]),
+            seconds=float(data["seconds"]),
             values=arrays("values"),
             stderr=arrays("stderr"),
             profile={int(n): row for n, row in arrays("profile").items()},
@@ -114,31 +127,55 @@ def load(path: Path | None = None) -> dict[str, Stored]:
         DomainError: no such file, or not one that `save` wrote.
     """
     path = packaged() if path is None else path
-    try:
-        data = json.loads(path.read_text())
-        version = data["format_version"]
-        measured = data["measurements"]
-    except FileNotFoundError:
-        raise domain_error(
-            "data", str(path), "a file of simulations", "simulate the grid first"
-        ) from None
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise DomainError(f"{path} holds no simulations ({error})") from None
+    if not os.path.exists(path):
+        raise domain_error("data", str(path), "a file of simulations", "simulate the grid first")
+    data = read_object(path, "data", "a file of simulations")
+    version = data.get("format_version")
     if version != FORMAT_VERSION:
         raise domain_error("format_version", version, f"{FORMAT_VERSION}", "simulate again")
-    return {name: Stored.from_dict(entry) for name, entry in measured.items()}
+    try:
+        return {name: Stored.from_dict(entry) for name, entry in data["measurements"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise DomainError(f"{path} holds no simulations ({brief(said)})") from None
 
 
 def save(path: Path, stored: Mapping[str, Stored]) -> None:
-    """Write all simulations, a line each; a reader never sees half a file."""
+    """Write all simulations, a line each; a reader never sees half a file.
+
+    Raises:
+        DomainError: the file cannot be written.
+    """
     lines = [
         f"{json.dumps(name)}:{json.dumps(stored[name].to_dict(), separators=(',', ':'))}"
         for name in sorted(stored)
     ]
     body = ",\n".join(lines)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(f'{{"format_version":{FORMAT_VERSION},"measurements":{{\n{body}\n}}}}\n')
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(
+            f'{{"format_version":{FORMAT_VERSION},"measurements":{{\n{body}\n}}}}\n',
+            encoding="utf-8",
+        )
+
+
+def add(path: Path, name: str, entry: Stored) -> dict[str, Stored]:
+    """Add one simulation to a file that other processes may be adding to.
+
+    Of two entries of the same configuration the one with more seeds stays.
+
+    Returns:
+        Everything that the file now holds.
+
+    Raises:
+        DomainError: a file that holds no simulations, or cannot be written.
+    """
+    with locked(path):
+        stored = load(path) if path.exists() else {}
+        there = stored.get(name)
+        if there is None or there.digest != entry.digest or there.seeds < entry.seeds:
+            stored[name] = entry
+            save(path, stored)
+        return stored
 
 
 def simulate_one(
@@ -171,7 +208,7 @@ def run_grid(
     """Simulate what `path` does not hold yet, the cheapest first, saving after each one.
 
     An interrupted run continues where it stopped: an entry is kept if it is of the same
-    configuration and has at least as many seeds.
+    configuration and has at least as many seeds. Runs side by side add to one file.
 
     Args:
         configurations: what to simulate.
@@ -181,14 +218,19 @@ def run_grid(
 
     Returns:
         Everything that `path` now holds.
+
+    Raises:
+        DomainError: a file that holds no simulations, or cannot be written.
     """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise domain_error("data", str(path), "a file in a folder that is there")
     stored = load(path) if path.exists() else {}
     for c in sorted(configurations, key=lambda c: c.cost * c.seeds):
         known = stored.get(c.name)
         wanted = c.seeds if seeds is None else seeds
         if known is None or known.digest != c.digest or known.seeds < wanted:
-            stored[c.name] = simulate_one(c, seeds=wanted)
-            save(path, stored)
+            stored = add(path, c.name, simulate_one(c, seeds=wanted))
         if progress is not None:
             progress(c)
     return stored

@@ -1,0 +1,158 @@
+"""Files: JSON read within bounds, and whatever is written there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from .errors import DomainError, brief, domain_error
+
+LARGEST = 2**26
+"""Bytes of a JSON file: more is no config, plan or store of simulations."""
+DEEPEST = 50
+"""Levels of lists and objects inside each other; configs have four."""
+
+MOST = 2**63 - 1
+"""The largest integer that arrays hold; JSON has no limit of its own."""
+
+StrPath = str | os.PathLike[str]
+
+
+def read_json(path: StrPath, name: str, expected: str = "a readable JSON file") -> Any:
+    """What a JSON file holds, in UTF-8 or another Unicode encoding.
+
+    Args:
+        path: of the file.
+        name: of the argument, for the error.
+        expected: what the file should have been, for the error.
+
+    Raises:
+        DomainError: no such file, a folder, too large, not JSON, or nested too deeply.
+    """
+    shown = str(path)
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(LARGEST + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or str(error)
+        raise domain_error(name, shown, f"{expected} ({reason})") from None
+    if len(raw) > LARGEST:
+        raise domain_error(name, shown, f"{expected} of at most {LARGEST >> 20} MiB")
+    try:
+        return parse_json(raw, name)
+    except DomainError:
+        raise
+    except ValueError as error:
+        raise domain_error(name, shown, f"valid JSON ({error})") from None
+
+
+def parse_json(text: str | bytes, name: str) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        DomainError: nested too deeply.
+        ValueError: not JSON.
+    """
+    deep = f"nested at most {DEEPEST} levels deep"
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise domain_error(name, text[:40], deep) from None
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [
+            entry
+            for value in level
+            if isinstance(value, dict | list)
+            for entry in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return found
+    raise domain_error(name, text[:40], deep)
+
+
+def read_object(path: StrPath, name: str, expected: str = "a readable JSON file") -> dict[str, Any]:
+    """The entries of a JSON file that holds one object.
+
+    Raises:
+        DomainError: as `read_json`, or the file holds something else.
+    """
+    found = read_json(path, name, expected)
+    if not isinstance(found, dict):
+        raise domain_error(name, str(path), f"a JSON object, not {brief(found)}")
+    return found
+
+
+@contextmanager
+def replacing(path: StrPath, name: str = "") -> Iterator[Path]:
+    """A file to write beside `path`, which takes its place once the block ends without an error.
+
+    A reader sees the old file or the new one, never a part; writers side by side have a file each.
+
+    Args:
+        path: of the file; its ending is kept, since some writers choose the format by it.
+        name: of the option that gave it, for the error.
+
+    Raises:
+        DomainError: the file cannot be written there.
+    """
+    given = Path(path)
+    said = f"{name}: " if name else ""
+    if not given.name:
+        raise DomainError(f"{said}cannot write {str(path)!r}: not the name of a file")
+    partial = None
+    try:
+        if given.exists() and not given.is_file():
+            if given.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            yield given  # a pipe or a device, which nothing can take the place of
+            return
+        target = Path(os.path.realpath(given))  # a link stays a link
+        kept = target.stat().st_mode & 0o777 if target.exists() else None
+        partial = target.with_name(f".{target.stem[:80]}-{secrets.token_hex(6)}{target.suffix}")
+        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        yield partial
+        if kept is not None:
+            os.chmod(partial, kept)
+        os.replace(partial, target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DomainError(f"{said}cannot write {path}: {reason}") from None
+    finally:
+        if partial is not None:
+            with suppress(OSError):
+                os.unlink(partial)
+
+
+@contextmanager
+def locked(path: StrPath) -> Iterator[None]:
+    """Alone, among processes that lock files of the same folder, until the block ends.
+
+    The lock is on the folder, so that none is left behind and a process that dies gives it back.
+    Where the system knows no such locks (Windows) there is none.
+
+    Raises:
+        DomainError: there is no such folder.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder = Path(path).absolute().parent
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DomainError(f"cannot write {path}: {reason}") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,99 @@
+"""Softmax rows of large logit variance: against the exact evaluator and against drawn layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.special import ndtr
+
+from moments.kernels import KernelAttention, exact_rows
+from moments.softmax import pair_statistics, row_statistics
+
+
+@pytest.mark.parametrize("keys", [4, 16, 64])
+def test_rows_beyond_the_tables(keys: int) -> None:
+    exact = row_statistics(32.0, keys)
+    found = exact_rows.rows(np.array([32.0]), np.array([float(keys)]))
+    for name, error in (
+        ("sum_square", 0.005),
+        ("sum_cube", 0.02),
+        ("sum_fourth", 0.03),
+        ("jacobian_square", 0.05),
+        ("trace_square", 0.1),
+        ("sum_square_slope", 0.02),
+        ("mean_logit_square", 0.12),
+    ):
+        ours = float(getattr(found, name)[0])
+        assert ours == pytest.approx(float(getattr(exact, name)), rel=error), name
+
+
+@pytest.mark.parametrize("keys", [4, 16, 64])
+def test_pairs_beyond_the_tables(keys: int) -> None:
+    rho = np.array([0.3, 0.9, 1.0])
+    found = exact_rows.pairs(np.array([[16.0]]), np.array([float(keys)]), rho)
+    for index, one in enumerate(rho):
+        exact = pair_statistics(16.0, keys, one)
+        assert found.overlap[0, index] == pytest.approx(exact.overlap, rel=0.05)
+        assert 1 - found.overlap[0, index] == pytest.approx(1 - exact.overlap, rel=0.03)
+        ours = found.jacobian_overlap[0, index]
+        assert ours == pytest.approx(exact.jacobian_overlap, rel=0.15)
+
+
+def same_maximum(keys: int, rho: float) -> float:
+    """Chance that two rows of correlated normals have their largest at one key, by quadrature."""
+    step, apart = 0.01, np.sqrt(1 - rho * rho)
+    x, y = np.arange(-7, 7, step) + step / 2, np.arange(-7, 7, 0.02)
+    density = np.exp(-x * x / 2)[:, None] / np.sqrt(2 * np.pi)
+    z = (y - rho * x[:, None]) / apart
+    cell = density * ndtr(z)
+    below = np.cumsum(cell, 0) * step - 0.5 * step * cell
+    joint = density * np.exp(-z * z / 2) / np.sqrt(2 * np.pi) / apart
+    return float(keys * (joint * below ** (keys - 1)).sum() * step * 0.02)
+
+
+@pytest.mark.parametrize("keys", [4, 16])
+@pytest.mark.parametrize("rho", [0.3, 0.9])
+def test_a_hard_maximum(keys: int, rho: float) -> None:
+    found = exact_rows.pairs(np.array([[200.0]]), np.array([float(keys)]), np.array([rho]))
+    softened = rho * 200 / (200 + np.pi**2 / 6)  # by Gumbel's noise
+    assert 1 - found.overlap[0, 0] == pytest.approx(1 - same_maximum(keys, softened), rel=0.06)
+
+
+def drawn(kernel: np.ndarray, tau: float, gradient: np.ndarray, draws: int) -> np.ndarray:
+    """Traces of output, value, query and key path over draws of Gaussian logits, (draws, 4)."""
+    rng = np.random.default_rng(0)
+    length = len(kernel)
+    values, vectors = np.linalg.eigh(kernel)
+    root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
+    s = np.sqrt(tau) * root @ rng.normal(size=(draws, length, length)) @ root
+    a = np.exp(s - s.max(-1, keepdims=True))
+    a /= a.sum(-1, keepdims=True)
+    jacobian = -np.einsum("bij,bil->bijl", a, a)
+    index = np.arange(length)
+    jacobian[:, :, index, index] += a
+    moved = jacobian @ kernel
+    flat = jacobian.reshape(draws, length, -1)
+    through = moved.reshape(draws, length, -1) @ flat.transpose(0, 2, 1)
+    own = np.einsum("bijl,bilj->bi", moved, moved)
+    return np.stack(
+        [
+            np.einsum("bij,jk,bik->b", a, kernel, a, optimize=True),
+            np.einsum("bij,ik,bkj->b", a, gradient, a, optimize=True),
+            tau * own @ np.diag(gradient),
+            tau * (through * gradient * kernel).sum((1, 2)),
+        ],
+        1,
+    )
+
+
+@pytest.mark.parametrize("theta", [12.0, 64.0, 180.0])
+def test_a_layer_of_peaked_rows(theta: float) -> None:
+    kernel, gradient = np.full((16, 16), 0.2), np.full((16, 16), 0.3)
+    np.fill_diagonal(kernel, 1.0)
+    np.fill_diagonal(gradient, 1.0)
+    sample = drawn(kernel, theta / 0.8, gradient, 400)
+    mean, noise = sample.mean(0), sample.std(0) / 20
+    layer = KernelAttention(kernel, logit_scale=theta / 0.8)
+    paths = layer.backward(gradient)
+    ours = [np.trace(m) for m in (layer.forward(), paths.value, paths.query, paths.key)]
+    assert np.all(np.abs(ours - mean) < 4 * noise + 0.04 * mean)
