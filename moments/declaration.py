@@ -46,10 +46,11 @@ def check(model: Transformer) -> None:
         "norm_bias",
         "gated",
         "parallel",
-        "alibi",
         "identity_attention",
     ):
         check_flag(name, getattr(model, name))
+    if not isinstance(model.alibi, bool):
+        check_in("alibi", model.alibi, NONNEGATIVE, "True, or what multiplies its slopes")
     check_choice("norm", model.norm, NORM_PLACEMENTS)
     check_choice("normalization", model.normalization, NORMALIZATIONS)
     if model.activation in GATED:

@@ -99,16 +99,19 @@ def _qwen_windows(read: Entries, seq_len: int) -> Any:
 def _gemma(read: Entries, seq_len: int | None) -> Transformer:
     """Token rows times sqrt(d_model); gains are 1 + w with w = 0, which are gains of 1.
 
-    The first releases say "gelu" and mean the tanh form, which the module takes either way.
+    The first releases say "gelu" and mean the tanh form, which the module takes either way. Of its
+    two entries for the activation transformers 5 reads `hidden_act` alone.
     """
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
-    name = "hidden_activation" if read.has("hidden_activation") else "hidden_act"
-    given = read.activation(name)
-    read("hidden_act", None)
+    name, other = "hidden_act", "hidden_activation"
+    given = {entry: read.activation(entry) for entry in (name, other) if read(entry, None)}
+    given = {entry: "gelu_tanh" if a == "gelu" else a for entry, a in given.items()}
+    if given.get(other, given[name]) != given[name]:
+        read.leave_out(other, read(other), "hidden_act says the activation since transformers 5")
     return decoder(
         read,
         seq_len,
-        activation="gelu_tanh" if given == "gelu" else given,
+        activation=given[name],
         embedding=_scaled(read, "hidden_size"),
     )
 
