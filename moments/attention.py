@@ -47,7 +47,7 @@ class SelfAttention(Leaf):
         padding: for every sequence, which tokens are real; None: all. Nobody attends to the others.
         kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
         rotary: how positions turn queries and keys.
-        alibi: multiplies the slopes of which, times the distance, logits lose; 0: they lose nothing.
+        alibi: multiplies the slopes that, times the distance, logits lose; 0: they lose nothing.
         relative_bias: random biases on the logits by relative position.
         qk_norm: normalisation of each head's queries and keys: None, "rmsnorm" or "layernorm".
         logit_softcap: c of c tanh(logit / c); None: uncapped.

@@ -13,6 +13,7 @@ import moments
 from moments.errors import DomainError, ValidityWarning
 from moments.families import FAMILIES, REFUSED
 from moments.families.sizes import at_depth, sized_config
+from moments.positions import Rotary
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -111,6 +112,7 @@ def test_an_entry_nobody_knows_is_named(kind: str) -> None:
         ("olmo", "clip_qkv", 8.0),
         ("llama", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
         ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("llama", "partial_rotary_factor", 0.5),
         ("deberta-v2", "pos_att_type", ["c2p"]),
     ],
 )
@@ -176,10 +178,11 @@ def test_features_of_single_families() -> None:
     assert (phi.parallel, phi.parallel_norms, phi.rotary.fraction) == (True, 1, 0.4)
     assert moments.preset("pythia-70m").parallel_norms == 2
     assert moments.preset("falcon-7b").kv_heads == 1
-    old = {"model_type": "llama", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
-    assert moments.from_huggingface(old).rotary == moments.preset("llama-7b").rotary.__class__(
-        0.5, 5e5
-    )
+    old = {"rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    for kind in ("phi", "phi3", "stablelm"):
+        assert moments.from_huggingface({"model_type": kind} | old).rotary == Rotary(0.5, 5e5)
+    old = {"rotary_emb_base": 5e5, "rotary_pct": 0.5}
+    assert moments.from_huggingface({"model_type": "gpt_neox"} | old).rotary == Rotary(0.5, 5e5)
     t5 = moments.preset("t5-small")
     assert t5.head.output_scale == pytest.approx(512**-0.5)
     assert t5.temperature == pytest.approx(64**-0.5)

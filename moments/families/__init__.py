@@ -5,12 +5,14 @@ family, sizes    what a family is; its architecture at another size
 heads            the heads that most families share
 layout           tables of paths inside a module
 bert, gpt, parallel, llama, t5, vit (and *_layout): one group of families each
+bart_layout      encoders with decoders whose modules are measured, and whose configs are not read
 encoder          torch's own encoder
 """
 
 from __future__ import annotations
 
 from . import (
+    bart_layout,
     bert,
     bert_layout,
     encoder,
@@ -30,7 +32,7 @@ from .layout import Layout
 __all__ = ["FAMILIES", "LAYOUTS", "REFUSED", "Family", "Layout"]
 
 _GROUPS = (bert, gpt, parallel, llama, llama_relatives, t5, vit)
-_PLACES = (encoder, bert_layout, gpt_layout, parallel_layout, llama_layout, t5, vit)
+_PLACES = (encoder, bart_layout, bert_layout, gpt_layout, parallel_layout, llama_layout, t5, vit)
 
 FAMILIES: dict[str, Family] = {
     kind: family for group in _GROUPS for kind, family in group.FAMILIES.items()

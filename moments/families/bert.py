@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from moments.embedding import Embedding
+from moments.errors import domain_error
 from moments.transformer import Transformer
 from moments.weights import Biases, Weights
 
@@ -142,6 +143,8 @@ def _deberta(read: Entries, seq_len: int | None) -> Transformer:
     read.refuse("conv_kernel_size", 0, "a convolution beside the first layer")
     read.refuse("embedding_size", read("hidden_size"), "a projection of narrower token tables")
     kinds = read("pos_att_type", [])
+    if not isinstance(kinds, str | list | tuple):
+        raise domain_error("pos_att_type", kinds, "a list of terms, or a text of them between |")
     terms = [t for t in (kinds.split("|") if isinstance(kinds, str) else kinds) if t]
     if read("relative_attention", False) and terms:
         read.leave_out("pos_att_type", kinds, "logits are those of query and key alone")

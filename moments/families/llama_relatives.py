@@ -121,6 +121,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
             "resid_pdrop": 0.0,
             "pad_token_id": 32000,
+            "rope_parameters": {"partial_rotary_factor": 1.0},
         },
         # embd_pdrop is read by no line of the module.
         {"embd_pdrop": ..., "original_max_position_embeddings": ...},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moments.embedding import Embedding
+from moments.positions import Rotary
 from moments.transformer import Transformer
 from moments.weights import Biases, Weights
 
@@ -31,7 +32,7 @@ def _gpt_neox(read: Entries, seq_len: int | None) -> Transformer:
         biases=read.biases(_ALL if read.flag("attention_bias") else _FFN),
         parallel=read.flag("use_parallel_residual"),
         parallel_norms=2,
-        rotary=read.rotary(),
+        rotary=read.rotary("rotary_emb_base", "rotary_pct"),
         norm_epsilon=epsilon,
         norm_affine=True,
         embedding=Embedding(
@@ -61,7 +62,7 @@ def _gptj(read: Entries, seq_len: int | None) -> Transformer:
         weights=Weights.normal(variance),
         biases=read.biases(_FFN),
         parallel=True,
-        rotary=read.rotary(turned * heads / d_model),
+        rotary=Rotary(turned * heads / d_model),
         norm_epsilon=epsilon,
         norm_affine=True,
         embedding=Embedding(
