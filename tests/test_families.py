@@ -143,6 +143,8 @@ def test_what_no_declaration_can_express_is_refused_by_name(kind: str) -> None:
         ("t5", "feed_forward_proj", "gated-mish", "an activation"),
         ("gpt_neo", "attention_types", [[["global"], 5]], "each of 2 layers"),
         ("llama", "rope_parameters", {"rope_theta": "long"}, "a number"),
+        ("llama", "rope_scaling", "linear", "a JSON object"),
+        ("deberta-v2", "pos_att_type", True, "a list of terms"),
         ("llama", "tie_word_embeddings", "yes", "true or false"),
         ("mistral", "sliding_window", -1, "integer of at least 1"),
         ("qwen2", "layer_types", "full", "one kind per layer"),
@@ -195,8 +197,32 @@ def test_features_of_single_families() -> None:
     assert (vit.seq_len, vit.head.classes, vit.embedding.patch_width) == (197, 1000, 768)
     with pytest.raises(DomainError, match="seq_len = 64: must be 197"):
         moments.preset("vit-base", seq_len=64)
+    for kind in FAMILIES:
+        if FAMILIES[kind].task == "masked":
+            name = "activation" if kind == "distilbert" else "hidden_act"
+            model = quiet(config_of(kind) | {name: "relu"})
+            fixed = kind in ("roberta", "camembert", "xlm-roberta", "electra")
+            assert (model.activation, model.head.transform) == ("relu", "gelu" if fixed else "relu")
+    both = {"model_type": "gemma", "hidden_act": "silu", "hidden_activation": "relu"}
+    with pytest.warns(ValidityWarning, match="hidden_activation = 'relu' is not modelled"):
+        assert moments.from_huggingface(both).activation == "silu"
+    smaller = moments.from_huggingface(config_of("t5") | {"initializer_factor": 0.5})
+    assert (smaller.head.norm_gain, smaller.encoder.head.norm_gain) == (0.5, 0.5)
     deberta = quiet(config_of("deberta-v2", "variant"))
     assert deberta.temperature == pytest.approx(3**0.5)
+
+
+def test_falcon_with_and_without_linear_biases() -> None:
+    """As its module's two branches and two kinds of layers have it."""
+    drops = {"attention_dropout": 0.3, "hidden_dropout": 0.2, "multi_query": False}
+    config = config_of("falcon") | drops
+    turned = moments.from_huggingface(config)
+    assert (turned.alibi, turned.attention_dropout, turned.dropout) == (False, 0.0, 0.2)
+    biased = moments.from_huggingface(config | {"alibi": True})
+    assert biased.alibi == pytest.approx((32 // 4) ** -0.5)
+    assert (biased.rotary, biased.attention_dropout) == (None, 0.3)
+    in_turn = moments.from_huggingface(config | {"parallel_attn": False})
+    assert (in_turn.dropout, in_turn.ffn_dropout) == (0.3, 0.2)
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
