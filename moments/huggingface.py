@@ -5,6 +5,7 @@ A path or a dictionary needs neither torch nor transformers.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import warnings
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DomainError, ValidityWarning, domain_error
-from .families import FAMILIES, REFUSED, Family
+from .families import FAMILIES, NEAREST, REFUSED, Family
 from .transformer import Transformer
 
 
@@ -49,10 +50,20 @@ def family(kind: Any) -> Family:
         DomainError: it is not known, or known for a feature that is outside what moments models.
     """
     if not isinstance(kind, str) or kind not in FAMILIES:
-        feature = REFUSED.get(kind) if isinstance(kind, str) else None
-        reason = f"{feature} is outside what moments models" if feature else ""
+        reason = _why_not(kind) if isinstance(kind, str) else ""
         raise domain_error("model_type", kind, f"one of {', '.join(sorted(FAMILIES))}", reason)
     return FAMILIES[kind]
+
+
+def _why_not(kind: str) -> str:
+    """What is known of a type that is not read: its feature, or the family that is nearest."""
+    if kind in REFUSED:
+        near = f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
+        return f"{REFUSED[kind]} is outside what moments models{near}"
+    if kind in NEAREST:
+        return f"{NEAREST[kind]!r} is built most like it"
+    similar = difflib.get_close_matches(kind, FAMILIES, n=1)
+    return f"did you mean {similar[0]!r}?" if similar else ""
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -71,7 +82,8 @@ def read_config(config: Any) -> dict[str, Any]:
             entries = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise domain_error("config", str(path), f"a readable config.json ({reason})") from None
+            allowed = f"a readable config.json ({reason})"
+            raise domain_error("config", str(path), allowed, _named(str(config))) from None
         except ValueError as error:
             raise domain_error("config", str(path), f"valid JSON ({error})") from None
         if not isinstance(entries, dict):
@@ -82,6 +94,18 @@ def read_config(config: Any) -> dict[str, Any]:
     raise DomainError(
         f"config must be a path, a dict or a PretrainedConfig, not {type(config).__name__}"
     )
+
+
+def _named(config: str) -> str:
+    """What to do with the name of a preset or a family where a path is wanted."""
+    from .presets import preset
+
+    if config in preset.names():
+        return f"a preset of that name is moments.preset({config!r})"
+    if config in FAMILIES:
+        return f"a family's defaults are {{'model_type': {config!r}}}"
+    similar = difflib.get_close_matches(config, preset.names(), n=1)
+    return f"did you mean moments.preset({similar[0]!r})?" if similar else ""
 
 
 def supported_model_types() -> tuple[str, ...]:

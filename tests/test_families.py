@@ -11,7 +11,7 @@ import pytest
 
 import moments
 from moments.errors import DomainError, ValidityWarning
-from moments.families import FAMILIES, REFUSED
+from moments.families import FAMILIES, NEAREST, REFUSED
 from moments.families.sizes import at_depth, sized_config
 from moments.positions import Rotary
 
@@ -128,6 +128,29 @@ def test_what_no_declaration_can_express_is_refused_by_name(kind: str) -> None:
     with pytest.raises(DomainError, match=f"model_type = '{kind}'.*{REFUSED[kind]}"):
         moments.from_huggingface({"model_type": kind})
     assert kind not in FAMILIES
+
+
+def test_types_that_are_not_read_say_what_is_nearest() -> None:
+    known = set(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
+    assert set(NEAREST.values()) <= set(FAMILIES)
+    assert not set(NEAREST) & set(FAMILIES)
+    assert set(NEAREST) <= known
+    assert {kind for kind in REFUSED if kind not in known} <= {"rwkv"}
+    for kind, near in NEAREST.items():
+        with pytest.raises(DomainError, match=f"'{near}' is built most like it"):
+            moments.from_huggingface({"model_type": kind})
+    with pytest.raises(DomainError, match="did you mean 'llama'?"):
+        moments.from_huggingface({"model_type": "lama"})
+
+
+def test_a_name_where_a_path_is_wanted() -> None:
+    for given, hint in (
+        ("gpt2", r"moments.preset\('gpt2'\)"),
+        ("bert", r"\{'model_type': 'bert'\}"),
+        ("bert-bass", r"did you mean moments.preset\('bert-base'\)"),
+    ):
+        with pytest.raises(DomainError, match=hint):
+            moments.from_huggingface(given)
 
 
 @pytest.mark.parametrize(
