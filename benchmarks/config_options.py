@@ -22,7 +22,7 @@ import math
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,13 +90,10 @@ SECOND: dict[str, Any] = {
     "sliding_window": 4,
     "type_vocab_size": 1,
     "use_bidirectional_attention": True,
-    "vocab_size": 300,
     "window_size": 4,
 }
 for _names, _value in (
-    (("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 3),
     (("num_attention_heads", "n_head", "n_heads", "num_heads"), 2),
-    (("hidden_size", "n_embd", "dim", "d_model", "n_embed"), 96),
     (("intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "n_inner", "ffn_hidden_size"), 128),
     (("embedding_size", "word_embed_proj_dim"), 32),
     (("initializer_range", "init_std"), 0.08),
@@ -120,9 +117,6 @@ BESIDE: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("qwen2", "sliding_window"): [_WINDOWS],
     ("qwen3", "sliding_window"): [_WINDOWS],
     ("gpt2", "scale_attn_weights"): [_SMALL],
-    ("gpt_neo", "num_layers"): [
-        {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
-    ],
     ("t5", "feed_forward_proj"): [{}, {"feed_forward_proj": "gated-gelu"}],
     ("mt5", "feed_forward_proj"): [{}, {"feed_forward_proj": "relu"}],
     ("falcon", "attention_dropout"): [{}, {"alibi": True}, {"parallel_attn": False}],
@@ -156,6 +150,11 @@ WITHOUT_EFFECT = {
     "rope_scaling": "the older name of rope_parameters",
     "model_type": "the family itself",
 }
+# Sizes that `real_modules.py` measures at others: 6 and 24 layers, width 128 and the published one.
+MEASURED_ELSEWHERE = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
+    *("hidden_size", "n_embd", "dim", "d_model", "n_embed", "vocab_size"),
+)
 
 
 def second_values(kind: str, entry: str, config: Changes) -> list[dict[str, Any]]:
@@ -250,7 +249,8 @@ def options(kind: str) -> dict[str, list[dict[str, Any]]]:
     """Every entry that some config of the family makes its reader read -> changes to try."""
     known = entries_read(kind, {})
     found: dict[str, list[dict[str, Any]]] = {}
-    while left := sorted(known - set(found) - set(WITHOUT_EFFECT)):
+    spared = {*WITHOUT_EFFECT, *MEASURED_ELSEWHERE}
+    while left := sorted(known - set(found) - spared):
         for entry in left:
             found[entry] = second_values(kind, entry, base_config(kind))
             for changes in found[entry]:
@@ -358,10 +358,12 @@ class Compared(NamedTuple):
         return (*found, *self.problems)
 
 
-def compare_kind(kind: str) -> Iterator[Compared]:
-    """Every stored case of a family against its prediction."""
+def compare_kind(kind: str, only: Collection[str] | None = None) -> Iterator[Compared]:
+    """Every stored case of a family against its prediction, or those of some changes and "{}"."""
     found, first = stored(kind), None
     for entry, case in measurable(kind):
+        if only is not None and case.changed not in only:
+            continue
         record = found.get(case.changed)
         if record is None or "error" in record:
             problem = "not measured" if record is None else f"the module: {record['error']}"
@@ -369,7 +371,7 @@ def compare_kind(kind: str) -> Iterator[Compared]:
             continue
         prediction = _predicted(case)
         first = first or prediction
-        base = found["{}"] if entry and _same_draws(record, found["{}"]) else None
+        base = found["{}"] if entry else None
         worst: dict[str, Error] = {}
         for error in _errors(prediction, record, first, base):
             known = worst.get(error.quantity)
@@ -387,9 +389,9 @@ def _predicted(case: Option) -> moments.Prediction:
         return case.predicted()
 
 
-def _same_draws(record: Changes, base: Changes) -> bool:
-    """Whether the two have one shape and one number of draws."""
-    return all(len(record[name]) == len(base[name]) for name in QUANTITIES)
+def _draws(record: Changes, name: str) -> np.ndarray:
+    """(draws, N + 1)."""
+    return np.reshape(record[name], (-1, LAYERS + 1))
 
 
 def _errors(p: Any, record: Any, p0: Any, base: Any) -> Iterator[Error]:
@@ -401,12 +403,12 @@ def _errors(p: Any, record: Any, p0: Any, base: Any) -> Iterator[Error]:
     for stack, prediction, measured, other, unchanged in stacks:
         for name in QUANTITIES:
             value = np.asarray(getattr(prediction, name), dtype=float)
-            draws = np.reshape(measured[name], (-1, len(value)))
-            relative = name != "correlation"
+            draws, relative = _draws(measured, name), name != "correlation"
             yield from _each(name, stack, value, draws, relative)
             if unchanged is not None:
                 before = np.asarray(getattr(other, name), dtype=float)
-                drawn = np.reshape(unchanged[name], draws.shape)
+                both = min(len(draws), len(_draws(unchanged, name)))
+                draws, drawn = draws[:both], _draws(unchanged, name)[:both]
                 if relative:
                     # The error of a ratio of means, to first order in either's.
                     value, draws = value / before, draws / drawn.mean(0)
@@ -433,7 +435,8 @@ def _misread(case: Option, record: Any, base: Any) -> list[str]:
     stacks = [(record, base)]
     if "encoder" in record:
         stacks.append((record["encoder"], base["encoder"]))
-    still = all(one[name] == other[name] for one, other in stacks for name in QUANTITIES)
+    pairs = [[_draws(one, name) for one in stack] for stack in stacks for name in QUANTITIES]
+    still = all(np.array_equal(a[: len(b)], b[: len(a)]) for a, b in pairs)
     changed = moving(reading(case))
     if still and changed:
         return [f"the module does not read it, the declaration does: {', '.join(changed)}"]
@@ -461,8 +464,12 @@ def _difference(before: Any, after: Any, path: str = "") -> dict[str, Any]:
 
 
 def moving(fields: Changes) -> list[str]:
-    """Those that move a stream: not which parameters there are, at zero or one, to learn."""
-    still = ("norm_affine", "norm_bias", "biases", "head.bias")
+    """Those that move a stream.
+
+    Which parameters there are, at zero or one, moves none; the padding token's row of zeros does
+    where the text has that token.
+    """
+    still = ("norm_affine", "norm_bias", "biases", "head.bias", "embedding.padding_id")
     return [name for name in fields if not name.removeprefix("encoder.").startswith(still)]
 
 

@@ -168,7 +168,8 @@ class Entries:
         Args:
             base, fraction: the family's names of those earlier entries.
         """
-        usual, given = self._defaults.get("rope_parameters", {}), {}
+        usual = self._defaults.get("rope_parameters", {})
+        given: Mapping[str, Any] = {}
         for name in ("rope_scaling", "rope_parameters"):
             value = self(name, {}) if self.has(name) else {}
             if not isinstance(value, Mapping):

@@ -11,13 +11,14 @@ from moments.weights import Biases
 from .entries import Entries
 from .family import Family
 from .heads import causal_head
-from .llama import LLAMA, causal, decoder, length
+from .llama import BOTH, LLAMA, causal, decoder, length
 
 
 def _phi3(read: Entries, seq_len: int | None) -> Transformer:
     return decoder(
         read,
         seq_len,
+        biased=(),
         dropout=read.number("resid_pdrop"),
         window=read.window("sliding_window", length(read, seq_len)),
         embedding=Embedding(
@@ -90,6 +91,7 @@ def _granite(read: Entries, seq_len: int | None) -> Transformer:
     return decoder(
         read,
         seq_len,
+        biased=BOTH,
         temperature=1 / (read.number("attention_multiplier") * math.sqrt(width)),
         branch_scale=read.number("residual_multiplier"),
         embedding=Embedding(
