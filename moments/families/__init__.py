@@ -46,7 +46,8 @@ _EXPERTS = "a mixture of experts"
 _STATES = "a state-space layer"
 _BEHIND = "a norm behind every block and none before it"
 _SPEECH = "a convolution over sound"
-_FACTORS = "rotary positions in some layers only"
+_TURNED = "rotary positions in some layers only"
+_BASES = "rotary positions of two bases"
 _VISION = "pictures and text in one model"
 
 REFUSED: dict[str, str] = {
@@ -54,7 +55,7 @@ REFUSED: dict[str, str] = {
     "bart": "cross-attention in a Post-LN decoder with a position table of its own",
     "big_bird": "sparse attention",
     "clip": _VISION,
-    "cohere2": _FACTORS,
+    "cohere2": _TURNED,
     "convnext": "convolutions",
     "dbrx": _EXPERTS,
     "deberta": "logits of relative positions",
@@ -64,6 +65,8 @@ REFUSED: dict[str, str] = {
     "falcon_h1": _STATES,
     "falcon_mamba": _STATES,
     "funnel": "a stack that pools its tokens",
+    "gemma3": _VISION,
+    "gemma3_text": _BASES,
     "gemma3n": "several streams side by side",
     "gpt_oss": _EXPERTS,
     "granitemoe": _EXPERTS,
@@ -89,6 +92,7 @@ REFUSED: dict[str, str] = {
     "recurrent_gemma": "a recurrent layer",
     "reformer": "hashed attention",
     "rwkv": "a recurrent layer",
+    "smollm3": _TURNED,
     "swin": "windows of patches that shift between layers",
     "switch_transformers": _EXPERTS,
     "wav2vec2": _SPEECH,
@@ -111,6 +115,8 @@ NEAREST: dict[str, str] = {
     "deit": "vit",
     "dinov2": "vit",
     "exaone4": "qwen3",
+    "gemma3": "gemma2",
+    "gemma3_text": "gemma2",
     "glm": "llama",
     "glm4": "gemma2",
     "gpt-sw3": "gpt2",
@@ -132,6 +138,7 @@ NEAREST: dict[str, str] = {
     "roberta-prelayernorm": "roberta",
     "roformer": "bert",
     "seed_oss": "llama",
+    "smollm3": "llama",
     "umt5": "mt5",
     "vit_mae": "vit",
     "xglm": "opt",
