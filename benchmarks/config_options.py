@@ -119,6 +119,11 @@ BESIDE: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("gpt2", "scale_attn_weights"): [_SMALL],
     ("t5", "feed_forward_proj"): [{}, {"feed_forward_proj": "gated-gelu"}],
     ("mt5", "feed_forward_proj"): [{}, {"feed_forward_proj": "relu"}],
+    # More heads have steeper slopes, and wider ones a larger divisor.
+    ("falcon", "alibi"): [
+        {},
+        {"hidden_size": 256, "num_attention_heads": 8, "initializer_range": 0.0625},
+    ],
     ("falcon", "attention_dropout"): [{}, {"alibi": True}, {"parallel_attn": False}],
     ("falcon", "hidden_dropout"): [{}, {"parallel_attn": False}],
     ("falcon", "num_kv_heads"): [_GROUPED],
@@ -150,6 +155,8 @@ WITHOUT_EFFECT = {
     "rope_scaling": "the older name of rope_parameters",
     "model_type": "the family itself",
 }
+# Sizes of tables of which only some rows are read: they move a draw, and no moment.
+MOVING_DRAWS = {"type_vocab_size"}
 # Sizes that `real_modules.py` measures at others: 6 and 24 layers, width 128 and the published one.
 MEASURED_ELSEWHERE = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
@@ -440,7 +447,7 @@ def _misread(case: Option, record: Any, base: Any) -> list[str]:
     changed = moving(reading(case))
     if still and changed:
         return [f"the module does not read it, the declaration does: {', '.join(changed)}"]
-    if not still and not reading(case):
+    if not still and not reading(case) and not MOVING_DRAWS & set(json.loads(case.changed)):
         return ["the module reads it, the declaration does not"]
     return []
 

@@ -33,6 +33,7 @@ KNOWN: dict[tuple[str, str], str] = {
         "a text that has the padding token, and no mask that leaves it out: the module gives it no"
         " position either",
     ),
+    ("distilbert", "sinusoidal_pos_embds"): "transformers 5 leaves the fixed table trainable",
     ("phi", "qk_layernorm"): "gradients of these norms' biases are not predicted",
 }
 

@@ -22,8 +22,10 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 KINDS = pytest.mark.parametrize("kind", sorted(FAMILIES))
 # Entries that once were read for another than the module means
 QUICK = (
-    ("falcon", {"alibi": True}),
-    ("falcon", {"alibi": True, "attention_dropout": 0.4}),
+    (
+        "falcon",
+        {"alibi": True, "hidden_size": 256, "num_attention_heads": 8, "initializer_range": 0.0625},
+    ),
     ("falcon", {"attention_dropout": 0.4}),
     ("roberta", {"hidden_act": "relu"}),
     ("gemma", {"hidden_act": "relu"}),

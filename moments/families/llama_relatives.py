@@ -51,6 +51,8 @@ def _starcoder2(read: Entries, seq_len: int | None) -> Transformer:
 def _stablelm(read: Entries, seq_len: int | None) -> Transformer:
     """LayerNorm; dropout on the feed-forward block's output alone."""
     read.refuse("qk_layernorm", False, "a norm with gains of its own for every head")
+    width = read.count("hidden_size") // read.count("num_attention_heads")
+    read.refuse("head_dim", width, "a width of heads that its module does not follow")
     return decoder(
         read,
         seq_len,
