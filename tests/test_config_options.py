@@ -16,16 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import moments
 from moments.families import FAMILIES
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 KINDS = pytest.mark.parametrize("kind", sorted(FAMILIES))
 # Entries that once were read for another than the module means
 QUICK = (
-    (
-        "falcon",
-        {"alibi": True, "hidden_size": 256, "num_attention_heads": 8, "initializer_range": 0.0625},
-    ),
     ("falcon", {"attention_dropout": 0.4}),
     ("roberta", {"hidden_act": "relu"}),
     ("gemma", {"hidden_act": "relu"}),
@@ -77,6 +74,23 @@ def test_quick_cases_are_within_their_bounds(campaign: Any, kind: str, changes: 
     assert [row.case.changed for row in rows] == [campaign.Option.of(kind, changes).changed]
     assert rows[0].failures == ()
     assert {error.quantity for error in rows[0].errors} == set(campaign.BOUNDS)
+
+
+def test_linear_biases_divided_like_the_logits(campaign: Any) -> None:
+    """What ALiBi does to Falcon's correlation, in paired draws: to their own error, beyond which it
+    would be with slopes that are not divided."""
+    plain, biased = (campaign.Option.of("falcon", c) for c in ({}, {"alibi": True}))
+    base, record = (campaign.stored("falcon")[case.changed] for case in (plain, biased))
+    draws = campaign._draws(record, "correlation") - campaign._draws(base, "correlation")
+    measured, stderr = draws.mean(0)[-1], draws.std(0, ddof=1)[-1] / len(draws) ** 0.5
+    model = campaign.declared(biased.config)[0]
+    ids = biased.data()["input_ids"]
+    without, own, undivided = (
+        moments.predict(m, token_ids=ids, tokens=True).correlation[-1]
+        for m in (campaign.declared(plain.config)[0], model, model.replace(alibi=True))
+    )
+    assert abs(own - without - measured) < 3 * stderr + 0.002
+    assert abs(undivided - without - measured) > 3 * stderr + 0.002
 
 
 def test_a_misreading_is_found(campaign: Any) -> None:
