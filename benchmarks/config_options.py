@@ -124,6 +124,7 @@ BESIDE: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("falcon", "num_kv_heads"): [_GROUPED],
     ("falcon", "num_ln_in_parallel_attn"): [_GROUPED],
     ("deberta-v2", "type_vocab_size"): [{"type_vocab_size": 2}],
+    ("", "relative_attention_max_distance"): [{"relative_attention_num_buckets": 8}],
     ("", "pos_att_type"): [{"relative_attention": True}],
     ("bloom", "num_attention_heads"): [{"n_head": 2}],
     ("bloom", "n_head"): [{"num_attention_heads": 2}],
