@@ -55,10 +55,10 @@ def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) 
 
 def declare_output(model: Transformer, theory: Theory) -> Chain:
     """What turns an encoder's last layer into what a decoder reads."""
-    normed = model.placements[-1] not in ("post", "b2t", "none")
+    normed, gain = model.placements[-1] not in ("post", "b2t", "none"), 1.0
     if model.head is not None:
-        normed = model.head.norm
-    parts: list[Component] = [norm(model, theory, "final.norm")] if normed else []
+        normed, gain = model.head.norm, model.head.norm_gain
+    parts: list[Component] = [norm(model, theory, "final.norm", gain)] if normed else []
     drop_prob = getattr(model.head, "dropout", 0.0)
     if drop_prob:
         parts.append(dropout(theory, "final.dropout", drop_prob))

@@ -46,7 +46,7 @@ class SelfAttention(Leaf):
             A token attends to its own document, and nobody to padding.
         kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
         rotary: how positions turn queries and keys.
-        alibi: whether logits lose slope times distance.
+        alibi: multiplies the slopes that, times the distance, logits lose; 0: they lose nothing.
         relative_bias: random biases on the logits by relative position.
         qk_norm: normalisation of each head's queries and keys: None, "rmsnorm" or "layernorm".
         logit_softcap: c of c tanh(logit / c); None: uncapped.
@@ -72,7 +72,7 @@ class SelfAttention(Leaf):
     padding: Padding | None = None
     kv_heads: Any = None
     rotary: Rotary | None = None
-    alibi: bool = False
+    alibi: bool | float = False
     relative_bias: RelativeBias | None = None
     qk_norm: str | None = None
     logit_softcap: float | None = None
@@ -158,7 +158,7 @@ class SelfAttention(Leaf):
         placed = {
             "causal": self.causal,
             "rotary": self.rotary is not None,
-            "alibi": self.alibi,
+            "alibi": bool(self.alibi),
             "relative_bias": table is not None and table.variance > 0.0,
             "window": self.window is not None and self.window < length,
         }

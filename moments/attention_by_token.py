@@ -360,7 +360,8 @@ def _rotation(leaf: Any, where: list[Array]) -> Rotation:
 def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
     offset = np.subtract.outer(where[1], where[0]).T  # key's position minus query's
     if leaf.alibi:
-        slopes, shares = few_points(np.log(alibi_slopes(int(leaf.heads))), HEADS_RESOLVED)
+        every = leaf.alibi * alibi_slopes(int(leaf.heads))
+        slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
         layers = [
             KernelAttention(values, bias=-np.exp(slope) * np.abs(offset), **settings)
             for slope in slopes

@@ -54,8 +54,9 @@ def check(model: Transformer) -> None:
     settle(model, ("heads", "norm_groups", "parallel_norms", "seq_len"), check_count)
     settle(model, ["d_model"], check_count, least=2)
     settle(model, ["post_layers"], check_count, least=0)
-    flags = ("causal", "norm_affine", "norm_bias", "gated", "parallel", "alibi")
+    flags = ("causal", "norm_affine", "norm_bias", "gated", "parallel")
     settle(model, (*flags, "identity_attention"), check_flag)
+    settle(model, ["alibi"], _check_alibi)
     check_choice("norm", model.norm, NORM_PLACEMENTS)
     check_choice("normalization", model.normalization, NORMALIZATIONS)
     if isinstance(model.activation, str) and model.activation in GATED:
@@ -212,3 +213,10 @@ def _check_together(model: Transformer) -> None:
 
 def _set(model: Transformer, name: str, value: Any) -> None:
     object.__setattr__(model, name, value)
+
+
+def _check_alibi(name: str, value: Any) -> bool | float:
+    """True, False, or a number that multiplies the slopes."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    return check_number(name, value, NONNEGATIVE, "pass True, or what multiplies its slopes")

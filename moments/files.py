@@ -24,13 +24,16 @@ MOST = 2**63 - 1
 StrPath = str | os.PathLike[str]
 
 
-def read_json(path: StrPath, name: str, expected: str = "a readable JSON file") -> Any:
+def read_json(
+    path: StrPath, name: str, expected: str = "a readable JSON file", remedy: str = ""
+) -> Any:
     """What a JSON file holds, in UTF-8 or another Unicode encoding.
 
     Args:
         path: of the file.
         name: of the argument, for the error.
         expected: what the file should have been, for the error.
+        remedy: what to do where there is no such file, likewise.
 
     Raises:
         DomainError: no such file, a folder, too large, not JSON, or nested too deeply.
@@ -41,7 +44,7 @@ def read_json(path: StrPath, name: str, expected: str = "a readable JSON file") 
             raw = file.read(LARGEST + 1)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or str(error)
-        raise domain_error(name, shown, f"{expected} ({reason})") from None
+        raise domain_error(name, shown, f"{expected} ({reason})", remedy) from None
     if len(raw) > LARGEST:
         raise domain_error(name, shown, f"{expected} of at most {LARGEST >> 20} MiB")
     try:
@@ -77,13 +80,15 @@ def parse_json(text: str | bytes, name: str) -> Any:
     raise domain_error(name, text[:40], deep)
 
 
-def read_object(path: StrPath, name: str, expected: str = "a readable JSON file") -> dict[str, Any]:
-    """The entries of a JSON file that holds one object.
+def read_object(
+    path: StrPath, name: str, expected: str = "a readable JSON file", remedy: str = ""
+) -> dict[str, Any]:
+    """The entries of a JSON file that holds one object; `remedy` is for one that is not there.
 
     Raises:
         DomainError: as `read_json`, or the file holds something else.
     """
-    found = read_json(path, name, expected)
+    found = read_json(path, name, expected, remedy)
     if not isinstance(found, dict):
         raise domain_error(name, str(path), f"a JSON object, not {brief(found)}")
     return found

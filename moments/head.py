@@ -24,6 +24,7 @@ class Head:
         tied: whether the matrix is the token table itself.
         weight_variance: variance of the matrix's entries where it is not tied.
         norm: whether the stream is normalised before the head (Pre-LN) or was so already (Post-LN).
+        norm_gain: root mean square of that norm's gain.
         dropout: probability of dropping an entry of what the head reads.
         transform: activation of a hidden layer d_model to d_model before the matrix (BERT: "gelu",
             then a LayerNorm); None: there is none.
@@ -62,6 +63,7 @@ class Head:
     pool: str = "first"
     target_share: float = 0.15
     label_smoothing: float = 0.0
+    norm_gain: float = 1.0
 
     def __post_init__(self) -> None:
         from .activations import activation_laws
@@ -73,6 +75,7 @@ class Head:
         variances = ("weight_variance", "transform_variance", "transform_bias_variance")
         settle(self, variances, check_number, NONNEGATIVE, "pass a variance")
         settle(self, ("output_scale", "logit_softcap"), check_number, POSITIVE)
+        settle(self, ["norm_gain"], check_number, POSITIVE, "a gain multiplies amplitudes")
         settle(self, ("dropout", "label_smoothing"), check_number, PROBABILITY)
         settle(self, ["target_share"], check_number, Interval(0.0, 1.0, open_lower=True))
         if self.transform is not None:
@@ -92,6 +95,8 @@ class Head:
             raise domain_error(
                 "weight_variance", self.weight_variance, "None where the head is tied", "tied=False"
             )
+        if not self.norm and self.norm_gain != 1:
+            raise domain_error("norm_gain", self.norm_gain, "1 without a final norm", "norm=True")
         if self.loss == "classification":
             if self.tied:
                 raise domain_error("tied", True, "False for a classification")
@@ -118,7 +123,8 @@ class Head:
         return cls(**data)
 
     def __str__(self) -> str:
-        parts = ["normalised"] if self.norm else []
+        gain = "" if self.norm_gain == 1 else f", gain {self.norm_gain:.4g}"
+        parts = [f"normalised{gain}"] if self.norm else []
         if self.transform is not None:
             tail = " and norm" if self.transform_norm else ""
             parts.append(f"{self.transform} layer of variance {self.transform_variance:.3g}{tail}")

@@ -27,7 +27,7 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     """What stands between the last layer and the matrix to the logits."""
     parts: list[Component] = []
     if head.norm:
-        parts.append(_final_norm(model))
+        parts.append(_final_norm(model, head.norm_gain))
     if head.loss == "classification":
         weights = None if real is None else np.asarray(real, float).reshape(sequences, -1)
         parts.append(Pool("head.pool", head.pool, sequences, weights))
@@ -51,19 +51,22 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     return Chain(tuple(parts))
 
 
-def _final_norm(model: Transformer) -> Component:
+def _final_norm(model: Transformer, gain: float) -> Component:
     if model.normalization == "dyt":
-        return DynamicTanh("final.norm", model.dyt_alpha, affine=model.norm_affine)
-    return _norm(model, "final.norm", FiniteNormalization)
+        return DynamicTanh("final.norm", model.dyt_alpha, gain, model.norm_affine)
+    return _norm(model, "final.norm", FiniteNormalization, gain)
 
 
-def _norm(model: Transformer, label: str, kind: type[FiniteNormalization]) -> Component:
+def _norm(
+    model: Transformer, label: str, kind: type[FiniteNormalization], gain: float = 1.0
+) -> Component:
     centres = model.normalization != "rmsnorm"
     return kind(
         LAYERNORM if centres else RMSNORM,
         label,
         model.norm_epsilon,
         centres=centres,
+        gain=gain,
         affine=model.norm_affine,
         bias=centres and model.norm_bias,
     )

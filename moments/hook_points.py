@@ -6,6 +6,7 @@ by its class, so that subclasses and relatives are found too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -116,22 +117,36 @@ def hook_points(module: nn.Module) -> tuple[HookPoint, ...]:
 
 def _points(module: nn.Module, layers: list[tuple[str, Layout]]) -> Iterator[HookPoint]:
     first, layout = layers[0]
-    yield from _around(module, layout.before, 0)
+    yield from _around(module, layout.before, 0, first)
     yield HookPoint(0, STREAM, first, "input")
     for number, (path, kind) in enumerate(layers, start=1):
         for site, inner, side in kind.sites:
             yield HookPoint(number, site, _joined(path, inner), side)
-    yield from _around(module, layout.after, len(layers) + 1)
+    yield from _around(module, layout.after, len(layers) + 1, first)
 
 
 def _around(
-    module: nn.Module, sites: Iterable[tuple[str, str, Side]], number: int
+    module: nn.Module, sites: Iterable[tuple[str, str, Side]], number: int, layer: str
 ) -> Iterator[HookPoint]:
-    paths = [path for path, _ in module.named_modules()]
+    """Sites beside the layers.
+
+    Of several submodules of one name the nearest to the layers has it: a pooler's norm (BEiT) is no
+    final norm. Nor is nn.Identity, which stands where there is none.
+    """
+    parts = dict(module.named_modules())
     for site, end, side in sites:
-        for path in paths:
-            if ends(path, end):
-                yield HookPoint(number, site, path, side)
+        found = [path for path in parts if ends(path, end)]
+        if not found:
+            continue
+        path = min(found, key=lambda path: (-_common(path, layer), path.count(".")))
+        if type(parts[path]).__name__ != "Identity":
+            yield HookPoint(number, site, path, side)
+
+
+def _common(path: str, other: str) -> int:
+    """How many components two dotted paths begin with together."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def weight_parts(

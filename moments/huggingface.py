@@ -5,13 +5,14 @@ A path or a dictionary needs neither torch nor transformers.
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from .errors import DomainError, ValidityWarning, domain_error
-from .families import FAMILIES, REFUSED, Family
+from .families import FAMILIES, NEAREST, REFUSED, Family
 from .files import read_object
 from .transformer import Transformer
 
@@ -48,10 +49,20 @@ def family(kind: Any) -> Family:
         DomainError: it is not known, or known for a feature that is outside what moments models.
     """
     if not isinstance(kind, str) or kind not in FAMILIES:
-        feature = REFUSED.get(kind) if isinstance(kind, str) else None
-        reason = f"{feature} is outside what moments models" if feature else ""
+        reason = _why_not(kind) if isinstance(kind, str) else ""
         raise domain_error("model_type", kind, f"one of {', '.join(sorted(FAMILIES))}", reason)
     return FAMILIES[kind]
+
+
+def _why_not(kind: str) -> str:
+    """What is known of a type that is not read: its feature, or the family that is nearest."""
+    if kind in REFUSED:
+        near = f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
+        return f"{REFUSED[kind]} is outside what moments models{near}"
+    if kind in NEAREST:
+        return f"{NEAREST[kind]!r} is built most like it"
+    similar = difflib.get_close_matches(kind, FAMILIES, n=1)
+    return f"did you mean {similar[0]!r}?" if similar else ""
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -64,12 +75,24 @@ def read_config(config: Any) -> dict[str, Any]:
         return dict(config)
     if isinstance(config, str | os.PathLike):
         path = os.path.join(config, "config.json") if os.path.isdir(config) else config
-        return read_object(path, "config", "a readable config.json")
+        return read_object(path, "config", "a readable config.json", _named(str(config)))
     if hasattr(config, "to_dict"):
         return dict(config.to_dict())
     raise DomainError(
         f"config must be a path, a dict or a PretrainedConfig, not {type(config).__name__}"
     )
+
+
+def _named(config: str) -> str:
+    """What to do with the name of a preset or a family where a path is wanted."""
+    from .presets import preset
+
+    if config in preset.names():
+        return f"a preset of that name is moments.preset({config!r})"
+    if config in FAMILIES:
+        return f"a family's defaults are {{'model_type': {config!r}}}"
+    similar = difflib.get_close_matches(config, preset.names(), n=1)
+    return f"did you mean moments.preset({similar[0]!r})?" if similar else ""
 
 
 def supported_model_types() -> tuple[str, ...]:

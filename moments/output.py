@@ -132,7 +132,9 @@ def output_moments(
         found = {name: value for _, name, value in own.weights()}
         last = _last_norm(head)
         if f"{last}.gain" in found:
-            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient()
+            # What the gain multiplies is what the readout multiplies, over the gain.
+            square = head.norm_gain**2 if last == "final.norm" else 1.0
+            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient() / square
         if readout.normalised and f"{last}.bias" in found:
             # `kernel` is without what the norm takes away, whose bias is behind it.
             found[f"{last}.bias"] += model.d_model * readout.radial().total(readout.seq_len)

@@ -53,7 +53,7 @@ def _attention(model: Transformer) -> list[str]:
         if getattr(model, name) is not None:
             found.append(str(getattr(model, name)))
     if model.alibi:
-        found.append("ALiBi")
+        found.append("ALiBi" if model.alibi == 1 else f"ALiBi, slopes times {model.alibi:.3g}")
     if model.qk_norm:
         found.append(f"queries and keys normalised ({model.qk_norm})")
     if model.logit_softcap:

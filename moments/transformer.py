@@ -76,7 +76,8 @@ class Transformer:
         parallel: whether attention and feed-forward block read the same stream and share one sum.
         parallel_norms: 1 where they then share a norm, 2 where each has its own.
         rotary: rotary positions of queries and keys.
-        alibi: whether logits have ALiBi's linear penalties.
+        alibi: whether logits have ALiBi's linear penalties; a number multiplies their slopes
+            (Falcon: 1/sqrt(d_head)).
         relative_bias: T5's learned biases by relative position.
         qk_norm: "rmsnorm" or "layernorm" of every head's queries and keys; None: neither.
         logit_softcap: c in c tanh(logit/c); None: no cap.
@@ -123,7 +124,7 @@ class Transformer:
     parallel: bool = field(default=False, kw_only=True)
     parallel_norms: int = field(default=1, kw_only=True)
     rotary: Rotary | None = field(default=None, kw_only=True)
-    alibi: bool = field(default=False, kw_only=True)
+    alibi: bool | float = field(default=False, kw_only=True)
     relative_bias: RelativeBias | None = field(default=None, kw_only=True)
     qk_norm: str | None = field(default=None, kw_only=True)
     logit_softcap: float | None = field(default=None, kw_only=True)

@@ -43,8 +43,9 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config)
 
 
-def t5():
+def t5(**changes):
     config = transformers.T5Config(
+        **changes,
         num_layers=2,
         d_model=WIDTH,
         d_kv=16,
@@ -118,6 +119,22 @@ def test_both_stacks_of_an_encoder_and_decoder():
     assert found.layer_weights(1).cross_value == pytest.approx(
         float(cross.square().mean()), rel=1e-6
     )
+
+
+def test_gains_of_final_norms_are_read_back():
+    """T5 draws them at its initializer_factor, in both stacks."""
+    module = t5(initializer_factor=0.5)
+    with torch.no_grad():
+        module.decoder.final_layer_norm.weight.mul_(3)
+    declared = moments.from_huggingface(module.config)
+    assert not audit(module, declared).passed
+    assert audit(t5(initializer_factor=0.5), declared).passed
+    found = describe(module)
+    assert found.head.norm_gain == pytest.approx(1.5)
+    assert found.encoder.head.norm_gain == pytest.approx(0.5)
+    initialize(module, declared, seed=1)
+    assert float(module.decoder.final_layer_norm.weight.detach().mean()) == pytest.approx(0.5)
+    assert "gain 0.5" in str(declared)
 
 
 def test_a_description_predicts():

@@ -11,8 +11,9 @@ import pytest
 
 import moments
 from moments.errors import DomainError, ValidityWarning
-from moments.families import FAMILIES, REFUSED
+from moments.families import FAMILIES, NEAREST, REFUSED
 from moments.families.sizes import at_depth, sized_config
+from moments.positions import Rotary
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -109,8 +110,11 @@ def test_an_entry_nobody_knows_is_named(kind: str) -> None:
         ("gpt2", "quantization_config", {"bits": 4}),
         ("roberta", "chunk_size_feed_forward", 8),
         ("olmo", "clip_qkv", 8.0),
+        ("gemma", "mlp_bias", True),
+        ("mistral", "attention_bias", True),
         ("llama", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
         ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("llama", "partial_rotary_factor", 0.5),
         ("deberta-v2", "pos_att_type", ["c2p"]),
     ],
 )
@@ -151,6 +155,29 @@ def test_what_no_declaration_can_express_is_refused_by_name(kind: str) -> None:
     assert kind not in FAMILIES
 
 
+def test_types_that_are_not_read_say_what_is_nearest() -> None:
+    known = set(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
+    assert set(NEAREST.values()) <= set(FAMILIES)
+    assert not set(NEAREST) & set(FAMILIES)
+    assert set(NEAREST) <= known
+    assert {kind for kind in REFUSED if kind not in known} <= {"rwkv"}
+    for kind, near in NEAREST.items():
+        with pytest.raises(DomainError, match=f"'{near}' is built most like it"):
+            moments.from_huggingface({"model_type": kind})
+    with pytest.raises(DomainError, match=r"did you mean 'llama'\?"):
+        moments.from_huggingface({"model_type": "lama"})
+
+
+def test_a_name_where_a_path_is_wanted() -> None:
+    for given, hint in (
+        ("gpt2", r"moments.preset\('gpt2'\)"),
+        ("bert", r"\{'model_type': 'bert'\}"),
+        ("bert-bass", r"did you mean moments.preset\('bert-base'\)"),
+    ):
+        with pytest.raises(DomainError, match=hint):
+            moments.from_huggingface(given)
+
+
 @pytest.mark.parametrize(
     ("kind", "entry", "value", "feature"),
     [
@@ -164,6 +191,8 @@ def test_what_no_declaration_can_express_is_refused_by_name(kind: str) -> None:
         ("t5", "feed_forward_proj", "gated-mish", "an activation"),
         ("gpt_neo", "attention_types", [[["global"], 5]], "each of 2 layers"),
         ("llama", "rope_parameters", {"rope_theta": "long"}, "a number"),
+        ("llama", "rope_scaling", "linear", "a JSON object"),
+        ("deberta-v2", "pos_att_type", True, "a list of terms"),
         ("llama", "tie_word_embeddings", "yes", "true or false"),
         ("mistral", "sliding_window", -1, "integer of at least 1"),
         ("qwen2", "layer_types", "full", "one kind per layer"),
@@ -199,10 +228,11 @@ def test_features_of_single_families() -> None:
     assert (phi.parallel, phi.parallel_norms, phi.rotary.fraction) == (True, 1, 0.4)
     assert moments.preset("pythia-70m").parallel_norms == 2
     assert moments.preset("falcon-7b").kv_heads == 1
-    old = {"model_type": "llama", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
-    assert moments.from_huggingface(old).rotary == moments.preset("llama-7b").rotary.__class__(
-        0.5, 5e5
-    )
+    old = {"rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    for kind in ("phi", "phi3", "stablelm"):
+        assert moments.from_huggingface({"model_type": kind} | old).rotary == Rotary(0.5, 5e5)
+    old = {"rotary_emb_base": 5e5, "rotary_pct": 0.5}
+    assert moments.from_huggingface({"model_type": "gpt_neox"} | old).rotary == Rotary(0.5, 5e5)
     t5 = moments.preset("t5-small")
     assert t5.head.output_scale == pytest.approx(512**-0.5)
     assert t5.temperature == pytest.approx(64**-0.5)
@@ -215,8 +245,32 @@ def test_features_of_single_families() -> None:
     assert (vit.seq_len, vit.head.classes, vit.embedding.patch_width) == (197, 1000, 768)
     with pytest.raises(DomainError, match="seq_len = 64: must be 197"):
         moments.preset("vit-base", seq_len=64)
+    for kind in FAMILIES:
+        if FAMILIES[kind].task == "masked":
+            name = "activation" if kind == "distilbert" else "hidden_act"
+            model = quiet(config_of(kind) | {name: "relu"})
+            fixed = kind in ("roberta", "camembert", "xlm-roberta", "electra")
+            assert (model.activation, model.head.transform) == ("relu", "gelu" if fixed else "relu")
+    both = {"model_type": "gemma", "hidden_act": "silu", "hidden_activation": "relu"}
+    with pytest.warns(ValidityWarning, match="hidden_activation = 'relu' is not modelled"):
+        assert moments.from_huggingface(both).activation == "silu"
+    smaller = moments.from_huggingface(config_of("t5") | {"initializer_factor": 0.5})
+    assert (smaller.head.norm_gain, smaller.encoder.head.norm_gain) == (0.5, 0.5)
     deberta = quiet(config_of("deberta-v2", "variant"))
     assert deberta.temperature == pytest.approx(3**0.5)
+
+
+def test_falcon_with_and_without_linear_biases() -> None:
+    """As its module's two branches and two kinds of layers have it."""
+    drops = {"attention_dropout": 0.3, "hidden_dropout": 0.2, "multi_query": False}
+    config = config_of("falcon") | drops
+    turned = moments.from_huggingface(config)
+    assert (turned.alibi, turned.attention_dropout, turned.dropout) == (False, 0.0, 0.2)
+    biased = moments.from_huggingface(config | {"alibi": True})
+    assert biased.alibi == pytest.approx((32 // 4) ** -0.5)
+    assert (biased.rotary, biased.attention_dropout) == (None, 0.3)
+    in_turn = moments.from_huggingface(config | {"parallel_attn": False})
+    assert (in_turn.dropout, in_turn.ffn_dropout) == (0.3, 0.2)
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {

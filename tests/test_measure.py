@@ -6,7 +6,7 @@ import pytest
 from moments import DomainError, MomentsError
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 import moments.torch as measured_by  # noqa: E402
 from moments.families.sizes import sized_config  # noqa: E402
@@ -298,6 +298,99 @@ def test_padding_of_an_encoder_and_its_decoder():
     assert not padded.token_variance[:, 6:].any()
     assert padded.encoder.token_variance[:, 9].all()
     assert not padded.encoder.token_variance[:, 10:].any()
+
+
+def seq2seq(name, seed=0):
+    """A small BART, mBART, Pegasus or Whisper, without dropout, and what it reads."""
+    sizes = {"d_model": 32, "vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1}
+    sizes |= {"eos_token_id": 2, "decoder_start_token_id": 1, "init_std": 0.2}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_ffn_dim": 64, f"{side}_attention_heads": 4}
+    drops = ("dropout", "attention_dropout", "activation_dropout")
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 100, (2, SEQ_LEN), generator=generator)
+    if name == "Whisper":
+        sizes |= {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 32}
+        read = {"input_features": torch.randn(2, 8, 24, generator=generator)}
+    else:
+        sizes |= {"max_position_embeddings": 32}
+        read = {"input_ids": ids}
+    config = getattr(transformers, f"{name}Config")(**sizes, **dict.fromkeys(drops, 0.0))
+    torch.manual_seed(seed)
+    module = getattr(transformers, f"{name}ForConditionalGeneration")(config).train()
+    return module, read | {"labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("name", "pre"), [("Bart", 0), ("MBart", 1), ("Pegasus", 1), ("Whisper", 1)]
+)
+def test_encoders_with_decoders_whose_configs_are_not_read(name, pre):
+    """Both streams are the hidden states that the module gives, every parameter has a gradient's
+    norm, and what a block adds stands between its sums."""
+    module, batch = seq2seq(name)
+    caught, handles, parts = {}, [], dict(module.named_modules())
+    for point in hook_points(module):
+        key = (point.layer, point.site)
+        assert key not in caught
+        caught[key] = None
+
+        def keep(_, value, key=key):
+            caught[key] = (value[0] if isinstance(value, tuple) else value).detach()
+
+        def enter(_, given, kwargs, key=key):
+            caught[key] = (given[0] if given else next(iter(kwargs.values()))).detach()
+
+        owner = parts[point.path]
+        if point.side == "input":
+            handles.append(owner.register_forward_pre_hook(enter, with_kwargs=True))
+        else:
+            handles.append(owner.register_forward_hook(lambda m, _, out, k=keep: k(m, out)))
+    output = module(**batch, output_hidden_states=True)
+    for handle in handles:
+        handle.remove()
+    for prefix, states in (
+        ("", output.decoder_hidden_states),
+        ("encoder.", output.encoder_hidden_states),
+    ):
+        states = [state.detach() for state in states]
+        assert len(states) == 3
+        for n in (0, 1) if pre else (0, 1, 2):  # the last of a Pre-LN stack is behind its norm
+            torch.testing.assert_close(caught[n, f"{prefix}stream"], states[n])
+        if pre:
+            torch.testing.assert_close(caught[3, f"{prefix}final.norm"], states[2])
+        for layer in (1, 2):
+            x = caught[layer - 1, f"{prefix}stream"]
+            for block in ("attention", "ffn") if prefix else ("attention", "cross", "ffn"):
+                added = "ffn.out" if block == "ffn" else f"{block}.projection"
+                x = x + caught[layer, prefix + added].reshape(x.shape)
+                torch.testing.assert_close(caught[layer, f"{prefix}{block}.sum"], x)
+                x = x if pre else caught[layer, f"{prefix}{block}.norm"]
+            torch.testing.assert_close(caught[layer, f"{prefix}stream"], x)
+    measured = measured_by.measure(module, batch)
+    assert measured.loss == pytest.approx(float(output.loss.detach()), rel=1e-5)
+    squares = float(caught[1, "stream"].square().mean())
+    assert measured.variance[1] == pytest.approx(squares, rel=1e-5)
+    learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(output.loss, learned, allow_unused=True)
+    total = sum(float(g.double().square().sum()) for g in gradients if g is not None)
+    rows = [*measured.weight_gradient_rows, *measured.encoder.weight_gradient_rows]
+    assert sum(row["squared_norm"] for row in rows) == pytest.approx(total, rel=1e-4)
+    named = {row["weight"] for row in rows}
+    assert {"query", "cross_key", "cross.norm.gain", "ffn_out", "token"} <= named
+
+
+def test_a_poolers_norm_is_no_final_norm():
+    """BEiT has an identity behind its layers and a norm of the pooled vector."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 64, "image_size": 32, "patch_size": 8, "out_indices": [1, 2]}
+    module = transformers.BeitForImageClassification(transformers.BeitConfig(**sizes))
+    assert "final.norm" not in {point.site for point in hook_points(module)}
+    batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
+    measured = measured_by.measure(module, batch)
+    assert measured.layers == 2
+    assert np.isfinite(measured.grad_variance).all()
+    points = {point.site: point.path for point in hook_points(build_module(VIT))}
+    assert points["final.norm"] == "vit.layernorm"
 
 
 def test_pictures_are_natural_in_their_spectrum():

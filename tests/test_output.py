@@ -79,7 +79,8 @@ def simulate(model: Transformer, ids: np.ndarray, targets: np.ndarray, draws: in
         places = _normal(generator, embedding.position_variance, LENGTH, WIDTH)
         x = embedding.scale * table[rows] + places
         x.retain_grad()
-        gains = [torch.ones(WIDTH, dtype=x.dtype).requires_grad_() for _ in range(2)]
+        first = head.norm_gain if head.norm else 1.0
+        gains = [torch.full((WIDTH,), g, dtype=x.dtype).requires_grad_() for g in (first, 1.0)]
         shifts = [torch.zeros(WIDTH, dtype=x.dtype).requires_grad_() for _ in range(2)]
         matrices = {"final.norm.gain": gains[0], "head.norm.gain": gains[1]}
         matrices |= {"final.norm.bias": shifts[0], "head.norm.bias": shifts[1]}
@@ -132,6 +133,8 @@ CASES = {
     "untied": (Head(tied=False, weight_variance=0.05 / WIDTH, bias=True), TABLES, {}),
     "sharp": (Head(tied=False, weight_variance=3 / WIDTH), TABLES, {}),
     "tied": (Head(), TABLES, {}),
+    "gained": (Head(norm_gain=2.5), Embedding(VOCAB, SMALL, 0.1 * SMALL), {}),
+    "gained, untied": (Head(norm_gain=0.5, tied=False, weight_variance=8 / WIDTH), TABLES, {}),
     "tied to what dominates": (Head(), Embedding(VOCAB, SMALL, 0.1 * SMALL), {}),
     "gemma": (
         Head(logit_softcap=3.0),
@@ -182,6 +185,26 @@ def test_language_model_heads(name: str) -> None:
     assert ("final.norm.gain" in weights) == head.norm
     assert ("head.norm.gain" in weights) == (head.transform is not None)
     assert ("head.bias" in weights) == head.bias
+
+
+def test_a_gain_before_the_matrix_is_a_factor_on_it() -> None:
+    """The same function of the same draws, whether the gain or the matrix has the factor."""
+    ids = text()
+    found = []
+    for gain in (1.0, 2.5):
+        head = Head(tied=False, weight_variance=3 / WIDTH / gain**2, norm_gain=gain)
+        model = model_with(head, TABLES)
+        first = joint_kernel(TABLES, LENGTH, ids)
+        found.append(output_moments(model, gaussian(first, LENGTH, WIDTH, True), token_ids=ids))
+    one, other = found
+    assert other.loss == pytest.approx(one.loss, rel=1e-12)
+    assert one.gradient is not None
+    assert other.gradient is not None
+    np.testing.assert_allclose(other.gradient.kernel.pairs, one.gradient.kernel.pairs, rtol=1e-10)
+    before, after = one.weights(), other.weights()
+    assert after["head"] == pytest.approx(2.5**2 * before["head"], rel=1e-10)
+    for name in ("final.norm.gain", "final.norm.bias"):
+        assert after[name] == pytest.approx(before[name] / 2.5**2, rel=1e-10)
 
 
 def test_tied_table_gathers_both_gradients() -> None:

@@ -30,8 +30,13 @@ _DEFAULTS = {
 _OFFSET_DEFAULTS = _DEFAULTS | {"pad_token_id": 1}
 
 
-def _read(read: Entries, seq_len: int, epsilon: float, *, segments: bool) -> Transformer:
-    """A Post-LN encoder with the entries' names of BERT; positions are learned."""
+def _read(
+    read: Entries, seq_len: int, epsilon: float, *, segments: bool, hidden: str | None = None
+) -> Transformer:
+    """A Post-LN encoder with the entries' names of BERT; positions are learned.
+
+    `hidden` is the activation of the head's hidden layer where that is not the layers' own.
+    """
     read.expect("is_decoder", False, "full attention is assumed")
     read.expect("add_cross_attention", False, "no cross-attention is assumed")
     read.expect("position_embedding_type", "absolute", "learned absolute positions are assumed")
@@ -63,30 +68,33 @@ def _read(read: Entries, seq_len: int, epsilon: float, *, segments: bool) -> Tra
             dropout=dropout,
             padding_id=read.padding(),
         ),
-        head=masked_head(read, variance, activation),
+        head=masked_head(read, variance, hidden or activation),
     )
 
 
-def _bert(read: Entries, seq_len: int | None) -> Transformer:
+def _bert(read: Entries, seq_len: int | None, hidden: str | None = None) -> Transformer:
     length = read.length("max_position_embeddings", seq_len)
     epsilon = read.number("layer_norm_eps")
-    return _read(read, length, epsilon, segments=read("type_vocab_size") > 0)
+    return _read(read, length, epsilon, segments=read("type_vocab_size") > 0, hidden=hidden)
 
 
 def _electra(read: Entries, seq_len: int | None) -> Transformer:
+    """BERT; the head's activation is written into the code."""
     width = read("embedding_size")
     if width != read("hidden_size"):
         read.refuse("embedding_size", read("hidden_size"), "a projection of narrower token tables")
-    return _bert(read, seq_len)
+    return _bert(read, seq_len, "gelu")
 
 
 def _roberta(read: Entries, seq_len: int | None) -> Transformer:
-    """Positions count from pad_token_id + 1, so that many rows of their table are never read."""
+    """Positions count from pad_token_id + 1, so that many rows of their table are never read; the
+    head's activation is written into the code."""
     offset = read("pad_token_id") + 1
     most = read.count("max_position_embeddings") - offset
     length = read.at_most(most, seq_len, f"max_position_embeddings - {offset}")
     epsilon = read.number("layer_norm_eps")
-    return _read(read, length, epsilon, segments=read("type_vocab_size") > 0)
+    segments = read("type_vocab_size") > 0
+    return _read(read, length, epsilon, segments=segments, hidden="gelu")
 
 
 def _distilbert(read: Entries, seq_len: int | None) -> Transformer:

@@ -60,6 +60,7 @@ class Entries:
 
     def has(self, name: str) -> bool:
         """Whether the config itself has the entry."""
+        self._read.add(name)
         return self._given.get(name) is not None
 
     def number(self, name: str, default: Any = ...) -> float:
@@ -188,33 +189,35 @@ class Entries:
         names = _of_kind("id2label", self("id2label", {}), {})
         return self.count("num_labels", len(names) or 2)
 
-    def rotary(self, fraction: float | None = None) -> Rotary:
-        """Rotary positions, from `rope_parameters` or the entries that preceded it."""
-        given = self("rope_parameters", {}) if self.has("rope_parameters") else {}
+    def rotary(self, base: str = "rope_theta", fraction: str = "partial_rotary_factor") -> Rotary:
+        """Rotary positions, from `rope_parameters` or the entries that preceded it.
+
+        Modules turn every feature, whatever is said of a part, unless their family's defaults have
+        a `partial_rotary_factor`.
+
+        Args:
+            base, fraction: the family's names of those earlier entries.
+        """
         usual = self._defaults.get("rope_parameters", {})
-        self._read.add("rope_parameters")
-        base = _first(
-            given.get("rope_theta"),
-            self("rope_theta", None),
-            self("rotary_emb_base", None),
-            usual.get("rope_theta"),
-            10000.0,
-        )
-        if fraction is None:
-            fraction = _first(
-                given.get("partial_rotary_factor"),
-                self("partial_rotary_factor", None),
-                self("rotary_pct", None),
-                usual.get("partial_rotary_factor"),
-                1.0,
-            )
-        scaling = _of_kind("rope_scaling", self("rope_scaling", None) or given, {})
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        given: Mapping[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            value = self(name, {}) if self.has(name) else {}
+            given = given or _of_kind(name, value, {})
+        kind = given.get("rope_type", given.get("type", "default"))
         if kind != "default":
             self.leave_out("rope_type", kind, "unscaled rotary frequencies are assumed")
-        for name, value in (("rope_theta", base), ("partial_rotary_factor", fraction)):
-            _of_kind(name, value, 1.0)
-        return Rotary(float(fraction), float(base))
+        found = {}
+        for name, old, otherwise in (
+            ("rope_theta", base, 10000.0),
+            ("partial_rotary_factor", fraction, 1.0),
+        ):
+            value = _first(given.get(name), self(old, None), usual.get(name), otherwise)
+            found[name] = float(_of_kind(name, value, 1.0))
+        part = found["partial_rotary_factor"]
+        if part != 1 and "partial_rotary_factor" not in usual:
+            self.leave_out("partial_rotary_factor", part, "the module turns every feature")
+            part = 1.0
+        return Rotary(part, found["rope_theta"])
 
     def leave_out(self, name: str, value: Any, meaning: str) -> None:
         """Note an entry that switches on something that is not modelled."""

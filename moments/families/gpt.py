@@ -72,7 +72,7 @@ def _gpt_neo(read: Entries, seq_len: int | None) -> Transformer:
         attention_dropout=read.number("attention_dropout"),
         causal=True,
         weights=Weights.normal(variance),
-        biases=Biases(),
+        biases=read.biases(("output", "ffn_in", "ffn_out")),
         temperature=math.sqrt(heads / d_model),
         window=read.windows(_neo_kinds(read, layers), "local", "window_size", length),
         norm_epsilon=epsilon,

@@ -69,7 +69,7 @@ def _opt_layout(*, pre: bool) -> Layout:
             ("final.norm", "decoder.final_layer_norm", "output"),
             ("logits", "lm_head", "output"),
         ),
-        applies=lambda layer: layer.do_layer_norm_before == pre,
+        applies=lambda layer: getattr(layer, "do_layer_norm_before", None) is pre,
     )
 
 

@@ -102,10 +102,10 @@ class Layout:
 
     def recognises(self, layer: nn.Module, modules: set[str], parameters: set[str]) -> bool:
         """Whether the layer, of those submodules and parameters, has every one the layout names."""
-        named = [path for _, path in self.weights] + [f.parameter for f in self.fused]
         return (
             all(path in modules for _, path, _ in self.sites)
-            and all(path in parameters for path in named)
+            and all(path in parameters for _, path in self.weights)
+            and all(fused.parameter in parameters for fused in self.fused)
             and self.applies(layer)
         )
 

@@ -24,9 +24,13 @@ def decoder(
     *,
     norm: str = "rmsnorm",
     epsilon: str | float = "rms_norm_eps",
+    biased: tuple[str, ...] = ("attention_bias",),
     **changes: Any,
 ) -> Transformer:
-    """Llama; `changes` are the fields in which a relative differs."""
+    """Llama; `changes` are the fields in which a relative differs.
+
+    `biased` are the entries for biases that the module reads, of attention_bias and mlp_bias.
+    """
     variance = read.variance()
     d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
     size = epsilon if isinstance(epsilon, float) else read.number(epsilon)
@@ -34,7 +38,7 @@ def decoder(
         "activation": read.activation("hidden_act") if "activation" not in changes else None,
         "gated": True,
         "dropout": 0.0,
-        "biases": read.biases(_biased(read)) if "biases" not in changes else None,
+        "biases": read.biases(_biased(read, biased)) if "biases" not in changes else None,
         "head": causal_head(read, variance, size) if "head" not in changes else None,
         "rotary": read.rotary() if "rotary" not in changes else None,
         "embedding": Embedding(
@@ -60,9 +64,15 @@ def decoder(
     )
 
 
-def _biased(read: Entries) -> tuple[str, ...]:
-    attention = ("query", "key", "value", "output") if read.flag("attention_bias") else ()
-    return (*attention, *(("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias") else ()))
+_BIASED = {
+    "attention_bias": ("query", "key", "value", "output"),
+    "mlp_bias": ("ffn_in", "ffn_out", "gate"),
+}
+BOTH = tuple(_BIASED)
+
+
+def _biased(read: Entries, entries: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for e in entries if read.flag(e, False) for name in _BIASED[e])
 
 
 def length(read: Entries, seq_len: int | None) -> int:
@@ -70,11 +80,12 @@ def length(read: Entries, seq_len: int | None) -> int:
 
 
 def _llama(read: Entries, seq_len: int | None) -> Transformer:
-    return decoder(read, seq_len)
+    return decoder(read, seq_len, biased=BOTH)
 
 
 def _mistral(read: Entries, seq_len: int | None) -> Transformer:
-    return decoder(read, seq_len, window=read.window("sliding_window", length(read, seq_len)))
+    window = read.window("sliding_window", length(read, seq_len))
+    return decoder(read, seq_len, biased=(), window=window)
 
 
 def _qwen2(read: Entries, seq_len: int | None) -> Transformer:
@@ -99,16 +110,19 @@ def _qwen_windows(read: Entries, seq_len: int) -> Any:
 def _gemma(read: Entries, seq_len: int | None) -> Transformer:
     """Token rows times sqrt(d_model); gains are 1 + w with w = 0, which are gains of 1.
 
-    The first releases say "gelu" and mean the tanh form, which the module takes either way.
+    The first releases say "gelu" and mean the tanh form, which the module takes either way. Of its
+    two entries for the activation transformers 5 reads `hidden_act` alone.
     """
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
-    name = "hidden_activation" if read.has("hidden_activation") else "hidden_act"
-    given = read.activation(name)
-    read("hidden_act", None)
+    name, other = "hidden_act", "hidden_activation"
+    given = {entry: read.activation(entry) for entry in (name, other) if read(entry, None)}
+    given = {entry: "gelu_tanh" if a == "gelu" else a for entry, a in given.items()}
+    if given.get(other, given[name]) != given[name]:
+        read.leave_out(other, read(other), "hidden_act says the activation since transformers 5")
     return decoder(
         read,
         seq_len,
-        activation="gelu_tanh" if given == "gelu" else given,
+        activation=given[name],
         embedding=_scaled(read, "hidden_size"),
     )
 
@@ -154,8 +168,6 @@ LLAMA: dict[str, Any] = {
     "initializer_range": 0.02,
     "rms_norm_eps": 1e-6,
     "attention_dropout": 0.0,
-    "attention_bias": False,
-    "mlp_bias": False,
     "tie_word_embeddings": False,
 }
 _QWEN = LLAMA | {

@@ -11,13 +11,14 @@ from moments.weights import Biases
 from .entries import Entries
 from .family import Family
 from .heads import causal_head
-from .llama import LLAMA, causal, decoder, length
+from .llama import BOTH, LLAMA, causal, decoder, length
 
 
 def _phi3(read: Entries, seq_len: int | None) -> Transformer:
     return decoder(
         read,
         seq_len,
+        biased=(),
         dropout=read.number("resid_pdrop"),
         window=read.window("sliding_window", length(read, seq_len)),
         embedding=Embedding(
@@ -50,6 +51,8 @@ def _starcoder2(read: Entries, seq_len: int | None) -> Transformer:
 def _stablelm(read: Entries, seq_len: int | None) -> Transformer:
     """LayerNorm; dropout on the feed-forward block's output alone."""
     read.refuse("qk_layernorm", False, "a norm with gains of its own for every head")
+    width = read.count("hidden_size") // read.count("num_attention_heads")
+    read.refuse("head_dim", width, "a width of heads that its module does not follow")
     return decoder(
         read,
         seq_len,
@@ -90,6 +93,7 @@ def _granite(read: Entries, seq_len: int | None) -> Transformer:
     return decoder(
         read,
         seq_len,
+        biased=BOTH,
         temperature=1 / (read.positive("attention_multiplier") * math.sqrt(width)),
         branch_scale=read.number("residual_multiplier"),
         embedding=Embedding(
@@ -121,6 +125,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
             "resid_pdrop": 0.0,
             "pad_token_id": 32000,
+            "rope_parameters": {"partial_rotary_factor": 1.0},
         },
         # embd_pdrop is read by no line of the module.
         {"embd_pdrop": ..., "original_max_position_embeddings": ...},

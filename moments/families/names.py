@@ -112,10 +112,12 @@ IRRELEVANT = frozenset(
 # What every config may hold, with the value at which it changes nothing.
 USUAL: Mapping[str, Any] = {
     "add_cross_attention": False,
+    "attention_bias": False,
     "chunk_size_feed_forward": 0,
     "cross_attention_hidden_size": None,
     "is_decoder": False,
     "is_encoder_decoder": False,
+    "mlp_bias": False,
     "pruned_heads": {},
     "quantization_config": None,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moments.embedding import Embedding
+from moments.positions import Rotary
 from moments.transformer import Transformer
 from moments.weights import Biases, Weights
 
@@ -31,7 +32,7 @@ def _gpt_neox(read: Entries, seq_len: int | None) -> Transformer:
         biases=read.biases(_ALL if read.flag("attention_bias") else _FFN),
         parallel=read.flag("use_parallel_residual"),
         parallel_norms=2,
-        rotary=read.rotary(),
+        rotary=read.rotary("rotary_emb_base", "rotary_pct"),
         norm_epsilon=epsilon,
         norm_affine=True,
         embedding=Embedding(
@@ -61,7 +62,7 @@ def _gptj(read: Entries, seq_len: int | None) -> Transformer:
         weights=Weights.normal(variance),
         biases=read.biases(_FFN),
         parallel=True,
-        rotary=read.rotary(turned * heads / d_model),
+        rotary=Rotary(turned * heads / d_model),
         norm_epsilon=epsilon,
         norm_affine=True,
         embedding=Embedding(
@@ -105,7 +106,11 @@ def _phi(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _falcon(read: Entries, seq_len: int | None) -> Transformer:
-    """One norm for both blocks (7B), or one each (40B); one head of keys and values, or groups."""
+    """One norm for both blocks (7B), or one each (40B); one head of keys and values, or groups.
+
+    ALiBi's penalties are divided by sqrt(d_head) like the logits. Without them no attention weight
+    is dropped. Blocks one after the other drop attention_dropout of the first one's output.
+    """
     variance, epsilon = read.variance(), read.number("layer_norm_epsilon")
     d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
     grouped = read.flag("new_decoder_architecture")
@@ -117,10 +122,6 @@ def _falcon(read: Entries, seq_len: int | None) -> Transformer:
     read("num_kv_heads", None)
     read("num_ln_in_parallel_attn", None)
     dropout, attention_dropout = read.number("hidden_dropout"), read.number("attention_dropout")
-    if not parallel and dropout != attention_dropout:
-        read.leave_out(
-            "attention_dropout", attention_dropout, "hidden_dropout on the attention block's output"
-        )
     alibi = read.flag("alibi")
     return Transformer(
         layers=read("num_hidden_layers"),
@@ -131,15 +132,16 @@ def _falcon(read: Entries, seq_len: int | None) -> Transformer:
         d_ff=read("ffn_hidden_size", 4 * d_model),
         norm="pre",
         activation=read.activation("activation"),
-        dropout=dropout,
-        attention_dropout=attention_dropout,
+        dropout=dropout if parallel else attention_dropout,
+        ffn_dropout=dropout,
+        attention_dropout=attention_dropout if alibi else 0.0,
         causal=True,
         weights=Weights.normal(variance),
         biases=Biases() if read.flag("bias") else None,
         parallel=parallel,
         parallel_norms=norms,
         rotary=None if alibi else read.rotary(),
-        alibi=alibi,
+        alibi=(d_model // heads) ** -0.5 if alibi else False,
         norm_epsilon=epsilon,
         norm_affine=True,
         embedding=Embedding(vocab_size=read("vocab_size"), token_variance=variance),

@@ -24,7 +24,8 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
     Attention logits are not divided by sqrt(d_kv); the initialisation of the queries makes up for
     it. Where the output is scaled, logits are those of the token table times 1/sqrt(d_model).
     """
-    factor = read.variance("initializer_factor")
+    gain = read.positive("initializer_factor")
+    factor = gain**2
     d_model, heads, d_head, d_ff = (
         read.count(name) for name in ("d_model", "num_heads", "d_kv", "d_ff")
     )
@@ -64,7 +65,7 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
         ),
         "norm_epsilon": epsilon,
         "norm_affine": True,
-        "norm_gain": math.sqrt(factor),
+        "norm_gain": gain,
         "embedding": embedding,
     }
     if read.kind == "mt5":  # ties in any case, and never scales
@@ -75,14 +76,13 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
         read("tie_word_embeddings", None)
     else:  # T5 1.1 and its successors say so by this entry; it ties in either case
         scaled = read.flag("tie_word_embeddings", True)
-    encoder = Transformer(layers=layers, head=Head(norm=True, dropout=dropout, loss=None), **shared)
+    head = Head(norm=True, norm_gain=gain, dropout=dropout, loss=None)
+    encoder = Transformer(layers=layers, head=head, **shared)
     return Transformer(
         layers=read("num_decoder_layers", layers),
         causal=True,
         encoder=encoder,
-        head=Head(
-            norm=True,
-            dropout=dropout,
+        head=head.replace(
             output_scale=d_model**-0.5 if scaled else 1.0,
             # Inputs are the targets shifted by one, so that every token has its own target.
             loss="causal",

@@ -180,9 +180,13 @@ class _Reading:
                 if role is None and model.parallel:
                     role = roles.get((n, "attention.norm.gain"))
                 if role is not None:
-                    gain = gain_of(self.module, role, self.blocks[role]).double()
-                    gains[n - 1, column] = float(gain.square().mean().sqrt())
+                    gains[n - 1, column] = self._gain(role)
         return gains
+
+    def _gain(self, role: Role) -> float:
+        """Root mean square."""
+        gain = gain_of(self.module, role, self.blocks[role]).double()
+        return float(gain.square().mean().sqrt())
 
     def _scales(
         self, model: Transformer, stack: str, roles: Mapping[tuple[int, str], Role]
@@ -235,6 +239,9 @@ class _Reading:
                 for role, name in table.items()
                 if (layer, role) in roles and getattr(part, name, None) is not None
             }
+            after = roles.get((layer, "final.norm.gain"))
+            if field == "head" and part.norm and after is not None:
+                values["norm_gain"] = self._gain(after)
             changes[field] = part.replace(**values)
         if "head" in changes and not stack and self.batch is not None:
             scale = measured_scale(self.module, self.found, model, self.batch)

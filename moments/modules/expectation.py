@@ -162,7 +162,8 @@ def expected_variance(model: Transformer, role: Role) -> float | None:
     if role.name in _OUTSIDE:
         return _positive(model, *_OUTSIDE[role.name])
     if kind == "gain":
-        return 1.0
+        after = role.name == "final.norm.gain" and model.head is not None
+        return float(model.head.norm_gain) ** 2 if after else 1.0
     if role.name in _VECTORS:
         return _positive(model, *_VECTORS[role.name]) or 0.0
     return 0.0 if kind == "bias" else None

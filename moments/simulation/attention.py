@@ -56,7 +56,7 @@ def self_attention(
     bias: Tensor | None = None
     if model.alibi:
         slopes = torch.tensor(alibi_slopes(model.heads), device=x.device, dtype=x.dtype)
-        bias = -slopes[:, None, None] * offset.abs().to(x.dtype)
+        bias = -model.alibi * slopes[:, None, None] * offset.abs().to(x.dtype)
     if table is not None:
         assert model.relative_bias is not None
         learned = table[buckets(offset, model.relative_bias, model.causal)].permute(2, 0, 1)

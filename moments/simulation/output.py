@@ -74,9 +74,16 @@ def has_final_norm(model: Transformer) -> bool:
     return model.placements[-1] not in ("post", "b2t", "none")
 
 
+def final_gain(model: Transformer) -> float:
+    """Of the norm that follows the last layer."""
+    return 1.0 if model.head is None else float(model.head.norm_gain)
+
+
 def draw_final(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Learnable gain and bias of the norm that follows the last layer, where it has them."""
-    return affine(model, "final.norm", 1.0, device, dtype) if has_final_norm(model) else {}
+    if not has_final_norm(model):
+        return {}
+    return affine(model, "final.norm", final_gain(model), device, dtype)
 
 
 def run_final(
@@ -88,7 +95,7 @@ def run_final(
 ) -> Tensor:
     """Norm and dropout between the last layer and what reads its output."""
     if has_final_norm(model):
-        x = watch(affine_norm(model, x, weights, "final.norm"), "final.norm")
+        x = watch(affine_norm(model, x, weights, "final.norm", final_gain(model)), "final.norm")
     drop_prob = 0.0 if model.head is None else model.head.dropout
     return watch(dropout(x, drop_prob, generator), "final.dropout") if drop_prob else x
 
