@@ -330,11 +330,8 @@ class ClassMatrix:
     def __pow__(self, power: int) -> ClassMatrix:
         return ClassMatrix(self.own**power, self.pairs**power, self.classes)
 
-    def __neg__(self) -> ClassMatrix:
-        return self * -1.0
-
     def __rsub__(self, other: Any) -> ClassMatrix:
-        return -self + other
+        return (self * -1.0).__add__(other)
 
     __radd__ = __add__
     __rmul__ = __mul__
