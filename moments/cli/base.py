@@ -343,7 +343,7 @@ def input_moments(
 
 # Tokens that attention is resolved over where the user names no length: the cost per layer grows
 # with the cube of the length.
-_TOKENS = 256
+_TOKENS = 128
 
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
