@@ -125,7 +125,8 @@ class Gate:
 _SAID = {
     *(f.name for f in dataclasses.fields(Transformer)),
     *("grad_variance", "grad_correlation", "grad_kernel", "token_ids", "segment_ids", "targets"),
-    *("attention_mask", "pixels", "batch", "encoder_inputs"),
+    *("attention_mask", "document_ids", "pixels", "batch", "encoder_inputs"),
+    *("query", "key", "value"),  # weights of zeros where what they make is normalised
 }
 """What a user says of a prediction; a DomainError about any other value is the formulas' own."""
 

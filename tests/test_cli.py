@@ -234,7 +234,7 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
         (["predict", "--layers", "3"], "add --d-model, --heads, --seq-len"),
         (["solve", "--layers", "3"], "no MODEL given: name a preset or a config.json\n"),
         (["audit", "gpt2", "--option", "per_head=false"], "give its --scheme too"),
-        (["solve", "bert-tiny", "--option", "per_head"], "NAME=VALUE is wanted"),
+        (["solve", "bert-tiny", "--option", "per_head"], "must be NAME=VALUE"),
         (["predict", *OWN, "--dropout", "1.5"], "dropout = 1.5"),
         (["predict", *OWN, "--heads", "5"], "heads = 5"),
         (["predict", *OWN, "--correlation", "2", *PUBLISHED], "correlation = 2.0"),

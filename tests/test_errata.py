@@ -341,9 +341,8 @@ def test_released_figures_show_weight_gradients() -> None:
     slope = np.polyfit(np.log(layer[late]), np.log(norms[late]), 1)[0]
     assert slope == pytest.approx(-0.5, abs=0.07)
     assert (norms[9] / norms[-1]) ** 2 > 4 * stream[9] / stream[-1]
-    for norm in ("Pre-LN", "Post-LN"):
-        level = np.array(stored()[f"kedia-4/2/{norm}, refined"]["value"])
-        white = np.array(stored()[f"kedia-4/1/{norm}, refined"]["value"])
+    for panels in ((1, 2), (4, 5)):  # of Pre-LN and of Post-LN
+        white, level = (np.array(stored()[f"kedia-4/{n}/refined"]["value"]) for n in panels)
         assert np.all(np.abs(level - 1) < 0.3)
         assert white[0] < 0.4
 

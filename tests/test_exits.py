@@ -156,13 +156,15 @@ def test_a_negative_gradient_variance_is_refused_with_its_reason() -> None:
         predict(model.with_scheme("normal", variance=1.47))
 
 
-def test_negative_gradients_of_weights_are_cut_off_and_said() -> None:
+def test_weight_gradients_of_a_million_tokens_do_not_cancel() -> None:
+    """With a gradient S of the logits both squared norms are tr(S C S^T C), weights alike."""
     model = Transformer(6, 512, 4, 10**6, norm="hybrid", activation="erf", norm_epsilon=10.0)
     prediction = predict(model, variance=0.04, correlation=-1e-6, grad_correlation=0.22)
-    with pytest.warns(ValidityWarning, match="by cancellation, 0 stands in"):
-        norms = prediction.weight_gradients()
-    assert norms.squared_norm.min() == 0.0
-    assert set(norms.weight[norms.squared_norm == 0.0]) == {"key"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        norms = prediction.weight_gradients().pivot_table("squared_norm", "layer", "weight")
+    assert np.all(norms > 0.0)
+    np.testing.assert_allclose(norms["key"], norms["query"], rtol=1e-3)
 
 
 def test_the_gate_cuts_off_rounding_and_says_the_rest() -> None:
@@ -189,14 +191,17 @@ def test_peaked_attention_has_a_band_that_json_can_hold() -> None:
     assert check({"model": model, "variance": 4e-4, "correlation": 0.01}) == "predicted"
 
 
+@pytest.mark.filterwarnings("ignore:theory .* has no norm_epsilon")
 @pytest.mark.parametrize("theory", ["published", "simplified"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_values_of_zero_under_the_papers_theories(theory: str, norm: str) -> None:
-    """Zero variances end in numbers or in an error of our own, not in a division by zero."""
+    """Zero variances end in numbers or in an error of our own; of zeros alone, in the stream."""
     model = Transformer(**SMALL, norm=norm, norm_epsilon=1e-5, weights=XAVIER.replace(value=0.0))
     check({"model": model, "theory": theory})
-    with pytest.raises(DomainError, match="the variance is 0 in layer 1 at attention"):
-        predict(model.replace(weights=Weights.normal(0.0)), theory="published")
+    zeros = model.replace(weights=Weights.normal(0.0))
+    found = predict(zeros, theory=theory, correlation=0.3, grad_correlation=0.2)
+    np.testing.assert_allclose(found.variance, 1.0, rtol=1e-4)
+    np.testing.assert_allclose(found.grad_variance, 1.0, rtol=1e-4)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
@@ -308,7 +313,7 @@ def test_sequences_of_a_text_are_counted_once() -> None:
 
 def test_what_memory_cannot_hold_is_refused_before_the_work() -> None:
     with pytest.raises(DomainError, match=r"about .* GiB of memory, and .* are there"):
-        predict(Transformer(20, 64, 4, 10**6, causal=True))
+        predict(Transformer(20, 64, 4, 10**6, causal=True), tokens=True)
     with pytest.raises(DomainError, match="layers = 1000000000: must be an integer of at most"):
         Transformer(10**9, 64, 4, 16)
     with pytest.raises(DomainError, match=r"heads = .* at most"):

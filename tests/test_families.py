@@ -192,10 +192,10 @@ def test_a_name_where_a_path_is_wanted() -> None:
         ("gpt_neo", "attention_types", [[["global"], 5]], "each of 2 layers"),
         ("llama", "rope_parameters", {"rope_theta": "long"}, "a number"),
         ("llama", "rope_scaling", "linear", "a JSON object"),
-        ("deberta-v2", "pos_att_type", True, "a list of terms"),
+        ("deberta-v2", "pos_att_type", True, "a list of texts"),
         ("llama", "tie_word_embeddings", "yes", "true or false"),
         ("mistral", "sliding_window", -1, "integer of at least 1"),
-        ("qwen2", "layer_types", "full", "one kind per layer"),
+        ("qwen2", "layer_types", "full", "must be a list"),
     ],
 )
 def test_an_entry_outside_the_model_is_refused(

@@ -120,6 +120,7 @@ def test_weights_of_zeros_are_finite_and_without_a_note(setting: dict[str, Any])
                 warnings.filterwarnings("ignore", message=".*squared norms of the tokens")
             if fields["norm"] == "none":  # with four tokens and six features, sizes vary at random
                 warnings.filterwarnings("ignore", message="without normalisation")
+                warnings.filterwarnings("ignore", message="attention logits' variance changes")
             found = moments.predict(model, correlation=0.3, tokens=tokens)
             band = found.grad_variance_band
             found.to_json()
@@ -170,6 +171,7 @@ def embedded(padding_id: int | None, **changes: Any) -> Transformer:
     return Transformer(**(fields | {"embedding": table} | changes))
 
 
+@pytest.mark.filterwarnings("ignore:attention logits' variance changes")
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
 def test_padding_that_nobody_sees_changes_nothing(norm: str) -> None:
     """The row of zeros is a token of its own: what others do does not depend on it."""

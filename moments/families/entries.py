@@ -178,8 +178,6 @@ class Entries:
         self, kinds: Any, windowed: str, name: str, seq_len: int
     ) -> tuple[int | None, ...] | None:
         """Reach of every layer, where layers of the kind `windowed` have a window."""
-        if not isinstance(kinds, list | tuple):
-            raise domain_error("layer_types", kinds, "a list of one kind per layer")
         reach = self.window(name, seq_len)
         reaches = tuple(reach if kind == windowed else None for kind in kinds)
         return reaches if any(reaches) else None

@@ -25,7 +25,7 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
     it. Where the output is scaled, logits are those of the token table times 1/sqrt(d_model).
     """
     gain = read.positive("initializer_factor")
-    factor = gain**2
+    factor = read.variance("initializer_factor")
     d_model, heads, d_head, d_ff = (
         read.count(name) for name in ("d_model", "num_heads", "d_kv", "d_ff")
     )
