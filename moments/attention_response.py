@@ -34,8 +34,10 @@ from .sensitivity import (
     count_of,
     diagonal,
     entrywise,
+    over_tokens,
     own_entries,
     ratio,
+    row_sums,
     stacked,
     symmetric,
     trace_of,
@@ -80,6 +82,11 @@ class AttentionResponse:
         query: tau R2 tr(P_i C P_i' C).
         slope: tau R2.
         slope_change: C_ii' d(slope)/dC_ii'.
+        query_change: (slope + slope_change) tr(P_i C P_i' C).
+        squares_change: C_ii d(squares)/dC_ii, as if theta's odds grew in proportion.
+        through_keys: (..., L) what dropout adds to the keys' part of a row with itself.
+        apart: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
+        bend: (..., L) d log t/d log theta - 1 of every row.
         logit_variance, keys: (..., L) theta and effective number of keys of every row.
     """
 
@@ -90,6 +97,11 @@ class AttentionResponse:
     query: Matrix
     slope: Matrix
     slope_change: Matrix
+    query_change: Matrix
+    squares_change: Matrix
+    through_keys: Array
+    apart: Array
+    bend: Array
     logit_variance: Array
     keys: Array
 
@@ -148,12 +160,26 @@ class AttentionResponse:
         if rise is not None:
             given = rise.given
             twice = 2 * self.slope + self.slope_change
+            again = own_entries(self.slope + self.slope_change) * self.through_keys
+            twice = twice + diagonal(again, twice)
             direct = direct + twice * gradient * rise.gathered
             overlaps = 2 * (self.slope + self.slope_change) * gradient * given
             pairs = pairs + overlaps
             keys = twice * self.kernel * gradient
             seen = w @ given
             middle = middle + overlaps * self._means + keys * (seen @ wt)
+            # What follows a row's theta: by the query's own size, and by how far apart keys are.
+            own = own_entries(gradient)
+            squares = own * (self.squares_change @ own_entries(given)[..., None])[..., 0]
+            sizes = row_sums(keys * rise.gathered + self.query_change * gradient * given)
+            by_theta = self.bend * (sizes + squares) + squares
+            direct = direct + diagonal(ratio(by_theta, own_entries(self.kernel)), middle)
+            # `through_keys` is per that distance over the tokens' mean size
+            keyed = own_entries(self.slope * self.kernel * rise.gathered) * own * self.through_keys
+            by_mean = ratio(over_tokens(keyed, middle), trace_of(self.kernel))
+            by_distance = ratio(by_theta - keyed, self.apart)
+            middle = middle - diagonal(by_distance, middle)
+            dropped = dropped + (wt @ by_distance[..., None])[..., 0] + by_mean[..., None]
         onward = wt @ pairs
         cross = onward * transposed(self._mixed)
         kept = (onward @ w) * self.kernel
@@ -257,6 +283,7 @@ def _response(
     means = mixed @ transposed(weights)
     itself = own_entries(means)[:, None]
     excess = entrywise(lambda met: np.maximum(met, 0.0), own[None, :] - 2 * mixed + itself)
+    squares_change = squares * own_entries(kernel * slope)[:, None] * excess
     squares = squares * (1 + own_entries(kernel * chord)[:, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
     apart = (weights @ own[:, None])[:, 0] - own_entries(means)
@@ -265,9 +292,24 @@ def _response(
     query = slope * (overlap + np.outer(apart, apart) / d_model)
     # Dropout makes logits matter by what their keys have of their own, whatever they share.
     mean = trace_of(kernel) / count_of(kernel)
-    through_keys = diagonal(dropped / np.maximum(ratio(rows.unshared, mean), 0.05), kernel)
-    by_head = kernel * (chord + slope * (1 + through_keys))
-    return weights, dropped * squares, by_head, query, slope, change, rows.theta, rows.keys
+    through_keys = dropped / np.maximum(ratio(rows.unshared, mean), 0.05)
+    by_head = kernel * (chord + slope * (1 + diagonal(through_keys, kernel)))
+    query_change = (slope + change) * overlap
+    squares, squares_change = dropped * squares, dropped * squares_change
+    maps = weights, squares, by_head, query, slope, change, query_change, squares_change
+    return *maps, through_keys, apart, _bend(rows), rows.theta, rows.keys
+
+
+def _bend(rows: RowStatistics) -> Array:
+    """d log t/d log theta - 1: how much less than in proportion the odds of one key grow."""
+    keys = np.maximum(rows.keys, 1 + 1e-6)
+    step, logs = 0.02, []
+    for factor in (1 - step, 1 + step):
+        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, 1e-3))
+        square = np.asarray(exact_rows.rows(theta, keys).sum_square)
+        logs.append(np.log(np.log(square * (keys - 1) / (1 - square))))
+    slope = (logs[1] - logs[0]) / np.log((1 + step) / (1 - step))
+    return np.where(rows.keys > 1 + 1e-6, slope - 1, 0.0)
 
 
 def _saturation(
