@@ -67,8 +67,12 @@ def predict(
             the head's loss where one is declared, else 1 and 0.
         theory: "refined", "published" (the papers' full forms) or "simplified" (their Tables 1
             and 2).
-        tokens: whether moments are resolved by token; None: where the model is causal or positions
-            enter its attention, or a text, an image or a kernel is given, under the refined theory.
+        tokens: how finely tokens are told apart under the refined theory. True: each by itself,
+            at a cost that grows with the cube of the length. False: not at all. None: by classes of
+            positions (`moments.classes`) where the mask is causal and nothing else but dropout
+            tells tokens apart, at any length; token by token where positions enter attention, or
+            for a text, an image, a mask or a kernel; and else not at all. `Prediction.resolution`
+            says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.

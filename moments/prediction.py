@@ -70,6 +70,14 @@ class Prediction:
     top: Callable[[], Any] | None = field(default=None, repr=False)
 
     @property
+    def resolution(self) -> str:
+        """How finely tokens were told apart: "tokens alike", "17 classes of positions", "by
+        token"."""
+        if self.layout.classes is not None:
+            return f"{len(self.layout.classes.nodes)} classes of positions"
+        return "tokens alike" if self.token_variance is None else "by token"
+
+    @property
     def grad_variance_typical(self) -> np.ndarray:
         """What one draw of the weights looks like, (..., N + 1): the geometric mean over draws.
 

@@ -52,7 +52,10 @@ def prediction_table(prediction: Prediction) -> Table:
         return _batch_table(prediction)
     model = prediction.model
     table = Table(
-        title=f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}",
+        title=(
+            f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}, "
+            f"{prediction.resolution}"
+        ),
         caption=_caption(prediction),
         title_justify="left",
         caption_justify="left",

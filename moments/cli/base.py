@@ -348,9 +348,11 @@ _TOKENS = 256
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
-    from ..passes import positional
+    from ..passes import by_position, positional
 
     if seq_len is not None or model.seq_len <= _TOKENS or not positional(model):
+        return model
+    if by_position(model):
         return model
     note(
         f"{_TOKENS} of up to {model.seq_len} tokens, resolved one by one; for all of them add "

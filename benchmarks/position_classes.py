@@ -1,0 +1,103 @@
+"""Classes of positions against every token: what they lose, and what they cost.
+
+    python benchmarks/position_classes.py            # measures and stores, about five minutes
+    python benchmarks/position_classes.py --show     # prints what is stored
+
+Errors are the largest over layers, those of queries and keys include what grouped rows cost by
+token. Times are processor seconds of one thread in one run, so that their ratio is what to quote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+import moments
+
+DATA = Path(__file__).parent / "data" / "position_classes.json"
+PLAIN = {"layers": 12, "d_model": 256, "heads": 4, "dropout": 0.1, "causal": True}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Pre-LN, 12 x 128": (moments.Transformer(**PLAIN, seq_len=128), {"correlation": 0.2}),
+    "Post-LN, 12 x 128": (
+        moments.Transformer(**PLAIN, seq_len=128, norm="post"),
+        {"correlation": 0.2},
+    ),
+    "gated, grouped heads, 12 x 128": (
+        moments.Transformer(
+            **PLAIN | {"dropout": 0.0, "heads": 8},
+            seq_len=128,
+            kv_heads=2,
+            normalization="rmsnorm",
+            activation="swiglu",
+        ),
+        {"correlation": 0.1},
+    ),
+    "Pre-LN, 4 x 384": (moments.Transformer(**PLAIN | {"layers": 4}, seq_len=384), {}),
+    "GPT-2 small, 12 x 128": (moments.preset("gpt2", seq_len=128), {}),
+    "GPT-2 small, 2 x 512": (moments.preset("gpt2", seq_len=512).replace(layers=2), {}),
+}
+LONG = (1024, 8192, 131072)
+
+
+def timed(model: Any, **given: Any) -> tuple[moments.Prediction, float]:
+    start = time.process_time()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        found = moments.predict(model, **given)
+    return found, time.process_time() - start
+
+
+def largest(found: Any, expected: Any) -> float:
+    return float(np.abs(np.asarray(found) / np.asarray(expected) - 1).max())
+
+
+def compared(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """One case, by token once and on classes twice: the second has no tables to build."""
+    exact, seconds = timed(model, tokens=True, **given)
+    timed(model, **given)
+    found, own = timed(model, **given)
+    bands = [np.log(p.grad_variance_band[1] / p.grad_variance_band[0]) for p in (found, exact)]
+    frames = [p.weight_gradients().set_index(["layer", "weight"]) for p in (found, exact)]
+    ratio = (frames[0] / frames[1])["squared_norm"].dropna().drop("token", level=1, errors="ignore")
+    sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
+    return {
+        "classes": len(found.layout.classes.nodes),
+        "variance": largest(found.variance, exact.variance),
+        "correlation": float(np.abs(found.correlation - exact.correlation).max()),
+        "gradient": largest(found.grad_variance, exact.grad_variance),
+        "weight gradients": float(abs(ratio[~sharp] - 1).max()),
+        "queries and keys": float(abs(ratio[sharp] - 1).max()),
+        "band": largest(bands[0], bands[1]),
+        "seconds by token": seconds,
+        "seconds on classes": own,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--show", action="store_true")
+    if not parser.parse_args().show:
+        found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} processors"}
+        found["cases"] = {name: compared(*case) for name, case in CASES.items()}
+        gpt2 = moments.preset("gpt2")
+        found["GPT-2 small, 12 layers, seconds"] = {}
+        for length in LONG:
+            timed(gpt2.replace(seq_len=length))
+            _, seconds = timed(gpt2.replace(seq_len=length))
+            found["GPT-2 small, 12 layers, seconds"][str(length)] = seconds
+        DATA.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(DATA.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
