@@ -157,6 +157,12 @@ class AttentionResponse:
         direct = self.query * sensitivity
         middle = sensitivity + pairs * self._means
         dropped = (transposed(self.squares) @ own_entries(sensitivity)[..., None])[..., 0]
+        # What follows a row's theta less than in proportion: `follows` both the query's own size
+        # and how far apart its keys are, `sized` only the former, `apart` only the latter.
+        own = own_entries(sensitivity)
+        sized = own * (self.squares_change @ own_entries(self.kernel)[..., None])[..., 0]
+        follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
+        apart = 0.0 * sized
         if rise is not None:
             given = rise.given
             twice = 2 * self.slope + self.slope_change
@@ -168,18 +174,18 @@ class AttentionResponse:
             keys = twice * self.kernel * gradient
             seen = w @ given
             middle = middle + overlaps * self._means + keys * (seen @ wt)
-            # What follows a row's theta: by the query's own size, and by how far apart keys are.
             own = own_entries(gradient)
             squares = own * (self.squares_change @ own_entries(given)[..., None])[..., 0]
             sizes = row_sums(keys * rise.gathered + self.query_change * gradient * given)
-            by_theta = self.bend * (sizes + squares) + squares
-            direct = direct + diagonal(ratio(by_theta, own_entries(self.kernel)), middle)
+            follows = follows + self.bend * (sizes + squares)
             # `through_keys` is per that distance over the tokens' mean size
             keyed = own_entries(self.slope * self.kernel * rise.gathered) * own * self.through_keys
-            by_mean = ratio(over_tokens(keyed, middle), trace_of(self.kernel))
-            by_distance = ratio(by_theta - keyed, self.apart)
-            middle = middle - diagonal(by_distance, middle)
-            dropped = dropped + (wt @ by_distance[..., None])[..., 0] + by_mean[..., None]
+            sized, apart = sized + squares, squares - keyed
+            dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
+        direct = direct + diagonal(ratio(follows + sized, own_entries(self.kernel)), middle)
+        apart = ratio(follows + apart, self.apart)
+        middle = middle - diagonal(apart, middle)
+        dropped = dropped + (wt @ apart[..., None])[..., 0]
         onward = wt @ pairs
         cross = onward * transposed(self._mixed)
         kept = (onward @ w) * self.kernel
