@@ -71,7 +71,13 @@ class AttentionResponse:
 
         w^T G w + sum_ii' (value + key)_ii' G_ii' P_i C P_i' + query o G + dropped noise,
 
-    and attention hands on a change of its kernel by the transpose of that map.
+    and attention hands on a change of its kernel by the transpose of that map, and by what rows
+    saturate as their theta grows: at a given covariance of two rows' logits, R1 and R2 change by
+    b R2 and b (R2 + rho dR2/drho) with log theta, b = dlog t/dlog theta - 1. Not followed are the
+    mean weights and the number of keys that count.
+
+    Tokens alike (12, correlations .3 and .6, tau up to 1, dropout up to .1): derivatives of output
+    and gradient within 7 % of differences of `KernelAttention`, mostly within 2 %.
 
     Attributes:
         kernel: second moments C of the tokens that attend.
