@@ -34,8 +34,10 @@ from .sensitivity import (
     count_of,
     diagonal,
     entrywise,
+    over_tokens,
     own_entries,
     ratio,
+    row_sums,
     stacked,
     symmetric,
     trace_of,
@@ -69,7 +71,13 @@ class AttentionResponse:
 
         w^T G w + sum_ii' (value + key)_ii' G_ii' P_i C P_i' + query o G + dropped noise,
 
-    and attention hands on a change of its kernel by the transpose of that map.
+    and attention hands on a change of its kernel by the transpose of that map, and by what rows
+    saturate as their theta grows: at a given covariance of two rows' logits, R1 and R2 change by
+    b R2 and b (R2 + rho dR2/drho) with log theta, b = dlog t/dlog theta - 1. Not followed are the
+    mean weights and the number of keys that count.
+
+    Tokens alike (12, correlations .3 and .6, tau up to 1, dropout up to .1): derivatives of output
+    and gradient within 7 % of differences of `KernelAttention`, mostly within 2 %.
 
     Attributes:
         kernel: second moments C of the tokens that attend.
@@ -80,6 +88,11 @@ class AttentionResponse:
         query: tau R2 tr(P_i C P_i' C).
         slope: tau R2.
         slope_change: C_ii' d(slope)/dC_ii'.
+        query_change: (slope + slope_change) tr(P_i C P_i' C).
+        squares_change: C_ii d(squares)/dC_ii, as if theta's odds grew in proportion.
+        through_keys: (..., L) what dropout adds to the keys' part of a row with itself.
+        apart: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
+        bend: (..., L) d log t/d log theta - 1 of every row.
         logit_variance, keys: (..., L) theta and effective number of keys of every row.
     """
 
@@ -90,6 +103,11 @@ class AttentionResponse:
     query: Matrix
     slope: Matrix
     slope_change: Matrix
+    query_change: Matrix
+    squares_change: Matrix
+    through_keys: Array
+    apart: Array
+    bend: Array
     logit_variance: Array
     keys: Array
 
@@ -145,15 +163,35 @@ class AttentionResponse:
         direct = self.query * sensitivity
         middle = sensitivity + pairs * self._means
         dropped = (transposed(self.squares) @ own_entries(sensitivity)[..., None])[..., 0]
+        # What follows a row's theta less than in proportion: `follows` both the query's own size
+        # and how far apart its keys are, `sized` only the former, `apart` only the latter.
+        own = own_entries(sensitivity)
+        sized = own * (self.squares_change @ own_entries(self.kernel)[..., None])[..., 0]
+        follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
+        apart = 0.0 * sized
         if rise is not None:
             given = rise.given
             twice = 2 * self.slope + self.slope_change
+            again = own_entries(self.slope + self.slope_change) * self.through_keys
+            twice = twice + diagonal(again, twice)
             direct = direct + twice * gradient * rise.gathered
             overlaps = 2 * (self.slope + self.slope_change) * gradient * given
             pairs = pairs + overlaps
             keys = twice * self.kernel * gradient
             seen = w @ given
             middle = middle + overlaps * self._means + keys * (seen @ wt)
+            own = own_entries(gradient)
+            squares = own * (self.squares_change @ own_entries(given)[..., None])[..., 0]
+            sizes = row_sums(keys * rise.gathered + self.query_change * gradient * given)
+            follows = follows + self.bend * (sizes + squares)
+            # `through_keys` is per that distance over the tokens' mean size
+            keyed = own_entries(self.slope * self.kernel * rise.gathered) * own * self.through_keys
+            sized, apart = sized + squares, squares - keyed
+            dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
+        direct = direct + diagonal(ratio(follows + sized, own_entries(self.kernel)), middle)
+        apart = ratio(follows + apart, self.apart)
+        middle = middle - diagonal(apart, middle)
+        dropped = dropped + (wt @ apart[..., None])[..., 0]
         onward = wt @ pairs
         cross = onward * transposed(self._mixed)
         kept = (onward @ w) * self.kernel
@@ -257,6 +295,7 @@ def _response(
     means = mixed @ transposed(weights)
     itself = own_entries(means)[:, None]
     excess = entrywise(lambda met: np.maximum(met, 0.0), own[None, :] - 2 * mixed + itself)
+    squares_change = squares * own_entries(kernel * slope)[:, None] * excess
     squares = squares * (1 + own_entries(kernel * chord)[:, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
     apart = (weights @ own[:, None])[:, 0] - own_entries(means)
@@ -265,9 +304,24 @@ def _response(
     query = slope * (overlap + np.outer(apart, apart) / d_model)
     # Dropout makes logits matter by what their keys have of their own, whatever they share.
     mean = trace_of(kernel) / count_of(kernel)
-    through_keys = diagonal(dropped / np.maximum(ratio(rows.unshared, mean), 0.05), kernel)
-    by_head = kernel * (chord + slope * (1 + through_keys))
-    return weights, dropped * squares, by_head, query, slope, change, rows.theta, rows.keys
+    through_keys = dropped / np.maximum(ratio(rows.unshared, mean), 0.05)
+    by_head = kernel * (chord + slope * (1 + diagonal(through_keys, kernel)))
+    query_change = (slope + change) * overlap
+    squares, squares_change = dropped * squares, dropped * squares_change
+    maps = weights, squares, by_head, query, slope, change, query_change, squares_change
+    return *maps, through_keys, apart, _bend(rows), rows.theta, rows.keys
+
+
+def _bend(rows: RowStatistics) -> Array:
+    """d log t/d log theta - 1: how much less than in proportion the odds of one key grow."""
+    keys = np.maximum(rows.keys, 1 + 1e-6)
+    step, logs = 0.02, []
+    for factor in (1 - step, 1 + step):
+        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, 1e-3))
+        square = np.asarray(exact_rows.rows(theta, keys).sum_square)
+        logs.append(np.log(np.log(square * (keys - 1) / (1 - square))))
+    slope = (logs[1] - logs[0]) / np.log((1 + step) / (1 - step))
+    return np.where(rows.keys > 1 + 1e-6, slope - 1, 0.0)
 
 
 def _saturation(

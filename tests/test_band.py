@@ -76,6 +76,13 @@ def linear_chain(layers: int, d_model: int, d_ff: int, **options: Any) -> Transf
     )
 
 
+norms_vary = pytest.mark.filterwarnings(
+    "ignore:without normalisation all tokens' squared norms:moments.ValidityWarning"
+)
+"""Chains without norms are predicted with a note on gradients of query and key weights."""
+
+
+@norms_vary
 @pytest.mark.parametrize(("d_model", "d_ff"), [(64, 256), (64, 64), (96, 32)])
 @pytest.mark.parametrize("layers", [1, 5])
 def test_a_product_of_gaussian_matrices(layers: int, d_model: int, d_ff: int) -> None:
@@ -291,14 +298,16 @@ def test_no_gradient_no_spread() -> None:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_by_token_and_alike_agree(variant: str, batch: int) -> None:
     # Two derivations of one number: two modes and their gains, against maps of (L, L) kernels. They
-    # differ by what each leaves out: up to 16 % here, by token mostly the narrower.
+    # differ by what each leaves out: up to 13 % here, by token the wider, and 21 % in bottom-to-top
+    # layers, where of tokens alike simulated draws deviate by 1.12 (.09) of what is predicted.
     model = small(variant).replace(seq_len=12)
     resolved = sigma_squared(model, correlation=0.3, batch=batch, tokens=True)
     alike = sigma_squared(model, correlation=0.3, batch=batch)
-    assert resolved == pytest.approx(alike, rel=0.18)
+    assert resolved == pytest.approx(alike, rel=0.22 if variant == "b2t" else 0.14)
     assert resolved[-1] == pytest.approx(alike[-1], rel=1e-5)
 
 
+@norms_vary
 @pytest.mark.parametrize("layers", [1, 4])
 def test_a_product_of_gaussian_matrices_by_token(layers: int) -> None:
     widths = [64] + layers * [64, 64, 96, 64]
@@ -380,16 +389,15 @@ def one_layer(causal: bool) -> tuple[AttentionResponse, KernelAttention, np.ndar
 @pytest.mark.parametrize("causal", [False, True])
 def test_fast_attention_maps_against_the_full_ones(causal: bool) -> None:
     fast, full, gradient = one_layer(causal)
-    identity = np.eye(len(gradient))
-    sent = fast.fall(gradient, None, gradient)[0]
+    identity, ones = np.eye(len(gradient)), np.ones_like(gradient)
     exact = full.backward(gradient).total
-    # Under a causal mask the first rows hold few tokens, where the fast maps are least exact.
-    assert np.trace(sent) == pytest.approx(np.trace(exact), rel=0.16 if causal else 0.02)
-    assert sent.sum() == pytest.approx(exact.sum(), rel=0.01)
+    # Of these 24 keys 14 count, which the fast maps know of saturation alone: they lack 5 % of what
+    # rows send to tokens themselves (none of it where tokens are alike, below).
+    sent = (fast.rise(identity).onward * gradient).sum()
+    assert sent == pytest.approx(np.trace(exact), rel=0.06)
+    assert (fast.rise(ones).onward * gradient).sum() == pytest.approx(exact.sum(), rel=0.01)
     onward, exact = fast.rise(identity).onward, full.adjoint(identity)
-    assert np.abs(onward - exact).sum() < (0.11 if causal else 0.04) * np.abs(exact).sum()
-    # and the two are each other's transpose
-    assert (onward * gradient).sum() == pytest.approx(np.trace(sent), rel=1e-4)
+    assert np.abs(onward - exact).sum() < (0.11 if causal else 0.06) * np.abs(exact).sum()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -410,8 +418,42 @@ def test_exposure_of_attention(causal: bool) -> None:
         return float((moved.rise(sensitivity).onward * gradient).sum())
 
     numerical = (sent(0.02) - sent(-0.02)) / 0.04
-    # What the fast maps leave out of it is 29 and 34 % here, always to the same side.
-    assert 0.65 < (exposure * direction).sum() / numerical < 0.75
+    # What is left out is that more keys count the more they differ: 7 and 4 % here.
+    assert 0.91 < (exposure * direction).sum() / numerical < 1.0
+
+
+@pytest.mark.parametrize(
+    ("shared", "tau", "drop"), [(0.3, 0.3, 0.0), (0.3, 1.0, 0.1), (0.6, 1.0, 0.0)]
+)
+def test_attention_of_tokens_alike_answers_as_the_full_maps_do(
+    shared: float, tau: float, drop: float
+) -> None:
+    """Derivatives of output and gradient in both modes, against differences of the full maps."""
+    length, step = 12, 0.02
+    identity, mean = np.eye(length), np.full((length, length), 1 / length)
+    kernel, gradient = shared + (1 - shared) * identity, 0.3 + 0.7 * identity
+    allowed, each = np.ones((length, length), bool), math.sqrt(tau) / 256
+    leaf = SelfAttention("attention", 256, 4, 64, each, each, 1 / 256, drop)
+    fast = AttentionResponse.of(leaf, kernel, [allowed], tau)
+
+    def full(moved: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        layer = KernelAttention(
+            moved, logit_scale=tau, allowed=allowed, drop_prob=drop, d_model=256, d_head=64
+        )
+        return layer.forward(), layer.backward(gradient).total
+
+    for sensitivity in (mean, identity - mean):
+        rise = fast.rise(sensitivity)
+        sent = (rise.onward * gradient).sum()
+        assert sent == pytest.approx((sensitivity * full(kernel)[1]).sum(), rel=0.03)
+        onward = fast.fall(sensitivity, None, gradient)[0]
+        exposure = fast.fall(0 * gradient, rise, gradient)[0]
+        for direction in (mean * length, identity - mean):
+            above, below = full(kernel + step * direction), full(kernel - step * direction)
+            for found, up, down in zip((onward, exposure), above, below, strict=True):
+                moved = (sensitivity * (up - down)).sum() / (2 * step)
+                # beside 7 %, mean weights' own response, which is held: of modes into each other
+                assert (found * direction).sum() == pytest.approx(moved, rel=0.07, abs=0.1)
 
 
 def test_rounding_does_not_grow_with_depth() -> None:
