@@ -241,7 +241,7 @@ def _response(
     own = own_entries(kernel)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1 + 1e-6, rows.own_response * theta, theta)
-    correlation = ratio(kernel, np.sqrt(np.outer(own, own)))
+    correlation = entrywise(ratio, kernel, np.sqrt(np.outer(own, own)))
     shapes = [0.0, 0.0, 0.0]
     for to_rows in (lambda v: v[:, None], lambda v: v[None, :]):
         shapes = [

@@ -297,6 +297,9 @@ class ClassMatrix:
     def __len__(self) -> int:
         return len(self.pairs)
 
+    def __array__(self, *_: Any, **__: Any) -> Array:
+        raise TypeError("a matrix on classes is no array: apply functions of entries `entrywise`")
+
     def __matmul__(self, other: Any) -> Any:
         count, apart = self.classes.count, self.own - diagonal(self.pairs)
         if not isinstance(other, ClassMatrix):  # a column per token

@@ -98,6 +98,8 @@ def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
     column = (one @ np.arange(1.0, 5.0)[:, None])[:, 0]
     repeated = np.repeat(np.arange(1.0, 5.0), blocks)
     np.testing.assert_allclose(column, (first @ repeated)[places], rtol=1e-12)
+    with pytest.raises(TypeError, match="entrywise"):  # nothing reads it entry by entry
+        np.asarray(one)
 
 
 def test_products_and_functions_of_matrices_over_keys() -> None:
