@@ -113,8 +113,16 @@ class PositionClasses:
         return np.asarray((values * self.count).sum(-1) / self.length)
 
     def spread_out(self, values: Array) -> Array:
-        """(..., L) values at every position, interpolated as the sums are."""
-        return np.asarray(values @ _interpolation(self.nodes).T)
+        """(..., L) mean squares at every position, from (..., P).
+
+        Their logarithms are interpolated: gradients under Post-LN fall from one position to the
+        next by more than what is added to them, and a cubic of the values would overshoot zero.
+        """
+        inner, matrix = values[..., :-1], _interpolation(self.nodes)[:-1, :-1].T
+        positive = np.all(inner > 0, axis=-1, keepdims=True)
+        by_logs = np.exp(np.log(np.where(positive, inner, 1.0)) @ matrix)
+        found = np.where(positive, by_logs, inner @ matrix)
+        return np.concatenate([found, values[..., -1:]], axis=-1)
 
 
 @functools.lru_cache(maxsize=16)
