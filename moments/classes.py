@@ -76,9 +76,11 @@ class PositionClasses:
 
     @functools.cached_property
     def pair_count(self) -> Array:
-        """(P, P) ordered pairs of different tokens."""
+        """(P, P) ordered pairs of different tokens: as many as there are, so that what is the same
+        for all pairs averages to itself."""
         pairs = self.count[:, None] * (self.keys - np.eye(len(self.nodes)))
-        return pairs + pairs.T
+        pairs = pairs + pairs.T
+        return np.asarray(pairs * (self.length * (self.length - 1.0) / pairs.sum()))
 
     @functools.cached_property
     def shared(self) -> Array:
