@@ -76,9 +76,11 @@ class PositionClasses:
 
     @functools.cached_property
     def pair_count(self) -> Array:
-        """(P, P) ordered pairs of different tokens."""
+        """(P, P) ordered pairs of different tokens: as many as there are, so that what is the same
+        for all pairs averages to itself."""
         pairs = self.count[:, None] * (self.keys - np.eye(len(self.nodes)))
-        return pairs + pairs.T
+        pairs = pairs + pairs.T
+        return np.asarray(pairs * (self.length * (self.length - 1.0) / pairs.sum()))
 
     @functools.cached_property
     def shared(self) -> Array:
@@ -113,8 +115,16 @@ class PositionClasses:
         return np.asarray((values * self.count).sum(-1) / self.length)
 
     def spread_out(self, values: Array) -> Array:
-        """(..., L) values at every position, interpolated as the sums are."""
-        return np.asarray(values @ _interpolation(self.nodes).T)
+        """(..., L) mean squares at every position, from (..., P).
+
+        Their logarithms are interpolated: gradients under Post-LN fall from one position to the
+        next by more than what is added to them, and a cubic of the values would overshoot zero.
+        """
+        inner, matrix = values[..., :-1], _interpolation(self.nodes)[:-1, :-1].T
+        positive = np.all(inner > 0, axis=-1, keepdims=True)
+        by_logs = np.exp(np.log(np.where(positive, inner, 1.0)) @ matrix)
+        found = np.where(positive, by_logs, inner @ matrix)
+        return np.concatenate([found, values[..., -1:]], axis=-1)
 
 
 @functools.lru_cache(maxsize=16)
@@ -298,7 +308,7 @@ class ClassMatrix:
         return len(self.pairs)
 
     def __array__(self, *_: Any, **__: Any) -> Array:
-        raise TypeError("a matrix on classes is no array of numbers: see `entrywise`")
+        raise TypeError("a matrix on classes is no array: apply functions of entries `entrywise`")
 
     def __matmul__(self, other: Any) -> Any:
         count, apart = self.classes.count, self.own - diagonal(self.pairs)

@@ -51,15 +51,25 @@ def test_sums_over_positions(length: int, power: float, shift: float) -> None:
         later = later / positions[node - 1 :]
         found = classes.rows_square[row] @ (held / classes.nodes**2)
         np.testing.assert_allclose(found, later.sum(), rtol=off)
-    np.testing.assert_allclose(classes.spread_out(held), every, rtol=1e-3)
+    np.testing.assert_allclose(classes.spread_out(held), every, rtol=2e-4)
     np.testing.assert_allclose(classes.count.sum(), length, rtol=1e-9)
+
+
+def test_gradients_that_fall_by_orders_of_magnitude_from_position_to_position() -> None:
+    """What 36 layers under Post-LN send to the first token is 1e7 times the second's, 1e16 the
+    last's: between nodes none of it may reach the others."""
+    classes = PositionClasses.of(32)
+    every = 1e-6 * np.arange(1.0, 33.0) ** -7
+    every[0] = 50.0
+    both = np.stack([every, np.append(every[:-1], 0.0)])  # the last predicts nothing
+    np.testing.assert_allclose(classes.spread_out(both[:, classes.nodes - 1]), both, rtol=1e-9)
 
 
 def test_a_million_positions_cost_nothing() -> None:
     classes = PositionClasses.of(2**20)
     assert len(classes.nodes) < 45
     np.testing.assert_allclose(classes.count.sum(), 2**20, rtol=1e-9)
-    np.testing.assert_allclose(classes.pair_count.sum(), 2**20 * (2**20 - 1.0), rtol=2e-3)
+    np.testing.assert_allclose(classes.pair_count.sum(), 2**20 * (2**20 - 1.0), rtol=1e-9)
 
 
 def whole(own: np.ndarray, pairs: np.ndarray, blocks: list[int]) -> np.ndarray:
@@ -105,6 +115,8 @@ def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
     column = (one @ np.arange(1.0, 5.0)[:, None])[:, 0]
     repeated = np.repeat(np.arange(1.0, 5.0), blocks)
     np.testing.assert_allclose(column, (first @ repeated)[places], rtol=1e-12)
+    with pytest.raises(TypeError, match="entrywise"):  # nothing reads it entry by entry
+        np.asarray(one)
 
 
 def test_products_and_functions_of_matrices_over_keys() -> None:
@@ -187,6 +199,15 @@ CASES = {
     ),
     "gpt2": (moments.preset("gpt2", seq_len=LENGTH).replace(layers=4), {}),
 }
+
+
+def test_tokens_that_become_alike_do_not_become_more_than_that() -> None:
+    model = moments.Transformer(24, 192, 4, 32, causal=True, norm="post")
+    prediction = predicted(model, correlation=0.9)
+    assert prediction.layout.classes is not None
+    np.testing.assert_allclose(prediction.correlation[0], 0.9, rtol=1e-9)
+    assert prediction.correlation[-1] > 1 - 1e-4
+    assert not any("impossible" in note for note in prediction.warnings)
 
 
 @pytest.mark.parametrize("name", CASES)
