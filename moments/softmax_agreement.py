@@ -31,6 +31,8 @@ _STEP_OF_EXTREME = 0.9  # where logits vary widely, in the scale of the largest 
 _TAIL = 7.0  # standard deviations
 # Beyond it, in units of sqrt(2 log V), the largest logit is all there is, to 1e-6.
 _DEVIATION_MAX = 1e6
+# Beyond as many, E p p' of 1/V^2 meets the rounding of its transform; the rise follows log V.
+_LOGITS_MAX = 10**7
 # Where the rise is computed. Negative correlations are below what interpolation needs.
 _NODES = np.array([-0.4, -0.15, 0.15, 0.4, 0.65, 0.85])
 
@@ -45,7 +47,7 @@ def rise(vocab_size: int, variance: float, correlation: Array) -> Array:
     """
     if variance < _FLAT or vocab_size < 3:
         return correlation
-    slopes = _slopes(vocab_size, float(f"{variance:.3g}"))
+    slopes = _slopes(min(vocab_size, _LOGITS_MAX), float(f"{variance:.3g}"))
     nodes = np.append(_NODES, 1.0)
     inside = np.clip(correlation, nodes[0], 1.0)
     total = 0.0 * np.asarray(inside)
