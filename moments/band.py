@@ -64,6 +64,14 @@ Missing is what heads' realised weights do to the signal: its own deviation come
 attention is uniform and up to 12 % low where logits vary by 2.6 within a row, averaged over tokens;
 few tokens with a gradient show more of it. Of four sequences at once, 12 % of the points of a
 3-layer encoder lay outside (60 draws).
+
+The same tokens, resolved, are given up to 6 % more deviation than alike (10 % bottom-to-top), half
+of it where attention is uniform. 600 draws at d = 128 (8 layers Pre-LN, 64 tokens of correlation
+.2) deviate at layers 0 to 3 by .172 .131 .092 .061, of which 3 % is statistical error; predicted
+are .180 .136 .092 .061 alike and .180 .141 .096 .064 by token. 400 draws of four sequences (6
+bottom-to-top layers, d = 96, 12 tokens) deviate by .173 (.006) at the input, predicted are .145
+and .159. Causal rows of the tables above were taken with earlier attention maps by token, which
+gave .151 .110 .076 .053 where the first of these is given .180 .141 .096 .064 now.
 """
 
 from __future__ import annotations
