@@ -31,8 +31,8 @@ _STEP_OF_EXTREME = 0.9  # where logits vary widely, in the scale of the largest 
 _TAIL = 7.0  # standard deviations
 # Beyond it, in units of sqrt(2 log V), the largest logit is all there is, to 1e-6.
 _DEVIATION_MAX = 1e6
-# Beyond as many, E p p' of 1/V^2 meets the rounding of its transform; the rise follows log V.
-_LOGITS_MAX = 10**7
+_ROUNDING = 1e-14  # of the transform, which E p p' of 1/V^2 meets for ten million logits
+_LOGITS_MAX = 10**9  # as many stand for more: the rise follows log V
 # Where the rise is computed. Negative correlations are below what interpolation needs.
 _NODES = np.array([-0.4, -0.15, 0.15, 0.4, 0.65, 0.85])
 
@@ -92,7 +92,10 @@ def _log_product(vocab_size: int, variance: float, correlation: float) -> float:
     below = _antiderivative(_antiderivative(density, step, 0), step, 1)
     missing = np.clip(1 - below, 0.0, 1 - 1e-16)
     whole = density * np.exp((vocab_size - 1) * np.log1p(-missing))
-    return math.log(step**2 * float(whole.sum()))
+    total = step**2 * float(whole.sum())
+    if total < _ROUNDING:  # so even that log E p p' is that of E exp(z + z') over (E exp z)^2
+        return -2 * math.log(vocab_size) + correlation * variance
+    return math.log(total)
 
 
 def _antiderivative(values: np.ndarray, step: float, axis: int) -> np.ndarray:

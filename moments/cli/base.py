@@ -107,6 +107,10 @@ def main() -> None:
         _fail("interrupted")
     except MemoryError as error:
         _fail(f"out of memory: {error}; use fewer tokens, layers or sequences")
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):  # torch's words; it has no error of that kind
+            raise
+        _fail("out of memory: the module does not fit; use fewer layers")
     except BrokenPipeError:
         # Whoever reads the output has seen enough; what Python still flushes goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
