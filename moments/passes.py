@@ -124,6 +124,12 @@ def predict(
     shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
     shape = configurations(inputs=own.shape, encoder_inputs=other.shape, **shapes)
     stack = Stack(model, theory, own, resolved, shape)
+    if stack.layout.classes is not None and _falls_steeply(model):
+        stack.notes += (
+            "norms on the stream let gradients fall by orders of magnitude from one position to "
+            "the next: those of single tokens, by classes, are off by factors (measured: 1.2 at "
+            "36 layers, 4 at 96), their mean is not; tokens=True resolves each",
+        )
     stacks = [stack]
     if model.encoder is not None:
         stacks.insert(0, Stack(model.encoder, theory, other, resolved, shape))
@@ -250,6 +256,12 @@ def _resolution(
 LEAST_LENGTH = 32
 """Sequences shorter than this are resolved by token: classes would be hardly fewer."""
 
+DEEPEST_POST, LONGEST_POST = 12, 512
+"""Norms on the stream that are as many as this are resolved by token up to that length: gradients
+there fall by orders of magnitude from one position to the next. Of 96 such layers under doubled
+logits the mean gradient by classes is within its standard error, and that of single tokens off by
+1.3 in its logarithm where by token it is off by .6; of 36, by .2 for .1."""
+
 
 def by_position(model: Transformer) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve."""
@@ -265,7 +277,13 @@ def by_position(model: Transformer) -> bool:
         and model.seq_len >= LEAST_LENGTH
         and not (placed or windowed or apart or waves or model.encoder)
         and (model.head is None or model.head.loss in (None, "causal"))
+        and not (_falls_steeply(model) and model.seq_len <= LONGEST_POST)
     )
+
+
+def _falls_steeply(model: Transformer) -> bool:
+    """Whether so many norms sit on the stream that a causal gradient gathers on first tokens."""
+    return sum(placement in ("post", "b2t") for placement in model.placements) > DEEPEST_POST
 
 
 def positional(model: Transformer) -> bool:

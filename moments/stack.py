@@ -102,6 +102,7 @@ class Stack:
         """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
         self.trace = Trace()
+        self.notes: tuple[str, ...] = ()
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
         if isinstance(resolved, PositionClasses):
             tokens = len(resolved.nodes)
@@ -200,7 +201,7 @@ class Stack:
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
         if not np.all(np.isfinite(moments)):
             raise breakdown(self.theory, [self.trace])
-        notes = validity_warnings(self.model, self.theory, self.trace)
+        notes = validity_warnings(self.model, self.theory, self.trace) + self.notes
         output = outcome.output
         if output is not None:
             notes += output.notes

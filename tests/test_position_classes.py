@@ -287,3 +287,8 @@ def test_what_classes_do_not_cover_is_resolved_by_token() -> None:
         assert predicted(plain.replace(**change)).layout.classes is None
     assert predicted(plain.replace(causal=False)).token_variance is None
     assert predicted(plain.replace(seq_len=16)).layout.classes is None
+    deep = plain.replace(layers=13, norm="post", d_model=16)
+    assert predicted(deep).layout.classes is None
+    long = predicted(deep.replace(seq_len=600))
+    assert long.layout.classes is not None
+    assert any("tokens=True resolves each" in note for note in long.warnings)
