@@ -405,6 +405,8 @@ def test_bad_words_and_files(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("refused only after the work")
 
+    for name in moments.__all__:  # what is first imported below would keep `never`
+        getattr(moments, name)
     monkeypatch.setattr("moments.huggingface_modules.build_module", never)
     monkeypatch.setattr("moments.passes.predict", never)
     with pytest.raises(SystemExit) as end:
@@ -439,7 +441,8 @@ def test_validate_says_how_far_it_is_when_piped() -> None:
     assert "100 % after" in result.stderr
 
 
-def test_tables_are_not_cut_where_there_is_no_terminal() -> None:
+def test_tables_are_not_cut_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     run("schemes")
     assert out.width == WIDE
 

@@ -200,6 +200,8 @@ def average(layout: Layout, diagonal: Any) -> float:
     """Of a number per token: over the real ones of a sequence, then over sequences."""
     if np.ndim(diagonal) == 0:
         return float(diagonal)
+    if layout.classes is not None:
+        return float(layout.classes.mean(np.asarray(diagonal)))
     tokens = layout.by_sequence(diagonal)
     if layout.real is None:
         return float(np.mean(tokens))
