@@ -36,10 +36,12 @@ EXACT = 4
 """First positions that are nodes of their own."""
 
 PER_OCTAVE = 2.0
-"""Nodes for every doubling of the position beyond them."""
+"""Nodes for every doubling of the position beyond them. At 256 positions, against twice as many and
+six exact ones: gradients move by 3e-3 at most and correlations by 2e-4; with 1.5 by 9e-3 and 5e-4,
+with 1 by 3e-2 and 1e-3."""
 
 SUMMED = 64
-"""Positions between two nodes that are summed one by one; more by a Gauss rule."""
+"""Positions between two nodes that are summed one by one; more by a Gauss rule of 24 points."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,13 +232,6 @@ def product(one: Matrix, other: Matrix, counts: Array) -> Matrix:
 def transposed(one: Matrix) -> Matrix:
     """Of two keys."""
     return one[0], np.swapaxes(one[1], -1, -2)
-
-
-def entrywise(function: Any, one: Matrix) -> Matrix:
-    """A function of every entry."""
-    own, pairs = one
-    inside = function(pairs)
-    return function(own + diagonal(pairs)) - diagonal(inside), inside
 
 
 class ClassMatrix:
