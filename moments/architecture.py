@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from .attention import Padding
 from .blocks import Blocks, check_coverage, dropout, norm, scale
 from .composition import BottomToTop, Chain, Component, Layer, Parallel, Residual
 from .embedding import Embedding
 from .law import Theory
+from .packing import Padding
 from .transformer import Transformer
 
 

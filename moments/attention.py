@@ -23,12 +23,10 @@ from .composition import Leaf, Pullback, Pulled
 from .errors import domain_error
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive, through
+from .packing import Padding
 from .positions import RelativeBias, Rotary
 from .realised import averaged_overlaps
 from .state import Array, Gradient, Kernel, Realised, Signal
-
-# For every sequence of a batch, the document of each of its tokens, from 1; 0 where it pads.
-Padding = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -318,4 +316,4 @@ def concatenated(
     return output
 
 
-__all__ = ["AttentionStatistics", "Padding", "SelfAttention"]
+__all__ = ["AttentionStatistics", "SelfAttention"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .activations import activation_laws
-from .attention import Padding, SelfAttention
+from .attention import SelfAttention
 from .composition import Chain, Component
 from .errors import DomainError
 from .gated import GatedLinear
@@ -17,6 +17,7 @@ from .laws.linear import DROPOUT, LINEAR, SCALE
 from .laws.normalization import LAYERNORM, RMSNORM
 from .normalization import DynamicTanh, FiniteNormalization
 from .normalized_attention import NormalizedAttention
+from .packing import Padding
 from .parts import Activation, Dropout, Lawful, Linear, Scale
 from .transformer import Transformer
 

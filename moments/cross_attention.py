@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from .attention import Padding, concatenated
+from .attention import concatenated
 from .attention_alike import AlikeAttention
 from .attention_by_token import (
     BEYOND_TABLES,
@@ -25,6 +25,7 @@ from .composition import Pulled, Reader, ReaderPullback
 from .errors import domain_error
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive, through
+from .packing import Padding
 from .state import Array, Gradient, Kernel, Signal
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .attention import Padding
 from .classes import PositionClasses
-from .packing import one_document
+from .packing import Padding, one_document
 from .propagate import Point
 from .state import Array, Kernel, Signal, ratio_or_zero
 

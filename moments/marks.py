@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .composition import Chain, Component, Parallel
-from .normalization import FiniteNormalization
 
 
 def splits(component: Component) -> bool:
@@ -24,13 +25,12 @@ def normalises(component: Component) -> bool:
     return _any(component, "normalises")
 
 
-def grouped_norm(component: Component) -> FiniteNormalization | None:
+def grouped_norm(component: Component) -> Any | None:
     """The normalisation that a branch begins with, where it is one in groups of features."""
     for part in _inner(component):
         if normalises(part):
             return grouped_norm(part)
-    found = isinstance(component, FiniteNormalization) and component.groups > 1
-    return component if found else None  # type: ignore[return-value]
+    return component if normalises(component) and getattr(component, "groups", 1) > 1 else None
 
 
 def packed(component: Component) -> np.ndarray | None:

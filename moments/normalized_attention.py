@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .attention import Padding, SelfAttention
+from .attention import SelfAttention
 from .composition import Leaf, Pullback, Pulled
 from .errors import domain_error
 from .laws.normalization import RMSNORM
 from .normalization import FiniteNormalization
+from .packing import Padding
 from .short_vectors import expected_pull
 from .state import Array, Gradient, Kernel, Signal
 

@@ -13,6 +13,9 @@ import numpy as np
 
 from .errors import domain_error
 
+# For every sequence of a batch, the document of each of its tokens, from 1; 0 where it pads.
+Padding = tuple[tuple[int, ...], ...]
+
 
 def check_documents(document_ids: Any, shape: tuple[int, ...], real: Any = None) -> np.ndarray:
     """The document of every token, numbered from 1 in each row; 0 where it pads.
