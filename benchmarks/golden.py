@@ -64,7 +64,7 @@ def cases() -> Iterator[tuple[str, moments.Transformer, dict[str, Any]]]:
         model = plain(
             causal=causal,
             embedding=moments.Embedding(vocab_size=50, token_variance=0.02),
-            head=moments.Head(vocab_size=50, tied=causal),
+            head=moments.Head(vocab_size=50, tied=causal, weight_variance=None if causal else 0.02),
         )
         yield f"text, causal {causal}", model, text
     yield "classes, pre", plain(128, causal=True), {"correlation": 0.2}
@@ -87,18 +87,19 @@ def answers() -> dict[str, np.ndarray]:
     for name, model, given in cases():
         try:
             p = moments.predict(model, **given)
-        except moments.DomainError as error:
-            found[f"{name}|refused"] = np.array([len(str(error))], float)
+        except moments.DomainError:
+            found[f"{name}|refused"] = np.ones(1)
             continue
-        for array in ARRAYS:
+        refined = given.get("theory", "refined") == "refined"
+        for array in ARRAYS if refined else ARRAYS[:-1]:
             found[f"{name}|{array}"] = np.asarray(getattr(p, array), float)
-        if p.grad_variance_band is not None:
+        if refined and p.grad_variance_band is not None:
             found[f"{name}|band"] = np.asarray(p.grad_variance_band, float)
         if p.loss is not None:
             found[f"{name}|loss"] = np.array([p.loss, p.logit_variance], float)
         frame = p.to_frame().select_dtypes("number")
         found[f"{name}|sites"] = frame.to_numpy(float, na_value=-1.0)
-        if given.get("theory", "refined") == "refined":
+        if refined:
             squared = p.weight_gradients()["squared_norm"]
             found[f"{name}|weights"] = squared.to_numpy(float)
         if "-v" in sys.argv:
