@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from moments.torch.dataflow.graph import record  # noqa: E402
 from moments.torch.roles import ModuleRoles, roles_of, tensors_of  # noqa: E402
 
 nn = torch.nn
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
@@ -391,3 +394,57 @@ def test_a_norms_epsilon_is_seen_in_how_it_treats_small_input(epsilon: float) ->
     assert found.model is not None
     assert found.model.norm_epsilon == pytest.approx(epsilon, rel=0.02, abs=1e-15)
     assert math.isfinite(found.model.norm_epsilon)
+
+
+def test_a_window_is_seen_at_the_batchs_own_length() -> None:
+    pytest.importorskip("transformers")
+    import small_modules
+
+    module = small_modules.family_module("mistral", 2, 64, sliding_window=20)
+    found = read(module, torch.randint(5, 101, (3, 32)))
+    assert found.model is not None
+    assert (found.model.window, found.model.seq_len) == (20, 32)
+
+
+# --- modules without storage ----------------------------------------------------------------------
+
+
+def test_a_module_on_the_meta_device_is_described_as_it_would_be_drawn() -> None:
+    with torch.device("meta"):
+        module = own_styles.TitanGPT()
+    found = moments.torch.describe(module)
+    assert next(module.parameters()).is_meta
+    assert found.model is not None
+    assert found.model.kv_heads == 2
+    assert found.model.layer_weights(1).query == pytest.approx(1 / (3 * 64), rel=0.05)
+    assert any("freqs_cis" in note for note in found.notes)
+    assert any("a constructor may draw others" in note for note in found.notes)
+
+
+def test_a_module_of_transformers_on_the_meta_device() -> None:
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        module = foreign_modules.unread("gpt_bigcode")
+    model = moments.torch.describe(module).model
+    assert model is not None
+    assert (model.causal, model.kv_heads) == (True, 1)
+    assert model.layer_weights(1).output == pytest.approx(0.02**2 / 4, rel=0.1)
+    assert model.head is not None
+    assert model.head.tied
+
+
+# --- and what is predicted of the description is what the module does -----------------------------
+
+STORED = json.loads((BENCHMARKS / "data/dataflow.json").read_text(encoding="utf-8"))
+BOUNDS = {"variance": 0.02, "correlation": 0.02, "grad_variance": 0.06, "loss": 0.01}
+
+
+@pytest.mark.parametrize("kind", sorted(STORED))
+def test_stored_measurements_agree(kind: str) -> None:
+    """Of `python benchmarks/dataflow.py measure`, beyond twice the standard error."""
+    assert STORED[kind]["seeds"] >= 8
+    for name, bound in BOUNDS.items():
+        if name in STORED[kind]:
+            mean, stderr = (np.array(STORED[kind][name][part]) for part in ("mean", "stderr"))
+            assert np.all(np.abs(mean) <= bound + 2 * stderr), name
+            assert mean.shape == ((1,) if name == "loss" else (3,))
