@@ -21,9 +21,9 @@ from ..engine.realised import entrywise, mapped, scaled_shared
 from ..engine.state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
 from ..engine.trace import Record
 from ..errors import DomainError
-from ..formulas.algebra import FLOAT
 from ..formulas.law import ComponentLaws, Law, Theory
 from ..formulas.linear import BIASED_LINEAR, LINEAR
+from ..formulas.recording import as_number
 
 
 @dataclass(frozen=True)
@@ -231,15 +231,15 @@ class Activation(Lawful):
         laws = self.laws.under(self.theory)
         still = dict(self.parameters) | {"x_variance": 0.0, "x_other_variance": 0.0}
         still |= {"grad_variance": 1.0, "grad_covariance": 1.0, "x_correlation": -1.0}
-        square = float(evaluate(laws["grad_variance"], algebra, still))
-        product = float(evaluate(laws["grad_covariance"], algebra, still))
+        square = as_number(evaluate(laws["grad_variance"], algebra, still))
+        product = as_number(evaluate(laws["grad_covariance"], algebra, still))
         flat = square - max(square * square - product * product, 0.0) ** 0.5
         mean = 0.5 * (square + product)  # ((l + u)/2)^2
         nothing = np.asarray(entering.diagonal) == 0.0
         own: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
         one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
-        if algebra is FLOAT:
-            own, one = float(own), float(one)
+        if algebra.scalar:
+            own, one = as_number(own), as_number(one)
         first, second = entering.over_tokens(one)
         return kernel.weighted(own, first * second)
 
@@ -257,7 +257,7 @@ FAINT = 1e-30
 def faintly(law: Law, algebra: Any, values: Values) -> Array:
     """A law that is 0/0 without any input, as the limit of small ones."""
     v = values["x_variance"]
-    least = max(v, FAINT) if algebra is FLOAT else np.maximum(v, FAINT)
+    least = max(v, FAINT) if algebra.scalar else np.maximum(v, FAINT)
     return evaluate(law, algebra, values | {"x_variance": least})
 
 
