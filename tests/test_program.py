@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moments
-from moments.engine.program import Library, Passed
+from moments.engine.program import Library, Mixed, Passed
 from moments.engine.state import Gradient, Kernel
 from moments.formulas.recording import RECORDED, Recorded, Tape, Unrecordable, whole
 from moments.prediction.stack import Inputs, Stack
@@ -95,6 +96,39 @@ def test_layers_of_one_shape_share_a_program():
     last = Gradient(Kernel(1.0, 0.0), model.seq_len)
     library.passed(layers, stack.enter(), lambda signal: last)
     assert sum(map(len, library._programs.values())) == 1
+
+
+@pytest.mark.parametrize("name", ["pre", "post, gelu", "gated, rmsnorm"])
+def test_many_configurations_are_each_of_them(name):
+    model, correlation = MODELS[name], np.linspace(0.05, 0.95, 7)
+    stack = Stack(model, "refined", Inputs(1.0, correlation), False, (7,))
+    layers = [layer.body for layer in declare(model, "refined", None, 1).parts]
+    last = Gradient(Kernel(1.0, 0.0), model.seq_len)
+    found = LIBRARY.passed(layers, stack.enter(), lambda signal: last)
+    for k, r in enumerate(correlation):
+        p = moments.predict(model, correlation=float(r), tokens=False)
+        own = [numbers[0][k] for numbers in found.signals[1:]]
+        back = [numbers[0][k] for numbers in found.gradients[:-1]]
+        assert own == pytest.approx(p.variance[1:], rel=1e-10)
+        assert back == pytest.approx(p.grad_variance[:-1], rel=1e-9)
+
+
+def test_configurations_of_several_branches_are_told():
+    model = plain(norm="none")
+    scale = np.array([0.0, 0.5])
+    with pytest.raises(Mixed) as told:
+        replayed_with(model, scale)
+    assert told.value.first.shape == (2,)
+
+
+def replayed_with(model, branch_scale):
+    """With a branch scale for every configuration."""
+    stack = Stack(model, "refined", Inputs(1.0, np.array([0.1, 1.0])), False, (2,))
+    body = declare(model, "refined", None, 1).parts[0].body
+    first = dataclasses.replace(body.parts[0], branch_scale=branch_scale)
+    changed = dataclasses.replace(body, parts=(first, *body.parts[1:]))
+    last = Gradient(Kernel(1.0, 0.0), model.seq_len)
+    return Library().passed([changed], stack.enter(), lambda signal: last)
 
 
 def test_what_has_something_to_say_is_not_replayed():

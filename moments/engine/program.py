@@ -27,9 +27,7 @@ from ..formulas.recording import (
     Recorded,
     Tape,
     Unrecordable,
-    sign,
 )
-from .classes import PositionClasses
 from .composition import Component
 from .propagate import forward
 from .state import Gradient, Kernel, Realised, Signal
@@ -49,13 +47,17 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
 def taken_apart(value: Any, numbers: list[Any]) -> Any:
     """The structure of a state or a declaration, hashable; its numbers are appended.
 
+    A number is a float, or an array (B,) of one for each of B configurations.
+
     Raises:
-        Unrecordable: a state with axes.
+        Unrecordable: a state with other axes.
     """
     kind = type(value)
-    if kind is float or kind is Recorded:
+    if kind is float or kind is Recorded or (kind is np.ndarray and value.ndim == 1):
         numbers.append(value)
         return float
+    if kind is Kernel and value.resolved:
+        raise Unrecordable("tokens told apart")
     names = _fields(kind)  # type: ignore[arg-type]
     if names is not None:
         return (kind, *[(name, taken_apart(getattr(value, name), numbers)) for name in names])
@@ -66,7 +68,7 @@ def taken_apart(value: Any, numbers: list[Any]) -> Any:
     if isinstance(value, np.floating):
         numbers.append(float(value))
         return float
-    if isinstance(value, (np.ndarray, PositionClasses)):
+    if isinstance(value, np.ndarray):
         raise Unrecordable("a state with axes")
     return value
 
@@ -88,13 +90,6 @@ class _Ahead(NamedTuple):
 
     function: Callable[..., Any]
     kept: tuple[int, ...]
-
-
-class _Behind(NamedTuple):
-    """A layer's way back for one way of being kept."""
-
-    function: Callable[..., Any]
-    structure: Any
 
 
 class Program:
@@ -127,20 +122,28 @@ class Program:
         self._split, self._guards = len(tape.operations), list(tape.guards)
         self._used: set[int] | None = None  # by the ways back that are recorded
         self._backs: list[_Recording] = []
-        self.ahead = self._write_ahead()
+        self._aheads: dict[bool, _Ahead] = {}
 
-    def _write_ahead(self) -> _Ahead:
+    def ahead(self, many: bool) -> _Ahead:
+        """The forward function, for arrays where there are many configurations."""
+        if many not in self._aheads:
+            self._aheads[many] = self._written(many)
+        return self._aheads[many]
+
+    def _written(self, many: bool) -> _Ahead:
         wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
         lines = self._tape.operations
         kept = range(self._split) if self._used is None else sorted(self._used)
         needed = _needed(lines, [*wanted, *kept, *(g.line.index for g in self._guards)])
-        text = _Text(lines, needed)
+        text = _Text(lines, needed, many)
         body = text.statements(0, self._split, self._guards)
         values = f"({text.tuple_of(self._leaving)}),({''.join(f'x{k},' for k in kept)})"
         function = text.function("ahead", self._entering, body, values)
         return _Ahead(function, tuple(kept))
 
-    def backward(self, ahead: _Ahead, kept: tuple[float, ...], structure: Any, numbers: Any) -> Any:
+    def backward(
+        self, ahead: _Ahead, kept: tuple[Any, ...], structure: Any, numbers: Any, many: bool
+    ) -> Any:
         """(structure, numbers) of the gradient below, from those of the gradient above.
 
         Raises:
@@ -148,16 +151,19 @@ class Program:
         """
         for found in self._backs:
             if found.structure == structure:
-                below = found.written(ahead)(kept, *numbers)
+                below = found.written(ahead, many)(kept, *numbers)
                 if below is not None:
                     return found.below, below
         if len(self._backs) >= MOST_BRANCHES:
             raise Unrecordable("gradients take too many branches")
-        found = _Recording(self, structure, numbers)
+        found = _Recording(self, structure, _first(numbers))
         self._backs.append(found)
         self._used = (self._used or set()) | found.used
-        self.ahead = self._write_ahead()
-        return found.below, found.written(ahead)(kept, *numbers)
+        self._aheads.clear()
+        below = found.written(ahead, many)(kept, *numbers)
+        if below is None:
+            raise Unrecordable("a branch that its own numbers do not take")
+        return found.below, below
 
 
 class _Recording:
@@ -184,18 +190,19 @@ class _Recording:
         }
         self.used |= {index for index in wanted if index < program._split}
         self.used |= {g.line.index for g in self._guards if g.line.index < program._split}
-        self._texts: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._texts: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
 
-    def written(self, ahead: _Ahead) -> Callable[..., Any]:
-        found = self._texts.get(ahead.kept)
+    def written(self, ahead: _Ahead, many: bool) -> Callable[..., Any]:
+        """The way back from what that forward function kept."""
+        found = self._texts.get((many, ahead.kept))
         if found is None:
-            text = _Text(self._tape.operations, self._needed)
+            text = _Text(self._tape.operations, self._needed, many)
             place = {line: k for k, line in enumerate(ahead.kept)}
             body = [f"x{line}=kept[{place[line]}]" for line in sorted(self.used)]
             body += text.statements(self._start, self._stop, self._guards)
             values = f"({text.tuple_of(self._leaving)})"
             found = text.function("behind", ["kept", *self._arriving], body, values)
-            self._texts[ahead.kept] = found
+            self._texts[many, ahead.kept] = found
         return found
 
 
@@ -248,9 +255,11 @@ class Library:
 
         Raises:
             Unrecordable: a layer cannot be written as a program, or has something to say.
+            Mixed: configurations take different branches.
         """
         numbers: list[Any] = []
         structure = taken_apart(signal, numbers)
+        many = any(isinstance(v, np.ndarray) for v in numbers)
         shape = self._shape(structure)
         signals, steps = [tuple(numbers)], []
         apart: dict[int, tuple[Any, int, list[float]]] = {}
@@ -258,11 +267,12 @@ class Library:
             if id(layer) not in apart:
                 own: list[float] = []
                 found = taken_apart(layer, own)
+                many = many or any(isinstance(v, np.ndarray) for v in own)
                 apart[id(layer)] = found, self._shape(found), own
             of_layer, which, own = apart[id(layer)]
             programs = self._programs_of(which, shape)
             program, ahead, leaving, kept = _forward(
-                programs, of_layer, own, structure, signals[-1]
+                programs, of_layer, own, structure, signals[-1], many
             )
             steps.append((program, ahead, kept))
             signals.append(leaving)
@@ -273,25 +283,55 @@ class Library:
         structure = taken_apart(top(put_together(structure, iter(signals[-1]))), numbers)
         gradients = [tuple(numbers)]
         for program, ahead, kept in reversed(steps):
-            structure, below = program.backward(ahead, kept, structure, gradients[-1])
+            structure, below = program.backward(ahead, kept, structure, gradients[-1], many)
             gradients.append(below)
         return Passed(signals, gradients[::-1])
 
 
+def _first(numbers: Iterable[Any]) -> list[float]:
+    """Those of the first configuration."""
+    return [float(v[0]) if isinstance(v, np.ndarray) else v for v in numbers]
+
+
 def _forward(
-    programs: list[Program], layer: Any, own: list[float], signal: Any, numbers: tuple[float, ...]
+    programs: list[Program], layer: Any, own: list[Any], signal: Any, numbers: Any, many: bool
 ) -> tuple[Program, _Ahead, Any, Any]:
     for program in programs:
-        ahead = program.ahead
+        ahead = program.ahead(many)
         found = ahead.function(*own, *numbers)
         if found is not None:
             return program, ahead, *found
     if len(programs) >= MOST_BRANCHES:
         raise Unrecordable("layers take too many branches")
-    program = Program(layer, own, signal, list(numbers))
+    program = Program(layer, _first(own), signal, _first(numbers))
     programs.append(program)
-    ahead = program.ahead
-    return program, ahead, *ahead.function(*own, *numbers)
+    ahead = program.ahead(many)
+    found = ahead.function(*own, *numbers)
+    if found is None:
+        raise Unrecordable("a branch that its own numbers do not take")
+    return program, ahead, *found
+
+
+class Mixed(Exception):
+    """Configurations that take different branches; `first`: (B,), those that take one of them."""
+
+    def __init__(self, first: np.ndarray) -> None:
+        self.first = first
+
+
+def _uniform(condition: Any) -> bool:
+    """What all configurations answer.
+
+    Raises:
+        Mixed: some one thing, and some the other.
+    """
+    if np.ndim(condition) == 0:
+        return bool(condition)
+    held = np.asarray(condition, dtype=bool)
+    some, every = bool(held.any()), bool(held.all())
+    if some != every:
+        raise Mixed(held)
+    return every
 
 
 # --- from a tape to functions ---------------------------------------------------------------------
@@ -312,12 +352,13 @@ def _needed(lines: list[Operation], wanted: list[int]) -> set[int]:
 class _Text:
     """Python text of a stretch of a tape: names and numbers, of this module's own making."""
 
-    def __init__(self, lines: list[Operation], needed: set[int]) -> None:
-        self.lines, self.needed = lines, needed
-        names = ("sqrt", "exp", "expm1", "log", "log1p", "asin", "atan", "tanh", "copysign")
-        self.environment: dict[str, Any] = {name: getattr(math, name) for name in names}
-        self.environment |= {"isinf": math.isinf, "isfinite": math.isfinite, "sign": sign}
-        self.environment |= {"inf": math.inf, "nan": math.nan}
+    def __init__(self, lines: list[Operation], needed: set[int], many: bool) -> None:
+        self.lines, self.needed, self.many = lines, needed, many
+        kind = "array" if many else "number"
+        self.environment: dict[str, Any] = {
+            name: getattr(function, kind) for name, function in FUNCTIONS.items()
+        }
+        self.environment |= {"inf": math.inf, "nan": math.nan, "uniform": _uniform}
 
     def name(self, one: Any) -> str:
         if type(one) is Recorded:
@@ -335,8 +376,9 @@ class _Text:
         guard, found = next(waiting, None), []
         for index in range(start, stop + 1):
             while guard is not None and guard.after == index:
-                unmet = "not " if guard.outcome else ""
-                found.append(f"if {unmet}{self.name(guard.line)}: return None")
+                unmet, met = "not " if guard.outcome else "", self.name(guard.line)
+                met = f"uniform({met})" if self.many else met
+                found.append(f"if {unmet}{met}: return None")
                 guard = next(waiting, None)
             if index < stop and index in self.needed:
                 operation, operands = self.lines[index]
@@ -344,13 +386,20 @@ class _Text:
                     continue
                 if operation == "whole":
                     function, *rest = map(self.name, operands)
+                    function += ".array" if self.many else ""
                     text = f"{function}({','.join(rest)})"
                 elif operation == "item":
                     text = f"{self.name(operands[0])}[{operands[1]}]"
                 else:
-                    text = FUNCTIONS[operation].text.format(*map(self.name, operands))
+                    text = self._of(operation).format(*map(self.name, operands))
                 found.append(f"x{index}={text}")
         return found
+
+    def _of(self, operation: str) -> str:
+        text = FUNCTIONS[operation].text
+        if not self.many or " if " not in text:
+            return text
+        return f"{operation}({{}},{{}},{{}})" if operation == "where" else f"{operation}({{}},{{}})"
 
     def tuple_of(self, values: list[Any]) -> str:
         return "".join(f"{self.name(v)}," for v in values)

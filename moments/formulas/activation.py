@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .algebra import FLOAT
+from .algebra import FLOAT, NUMPY
 from .law import ComponentLaws, Law, Source, derived
 from .recording import RECORDED, whole
 from .references import kedia
@@ -96,7 +96,7 @@ def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
     def at(*values: float) -> Any:
         return formula(FLOAT, *values)
 
-    noted = whole(at)
+    noted = whole(at, lambda *values: formula(NUMPY, *values))
 
     def law(m: Any, *values: Any) -> Any:
         if m is FLOAT:

@@ -15,13 +15,11 @@ import math
 import operator
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .algebra import FLOAT, NUMPY
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Unrecordable(TypeError):
@@ -176,7 +174,7 @@ class _Function(NamedTuple):
 
     number: Callable[..., Any]
     array: Callable[..., Any]
-    text: str
+    text: str  # for floats; that of arrays is the function's name
 
 
 def sign(x: float) -> float:
@@ -257,10 +255,12 @@ for _method, _name in (("neg", "negative"), ("abs", "absolute")):
     )
 
 
-def whole(function: F) -> F:
+def whole(function: Callable[..., Any], array: Callable[..., Any] | None = None) -> Any:
     """Mark a function that needs plain numbers: it is noted as one operation.
 
-    It takes numbers and hashable constants, by position, and returns a number or a tuple of them.
+    Args:
+        function: of numbers and hashable constants, by position; gives a number or a tuple of them.
+        array: the same for arrays (B,); None: one by one.
     """
 
     @functools.wraps(function)
@@ -270,18 +270,28 @@ def whole(function: F) -> F:
         if tape is None:
             return found
         operands = tuple(v.line if type(v) is Recorded else v for v in values)
-        line = tape.note("whole", (function, *operands))
+        line = tape.note("whole", (called, *operands))
         if not isinstance(found, tuple):
             return Recorded(found, line, tape)
         items = (Recorded(one, tape.note("item", (line, k)), tape) for k, one in enumerate(found))
         return tuple(items)
 
-    return called  # type: ignore[return-value]
+    called.array = array or _one_by_one(function)  # type: ignore[attr-defined]
+    return called
 
 
-def _by_quadrature(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = whole(getattr(FLOAT, name))
-    return found
+def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*values: Any) -> Any:
+        if not any(np.ndim(v) for v in values):
+            return function(*values)
+        rows = zip(*np.broadcast_arrays(*values), strict=True)
+        return np.array([function(*(v.item() for v in row)) for row in rows]).T
+
+    return called
+
+
+def _by_quadrature(name: str) -> Any:
+    return whole(getattr(FLOAT, name), getattr(NUMPY, name))
 
 
 # The number system of recorded numbers; on plain ones it is FLOAT.
@@ -292,7 +302,7 @@ RECORDED = SimpleNamespace(
             name: functools.partial(apply, name)
             for name in ("sqrt", "exp", "expm1", "log", "log1p", "asin", "atan", "tanh")
         },
-        "normal_cdf": whole(lambda x: float(NUMPY.normal_cdf(x))),
+        "normal_cdf": whole(lambda x: float(NUMPY.normal_cdf(x)), NUMPY.normal_cdf),
         "expect": _by_quadrature("expect"),
         "expect_pair": _by_quadrature("expect_pair"),
     }

@@ -14,7 +14,7 @@ from ...formulas.recording import whole
 from .by_token import attention_facts, variance_notes
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import positive
-from .profile import profiled_statistics
+from .profile import profiled_columns, profiled_statistics
 from .statistics import STATISTICS, AttentionStatistics, attention_statistics
 
 AlikePullback = Callable[[Kernel], tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]]
@@ -49,8 +49,7 @@ def _statistics(
     )
 
 
-@whole
-def _flat(
+def _one(
     scale: float,
     correlation: float,
     spread: float,
@@ -59,13 +58,44 @@ def _flat(
     d_model: Any,
     d_head: Any,
 ) -> tuple[Any, ...]:
-    """Statistics of one configuration, their names first."""
+    """Statistics of one configuration, in the order of `STATISTICS`, and what else there is."""
     widths = seq_len, d_model, d_head
     if profiled:
         found = profiled_statistics(scale, correlation, *widths)
     else:
         found = attention_statistics(scale, correlation, *widths, spread)
     return (*found.values.values(), found.logit_variance, found.entropy, float(found.valid))
+
+
+def _many(
+    scale: Array,
+    correlation: Array,
+    spread: Array,
+    profiled: bool,
+    seq_len: int,
+    d_model: Any,
+    d_head: Any,
+) -> tuple[Any, ...]:
+    """Those of many configurations, (B,): by profiles where they are few."""
+    widths = seq_len, d_model, d_head
+    scale, correlation, spread = np.broadcast_arrays(scale, correlation, spread)
+    scales = np.unique(scale)
+    if not profiled or scales.size > MOST_PROFILES or np.min(correlation) < 0:
+        found = attention_statistics(scale, correlation, *widths, spread)
+        values = (*found.values.values(), found.logit_variance, found.entropy)
+        return (*values, float(found.valid))
+    columns = [profiled_columns(float(one), correlation, *widths) for one in scales]
+    valid = float(all(one.valid for one in columns))
+    where = np.searchsorted(scales, scale)
+    stacked = np.stack([one.values for one in columns])
+    of_each = stacked[where, :, np.arange(np.size(correlation))].T
+    return (*of_each[:-1], (1 - correlation) * scale, of_each[-1], valid)
+
+
+MOST_PROFILES = 16
+"""Logit scales among configurations up to which a profile for each is the shorter way."""
+
+_flat = whole(_one, _many)
 
 
 def _from_flat(*values: Any) -> AttentionStatistics:
