@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,22 +35,28 @@ from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
-class Pulled(NamedTuple):
-    """What a pullback returns.
+@dataclass(slots=True, eq=False)
+class Pulled:
+    """What a pullback returns: the gradient at the input, and what it can tell when asked.
 
-    Attributes:
-        gradient: at the input.
-        weights: gives the expected squared gradient norm of each weight matrix, when asked.
-        overlaps: gives by how much those grow per unit of the variance of two tokens' overlap
-            (`overlap`) in what is attended to, beyond the 1/width they count with.
-        response: gives by how much two outputs' overlap moves per that of the tokens that ask, as
-            the kernel that a gradient of ones would have there.
+    Leaves with weights have a class of their own, which holds what its answers need.
     """
 
     gradient: Gradient
-    weights: Callable[[], Mapping[str, Array]] | None = None
-    overlaps: Callable[[], Mapping[str, Array]] | None = None
-    response: Callable[[], Kernel] | None = None
+
+    def weights(self) -> Mapping[str, Array]:
+        """The expected squared gradient norm of each weight matrix."""
+        return {}
+
+    def overlaps(self) -> Mapping[str, Array]:
+        """By how much those grow per unit of the variance of two tokens' overlap (`overlap`) in
+        what is attended to, beyond the 1/width they count with."""
+        return {}
+
+    def response(self) -> Kernel | None:
+        """By how much two outputs' overlap moves per that of the tokens that ask, as the kernel
+        that a gradient of ones would have there; None where none asks."""
+        return None
 
 
 Pullback = Callable[[Gradient], Pulled]
