@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,6 +63,20 @@ Pullback = Callable[[Gradient], Pulled]
 ReaderPullback = Callable[[Gradient], tuple[Pulled, Gradient]]
 
 
+class Addition(NamedTuple):
+    """A sum of what is kept and what is added, with the squares of their factors.
+
+    Attributes:
+        kept, added: what enters the connection and what leaves the branch.
+        keeping, adding: the squared factors.
+    """
+
+    kept: Record
+    added: Record
+    keeping: Any
+    adding: Any
+
+
 class Component(abc.ABC):
     """A node of the declaration. `label` names its site in a trace, such as "attention.norm"; a
     component without one is no site."""
@@ -82,6 +96,10 @@ class Component(abc.ABC):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         """What it does to how much two tokens' overlap varies over draws (`overlap`)."""
         return at
+
+    def addition(self, record: Record) -> Addition | None:
+        """What it adds to what it keeps, where it is a sum of the two."""
+        return None
 
     # --- what it is made of ----------------------------------------------------------------------
 
@@ -414,6 +432,10 @@ class Residual(Component):
         kept = own_variance(record.input) * self.skip_scale**2
         gained = own_variance(child.output) * self.branch_scale**2
         return summed_overlap(at, inner, (kept, gained), at, width)
+
+    def addition(self, record: Record) -> Addition:
+        skip = square(self.skip_scale)
+        return Addition(record, record.children[0], skip, square(self.branch_scale))
 
     def _scale_free(
         self,
