@@ -137,10 +137,10 @@ class Record:
             overlap: variance of two tokens' overlap in what it attends to (`overlap`); None: that
                 of independent features, 1/width.
         """
-        if self.pulled is None or self.pulled.weights is None:
+        if self.pulled is None:
             return {}
         norms = dict(self.pulled.weights())
-        if overlap is not None and self.pulled.overlaps is not None:
+        if overlap is not None:
             attended = self.input if self.memory is None else self.memory
             for name, growth in self.pulled.overlaps().items():
                 norms[name] = norms[name] + (overlap - 1 / attended.width) * growth
