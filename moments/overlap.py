@@ -48,6 +48,7 @@ import numpy as np
 
 from .attention import SelfAttention
 from .attention_by_token import self_masks
+from .classes import ClassRows
 from .composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Pulled, Residual
 from .cross_attention import CrossAttention
 from .gated import GatedLinear
@@ -153,16 +154,17 @@ def elasticity(leaf: Leaf, before: Signal, after: Signal) -> float:
     return float(float(sent) * before.width / after.width * own_variance(entering) / own)
 
 
-def uniform_rows(leaf: SelfAttention, tokens: Signal) -> np.ndarray:
-    """(L, L) attention that keeps to the mask alone, of tokens resolved; (P, P) on classes."""
+def uniform_rows(leaf: SelfAttention, tokens: Signal) -> Any:
+    """(L, L) attention that keeps to the mask alone, of tokens resolved; rows on classes."""
     classes = tokens.kernel.classes
     if classes is not None:
-        return np.asarray(np.tril(np.ones_like(classes.keys)) / classes.nodes[:, None])
+        sight = classes.seen(leaf.window)
+        return ClassRows(sight.seen / sight.size[:, None], sight)
     mask = self_masks(leaf, tokens.kernel.pairs.shape[-1], 1)[0]
     return np.asarray(mask / mask.sum(1, keepdims=True))
 
 
-def averaging_elasticity(weights: np.ndarray, tokens: Signal) -> float:
+def averaging_elasticity(weights: Any, tokens: Signal) -> float:
     """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
 
     Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
@@ -300,8 +302,8 @@ class _Walk:
             if signal.resolved:
                 weights = uniform_rows(leaf, signal)
                 averaged = averaging_elasticity(weights, signal)
-                classes = signal.kernel.classes
-                seen = weights * weights if classes is None else classes.keys * weights**2
+                on_classes = isinstance(weights, ClassRows)
+                seen = weights.counted * weights.weights if on_classes else weights * weights
                 keys = float(signal.kernel.average(seen.sum(-1)))
         pulled = self._pulled.get((self._layer, id(memory)))
         asked = asking_elasticity(pulled, signal, output)

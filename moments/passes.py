@@ -9,8 +9,6 @@ import warnings as _warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from .architecture import declare, declare_output
 from .checks import check_choice, check_count, check_flag
 from .classes import PositionClasses
@@ -69,10 +67,10 @@ def predict(
             and 2).
         tokens: how finely tokens are told apart under the refined theory. True: each by itself,
             at a cost that grows with the cube of the length. False: not at all. None: by classes of
-            positions (`moments.classes`) where the mask is causal and nothing else but dropout
-            tells tokens apart, at any length; token by token where positions enter attention, or
-            for a text, an image, a mask or a kernel; and else not at all. `Prediction.resolution`
-            says which.
+            positions (`moments.classes`) where the mask is causal and nothing else but dropout and
+            rotary positions tell tokens apart, at any length; token by token where positions enter
+            attention otherwise, or for a text, an image, a mask or a kernel; and else not at all.
+            `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
@@ -265,12 +263,9 @@ logits the mean gradient by classes is within its standard error, and that of si
 
 def by_position(model: Transformer) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve."""
-    placed = model.rotary or model.alibi or model.relative_bias
+    placed = model.alibi or model.relative_bias
     windowed = any(window is not None and window < model.seq_len for window in model.windows)
-    # Queries and keys of a kernel of their own.
-    biases = model.biases
-    shifted = biases is not None and (np.any(biases.query) or np.any(biases.key))
-    apart = model.qk_norm is not None or shifted or "hybrid" in model.placements
+    apart = "hybrid" in model.placements
     waves = getattr(model.embedding, "positions", None) == "sinusoidal"
     return (
         model.causal
