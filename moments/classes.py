@@ -40,6 +40,12 @@ PER_OCTAVE = 2.0
 six exact ones: gradients move by 3e-3 at most and correlations by 2e-4; with 1.5 by 9e-3 and 5e-4,
 with 1 by 3e-2 and 1e-3."""
 
+PER_WINDOW = 4.0
+"""Nodes for every window of positions beyond it."""
+
+WINDOWS = 4.0
+"""Windows behind which nodes are spaced by octaves again."""
+
 SUMMED = 64
 """Positions between two nodes that are summed one by one; more by a Gauss rule of 24 points."""
 
@@ -57,9 +63,18 @@ class PositionClasses:
     nodes: NDArray[np.intp]
 
     @classmethod
-    def of(cls, length: int, exact: int = EXACT, per_octave: float = PER_OCTAVE) -> PositionClasses:
-        """Nodes for a sequence: its first `exact` positions, then `per_octave` for a doubling."""
-        return _spaced(int(length), int(exact), float(per_octave))
+    def of(
+        cls,
+        length: int,
+        window: int | None = None,
+        exact: int = EXACT,
+        per_octave: float = PER_OCTAVE,
+        per_window: float = PER_WINDOW,
+    ) -> PositionClasses:
+        """Nodes for a sequence: its first `exact` positions, then `per_octave` for a doubling, and
+        no fewer than `per_window` for a window."""
+        step = float(length) if window is None or window >= length else window / per_window
+        return _spaced(int(length), step, int(exact), float(per_octave), float(per_window))
 
     @property
     def count(self) -> Array:
@@ -97,14 +112,21 @@ class PositionClasses:
 
 
 @functools.lru_cache(maxsize=16)
-def _spaced(length: int, exact: int, per_octave: float) -> PositionClasses:
-    first = np.arange(1, min(exact, length) + 1)
+def _spaced(
+    length: int, step: float, exact: int, per_octave: float, per_window: float
+) -> PositionClasses:
     if length <= exact + 2:
-        first = np.arange(1, length + 1)
-        return PositionClasses(length, first)
-    steps = max(1, int(np.ceil(np.log2(length / exact) * per_octave)))
-    rest = np.round(exact * ((length - 1) / exact) ** (np.arange(1, steps + 1) / steps))
-    nodes = np.union1d(first, rest.astype(np.intp))
+        return PositionClasses(length, np.arange(1, length + 1))
+    # Positions as far apart as octaves or the window allow, then moved to end where they should.
+    places, ratio = [float(exact)], 2.0 ** (1.0 / per_octave)
+    while places[-1] < length - 1:
+        at = places[-1]
+        near = at + step if at < WINDOWS * per_window * step else np.inf
+        places.append(min(at * ratio, near))
+    logs = np.log(np.array(places) / exact)
+    steps = exact * np.exp(logs * (np.log((length - 1) / exact) / logs[-1]))
+    first = np.arange(1, exact + 1)
+    nodes = np.union1d(first, np.round(steps).astype(np.intp))
     return PositionClasses(length, np.append(nodes, length))
 
 

@@ -247,7 +247,8 @@ def _resolution(
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
     if resolved and tokens is None and not given and by_position(model):
-        return PositionClasses.of(model.seq_len)
+        windows = [window for window in model.windows if window is not None]
+        return PositionClasses.of(model.seq_len, min(windows, default=None))
     return bool(resolved)
 
 
@@ -264,13 +265,12 @@ logits the mean gradient by classes is within its standard error, and that of si
 def by_position(model: Transformer) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve."""
     placed = model.alibi or model.relative_bias
-    windowed = any(window is not None and window < model.seq_len for window in model.windows)
     apart = "hybrid" in model.placements
     waves = getattr(model.embedding, "positions", None) == "sinusoidal"
     return (
         model.causal
         and model.seq_len >= LEAST_LENGTH
-        and not (placed or windowed or apart or waves or model.encoder)
+        and not (placed or apart or waves or model.encoder)
         and (model.head is None or model.head.loss in (None, "causal"))
         and not (_falls_steeply(model) and model.seq_len <= LONGEST_POST)
     )

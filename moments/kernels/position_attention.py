@@ -28,13 +28,14 @@ from moments.kernels.calibration import calibrate
 from moments.kernels.nodes import nodes_for
 from moments.kernels.pair_weights import RHO_MIN, geometric_mean, sharpening
 from moments.kernels.reference import annealed_moments, matched
+from moments.kernels.row_pairs import RowPairs, Tile
 from moments.kernels.row_statistics import (
     RowStatistics,
     log_weights,
     reference_scale,
     statistics_of,
 )
-from moments.kernels.turning import Turning, pairs_of_rows
+from moments.kernels.turning import Turning
 from moments.kernels.width_terms import fixed_norms, unshared_part
 from moments.kernels.widths import Widths
 from moments.softmax.chebyshev import THETA_MAX
@@ -77,6 +78,15 @@ class ClassLogits(NamedTuple):
     def deviation(self) -> Array | None:
         """(P, P, P) root of its variance inside cells."""
         return None if self.turning is None else np.abs(self.keys[1]) * self.turning.deviation
+
+    def among(self, rows: slice, keys: slice) -> tuple[Array, Array | None]:
+        """(n, k, k) of both, for some rows and keys."""
+        pairs = self.keys[1][keys, keys]
+        if self.turning is None:
+            return np.broadcast_to(pairs, (rows.stop - rows.start, *pairs.shape)), None
+        where = rows, keys, keys
+        away = np.abs(pairs) * self.turning.deviation[where]
+        return pairs * self.turning.within[where], away
 
     def averaged(self, function: Callable[[Array], Array]) -> tuple[Array, Array]:
         """(P,) and (P, P) or (P, P, P): of an entry of the keys' kernel within a row."""
@@ -131,18 +141,17 @@ class PositionAttention:
         self._rows = rows = row_statistics(logits)
         self.weights = mean_attention(logits, rows)
         self._counted = sight.keys * self.weights
+        self._pairs = RowPairs.of(sight, logits.turning)
         self._response = self._self_response()
-        self._long, self._short = pairs_of_rows(len(self.weights))
-        self._several = len(self._long) - len(self.weights)
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
-        own, inside = (part[self._several :] for part in self._joint)
+        own, inside = self._alone
         self._squares = self.weights**2 * np.maximum(own + diagonal(inside), 0.0)
         self.sum_square = (sight.keys * self._squares).sum(1)
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
-        self._sent: tuple[Any, Any] | None = None
+        self._sent: list[tuple[Any, Any]] | None = None
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -153,25 +162,36 @@ class PositionAttention:
 
     def _self_response(self) -> Matrix:
         """1 - A of every row; see `balance.self_overlap`."""
-        logits, rows, keys = self.logits, self._rows, self.logits.sight.keys
-        weights, seen = self.weights, logits.sight.seen
+        size = len(self.weights)
+        found, inside = np.zeros((size, size)), np.zeros((size,) * 3)
+        for rows, keys in self._pairs.rows:
+            found[rows, keys], inside[rows, keys, keys] = self._responses(rows, keys)
+        return found, inside
+
+    def _responses(self, of: slice, among: slice) -> Matrix:
+        """1 - A of some rows, over the keys that they see."""
+        logits, rows = self.logits, self._rows
+        keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
+        weights, own = self.weights[of, among], logits.keys[0][among]
         both = seen[:, :, None] & seen[:, None, :]
         temperature = logits.scale * logits.queries[0]
-        pull = (rows.own_response * temperature * rows.softening)[:, None, None]
-        own, within = logits.keys[0], np.broadcast_to(logits.within, both.shape)
+        pull = (rows.own_response * temperature * rows.softening)[of, None, None]
+        within, away = logits.among(of, among)
         top = max(own.max(), within.max())
         of_pairs = np.exp(pull * (within - top))
         of_own = np.exp(pull[..., 0] * (own - top)) - diagonal(of_pairs)
         total = np.einsum("pr,pqr->pq", keys, of_pairs) + of_own
         found = np.where(seen, of_own / total, 0.0)
         inside = np.where(both, of_pairs / total[:, :, None], 0.0)
-        exponent = pull / np.maximum(rows.strength, 1e-6)[:, None, None] ** 2
-        kernel, away = (own - diagonal(within), within), _log_cosh(logits.deviation, exponent)
-        step, last = np.full(len(own), 0.5), None
+        exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
+        kernel, away = (own - diagonal(within), within), _log_cosh(away, exponent)
+        step, last = np.full(len(keys), 0.5), None
         for _ in range(30):
             response = (1.0 - found, -inside)
             projected = product(product(response, kernel, keys), transposed(response), keys)
-            joint = _masked(_bounded_exp(projected, exponent, away), seen, both)
+            joint = _bounded_exp((projected[0] + diagonal(projected[1]), projected[1]), exponent, away)
+            joint = joint[0] - diagonal(joint[1]), joint[1]
+            joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
             joint = _balanced(joint, (weights, weights), (keys, keys), 4)
             change = joint[0] * weights - found, joint[1] * weights[:, None, :] - inside
             if last is not None:  # the step that would have cancelled the last change
@@ -188,28 +208,27 @@ class PositionAttention:
 
     # --- pairs of rows -------------------------------------------------------------------------
 
-    def _projected(self, kernel: Matrix) -> Matrix:
-        """(1 - A) C (1 - A')^T of every pair of rows, of one kernel or of one for every pair."""
-        long, short, keys = self._long, self._short, self.logits.sight.keys
+    def _projected(self, tile: Tile, kernel: Matrix) -> Matrix:
+        """(1 - A) C (1 - A')^T of pairs of rows, of one kernel or of one for every pair."""
         own, pairs = self._response
-        if np.ndim(kernel[1]) == 2:
-            apart = np.broadcast_to(kernel[0] - diagonal(kernel[1]), own.shape)
-            moved = product((own, pairs), (apart, np.broadcast_to(kernel[1], pairs.shape)), keys)
-            moved = moved[0][long], moved[1][long]
-        else:
-            apart = kernel[0] - diagonal(kernel[1])
-            moved = product((own[long], pairs[long]), (apart, kernel[1]), keys[long])
-        return product(moved, transposed((own[short], pairs[short])), keys[short])
+        long, short, left, right = tile.long, tile.short, tile.left, tile.right
+        keys = self.logits.sight.keys
+        return tile.projected(
+            (own[long, left], pairs[long, left, left]),
+            kernel,
+            (own[short, right], pairs[short, right, right]),
+            (keys[long, left], keys[short, right]),
+        )
 
     def _joint_laws(self) -> None:
-        """F/(w w') of every pair of rows, the longer one's keys first, and what moves it."""
-        logits, rows, sight = self.logits, self._rows, self.logits.sight
-        long, short, weights = self._long, self._short, self.weights
-        turning, several = logits.turning, self._several
-        temperature, between = logits.queries
+        """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
+        it."""
+        logits, rows, pairs = self.logits, self._rows, self._pairs
+        turning, (temperature, between) = logits.turning, logits.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
-        bare = np.concatenate([bare[long[:several], short[:several]], np.ones(len(weights))])
-        lowest = bare if turning is None else np.minimum(bare * turning.beside, 0.0)
+        bare = pairs.joined(np.ones(len(temperature)), bare)
+        beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
+        lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
         nodes = nodes_for(lowest, float(rows.theta.max()))
         self._calibration = calibration = calibrate(
             rows.theta, rows.keys, rows.unshared_fraction, rows.own_fraction, nodes, self._widths
@@ -218,47 +237,34 @@ class PositionAttention:
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
         self._exponent_slope = exponent @ nodes.basis(np.ones(1))[1][:, 0]
         exponent = exponent * logits.scale * temperature[:, None]
-        exponent = geometric_mean(exponent[long], exponent[short])
+        exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
-        # the longer row's keys behind the shorter one's last lack what that row's own terms add
-        left = sight.split[short, long] * weights[long]
-        right = self._counted[short]
-        self._once = sight.shared[long, short] * weights[long] * weights[short]
-        self._met = left[:, :, None] * right[:, None, :] * logits.values[1]
-        if turning is None:
-            moved, turn = self._projected(logits.keys), np.ones(len(long))
-        else:
-            own, pairs = logits.keys
-            moved = self._projected((own * turning.beside[:, None], pairs * turning.between))
-            still = self._gathered(self._projected((own, pairs * turning.within[long])))
-            turn = _ratio(self._gathered(moved), still, turning.beside)
+        moved = []
+        turn = np.ones(len(bare))
+        for tile in pairs.tiles:
+            own, kernel = logits.keys[0][tile.own], logits.keys[1][tile.left, tile.right]
+            if tile.turned is None:
+                moved.append(self._projected(tile, (own, kernel)))
+                continue
+            assert turning is not None
+            of_keys, of_rows = tile.turned
+            moved.append(self._projected(tile, (own * of_rows[:, None], kernel * of_keys)))
+            still = turning.within[tile.long, tile.left, tile.right]
+            still = self._gathered(tile, self._projected(tile, (own, kernel * still)))
+            turn[tile.pairs] = _ratio(self._gathered(tile, moved[-1]), still, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
-        basis, slopes = nodes.basis(rho)
-        factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (basis, slopes))
+        self._basis, slopes = nodes.basis(rho)
+        factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
         if turning is not None:  # per unit of what the kernel already holds of the correlation
             apart = np.abs(rho) > RHO_MIN
             factor = np.where(apart, factor / np.where(apart, rho, 1.0), slope) * bare
+        self._laws = [
+            self._law(tile, one, factor[tile.pairs], slope[tile.pairs])
+            for tile, one in zip(pairs.tiles, moved, strict=True)
+        ]
 
-        seen = sight.seen[long], sight.seen[short]
-        shared, both = seen[0] & seen[1], seen[0][:, :, None] & seen[1][:, None, :]
-        away = None
-        if logits.deviation is not None:
-            away = np.zeros_like(moved[1])
-            away[several:] = _log_cosh(logits.deviation, factor[several:, None, None])
-        joint = _masked(_bounded_exp(moved, factor[:, None, None], away), shared, both)
-        sizes = weights[long], weights[short]
-        counts = sight.split[short, long], sight.keys[short]
-        self._joint = joint = _balanced(joint, sizes, counts, 3)
-
-        def along(direction: Matrix) -> Matrix:
-            scaled = slope[:, None] * direction[0], slope[:, None, None] * direction[1]
-            return _tangent(joint, scaled, sizes, counts)
-
-        self._slope = along(moved)
-        self._keyed = self._slope if logits.aligned else along(self._projected(logits.values))
-        self._basis = basis
         shared_part = 2.0 / self._widths.d_model
-        sharp = sharpening(rows, long, short, rho)
+        sharp = sharpening(rows, pairs.long, pairs.short, rho)
         self._growth = self._over_pairs(calibration.growth)
         self._query = self._over_pairs(calibration.query) * sharp
         if turning is None:
@@ -273,37 +279,92 @@ class PositionAttention:
         )
         self._cross = shared_part * growth
 
+    def _law(self, tile: Tile, moved: Matrix, factor: Array, slope: Array) -> _Laws:
+        """The joint law of pairs of rows, of exponents `factor` of the projected kernel, with its
+        derivatives."""
+        logits, sight, weights = self.logits, self.logits.sight, self.weights
+        long, short, left, right = tile.long, tile.short, tile.left, tile.right
+        seen = sight.seen[long, left], sight.seen[short, right]
+        shared = seen[0][:, tile.own_left] & seen[1][:, tile.own_right]
+        both = seen[0][:, :, None] & seen[1][:, None, :]
+        alone = self._pairs.alone[tile.pairs]
+        away = None
+        if logits.turning is not None and alone.any():
+            away = np.zeros_like(moved[1])
+            rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
+            _, inside = logits.among(rows, left)
+            away[alone] = _log_cosh(inside, factor[alone, None, None])
+        whole = moved[0] + tile.diagonal(moved[1])
+        own, pairs = _bounded_exp((whole, moved[1]), factor[:, None, None], away)
+        own -= tile.diagonal(pairs)
+        own[~shared], pairs[~both] = 0.0, 0.0
+        # the longer row's keys behind the shorter one's last lack what that row's own terms add
+        sums = _Sums(
+            tile,
+            sight.split[short, long, left] * weights[long, left],
+            self._counted[short, right],
+            weights[long, left],
+            weights[short, right],
+        )
+        joint = sums.balanced((own, pairs), 3)
+
+        def along(direction: Matrix) -> Matrix:
+            own = slope[:, None] * (direction[0] + tile.diagonal(direction[1]))
+            return sums.tangent(joint, own, slope[:, None, None] * direction[1])
+
+        slopes = along(moved)
+        if logits.aligned:
+            return _Laws(joint, slopes, slopes)
+        values = logits.values[0][tile.own], logits.values[1][left, right]
+        return _Laws(joint, slopes, along(self._projected(tile, values)))
+
+    @property
+    def _alone(self) -> Matrix:
+        """(P, P) and (P, P, P) joint law of every row with itself."""
+        size = len(self.weights)
+        own, inside = np.zeros((size, size)), np.zeros((size,) * 3)
+        for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
+            alone = self._pairs.alone[tile.pairs]
+            rows = tile.long[alone]
+            if len(rows):
+                own[rows, tile.left] = law.joint[0][alone]
+                inside[rows, tile.left, tile.right] = law.joint[1][alone]
+        return own, inside
+
     def _over_pairs(self, values: Array) -> Array:
         """(C,) of (P, r) values of rows at the nodes of the correlation."""
-        halves = 0.5 * (values[self._long] + values[self._short])
+        halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
         return np.asarray(np.einsum("rc,cr->c", self._basis, halves))
 
-    def _gathered(self, law: Matrix) -> Array:
-        """(C,) tr(F C) of two rows, of the values' kernel."""
-        own, inside = self.logits.values[0], diagonal(law[1])
-        beside = (law[0] + inside) * own - inside * diagonal(self.logits.values[1])
-        whole = np.einsum("cxy,cxy->c", law[1], self._met) + (beside * self._once).sum(1)
-        return np.asarray(whole)
+    def _gathered(self, tile: Tile, law: Matrix) -> Array:
+        """(c,) tr(F C) of two rows, of the values' kernel."""
+        sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
+        kernel = self.logits.values[1][tile.left, tile.right]
+        left = sight.split[short, long, tile.left] * weights[long, tile.left]
+        right = self._counted[short, tile.right]
+        once = sight.shared[long, short, tile.own] * weights[long, tile.own]
+        inside = tile.diagonal(law[1])
+        beside = (law[0] + inside) * self.logits.values[0][tile.own]
+        beside -= inside * tile.diagonal(kernel)
+        met = ((law[1] * kernel) @ right[:, :, None])[..., 0]
+        return np.asarray((met * left).sum(1) + (beside * once * weights[short, tile.own]).sum(1))
 
-    def _split(self, of_pairs: Array) -> Matrix:
-        """(own, pairs) over rows of what every pair has."""
-        size, several = len(self.weights), self._several
-        pairs = np.empty((size, size))
-        pairs[self._long[:several], self._short[:several]] = of_pairs[:several]
-        pairs[self._short[:several], self._long[:several]] = of_pairs[:several]
-        return of_pairs[several:], pairs
+    def _gather(self, of: int) -> Array:
+        """(C,) of the joint laws or of their derivatives in the correlation."""
+        laws = zip(self._pairs.tiles, self._laws, strict=True)
+        return np.concatenate([self._gathered(tile, law[of]) for tile, law in laws])
 
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
         logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
-        (own, _), long, short = logits.values, self._long, self._short
-        several, calibration = self._several, self._calibration
+        own, pairs, calibration = logits.values[0], self._pairs, self._calibration
+        long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
         mean = whole[long, short]
-        excess, slope = self._gathered(self._joint) - mean, self._gathered(self._slope)
-        shift = self._counted @ own - np.diagonal(whole) - excess[several:]
+        excess, slope = self._gather(0) - mean, self._gather(1)
+        shift = self._counted @ own - np.diagonal(whole) - excess[alone]
         shift = shift * np.sqrt(rows.softening)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
             moved = self._apart(logits.values)
@@ -312,7 +373,7 @@ class PositionAttention:
             shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
         tilt = logits.scale * self._tilted(shift)
         temperature, between = logits.queries
-        asked = np.concatenate([between[long[:several], short[:several]], temperature])
+        asked = pairs.joined(temperature, between)
         of_tilt, of_query = (
             self._over_pairs(one) for one in (calibration.tilt, calibration.query_tilt)
         )
@@ -320,7 +381,8 @@ class PositionAttention:
         if self._widths.deficit > 0.0:
             apart = self._counted @ own - np.diagonal(whole)
             unshared = unshared_part(rows.keys, apart, (self._counted * weights).sum(1))
-            held = self._once.sum(1) * np.sqrt(unshared[long] * unshared[short])
+            held = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)[long, short]
+            held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
                 (long, short),
@@ -337,14 +399,14 @@ class PositionAttention:
         tilted = tilt * of_query
         norm = np.sqrt(temperature)
         query = self._query * slope / (norm[long] * norm[short]) + tilted / width
-        query[several:] += calibration.common * slope[several:] / temperature
+        query[alone] += calibration.common * slope[alone] / temperature
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
-            output[several:] += self._dropped * masks
+            output[alone] += self._dropped * masks
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], logits.within)
-            query[several:] += self._dropped * logits.scale * noise
-        self.output, self.response = self._split(output), self._split(query)
-        self.tilt = self._split(tilted)
+            query[alone] += self._dropped * logits.scale * noise
+        self.output, self.response = pairs.split(output), pairs.split(query)
+        self.tilt = pairs.split(tilted)
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -358,15 +420,15 @@ class PositionAttention:
 
     def _tilted(self, shift: Array) -> Array:
         """(C,) products of two rows' shifts; see `width_terms.tilted`."""
-        turning, long, short = self.logits.turning, self._long, self._short
-        if turning is None:
+        turning, long, short = self.logits.turning, self._pairs.long, self._pairs.short
+        if turning is None or self._pairs.phases is None:
             return shift[long] * shift[short]
         parts = self._counted * (self.logits.values[0] - self._met_by(self.logits.values))
         total = parts.sum(1)
         usable = np.abs(total) > 1e-300
         parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
         turned = np.einsum("pq,pqm->pm", parts, turning.keys)
-        both = turned[long] * turned[short].conj() * turning.rows.conj()
+        both = turned[long] * turned[short].conj() * self._pairs.phases.conj()
         return np.asarray((both @ turning.shares).real)
 
     def mean_output(self) -> Array:
@@ -383,7 +445,7 @@ class PositionAttention:
         logits = self.logits
         keys, weights, seen = logits.sight.keys, self.weights, logits.sight.seen
         own = logits.values[0] + self._value_bias
-        beside, inside = (one[self._several :] for one in self._joint)
+        beside, inside = self._alone
         response = self._response
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
         trace = trace * np.sqrt(self._rows.softening) * (self._counted @ own)
@@ -425,25 +487,30 @@ class PositionAttention:
 
     # --- backward ------------------------------------------------------------------------------
 
-    def _at_keys(self, law: Matrix, turned: bool) -> tuple[Array, Array]:
-        """(C, P) and (C, P P): what every pair of rows sends to keys per unit of its gradient."""
-        sight, weights, turning = self.logits.sight, self.weights, self.logits.turning
-        long, short, several = self._long, self._short, self._several
-        own, pairs = law[0] + diagonal(law[1]), law[1]
-        if turned and turning is not None:
-            own, pairs = own * turning.beside[:, None], pairs * turning.between
-        sent = sight.rows.T * weights
+    def _at_keys(self, tile: Tile, laws: _Laws) -> tuple[Any, Any]:
+        """What every pair of rows sends to their keys per unit of its gradient, by the joint law
+        and by its derivative along the values: (c, o) and (c, n k) of each."""
+        sight, weights = self.logits.sight, self.weights
+        long, short, left, right = tile.long, tile.short, tile.left, tile.right
+        sent, beside = sight.rows.T * weights, (long == short) & ~self._pairs.alone[tile.pairs]
+        alone = self._pairs.alone[tile.pairs]
         twice = np.where(long == short, 1.0, 2.0)[:, None]
-        both = (twice * sent[long])[:, :, None] * sent[short][:, None, :]
-        alike = twice * sent[long] * sent[short]
-        # a row with itself instead of with its neighbour
-        once = np.einsum("pq,pr,qrp->pqr", weights, weights, sight.later)
-        beside = np.flatnonzero(long[:several] == short[:several])
-        both[several:], alike[several:] = once, diagonal(once)
-        both[beside] -= once
-        alike[beside] -= diagonal(once)
-        both *= pairs
-        return own * alike, both.reshape(len(both), -1)
+        both = (twice * sent[long, left])[:, :, None] * sent[short, right][:, None, :]
+        alike = twice * sent[long, tile.own] * sent[short, tile.own]
+        if alone.any():  # a row with itself instead of with its neighbour
+            rows = long[alone]
+            once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
+            once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
+            both[alone], alike[alone] = once, diagonal(once)
+            both[beside] -= once
+            alike[beside] -= diagonal(once)
+        found = []
+        for law, turned in ((laws.joint, None), (laws.keyed, tile.turned)):
+            own, pairs = (law[0] + tile.diagonal(law[1])) * alike, law[1] * both
+            if turned is not None:
+                own, pairs = own * turned[1][:, None], pairs * turned[0]
+            found.append((own, pairs.reshape(len(pairs), -1)))
+        return found[0], found[1]
 
     def backward(self, own: Array, pairs: Array) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
@@ -451,16 +518,20 @@ class PositionAttention:
         Args:
             own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
         """
-        size, several = len(self.weights), self._several
+        size, tiles = len(self.weights), self._pairs.tiles
         if self._sent is None:
-            self._sent = self._at_keys(self._joint, False), self._at_keys(self._keyed, True)
-        given = np.concatenate([pairs[self._long[:several], self._short[:several]], own])
+            laws = zip(tiles, self._laws, strict=True)
+            self._sent = [self._at_keys(tile, law) for tile, law in laws]
+        given = self._pairs.joined(own, pairs)
         driven = np.stack([given * self._key, given * self._cross])
-        found = []
-        for law, of_law in zip(self._sent, (given[None], driven), strict=True):
-            found += list(zip(of_law @ law[0], of_law @ law[1], strict=True))
-        total_own = np.stack([one for one, _ in found])
-        total = np.stack([both.reshape(size, size) for _, both in found])
+        total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
+        for tile, sent in zip(tiles, self._sent, strict=True):
+            shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
+            paths = (slice(0, 1), given[None]), (slice(1, 3), driven)
+            for (path, of_law), law in zip(paths, sent, strict=True):
+                total_own[path, tile.own] += of_law[:, tile.pairs] @ law[0]
+                found = of_law[:, tile.pairs] @ law[1]
+                total[path, tile.left, tile.right] += found.reshape(-1, *shape)
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
@@ -548,25 +619,86 @@ def _log_cosh(deviation: Array | None, factor: Array) -> Array | None:
     return np.asarray(size + np.log1p(np.exp(-2.0 * size)) - np.log(2.0))
 
 
-def _bounded_exp(exponent: Matrix, factor: Array, away: Array | None = None) -> Matrix:
-    """exp of a matrix times a factor per row of matrices; pairs vary besides by `away`."""
-    own, pairs = exponent
-    whole = np.exp(np.minimum(factor[..., 0] * (own + diagonal(pairs)), EXPONENT_MAX))
-    inside = factor * pairs
+def _bounded_exp(exponent: Matrix, factor: Array, away: Array | None) -> tuple[Array, Array]:
+    """exp of a token's and of pairs' exponents times a factor per matrix; pairs' vary by `away`."""
+    inside = factor * exponent[1]
     if away is not None:
         inside += away
     inside = np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-    return whole - diagonal(inside), inside
+    return np.exp(np.minimum(factor[..., 0] * exponent[0], EXPONENT_MAX)), inside
 
 
-def _masked(joint: Matrix, shared: NDArray[np.bool_], both: NDArray[np.bool_]) -> Matrix:
-    return np.where(shared, joint[0], 0.0), np.where(both, joint[1], 0.0)
+class _Laws(NamedTuple):
+    """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
+    values."""
+
+    joint: Matrix
+    slope: Matrix
+    keyed: Matrix
+
+
+class _Sums(NamedTuple):
+    """Sums over the keys of either row.
+
+    Attributes:
+        tile: of pairs of rows.
+        first, second: (c, n) and (c, k) weights of classes.
+        one, two: (c, n) and (c, k) of one token.
+    """
+
+    tile: Tile
+    first: Array
+    second: Array
+    one: Array
+    two: Array
+
+    def over_first(self, joint: Matrix, values: Array) -> Array:
+        """(c, k)."""
+        total = ((values * self.first)[:, None, :] @ joint[1])[:, 0]
+        part = joint[0] * (values * self.one)[:, self.tile.own_left]
+        total[:, self.tile.own_right] += part
+        return np.asarray(total)
+
+    def over_second(self, joint: Matrix, values: Array) -> Array:
+        """(c, n)."""
+        total = (joint[1] @ (values * self.second)[:, :, None])[..., 0]
+        part = joint[0] * (values * self.two)[:, self.tile.own_right]
+        total[:, self.tile.own_left] += part
+        return np.asarray(total)
+
+    def balanced(self, joint: Matrix, sweeps: int) -> Matrix:
+        """Scaled so that its means over either key are 1; see `balance.balanced`."""
+        left, right = np.ones_like(self.first), np.ones_like(self.second)
+        for _ in range(sweeps):
+            right = 1.0 / np.maximum(self.over_first(joint, left), 1e-300)
+            left = 1.0 / np.maximum(self.over_second(joint, right), 1e-300)
+        own = joint[0] * left[:, self.tile.own_left] * right[:, self.tile.own_right]
+        return own, joint[1] * left[:, :, None] * right[:, None, :]
+
+    def tangent(self, joint: Matrix, whole: Array, direction: Array) -> Matrix:
+        """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0; see
+        `balance.tangent`.
+
+        Args:
+            joint: of means 1.
+            whole, direction: of a key of both, and of two keys.
+        """
+        tile, moved = self.tile, joint[1] * direction
+        own = (joint[0] + tile.diagonal(joint[1])) * whole - tile.diagonal(moved)
+        rows = self.over_second((own, moved), np.ones_like(self.second))
+        columns = self.over_first((own, moved), np.ones_like(self.first))
+        left, right = -rows, np.zeros_like(columns)
+        for _ in range(6):
+            left = -rows - self.over_second(joint, right)
+            right = -columns - self.over_first(joint, left)
+        moved += joint[1] * (left[:, :, None] + right[:, None, :])
+        return own + joint[0] * (left[:, tile.own_left] + right[:, tile.own_right]), moved
 
 
 def _balanced(
     joint: Matrix, weights: tuple[Array, Array], counts: tuple[Array, Array], sweeps: int
 ) -> Matrix:
-    """Scaled so that its means over either key are 1; see `balance.balanced`."""
+    """The same for a row with itself, over its own keys."""
     own, pairs = joint
     left, right = np.ones_like(pairs[..., 0]), np.ones_like(pairs[..., 0, :])
     first, second = counts[0] * weights[0], counts[1] * weights[1]
@@ -576,23 +708,3 @@ def _balanced(
         total = (pairs @ (right * second)[..., None])[..., 0] + own * right * weights[1]
         left = 1.0 / np.maximum(total, 1e-300)
     return own * left * right, pairs * left[..., :, None] * right[..., None, :]
-
-
-def _tangent(
-    joint: Matrix, direction: Matrix, weights: tuple[Array, Array], counts: tuple[Array, Array]
-) -> Matrix:
-    """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0; see
-    `balance.tangent`."""
-    own, pairs = joint
-    moved = pairs * direction[1]
-    apart = (own + diagonal(pairs)) * (direction[0] + diagonal(direction[1])) - diagonal(moved)
-    first, second = counts[0] * weights[0], counts[1] * weights[1]
-    rows = (moved @ second[..., None])[..., 0] + apart * weights[1]
-    columns = (first[..., None, :] @ moved)[..., 0, :] + apart * weights[0]
-    left, right = rows, np.zeros_like(columns)
-    for _ in range(6):
-        left = -rows - (pairs @ (second * right)[..., None])[..., 0] - own * weights[1] * right
-        right = -columns - ((first * left)[..., None, :] @ pairs)[..., 0, :]
-        right -= own * weights[0] * left
-    moved += pairs * (left[..., :, None] + right[..., None, :])
-    return apart + own * (left + right), moved

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,14 +30,6 @@ CHUNK = 4096
 """Positions whose phases are held at a time."""
 
 
-def pairs_of_rows(size: int) -> tuple[Indices, Indices]:
-    """(C,) the longer and the shorter row of every two nodes, of (p, p) a row and its neighbour;
-    then every row with itself."""
-    short, long = np.triu_indices(size)
-    alone = np.arange(size)
-    return np.concatenate([long, alone]), np.concatenate([short, alone])
-
-
 @dataclass(frozen=True, eq=False)
 class Turning:
     """Means of rho on classes.
@@ -44,25 +37,60 @@ class Turning:
     Attributes:
         within: (P, P, P) [p, q, r] of two different keys of a row.
         deviation: (P, P, P) root of its variance inside the cells.
-        between: (C, P, P) of two rows and a key of each, in the order of `pairs_of_rows`.
-        beside: (C,) of two rows and one key of both.
-        rows: (C, m) of e^{i w (i - i')} over the two rows.
         keys: (P, P, m) of e^{i w j} over a row's keys in a cell.
         shares: (m,) s_m.
     """
 
     within: Array
     deviation: Array
-    between: Array
-    beside: Array
-    rows: Phases
     keys: Phases
     shares: Array
+    _mass: Array
+    _same: Array
+    _rows: tuple[Phases, Array, Array]
+    _speed: Array
 
     @classmethod
     def of(cls, sight: Sight, frequencies: Array, shares: Array) -> Turning:
         """The same for the same nodes and frequencies."""
         return _turning(sight, tuple(map(float, frequencies)), tuple(map(float, shares)))
+
+    def of_rows(self, long: Indices, short: Indices) -> Phases:
+        """(C, m) mean e^{i w (i - i')} of two different rows."""
+        sums, mass, twice = self._rows
+        same, pairs = twice[long, short], mass[long] * mass[short]
+        usable = pairs - same > LEAST_PAIRS * pairs
+        found = sums[long] * sums[short].conj() - same[:, None]
+        found /= np.where(usable, pairs - same, 1.0)[:, None]
+        return np.where(usable[:, None], found, np.exp(1j * self._speed))
+
+    def between(
+        self, long: Indices, short: Indices, rows: Phases, left: slice, right: slice
+    ) -> Array:
+        """(C, n, k) mean rho(j' - j - (i' - i)) of two rows and a key of each.
+
+        Args:
+            long, short: rows, seeing keys i' behind those of the latter alone.
+            rows: as from `of_rows`.
+            left, right: keys of either.
+        """
+        first = self.keys[long, left].conj() * (rows * self.shares)[:, None, :]
+        total = (first @ np.swapaxes(self.keys[short, right], -1, -2)).real
+        mass = self._mass[long, left][:, :, None] * self._mass[short, right][:, None, :]
+        own = (rows @ self.shares).real[:, None, None]
+        return _of_pairs(total, mass, self._same[short][:, left, right], own, own)
+
+
+LEAST_PAIRS = 1e-6
+"""Share of two different tokens in two cells' pairs below which there are none."""
+
+
+def _of_pairs(mean: Array, pairs: Array, itself: Array, own: Any, beside: Any) -> Array:
+    """Mean over two different tokens, from one over all pairs of which `itself` are one token
+    twice; `own` is what those have, `beside` what stands in where there are no others."""
+    rest = pairs - itself
+    usable = rest > LEAST_PAIRS * pairs
+    return np.where(usable, (mean * pairs - itself * own) / np.where(usable, rest, 1.0), beside)
 
 
 @functools.lru_cache(maxsize=8)
@@ -72,35 +100,12 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     hats = _Hats(sight.classes, speed)
     found = [hats.sums(int(sight.starts[p]), p) for p in range(size)]
     sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
-    near = float(np.cos(speed) @ share)
-
-    def mean(total: Array, pairs: Array, itself: Array, own: float, beside: float) -> Array:
-        """Over different tokens, from a total over all of which `itself` are one token twice."""
-        rest = pairs - itself
-        usable = rest > 1e-6 * pairs
-        return np.where(usable, (total - itself * own) / np.where(usable, rest, 1.0), beside)
-
-    total = np.einsum("pqm,prm->pqr", sums * share, sums.conj(), optimize=True).real
-    within = mean(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
-    long, short = pairs_of_rows(size)
-    several = len(long) - size
-    whole, wide, twice = hats.sums(0, size - 1)
-    rows = np.ones((len(long), len(speed)), complex)
-    between = np.empty((len(long), size, size))
-    for index, (p, s) in enumerate(zip(long[:several], short[:several], strict=True)):
-        both, itself = wide[p] * wide[s], twice[p, s]
-        if both - itself > 1e-6 * both:
-            rows[index] = (whole[p] * whole[s].conj() - itself) / (both - itself)
-        else:
-            rows[index] = np.exp(1j * speed)
-        turn = float((rows[index] @ share).real)
-        total = ((sums[p].conj() * (share * rows[index])) @ sums[s].T).real
-        between[index] = mean(total, np.outer(mass[p], mass[s]), same[s], turn, turn)
-    between[several:] = within
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
-    beside = (rows @ share).real
-    deviation = hats.deviation(share)
-    return Turning(within, deviation, between, beside, rows, np.asarray(keys), share)
+    total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
+    near = float(np.cos(speed) @ share)
+    within = _of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
+    rows = hats.sums(0, size - 1)
+    return Turning(within, hats.deviation(share), keys, share, mass, same, rows, speed)
 
 
 class _Hats:
