@@ -11,7 +11,7 @@ from typing import Any
 
 from .architecture import declare, declare_output
 from .checks import check_choice, check_count, check_flag
-from .classes import PositionClasses
+from .classes import MOST_WINDOWS, PositionClasses
 from .errors import DomainError, ValidityWarning, domain_error
 from .gate import computing
 from .inputs import configurations, given_shape
@@ -247,8 +247,7 @@ def _resolution(
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
     if resolved and tokens is None and not given and by_position(model):
-        windows = [window for window in model.windows if window is not None]
-        return PositionClasses.of(model.seq_len, min(windows, default=None))
+        return PositionClasses.of(model.seq_len, _least_window(model))
     return bool(resolved)
 
 
@@ -269,11 +268,17 @@ def by_position(model: Transformer) -> bool:
     waves = getattr(model.embedding, "positions", None) == "sinusoidal"
     return (
         model.causal
-        and model.seq_len >= LEAST_LENGTH
+        and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
         and not (placed or apart or waves or model.encoder)
         and (model.head is None or model.head.loss in (None, "causal"))
         and not (_falls_steeply(model) and model.seq_len <= LONGEST_POST)
     )
+
+
+def _least_window(model: Transformer) -> int:
+    """The narrowest window of any layer; the length where there is none."""
+    windows = [window for window in model.windows if window is not None]
+    return min([*windows, model.seq_len])
 
 
 def _falls_steeply(model: Transformer) -> bool:

@@ -254,21 +254,46 @@ def test_queries_and_keys_against_rows_of_their_own(monkeypatch: pytest.MonkeyPa
     assert (norms[0] / norms[1] - 1).abs()["squared_norm"].max() < 0.012
 
 
-ROTATED = {
+def test_counts_of_windows_are_sums_over_every_token() -> None:
+    classes = PositionClasses.of(600, 150)
+    sight, nodes = classes.seen(150), classes.nodes
+    positions = np.arange(1, 601)
+    every, held = (positions + 30.0) ** -0.5, (nodes + 30.0) ** -0.5
+    size = np.minimum(positions, 150)
+    for p, node in enumerate(nodes):
+        seen = (positions > node - 150) & (positions <= node)
+        np.testing.assert_allclose(sight.keys[p] @ held, every[seen].sum(), rtol=1e-3)
+        later = (positions >= node) & (positions < node + 150)
+        found = sight.rows[p] @ (held / sight.size)
+        np.testing.assert_allclose(found, (every / size)[later].sum(), rtol=2e-3)
+        for s, other in enumerate(nodes[: p + 1]):
+            both = seen & (positions <= other)
+            found = sight.shared[p, s] @ held
+            np.testing.assert_allclose(found, every[both].sum(), rtol=1e-3, atol=1e-9)
+            np.testing.assert_allclose(sight.split[s, p] @ held, sight.keys[p] @ held, rtol=8e-3)
+            both = later & (positions < other + 150)
+            found = sight.later[p, s] @ (held / sight.size**2)
+            expected = (every / size**2)[both].sum()
+            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-6)
+
+
+OTHERS = {
+    "window": {"window": 10},
+    "rotary in a window": {"window": 10, "rotary": moments.Rotary()},
     "rotary": {"rotary": moments.Rotary()},
     "normalised": {"rotary": moments.Rotary(), "qk_norm": "layernorm"},
     "biases": {"biases": moments.Biases(query=0.3, key=0.3, value=0.2)},
 }
 
 
-@pytest.mark.parametrize("name", ROTATED)
+@pytest.mark.parametrize("name", OTHERS)
 def test_queries_and_keys_that_are_not_the_tokens(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By token, with a class for every row: grouped rows alone cost .7 % of a Llama's gradient."""
     monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
     monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
-    model = Transformer(2, 128, 4, 40, dropout=0.1, causal=True, **ROTATED[name])
+    model = Transformer(2, 128, 4, 40, dropout=0.1, causal=True, **OTHERS[name])
     by_class = predicted(model, correlation=0.3)
     by_token = predicted(model, tokens=True, correlation=0.3)
     assert by_class.layout.classes is not None
@@ -311,7 +336,7 @@ def test_what_classes_do_not_cover_is_resolved_by_token() -> None:
     text = np.arange(40) % 7
     embedded = plain.replace(embedding=moments.Embedding(50, 1.0))
     assert predicted(embedded, token_ids=text).layout.classes is None
-    for change in ({"window": 8}, {"alibi": True}):
+    for change in ({"alibi": True}, {"relative_bias": moments.RelativeBias(0.1)}):
         assert predicted(plain.replace(**change)).layout.classes is None
     assert predicted(plain.replace(causal=False)).token_variance is None
     assert predicted(plain.replace(seq_len=16)).layout.classes is None

@@ -189,7 +189,9 @@ class PositionAttention:
         for _ in range(30):
             response = (1.0 - found, -inside)
             projected = product(product(response, kernel, keys), transposed(response), keys)
-            joint = _bounded_exp((projected[0] + diagonal(projected[1]), projected[1]), exponent, away)
+            joint = _bounded_exp(
+                (projected[0] + diagonal(projected[1]), projected[1]), exponent, away
+            )
             joint = joint[0] - diagonal(joint[1]), joint[1]
             joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
             joint = _balanced(joint, (weights, weights), (keys, keys), 4)

@@ -146,6 +146,4 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
             alones.append(alone)
             count += len(long)
     joined = (np.concatenate(one) for one in (longs, shorts, alones))
-    return RowPairs(
-        tuple(tiles), tuple(rows), *joined, np.concatenate(phases) if phases else None
-    )
+    return RowPairs(tuple(tiles), tuple(rows), *joined, np.concatenate(phases) if phases else None)
