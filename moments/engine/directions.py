@@ -1,0 +1,201 @@
+"""What a gradient knows of its signal, to order 1/width: lost directions, and norms that persist.
+
+Everything below a normalisation ignores its input's scale: the gradient there has no component
+along the signal (`Gradient.radial` 0), and falls as the signal's squared norm rises
+(`Gradient.norm_response` 1). Both reach into the branches of a residual sum x = a + b, by the
+addend's share of |x|^2 (`Gradient.at_part`), and down the stream. For T, B the parts of the skip
+connection and of a normalised branch in |x|^2, q the skip connection's share of the gradient below,
+
+    radial    q (B + T radial)
+    response  T response + 1 - q
+
+since the branch returns nothing along its input, and divides by its norm. Below a branch of degree
+1 that holds no norm, x.g is what u.g is at the sum: radial q/T.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..formulas.recording import is_number
+from .packing import one_document
+from .short_vectors import persistent_pull
+from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
+
+
+def isotropic(radial: Array) -> bool:
+    """Whether a gradient has as much along its signal as along any other direction."""
+    return is_number(radial) and radial == 1.0
+
+
+def knows_directions(gradient: Gradient) -> bool:
+    """Whether a gradient is anything but generic towards its signal."""
+    response = gradient.norm_response
+    nothing = is_number(response) and response == 0.0
+    return not (nothing and isotropic(gradient.radial))
+
+
+def at_tokens(kernel: Kernel, value: Array) -> tuple[Array, Array, Array]:
+    """A number per token or one for all: at one token, and at the two of a pair."""
+    if not kernel.resolved or np.ndim(value) == 0:
+        return value, value, value
+    if np.ndim(value) < np.ndim(kernel.diagonal):
+        one, two = kernel.lift(value)
+        return one, two, two
+    return (value, *kernel.over_tokens(value))
+
+
+def of_pairs(first: Array, second: Array, overlap: Array) -> Array:
+    """What a covariance of two tokens loses where each loses its share; `overlap`, r^2, once."""
+    return first + second - abs(first * second) ** 0.5 * overlap
+
+
+def without(kernel: Kernel, signal: Signal, lost: Array) -> Kernel:
+    """A gradient's kernel, less the share `lost` that lies along its signal's direction.
+
+    Two tokens' directions overlap by r: a covariance loses 2 - r^2 of them.
+    """
+    one, first, second = at_tokens(kernel, lost)
+    return kernel.weighted(1 - one, 1 - of_pairs(first, second, signal.cosine_square()))
+
+
+def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Array) -> Kernel:
+    """The gradient behind entrywise units f, whose sizes and slopes fluctuate together.
+
+    With a the gradient at the units' output, sum_k f_k'^2 a_k^2 lacks more of what a lacks along f
+    than |a|^2 does, and a falls where |f|^2 is large: by (1 - radial + k)(alignment - 1)/width in
+    all, alignment = E f^2 f'^2/(E f^2 E f'^2), k the response to the norm. Derived here for one
+    token; two tokens' covariance is given the same alignment, of 2 - r^2 directions. 1/(1 + loss)
+    stands for 1 - loss, so that few units leave no negative variance.
+    """
+    more = (alignment - 1) / output.width
+    if kernel.resolved and np.ndim(alignment):
+        more = kernel.average(more)
+    of_one, of_two = kernel.lift(more)
+    one, first, second = at_tokens(kernel, 1 - gradient.radial)
+    falls, falls_first, falls_second = at_tokens(kernel, gradient.norm_response)
+    pairs = of_pairs(first, second, output.cosine_square()) + (falls_first + falls_second) / 2
+    return kernel.weighted(1 / (1 + of_one * (one + falls)), 1 / (1 + of_two * pairs))
+
+
+def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
+    """Second moments of tokens as gradients weigh them that fall with their norms.
+
+    E |x|^2 |g|^2 = E |x|^2 E |g|^2 (1 - response v), v the relative variance of |x|^2, written
+    1/(1 + response v).
+    """
+    if is_number(response) and response == 0.0:
+        return tokens
+    own = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
+    one, first, second = at_tokens(tokens, response * own)
+    return tokens.weighted(1 / (1 + one), 1 / (1 + (first + second) / 2))
+
+
+def persistence(signal: Signal, response: Array, own: bool = True) -> Kernel:
+    """Relative growth of a branch's gradient because the one above it falls with the same norm.
+
+    With xi the relative deviation of a token's squared norm, which a skip connection keeps,
+    E[g_i g_j | xi] is 1 - k (xi_i + xi_j)/2 times its mean above the sum, k the response, and the
+    branch's normalisation multiplies it by 1 - (xi_i + xi_j)/2: k (v_i + v_j + 2 c_ij)/4 more on
+    average, v and c the relative variance and covariance of squared norms. `own` says whether they
+    include those of independent Gaussian features.
+    """
+    single, common = relative_spread(signal, own)
+    kernel = signal.kernel
+    one, first, second = at_tokens(kernel, response)
+    v, w = kernel.over_tokens(single)
+    pairs = (first * v + second * w + (first + second) * common) / 4
+    return Kernel.joined(one * single, pairs, kernel.resolved)
+
+
+def shared_persistence(
+    signal: Signal, response: Array, above: Kernel, documents: np.ndarray | None = None
+) -> Array:
+    """What of that growth attention returns to a token, averaged over those that send it.
+
+    k_i c_ij over tokens i of a sequence, or of j's document in packed rows (B, L), weighted by the
+    gradient's variance at each; which of them attend to j is left out.
+    """
+    single, common = relative_spread(signal)
+    length = signal.seq_len
+    if not signal.resolved:
+        return response * (single + (length - 1) * common) / length
+    if signal.kernel.classes is not None:
+        counted = above.diagonal * signal.kernel.classes.count
+        share = ratio_or_zero(counted, counted.sum(-1, keepdims=True) + 0.0 * counted) * response
+        apart = single - np.diagonal(common, axis1=-2, axis2=-1)
+        met = (share[..., None, :] @ common)[..., 0, :]
+        return met + share * apart / signal.kernel.classes.count
+    leading, count = common.shape[:-2], common.shape[-1]
+    blocks = common.reshape(*leading, count // length, length, count // length, length)
+    own = np.einsum("...bibj->...bij", blocks)
+    sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*own.shape[:-1])
+    if documents is not None:
+        together = one_document(documents) + 0.0
+        received = np.einsum("...bi,bij->...bj", sizes, together)
+        fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
+        found = np.einsum("...bi,...bij->...bj", fallen, own * together)
+        return ratio_or_zero(found, received).reshape(*leading, count)
+    shares = ratio_or_zero(sizes, sizes.sum(-1, keepdims=True) + 0.0 * sizes)
+    falls = np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
+    return np.einsum("...bi,...bij->...bj", shares * falls, own).reshape(*leading, count)
+
+
+def relative_spread(signal: Signal, own: bool = True) -> tuple[Array, Array]:
+    """Relative variance of squared norms and covariance of those of two tokens.
+
+    Without `own`, less what independent Gaussian features have of it, 2/width and 2 r^2/width.
+    """
+    kernel, spread = signal.kernel, signal.spread
+    assert spread is not None
+    if not own:
+        spread = spread - (kernel * kernel).scaled(2 / signal.width)
+    first, second = kernel.over_tokens(kernel.diagonal)
+    single = ratio_or_zero(spread.diagonal, kernel.diagonal * kernel.diagonal)
+    return single, ratio_or_zero(spread.pairs, first * second)
+
+
+def grouped_persistence(
+    signal: Signal, passed: tuple[tuple[Array, Array], ...], groups: int, freedom: float
+) -> Kernel:
+    """`persistence` where groups of features are normalised, each by itself, to add to the rest.
+
+    A matrix mixes the groups of the gradient that a branch receives. What it returns to one of
+    `groups` therefore meets that group's own norm in one part in `groups` of what came through
+    every norm above, and there E 1/(|x|^2 |x'|^2) without expansion. Of a covariance of tokens that
+    correlate by r, (1 + r^2)/2 as much, as for norms that fluctuate little.
+    """
+    growth: Array = 0.0
+    for share, kept in passed:
+        growth = growth + share * persistent_pull(freedom, kept) / groups
+    one, two = signal.kernel.lift(growth)
+    ones = 0.0 * signal.kernel.diagonal
+    pairs = two * (1 + signal.correlation() ** 2) / 2
+    return Kernel.joined(one + ones, pairs, signal.resolved)
+
+
+def orthogonal_parts(
+    signal: Signal, share: Array, gradient: Gradient, kept: Kernel, sent: Gradient, mixing: bool
+) -> tuple[Kernel, Kernel]:
+    """What scale invariance takes from the two parts of a gradient, to order 1/d.
+
+    The gradient g at u = x + M x is orthogonal to u, so that x.M^T g = -x.g: along x the branch
+    returns what cancels the skip connection, instead of a part of its own. The branch loses one
+    direction in d, of which its matrices have left `sent.radial`. The skip connection loses
+    E (x.g)^2 = share |g|^2/d, `share` being the branch's part of |u|^2, the square of the sine
+    between x and u. Of a gradient that keeps the share `radial` of its component along u, both lose
+    1 - radial of that. Two tokens' directions overlap by r: a covariance loses 2 - r^2 of them.
+    Exact in this order where the branch has degree 1, acts on every token alone and has the same
+    gain both ways. Attention returns to a token what others send: its branch loses the direction of
+    the tokens' average, common to all, and the skip connection only what gradients share.
+    """
+    width, lost = signal.width, 1.0 - gradient.radial
+    both = 1.0 if mixing else 2 - signal.correlation() ** 2
+    above = gradient.kernel
+    common = ratio_or_zero(above.mean_pairs(), above.mean_diagonal()) if mixing else 1.0
+    one, two = kept.lift(sent.radial * lost / width)
+    skip_one, skip_two = kept.lift(share * common * lost / width)
+    return (
+        kept.weighted(1 - skip_one, 1 - skip_two * both),
+        sent.kernel.weighted(1 - one, 1 - two * both),
+    )

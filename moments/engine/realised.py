@@ -1,0 +1,274 @@
+"""Realised overlaps of tokens about their means, carried forward: what is not linear in them gains.
+
+o_ij = x_i.x_j/width has mean C_ij and, over draws of the weights before, covariances of order
+1/width. Of a network's features these are not those of independent ones: a block's output is turned
+by matrices of its own, the residual sum adds fluctuations up, attention averages them. They are
+closed as those of a Wishart matrix,
+
+    Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2,
+
+with y = sqrt(2/width) C for Gaussian features. Where all tokens share a part whose size varies
+otherwise than what each has of its own, y is no multiple of C, and the closure still gives the
+variance of o_ij as it is; Cov(o_ij, |x_i|^2/width) = y_ii y_ij comes within 6 percent.
+
+    residual sum        Y = Y_T + Y_B + K + K' + 4 T o B/width, K what branch and stream share
+    linear map          gain^2 Y + 2 B o B/width
+    attention           (W y W')^2, and (W y)_ji^2 shared
+    normalisation       Y over the squared norms
+
+Y o = y^2 throughout. The squared norms themselves (`Signal.spread`) differ in one thing: where a
+normalisation has fixed those of the tokens, what attention averages is
+
+    d o_kl - C_kl (d q_k/C_kk + d q_l/C_ll)/2,       q_k = o_kk,
+
+and a common part of all tokens then varies by less. Y leaves that out, since it is not so between
+tokens that share little, and enters it for each pair in `overlap_variance`.
+
+Two things come of it. A correlation behind a normalisation is E o_ij/sqrt(q_i q_j)
+(`laws.normalization`), and a gated unit's covariance, in proportion to o^2 at small o, is a mean
+over o. Left out: what varies because attention weights do, and how overlaps move where a unit is
+even in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..formulas.recording import is_number
+from .classes import ClassRows, diagonal
+from .state import Array, Kernel, Realised, Signal, ratio_or_zero
+
+
+def has_fixed_norms(signal: Signal) -> bool:
+    """Whether a normalisation put all tokens on one sphere."""
+    if signal.spread is None:
+        return False
+    own = signal.spread.diagonal
+    return own == 0.0 if is_number(own) else not np.any(own)
+
+
+def signed_root(square: Kernel, like: Kernel) -> Kernel:
+    """Square roots with the signs of another kernel."""
+    if is_number(square.diagonal):
+        pairs = max(square.pairs, 0.0) ** 0.5
+        return Kernel(max(square.diagonal, 0.0) ** 0.5, -pairs if like.pairs < 0 else pairs)
+    pairs = np.copysign(np.sqrt(np.maximum(square.pairs, 0.0)), like.pairs)
+    return Kernel(np.sqrt(np.maximum(square.diagonal, 0.0)), pairs, square.resolved)
+
+
+def overlap_variance(signal: Signal) -> Array | None:
+    """Var o_ij for every pair of different tokens; None where it is not followed."""
+    if signal.realised is None:
+        return None
+    kernel = signal.second_moment()
+    square = signal.realised.overlaps
+    root = signed_root(square, kernel)
+    first, second = root.over_tokens(root.diagonal)
+    variance = 0.5 * (first * second + square.pairs)
+    if not has_fixed_norms(signal):
+        return variance
+    own, other = kernel.over_tokens(kernel.diagonal)
+    one = ratio_or_zero(first * kernel.pairs, own)
+    two = ratio_or_zero(second * kernel.pairs, other)
+    # d o - (r d q_i + r' d q_j)/2, r = C_ij/C_ii
+    fixed = variance - (one + two) * root.pairs
+    fixed = fixed + 0.25 * (one * one + two * two)
+    fixed = fixed + 0.5 * ratio_or_zero(kernel.pairs**2, own * other) * square.pairs
+    return np.maximum(fixed, 0.0) if np.ndim(fixed) else max(fixed, 0.0)
+
+
+def step_within(kernel: Kernel, variance: Array) -> Array:
+    """sqrt(Var o_ij), no further than to where two tokens are parallel or opposite."""
+    first, second = kernel.over_tokens(kernel.diagonal)
+    room = (first * second) ** 0.5 - abs(kernel.pairs)
+    if is_number(room):
+        return min(variance**0.5, max(room, 0.0))
+    return np.minimum(variance**0.5, np.maximum(room, 0.0))
+
+
+# --- through components --------------------------------------------------------------------------
+
+
+def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
+    """What overlaps and squared norms share with those where the branch begins."""
+    assert signal.realised is not None
+    assert signal.spread is not None
+    overlaps, _, shared = signal.realised
+    if shared is not None:
+        return shared
+    first, _ = overlaps.over_tokens(ratio_or_zero(1.0, signal.second_moment().diagonal))
+    return overlaps.at_pairs(first), signal.spread.at_pairs(first)
+
+
+def mapped(signal: Signal, output: Signal, gain: Array) -> Realised | None:
+    """Behind a linear map whose output is of that gain."""
+    if signal.realised is None:
+        return None
+    moment = output.second_moment()
+    overlaps = signal.realised.overlaps.mixed(gain * gain, moment * moment, 2 / output.width)
+    return Realised(overlaps, None, scaled_shared(signal, gain))
+
+
+def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) -> Any:
+    """`shared_with`, times what an overlap and a squared norm move by."""
+    overlaps, norms = shared_with(signal)
+    return overlaps.scaled(gain), norms.scaled(gain if of_norms is None else of_norms)
+
+
+def summed(signal: Signal, branch: Signal, skip: Any, scale: Any) -> tuple[Realised, Kernel] | None:
+    """Of a residual sum, and what the squared norms of both share."""
+    if signal.realised is None:
+        return None
+    kept = signal.realised.overlaps
+    cross = (signal.kernel * branch.kernel).scaled(4 * skip * scale / signal.width)
+    if branch.realised is None:
+        added = (branch.kernel * branch.kernel).scaled(2 / signal.width)
+        return Realised(kept.mixed(skip * skip, added, scale * scale) + cross), cross.scaled(0.0)
+    overlaps = kept.mixed(skip * skip, branch.realised.overlaps, scale * scale) + cross
+    if branch.realised.shared is None:
+        return Realised(overlaps), cross.scaled(0.0)
+    size, _ = signal.kernel.over_tokens(signal.second_moment().diagonal)
+    both, norms = (_both_ways(one, size, skip * scale) for one in branch.realised.shared)
+    return Realised(overlaps + both), norms.scaled(0.0) if has_fixed_norms(signal) else norms
+
+
+def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
+    moved = shared.at_pairs(size).scaled(factor)
+    return moved + moved.transposed()
+
+
+def averaged_overlaps(signal: Signal, weights: Array | None, gain: Any) -> Realised | None:
+    """Of attention's averages times a gain, their `norms` those of the averages.
+
+    Args:
+        signal: the tokens attended to.
+        weights: (..., L, L) mean attention, or (..., P, P) to one token of a class; None: uniform,
+            tokens alike.
+        gain: from an average's overlap to that of values.
+    """
+    if signal.realised is None:
+        return None
+    tokens, fixed = signal.second_moment(), has_fixed_norms(signal)
+    overlaps, norms, _ = signal.realised
+    norms = signal.spread if norms is None else norms
+    assert norms is not None
+    average = _alike if weights is None else _by_token if tokens.classes is None else _by_class
+    mixed, shared, _, _ = average(tokens, overlaps, weights, False, signal.seq_len)
+    _, _, mixed_norms, shared_norms = average(tokens, norms, weights, fixed, signal.seq_len)
+    found = shared.scaled(gain), shared_norms.scaled(gain)
+    return Realised(mixed.scaled(gain * gain), mixed_norms.scaled(gain * gain), found)
+
+
+_Averages = tuple[Kernel, Kernel, Kernel, Kernel]
+
+
+def _by_token(
+    tokens: Kernel, square: Kernel, weights: Array, fixed: bool, _seq_len: int
+) -> _Averages:
+    root = signed_root(square, tokens).pairs
+    turned = np.swapaxes(weights, -1, -2)
+    met = weights @ root
+    mixed = (met @ turned) ** 2
+    met = met * met
+    size = tokens.diagonal[..., :, None]
+    own = ratio_or_zero(1.0, size)
+    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * own)
+    if not fixed:
+        return (*free, *free)
+    lost = weights * ratio_or_zero(weights @ tokens.pairs, tokens.diagonal[..., None, :])
+    back = np.swapaxes(lost, -1, -2)
+    cross = met @ back
+    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.pairs @ back
+    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) * own
+    return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
+
+
+def _by_class(
+    tokens: Kernel, square: Kernel, weights: Any, fixed: bool, _seq_len: int
+) -> _Averages:
+    def of(pairs: Array) -> Kernel:
+        """A row's own is what it has with its neighbour: the rows are the same."""
+        return Kernel(diagonal(pairs), pairs, tokens.resolved)
+
+    root = signed_root(square, tokens)
+    met = met_by(weights, root).pairs ** 2
+    mixed = between_rows(weights, root).pairs ** 2
+    size = tokens.diagonal[..., :, None]
+    free = of(mixed), of(np.swapaxes(met, -1, -2) / size)
+    if not fixed:
+        return (*free, *free)
+    lost = weights.weights * met_by(weights, tokens).pairs / tokens.diagonal[..., None, :]
+    lost_rows = ClassRows(lost, weights.sight)
+    cross = met @ np.swapaxes(weights.sight.keys * lost, -1, -2)
+    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + between_rows(lost_rows, square).pairs
+    back = np.swapaxes(met_by(lost_rows, square).pairs, -1, -2)
+    shared = (np.swapaxes(met, -1, -2) - back) / size
+    return (*free, of(mixed), of(shared))
+
+
+def met_by(rows: ClassRows, kernel: Kernel) -> Kernel:
+    """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
+    key at its own position what it has with one beside that."""
+    apart = kernel.diagonal - diagonal(kernel.pairs)
+    met = rows.counted @ kernel.pairs + rows.weights * apart[..., None, :]
+    return Kernel(diagonal(met), met, kernel.resolved)
+
+
+def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
+    """W K W^T on classes."""
+    counted, apart = rows.counted, kernel.diagonal - diagonal(kernel.pairs)
+    each, shared = rows.weights, rows.sight.shared
+    own = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
+    found = counted @ kernel.pairs @ np.swapaxes(counted, -1, -2) + own
+    return Kernel(diagonal(found), found, kernel.resolved)
+
+
+def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
+    root = signed_root(square, tokens)
+    met = ((root.diagonal + (seq_len - 1) * root.pairs) / seq_len) ** 2
+    own = ratio_or_zero(1.0, tokens.diagonal)
+    free = Kernel(met, met), Kernel(met * own, met * own)
+    if not fixed:
+        return (*free, *free)
+    lost = (1 + (seq_len - 1) * tokens.pairs * own) / seq_len
+    mean = (square.diagonal + (seq_len - 1) * square.pairs) / seq_len
+    mixed = met - 2 * lost * met + lost * lost * mean
+    shared = (met - lost * mean) * own
+    return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
+
+
+def rescaled(signal: Signal, kernel: Kernel, epsilon: Any, square: Any) -> Realised | None:
+    """Behind a normalisation of tokens of that kernel, and a gain of that square."""
+    if signal.realised is None:
+        return None
+    one, _ = kernel.lift(epsilon)
+    size = ratio_or_zero(square, kernel.diagonal + one)
+    first, second = kernel.over_tokens(size)
+    both = first * second
+
+    overlaps, norms, shared = signal.realised
+    norms = signal.spread if norms is None else norms
+    assert norms is not None
+    if shared is not None:
+        moved = shared[0].at_pairs(second)
+        shared = moved, moved.scaled(0.0)
+    return Realised(overlaps.at_pairs(both), norms.at_pairs(both), shared)
+
+
+def entrywise(signal: Signal, output: Signal, fresh: Array, moved: Array) -> Realised | None:
+    """Behind a function of independent entries.
+
+    Args:
+        signal, output: before and behind.
+        fresh: of `signal`'s overlaps, the part over C o C that varies as entries are drawn.
+        moved: mean relative change of an overlap.
+    """
+    if signal.realised is None:
+        return None
+    before, moment = signal.kernel * signal.kernel, output.second_moment()
+    passed = signal.realised.overlaps.mixed(1.0, before, -fresh)
+    overlaps = (moment * moment).mixed(2 / output.width, passed, moved * moved)
+    ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
+    return Realised(overlaps, None, scaled_shared(signal, moved, ratio))

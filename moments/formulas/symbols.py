@@ -1,0 +1,286 @@
+"""The vocabulary of every formula: each symbol's name, LaTeX, meaning and natural domain.
+
+Python-facing names are the ones laws take as arguments. Nothing here imports sympy; `Symbol.sympy`
+makes the sympy symbol when an expression is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .recording import Recorded
+
+if TYPE_CHECKING:
+    import sympy
+
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A real interval; an open end excludes its bound."""
+
+    lower: float = -INFINITY
+    upper: float = INFINITY
+    open_lower: bool = False
+    open_upper: bool = False
+
+    def contains(self, value: Any) -> bool:
+        """Whether every entry of `value` lies inside (NaN and infinities never do)."""
+        v: Any = value if type(value) is Recorded else np.asarray(value, dtype=float)
+        above = v > self.lower if self.open_lower else v >= self.lower
+        below = v < self.upper if self.open_upper else v <= self.upper
+        return bool(np.all(above)) and bool(np.all(below)) and bool(np.all(np.isfinite(v)))
+
+    def __str__(self) -> str:
+        left = "(" if self.open_lower or self.lower == -INFINITY else "["
+        right = ")" if self.open_upper or self.upper == INFINITY else "]"
+        return f"{left}{_bound(self.lower)}, {_bound(self.upper)}{right}"
+
+
+def _bound(value: float) -> str:
+    if abs(value) == INFINITY:
+        return "∞" if value > 0 else "-∞"
+    return f"{value:g}"
+
+
+REAL = Interval()
+POSITIVE = Interval(0.0, INFINITY, open_lower=True)
+NONNEGATIVE = Interval(0.0, INFINITY)
+CORRELATION = Interval(-1.0, 1.0)
+PROBABILITY = Interval(0.0, 1.0, open_upper=True)
+COUNT = Interval(1.0, INFINITY)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One named quantity of the theory."""
+
+    name: str
+    tex: str
+    meaning: str
+    domain: Interval
+
+    @property
+    def sympy(self) -> sympy.Symbol:
+        positive = self.domain.lower >= 0 and (self.domain.lower > 0 or self.domain.open_lower)
+        return _sympy_symbol(self.name, positive)
+
+
+@functools.cache
+def _sympy_symbol(name: str, positive: bool) -> sympy.Symbol:
+    import sympy
+
+    # Domains are our own intervals, so an assumption here can only tidy an expression.
+    return sympy.Symbol(name, positive=True) if positive else sympy.Symbol(name, real=True)
+
+
+_TABLE = [
+    ("x_mean", r"\mu_x", "mean of the input", REAL),
+    ("x_other_mean", r"\mu_{x'}", "mean of the input at the other token of a pair", REAL),
+    ("x_variance", r"\sigma_x^2", "variance of the input", POSITIVE),
+    (
+        "x_other_variance",
+        r"\sigma_{x'}^2",
+        "variance of the input at the other token of a pair",
+        POSITIVE,
+    ),
+    (
+        "x_correlation",
+        r"r",
+        "correlation of the input between two tokens, same feature",
+        CORRELATION,
+    ),
+    (
+        "x_hidden_correlation",
+        r"r^d",
+        "correlation of the input between two features, same token",
+        CORRELATION,
+    ),
+    ("grad_variance", r"\sigma_g^2", "variance of the gradient at the output", NONNEGATIVE),
+    (
+        "grad_correlation",
+        r"r_g",
+        "correlation of the output's gradient between two tokens",
+        CORRELATION,
+    ),
+    ("grad_covariance", r"c_g", "covariance of the output's gradient between two tokens", REAL),
+    ("fan_in", r"d_{in}", "features summed over by a matrix", COUNT),
+    ("fan_out", r"d_{out}", "features a matrix produces", COUNT),
+    ("weight_variance", r"\sigma_w^2", "variance of a weight matrix's entries", NONNEGATIVE),
+    ("table_variance", r"\sigma_e^2", "variance of an embedding table's entries", NONNEGATIVE),
+    (
+        "pattern_correlation",
+        r"\rho",
+        "share of token pairs that look up the same table row",
+        CORRELATION,
+    ),
+    ("epsilon", r"\epsilon", "constant added under a normalisation's root", NONNEGATIVE),
+    ("norm_spread", r"u", "squared norm's relative variance over draws", NONNEGATIVE),
+    (
+        "norm_deficit",
+        r"\delta",
+        "1/d less half a token's squared norm's relative variance: 0 for Gaussian tokens",
+        NONNEGATIVE,
+    ),
+    (
+        "other_norm_spread",
+        r"u'",
+        "squared norm's relative variance at the other token of a pair",
+        NONNEGATIVE,
+    ),
+    (
+        "pair_norm_spread",
+        r"u_{ij}",
+        "relative covariance of the squared norms of two tokens",
+        REAL,
+    ),
+    (
+        "overlap_norm_spread",
+        r"w_{ij}",
+        "covariance of two tokens' overlap with their squared norms, over the norms' means",
+        REAL,
+    ),
+    (
+        "removed_share",
+        r"\delta",
+        "share of the gradient's variance that a normalisation projects out",
+        Interval(0.0, 1.0),
+    ),
+    (
+        "removed_pair_share",
+        r"\delta_{ij}",
+        "share of the gradient's token covariance that a normalisation projects out",
+        Interval(0.0, 1.0),
+    ),
+    ("drop_prob", r"p", "probability that dropout drops an entry", PROBABILITY),
+    (
+        "attention_drop_prob",
+        r"p_a",
+        "probability that dropout drops an attention weight",
+        PROBABILITY,
+    ),
+    ("d_model", r"d", "width of the residual stream", Interval(2.0, INFINITY)),
+    ("d_head", r"d_k", "width of one attention head", COUNT),
+    ("d_ff", r"d_{ff}", "width of the feed-forward hidden layer", COUNT),
+    ("seq_len", r"L", "tokens in the sequence", Interval(2.0, INFINITY)),
+    ("vocab_size", r"|V|", "rows of the token table", Interval(2.0, INFINITY)),
+    ("logit_scale", r"\Theta", "logit variance of a row divided by 1 - r", NONNEGATIVE),
+    (
+        "row_square",
+        r"P_2",
+        "E sum_j a_ij^2 over one attention row",
+        Interval(0.0, 1.0, open_lower=True),
+    ),
+    ("row_cube", r"P_3", "E sum_j a_ij^3 over one attention row", Interval(0.0, 1.0)),
+    ("row_fourth", r"P_4", "E sum_j a_ij^4 over one attention row", Interval(0.0, 1.0)),
+    ("row_vacancy", r"E(1-p_2)^2", "E (1 - sum_j a_ij^2)^2", Interval(0.0, 1.0)),
+    ("row_square_slope", r"P_2'", "derivative of P_2 in log logit variance", REAL),
+    ("row_tilt", r"A", "E (sum_j a_ij s_j)^2 over the logit variance", NONNEGATIVE),
+    ("row_logit_square", r"S_2", "E sum_j a_ij^2 s_j^2 over the logit variance", NONNEGATIVE),
+    ("row_skewness", r"Y", "theta E sum_j (a - 3 a^2 + 2 a^3)", NONNEGATIVE),
+    ("row_dropout_cross", r"X", "theta E sum_j (2 a^2 - 5 a^3 + 3 a^4)", REAL),
+    ("jacobian_square", r"T_2", "E tr D^2, D = diag(a) - a a^T of a row", POSITIVE),
+    (
+        "jacobian_square_logit",
+        r"\bar T_2",
+        "E theta tr D^2 over the mean logit variance",
+        NONNEGATIVE,
+    ),
+    (
+        "jacobian_curvature",
+        r"W",
+        "theta E sum_l of (D^2)_ll's second derivative in the logit s_l",
+        REAL,
+    ),
+    ("jacobian_radial", r"U", "E |D s|^2 over theta", NONNEGATIVE),
+    ("jacobian_radial_logit", r"\bar U", "E |D s|^2 over the mean logit variance", NONNEGATIVE),
+    ("overlap", r"C_2", "E sum_j a_ij a_kj over two attention rows", Interval(0.0, 1.0)),
+    ("overlap_slope", r"C_2'", "derivative of C_2 in log theta at fixed row correlation", REAL),
+    ("jacobian_overlap", r"T", "E tr D D' of two rows", NONNEGATIVE),
+    ("jacobian_overlap_logit", r"\bar T", "E psi tr D D', psi the rows' logit covariance", REAL),
+    ("radial_overlap", r"U_{D}", "E (D s).(D' s') over psi", REAL),
+    ("radial_overlap_logit", r"\bar U_{D}", "E (D s).(D' s')", REAL),
+    (
+        "average_variance",
+        r"\nu",
+        "variance of the attention-weighted average over that of a token",
+        NONNEGATIVE,
+    ),
+    (
+        "average_covariance",
+        r"\kappa",
+        "covariance of two attention-weighted averages over the variance of a token",
+        REAL,
+    ),
+    ("value_path", r"V", "gradient variance through the values, per unit gain", NONNEGATIVE),
+    ("query_path", r"Q", "gradient variance through the queries, per unit gain", NONNEGATIVE),
+    ("key_path", r"K", "gradient variance through the keys, per unit gain", NONNEGATIVE),
+    ("cross_path", r"X_{VK}", "twice the covariance of value and key path, per unit gain", REAL),
+    ("value_path_covariance", r"V_c", "token covariance of the value path, per unit gain", REAL),
+    ("query_path_covariance", r"Q_c", "token covariance of the query path, per unit gain", REAL),
+    ("query", r"\sigma_q^2", "variance of the query weights", NONNEGATIVE),
+    ("key", r"\sigma_k^2", "variance of the key weights", NONNEGATIVE),
+    ("value", r"\sigma_v^2", "variance of the value weights", NONNEGATIVE),
+    ("output", r"\sigma_o^2", "variance of the output-projection weights", NONNEGATIVE),
+    ("ffn_in", r"\sigma_1^2", "variance of the first feed-forward matrix", NONNEGATIVE),
+    ("ffn_out", r"\sigma_2^2", "variance of the second feed-forward matrix", NONNEGATIVE),
+    ("layers", r"N", "layers of the stack", COUNT),
+    ("layer", r"\ell", "number of a layer, counted from 1", COUNT),
+    ("heads", r"h", "attention heads", COUNT),
+    ("attention_gain", r"C_1", "attention block's variance at unit variance, r = 1", NONNEGATIVE),
+    ("ffn_gain", r"C_2", "feed-forward block's variance at unit variance", NONNEGATIVE),
+    ("skip_square", r"\lambda^2", "square of the skip connection's scale", NONNEGATIVE),
+    ("branch_square", r"\beta^2", "square of the branch's scale", NONNEGATIVE),
+    ("branch_constant", r"k", "constant of beta^2 = k / N^alpha", NONNEGATIVE),
+    ("branch_exponent", r"\alpha", "exponent of beta^2 = k / N^alpha", REAL),
+    ("branch_variance", r"\sigma_b^2", "variance of a block's output", NONNEGATIVE),
+    ("branch_correlation", r"\rho_b", "correlation of a block's output and stream", CORRELATION),
+    (
+        "grad_branch_variance",
+        r"\sigma_{gb}^2",
+        "variance of the gradient that returns through a block",
+        NONNEGATIVE,
+    ),
+    (
+        "grad_branch_correlation",
+        r"\rho_{gb}",
+        "correlation of the gradients through a block and past it",
+        CORRELATION,
+    ),
+    ("gradient_ratio", r"C_6", "token correlation of the gradient over the signal's", NONNEGATIVE),
+    ("attention_branch_square", r"\alpha_1^2", "square of the attention's scale", NONNEGATIVE),
+    ("ffn_branch_square", r"\alpha_2^2", "square of the feed-forward block's scale", NONNEGATIVE),
+    (
+        "attention_depth_constant",
+        r"\tilde\alpha_1",
+        "number of layers times the attention's squared scale",
+        NONNEGATIVE,
+    ),
+    (
+        "ffn_depth_constant",
+        r"\tilde\alpha_2",
+        "number of layers times the feed-forward block's squared scale",
+        NONNEGATIVE,
+    ),
+    ("gram_square", r"\|X^\top L X\|^2", "squared norm of the centred Gram matrix", NONNEGATIVE),
+    (
+        "gram_trace",
+        r"\mathrm{tr}\,X^\top L X",
+        "tokens' squared distance from their mean",
+        NONNEGATIVE,
+    ),
+    ("token_square", r"\|X\|^2", "squared norm of all tokens", NONNEGATIVE),
+    ("jacobian_linear", r"A", "coefficient of 1/sigma in a layer's Jacobian bound", NONNEGATIVE),
+    ("jacobian_quadratic", r"B", "coefficient of 1/sigma^2 in a layer's bound", NONNEGATIVE),
+    ("bias_variance", r"\sigma_{bias}^2", "variance of a bias's entries", NONNEGATIVE),
+    ("factor_variance", r"\sigma_u^2", "variance of a product's other factor", NONNEGATIVE),
+    ("factor_covariance", r"c_u", "covariance of a product's other factor between tokens", REAL),
+    ("alpha", r"\alpha", "factor on the input of Dynamic Tanh", POSITIVE),
+]
+
+SYMBOLS: dict[str, Symbol] = {name: Symbol(name, *rest) for name, *rest in _TABLE}  # type: ignore[arg-type]
