@@ -29,9 +29,8 @@ from ..formulas.recording import (
     Unrecordable,
 )
 from .composition import Component
-from .propagate import forward
 from .state import Gradient, Kernel, Realised, Signal
-from .trace import Trace
+from .trace import Run
 
 _VALUES = (Kernel, Realised, Signal, Gradient)
 
@@ -114,9 +113,9 @@ class Program:
         self._entering = [tape.input(v) for v in (*parameters, *numbers)]
         inputs = iter(self._entering)
         component = put_together(layer, inputs)
-        trace = Trace()
-        output, self._back = forward(component, put_together(signal, inputs), trace)
-        if any(point.signal.notes for point in trace.points):
+        self._record = component.propagate(put_together(signal, inputs), Run())
+        output = self._record.output
+        if any(one.output.notes for one in self._record.walk()):
             raise Unrecordable("the layer has something to say of these numbers")
         self._leaving: list[Any] = []
         self.output = taken_apart(output, self._leaving)
@@ -179,7 +178,7 @@ class _Recording:
         self._arriving = [tape.input(v) for v in numbers]
         self._leaving: list[Any] = []
         gradient = put_together(structure, iter(self._arriving))
-        self.below = taken_apart(program._back(gradient), self._leaving)
+        self.below = taken_apart(program._record.backward(gradient).gradient_sent, self._leaving)
         self._stop, self._guards = len(tape.operations), list(tape.guards)
         wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
         self._needed = _needed(tape.operations, [*wanted, *(g.line.index for g in self._guards)])

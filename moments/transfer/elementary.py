@@ -15,8 +15,11 @@ import numpy as np
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
 from ..engine.evaluation import Values, bind, evaluate
+from ..engine.overlap import Overlap, OverlapWalk, activated, dropped, elasticity, own_variance
+from ..engine.overlap import mapped as mapped_overlap
 from ..engine.realised import entrywise, mapped, scaled_shared
 from ..engine.state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+from ..engine.trace import Record
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws, Law, Theory
 from ..formulas.linear import BIASED_LINEAR, LINEAR
@@ -162,10 +165,16 @@ class Linear(Lawful):
 
         return norm
 
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        return mapped_overlap(at, record.output.width)
+
 
 @dataclass(frozen=True)
 class Activation(Lawful):
     """A function applied to every entry of a centred Gaussian input."""
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        return entrywise_overlap(self, record, at)
 
     def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         # Independent features fluctuate by their own kurtosis; what the input's norm had beyond
@@ -235,6 +244,12 @@ class Activation(Lawful):
         return kernel.weighted(own, first * second)
 
 
+def entrywise_overlap(leaf: Leaf, record: Record, at: Overlap) -> Overlap:
+    """Behind a function of every feature by itself."""
+    before, after = record.input, record.output
+    return activated(at, elasticity(leaf, before, after), (before.width, after.width))
+
+
 FAINT = 1e-30
 """A variance that stands for none in ratios of a function's moments: their limit there."""
 
@@ -249,6 +264,10 @@ def faintly(law: Law, algebra: Any, values: Values) -> Array:
 @dataclass(frozen=True)
 class Dropout(Lawful):
     """Dropout with fresh masks for every token and entry."""
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        own = own_variance(record.input), own_variance(record.output)
+        return dropped(at, *own, record.output.width)
 
     def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         # |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the

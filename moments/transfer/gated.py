@@ -11,8 +11,10 @@ import numpy as np
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
 from ..engine.evaluation import Values, bind, evaluate, evaluate_sides
+from ..engine.overlap import Overlap, OverlapWalk, activated, elasticity, mapped
 from ..engine.realised import overlap_variance, shared_with, step_within
 from ..engine.state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+from ..engine.trace import Record
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
@@ -120,6 +122,12 @@ class GatedLinear(Leaf):
             return Pulled(Gradient(total, gradient.seq_len), _joined(through_gate, through_factor))
 
         return output, pullback
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
+        before, after = record.input, record.output
+        moved = elasticity(self, before, after)
+        return activated(mapped(at, after.width), moved, (after.width, after.width))
 
     def _two_points(
         self, signal: Signal, inner: Signal, factor: Signal

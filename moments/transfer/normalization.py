@@ -14,13 +14,15 @@ import numpy as np
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.directions import at_tokens, of_pairs, relative_spread
 from ..engine.evaluation import Values, evaluate
+from ..engine.overlap import Overlap, OverlapWalk
 from ..engine.realised import rescaled, signed_root
 from ..engine.short_vectors import expected_cosine, expected_pull
 from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.trace import Record
 from ..formulas.law import ComponentLaws
 from ..formulas.normalization import DYT
 from ..formulas.recording import as_number, is_number
-from .elementary import Activation
+from .elementary import Activation, entrywise_overlap
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,9 @@ class DynamicTanh(Leaf):
             return Pulled(pulled.gradient, weights)
 
         return output, pullback
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        return entrywise_overlap(self, record, at)
 
 
 def affine_gradients(
