@@ -61,7 +61,7 @@ TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
-def _writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
+def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
     """Refuse where no file can be written, before the work whose result would be lost."""
     if path is not None:
         option = f"--{parameter.name}"
@@ -79,14 +79,14 @@ def _writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
 
 
 CsvOption = Annotated[
-    Path | None, typer.Option("--csv", help="Write every point as CSV.", callback=_writable)
+    Path | None, typer.Option("--csv", help="Write every point as CSV.", callback=writable)
 ]
 PlotOption = Annotated[
     Path | None,
     typer.Option(
         "--plot",
         help="Write the picture to this file: .png, .svg or .pdf.",
-        callback=_writable,
+        callback=writable,
     ),
 ]
 
