@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..formulas.law import Law
 from .state import Array, Signal, ratio_or_zero
 
@@ -50,11 +48,14 @@ def evaluate(law: Law, algebra: Any, values: Values) -> Array:
     return result
 
 
-def evaluate_sides(law: Law, algebra: Any, values: Values, sides: tuple[Values, Values]) -> Array:
-    """One law at two values of some symbols, one after the other along a first axis.
+def evaluate_sides(
+    law: Law, algebra: Any, values: Values, sides: tuple[Values, Values]
+) -> tuple[Array, Array]:
+    """One law at two values of some symbols.
 
     What is observed is the law at `values`, between them.
     """
     if observer is not None:
         observer(law, values, law.formula(algebra, *law.pick(values)))
-    return np.stack([law.formula(algebra, *law.pick(values | side)) for side in sides])
+    one, two = (law.formula(algebra, *law.pick(values | side)) for side in sides)
+    return one, two

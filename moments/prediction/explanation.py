@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..engine.propagate import Trace, forward
+from ..engine.propagate import forward
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count
 from ..formulas.law import Theory
@@ -126,7 +126,6 @@ def explain(
     body = declare(model, theory, layout.padding, layout.sequences).parts[layer - 1]
     log = Log(layout, names_of_laws(model))
     with log.listening():
-        trace = Trace(memory=prediction.trace.memory)
-        _, back = forward(log.watched(body), entering.signal, trace)
-        back(leaving.gradient)
+        _, record = forward(log.watched(body), entering.signal, prediction.trace.memory)
+        record.backward(leaving.gradient)
     return Explanation(model, layer, tuple(log.steps))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.propagate import Trace
+from ..engine.propagate import Run
 from ..engine.state import Gradient, Kernel
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
@@ -135,27 +135,22 @@ def predict(
         stacks.insert(0, Stack(model.encoder, theory, other, resolved, shape))
     if stack.layout.sequences > 1:
         batch = _counted(batch, stack.layout.sequences)
-    traces = [s.trace for s in stacks]
+    runs = [s.run for s in stacks]
     with (
-        computing(theory, traces),
+        computing(theory, runs),
         collector_paused(),
-        _layer_bar(traces, sum(s.model.layers for s in stacks), progress),
+        _layer_bar(runs, sum(s.model.layers for s in stacks), progress),
     ):
         if model.encoder is not None:
             stacks[0].forward()
-            stack.trace.memory = stacks[0].read()
+            stack.run.memory = stacks[0].read()
         signal = stack.forward()
         outcome = last_gradient(
             stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
         )
-        stack.backward(outcome.gradient)
-        if outcome.output is not None and outcome.output.radial is not None:
-            # What a last normalisation's own pullback would have projected out is there to
-            # be measured all the same.
-            last = stack.trace.stream()[-1]
-            last.gradient = Gradient(outcome.gradient.kernel + outcome.output.radial, model.seq_len)
+        stack.backward(outcome)
         if model.encoder is not None:
-            stacks[0].backward(stacks[0].returned(stack.trace.memory_gradients))
+            stacks[0].backward(stacks[0].read_back(stack.trace.sent_to_memory()))
     encoder = None
     if model.encoder is not None:
         read = functools.partial(_read_by, stacks[0], stack, outcome)
@@ -313,8 +308,8 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _layer_bar(traces: list[Trace], layers: int, shown: bool) -> Iterator[None]:
-    """A progress bar over the layers of both passes, while the traces are being written."""
+def _layer_bar(runs: list[Run], layers: int, shown: bool) -> Iterator[None]:
+    """A progress bar over the layers of both passes, while they are under way."""
     if not shown:
         yield
         return
@@ -323,6 +318,6 @@ def _layer_bar(traces: list[Trace], layers: int, shown: bool) -> Iterator[None]:
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("layers, forward and backward", total=2 * layers)
-        for trace in traces:
-            trace.on_layer = lambda: bar.advance(task)
+        for run in runs:
+            run.on_layer = lambda: bar.advance(task)
         yield

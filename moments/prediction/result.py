@@ -182,11 +182,7 @@ class Prediction:
     def _inner_weights(self) -> list[tuple[int, str, Any]]:
         if self.theory != "refined":
             return self.trace.weights()
-        overlaps = self._overlaps
-        return [
-            (layer, name, norm * overlaps.growth.get((layer, name), 1.0))
-            for layer, name, norm in self.trace.weights(overlaps.attended)
-        ]
+        return self._overlaps.weights(self.trace)
 
     @functools.cached_property
     def _overlaps(self) -> Overlaps:
@@ -194,7 +190,8 @@ class Prediction:
         from ..noise.overlap import stack_overlaps
 
         memory = None if self.encoder is None else self.encoder._overlaps.last
-        return stack_overlaps(self._declaration(), self.trace, memory)
+        assert self.trace.stack is not None
+        return stack_overlaps(self.trace.stack, memory)
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import PositionClasses
+from ..engine.composition import sum_of
 from ..engine.layout import Layout
 from ..engine.packing import check_documents
-from ..engine.propagate import BackwardPass, Trace, forward, start
+from ..engine.propagate import Point, Record, Run, Trace
 from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.trace import with_top_gradient
 from ..errors import DomainError
 from ..formulas.law import Theory
 from ..model.embedding import Embedding
@@ -101,7 +103,11 @@ class Stack:
     ) -> None:
         """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
-        self.trace = Trace()
+        self.run = Run()
+        self._embedding: Record | None = None
+        self._layers: Record | None = None
+        self._ending: Record | None = None
+        self._logits: Point | None = None
         self.notes: tuple[str, ...] = ()
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
         if isinstance(resolved, PositionClasses):
@@ -154,54 +160,68 @@ class Stack:
             length, width, packed = model.seq_len, model.d_model, self.documents
             fixed = fixed_positions(model.embedding, length, width, sequences, packed)
         signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
-        self._embedded: BackwardPass | None = None
         if model.embedding is not None and read:
             rest = declare_embedding(model.embedding, model, theory)
-            signal, self._embedded = forward(rest, signal, self.trace)
+            self._embedding = rest.propagate(signal, self.run)
+            signal = self._embedding.output
+        self._entering = signal
         return signal
 
     def forward(self) -> Signal:
         """The last layer's output."""
-        model, theory, trace = self.model, self.theory, self.trace
         signal = self.enter()
-        start(signal, trace)
-        stack = declare(model, theory, self.layout.padding, self.layout.sequences)
-        signal, self._layers = forward(stack, signal, trace)
-        return signal
+        self.run.reached.append(Point(0, "stream", signal))
+        stack = declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+        self._layers = stack.propagate(signal, self.run)
+        return self._layers.output
 
-    def backward(self, gradient: Gradient) -> None:
+    def backward(self, outcome: Outcome) -> None:
         """Carry the gradient at the last layer's output to the embedding tables."""
-        found = self._layers(gradient)
-        self.trace.stream()[0].gradient = found
-        if self._embedded is not None:
-            self.received: Gradient | None = self._embedded(found)
-        else:
-            self.received = None
+        assert self._layers is not None
+        gradient, output = outcome.gradient, outcome.output
+        self._layers = self._layers.backward(gradient, self.run)
+        if self._embedding is not None:
+            self._embedding = self._embedding.backward(self._layers.gradient_sent, self.run)
+        if output is None:
+            return
+        self._ending, self._logits = output.record, output.logits
+        if output.radial is not None:
+            # What a last normalisation's own pullback would have projected out is there to be
+            # measured all the same.
+            measured = Gradient(gradient.kernel + output.radial, self.model.seq_len)
+            self._layers = with_top_gradient(self._layers, measured)
 
     def read(self) -> Signal:
         """What a decoder's cross-attention reads."""
-        signal = self.trace.stream()[-1].signal
-        self.trace.layer = self.model.layers + 1
-        output, self._read = forward(declare_output(self.model, self.theory), signal, self.trace)
-        return output
+        assert self._layers is not None
+        self.run.layer = self.model.layers + 1
+        reading = declare_output(self.model, self.theory)
+        self._ending = reading.propagate(self._layers.output, self.run)
+        return self._ending.output
 
-    def returned(self, gradients: list[Gradient]) -> Gradient:
+    def read_back(self, gradients: list[Gradient]) -> Outcome:
         """The gradient at an encoder's last layer, from those at all that read its output."""
-        total = gradients[0].kernel
-        for gradient in gradients[1:]:
-            total = total + gradient.kernel
-        return self._read(Gradient(total, self.model.seq_len))
+        assert self._ending is not None
+        total = sum_of([gradient.kernel for gradient in gradients])
+        self._ending = self._ending.backward(Gradient(total, self.model.seq_len), self.run)
+        return Outcome(self._ending.gradient_sent)
+
+    @property
+    def trace(self) -> Trace:
+        """Both passes, as far as they have come."""
+        return Trace(self._entering, self._layers, self._embedding, self._ending, self._logits)
 
     def prediction(
         self, batch: int, outcome: Outcome, encoder: Prediction | None, top: Any = None
     ) -> Prediction:
         """What both passes found, the gradient at the last layer coming from `top` if any."""
-        stream, layout = self.trace.stream(), self.layout
+        trace, layout = self.trace, self.layout
+        stream = trace.stream()
         columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
         if not np.all(np.isfinite(moments)):
-            raise breakdown(self.theory, [self.trace])
-        notes = validity_warnings(self.model, self.theory, self.trace) + self.notes
+            raise breakdown(self.theory, [trace])
+        notes = validity_warnings(self.model, self.theory, trace) + self.notes
         output = outcome.output
         if output is not None:
             notes += output.notes
@@ -211,7 +231,7 @@ class Stack:
         correlation = gate.correlation("the correlation of the stream", correlation)
         grad_variance = gate.variance("the gradient variance of the stream", grad_variance)
         grad_correlation = gate.correlation("the gradient correlation", grad_correlation)
-        gate.sites(self.trace.points)
+        gate.sites(trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
             token_variance, token_grad_variance = _by_token(stream, layout)
@@ -235,7 +255,7 @@ class Stack:
             token_variance,
             token_grad_variance,
             notes,
-            self.trace,
+            trace,
             layout,
             batch,
             loss=loss,
@@ -249,7 +269,8 @@ class Stack:
     def _outer_weights(self, outcome: Outcome) -> Callable[[], list[tuple[int, str, Array]]]:
         """Squared gradient norms of what lies outside the layers: the embedding and the head."""
         model, inputs = self.model, self.inputs
-        embedding, received = model.embedding, self.received
+        embedding = model.embedding
+        received = None if self._embedding is None else self._embedding.gradient_sent
         output = outcome.output
 
         def rows() -> list[tuple[int, str, Array]]:
@@ -293,14 +314,14 @@ def last_gradient(
         output = output_moments(
             model,
             signal,
-            trace=stack.trace,
+            run=stack.run,
+            points=stack.trace.points,
             token_ids=stack.inputs.token_ids,
             targets=targets,
             real=layout.numbers,
             batch=batch,
         )
         if output.gradient is not None and not given:
-            stack.trace.points.extend(output.points)
             return Outcome(output.gradient, output)
     elif targets is not None:
         raise DomainError("targets are what a head predicts: declare model.head")

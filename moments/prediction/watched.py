@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..engine import evaluation
+from ..engine.bottom_to_top import BottomToTop
 from ..engine.composition import (
-    BottomToTop,
     Chain,
     Component,
     Layer,
@@ -231,10 +231,16 @@ class _Probe(Leaf):
 
 
 class _WatchedLeaf(Leaf):
+    @property
+    def normalises(self) -> bool:
+        return self.leaf.normalises
+
+    @property
+    def mixes_tokens(self) -> bool:
+        return self.leaf.mixes_tokens
+
     def __init__(self, leaf: Leaf, log: Log) -> None:
         self.leaf, self.log, self.label = leaf, log, leaf.label
-        self.normalises = getattr(leaf, "normalises", False)
-        self.mixes_tokens = getattr(leaf, "mixes_tokens", False)
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         with self.log.at(self.label, "forward") as steps:
@@ -251,9 +257,12 @@ class _WatchedLeaf(Leaf):
 
 
 class _WatchedReader(Reader):
+    @property
+    def mixes_tokens(self) -> bool:
+        return self.reader.mixes_tokens
+
     def __init__(self, reader: Reader, log: Log) -> None:
         self.reader, self.log, self.label = reader, log, reader.label
-        self.mixes_tokens = getattr(reader, "mixes_tokens", False)
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         with self.log.at(self.label, "forward") as steps:

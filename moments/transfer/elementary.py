@@ -15,12 +15,15 @@ import numpy as np
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
 from ..engine.evaluation import Values, bind, evaluate
+from ..engine.overlap import Overlap, OverlapWalk, activated, dropped, elasticity, own_variance
+from ..engine.overlap import mapped as mapped_overlap
 from ..engine.realised import entrywise, mapped, scaled_shared
 from ..engine.state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+from ..engine.trace import Record
 from ..errors import DomainError
-from ..formulas.algebra import FLOAT
 from ..formulas.law import ComponentLaws, Law, Theory
 from ..formulas.linear import BIASED_LINEAR, LINEAR
+from ..formulas.recording import as_number
 
 
 @dataclass(frozen=True)
@@ -162,10 +165,16 @@ class Linear(Lawful):
 
         return norm
 
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        return mapped_overlap(at, record.output.width)
+
 
 @dataclass(frozen=True)
 class Activation(Lawful):
     """A function applied to every entry of a centred Gaussian input."""
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        return entrywise_overlap(self, record, at)
 
     def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         # Independent features fluctuate by their own kurtosis; what the input's norm had beyond
@@ -222,17 +231,23 @@ class Activation(Lawful):
         laws = self.laws.under(self.theory)
         still = dict(self.parameters) | {"x_variance": 0.0, "x_other_variance": 0.0}
         still |= {"grad_variance": 1.0, "grad_covariance": 1.0, "x_correlation": -1.0}
-        square = float(evaluate(laws["grad_variance"], algebra, still))
-        product = float(evaluate(laws["grad_covariance"], algebra, still))
+        square = as_number(evaluate(laws["grad_variance"], algebra, still))
+        product = as_number(evaluate(laws["grad_covariance"], algebra, still))
         flat = square - max(square * square - product * product, 0.0) ** 0.5
         mean = 0.5 * (square + product)  # ((l + u)/2)^2
         nothing = np.asarray(entering.diagonal) == 0.0
         own: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
         one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
-        if algebra is FLOAT:
-            own, one = float(own), float(one)
+        if algebra.scalar:
+            own, one = as_number(own), as_number(one)
         first, second = entering.over_tokens(one)
         return kernel.weighted(own, first * second)
+
+
+def entrywise_overlap(leaf: Leaf, record: Record, at: Overlap) -> Overlap:
+    """Behind a function of every feature by itself."""
+    before, after = record.input, record.output
+    return activated(at, elasticity(leaf, before, after), (before.width, after.width))
 
 
 FAINT = 1e-30
@@ -242,13 +257,17 @@ FAINT = 1e-30
 def faintly(law: Law, algebra: Any, values: Values) -> Array:
     """A law that is 0/0 without any input, as the limit of small ones."""
     v = values["x_variance"]
-    least = max(v, FAINT) if algebra is FLOAT else np.maximum(v, FAINT)
+    least = max(v, FAINT) if algebra.scalar else np.maximum(v, FAINT)
     return evaluate(law, algebra, values | {"x_variance": least})
 
 
 @dataclass(frozen=True)
 class Dropout(Lawful):
     """Dropout with fresh masks for every token and entry."""
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        own = own_variance(record.input), own_variance(record.output)
+        return dropped(at, *own, record.output.width)
 
     def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         # |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the

@@ -11,12 +11,14 @@ import numpy as np
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
 from ..engine.evaluation import Values, bind, evaluate, evaluate_sides
+from ..engine.overlap import Overlap, OverlapWalk, activated, elasticity, mapped
 from ..engine.realised import overlap_variance, shared_with, step_within
 from ..engine.state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
-from ..formulas.algebra import FLOAT
+from ..engine.trace import Record
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
+from ..formulas.recording import as_number
 from .elementary import Linear, faintly
 
 
@@ -64,8 +66,8 @@ class GatedLinear(Leaf):
         def over_pairs(pairs: str, pair: Values) -> Array:
             if varied is None:
                 return evaluate(laws[pairs], algebra, pair)
-            mean = evaluate_sides(laws[pairs], algebra, pair, varied).mean(0)
-            return float(mean) if algebra is FLOAT else mean
+            one, two = evaluate_sides(laws[pairs], algebra, pair, varied)
+            return 0.5 * (one + two)
 
         def both(diagonal: str, pairs: str, single: Values, pair: Values, resolved: Any) -> Kernel:
             first = evaluate(laws[diagonal], algebra, single)
@@ -76,7 +78,7 @@ class GatedLinear(Leaf):
             covariance = evaluate(laws["covariance"], algebra, two)
         else:
             ends = evaluate_sides(laws["covariance"], algebra, two, varied)
-            covariance = float(ends.mean(0)) if algebra is FLOAT else ends.mean(0)
+            covariance = 0.5 * (ends[0] + ends[1])
         output = Signal(
             Kernel.joined(evaluate(laws["variance"], algebra, one), covariance, signal.resolved),
             signal.seq_len,
@@ -120,6 +122,12 @@ class GatedLinear(Leaf):
             return Pulled(Gradient(total, gradient.seq_len), _joined(through_gate, through_factor))
 
         return output, pullback
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
+        before, after = record.input, record.output
+        moved = elasticity(self, before, after)
+        return activated(mapped(at, after.width), moved, (after.width, after.width))
 
     def _two_points(
         self, signal: Signal, inner: Signal, factor: Signal
@@ -200,7 +208,7 @@ class GatedLinear(Leaf):
 def _unsteady(signal: Signal) -> tuple[str, ...]:
     """A note where the tokens' norms, taken at their means, vary by much."""
     tokens = signal.second_moment().diagonal
-    varies = float(np.max(ratio_or_zero(signal.spread.diagonal, tokens * tokens)))  # type: ignore[union-attr]
+    varies = as_number(np.max(ratio_or_zero(signal.spread.diagonal, tokens * tokens)))  # type: ignore[union-attr]
     if varies <= 0.1:
         return ()
     return (

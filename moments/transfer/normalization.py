@@ -14,13 +14,15 @@ import numpy as np
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.directions import at_tokens, of_pairs, relative_spread
 from ..engine.evaluation import Values, evaluate
+from ..engine.overlap import Overlap, OverlapWalk
 from ..engine.realised import rescaled, signed_root
 from ..engine.short_vectors import expected_cosine, expected_pull
 from ..engine.state import Array, Gradient, Kernel, Signal
-from ..formulas.algebra import FLOAT
+from ..engine.trace import Record
 from ..formulas.law import ComponentLaws
 from ..formulas.normalization import DYT
-from .elementary import Activation
+from ..formulas.recording import as_number, is_number
+from .elementary import Activation, entrywise_overlap
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class FiniteNormalization(Leaf):
             first, second = kernel.over_tokens(varies)
             far = np.maximum(first, second) > _EXPANDED
             held: Array = np.where(far, _possible(normal, inner), pairs)
-            pairs = float(held) if algebra is FLOAT else held
+            pairs = as_number(held) if algebra.scalar else held
         normal = Kernel.joined(variance, pairs, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
@@ -127,7 +129,7 @@ class FiniteNormalization(Leaf):
         if np.all(kernel.diagonal + one):
             return one
         found = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
-        return float(found) if type(kernel.diagonal) is float else found
+        return as_number(found) if is_number(kernel.diagonal) else found
 
     def _by_group(self, signal: Signal, received: Kernel, epsilon: Array) -> tuple[Array, Array]:
         """The gradient behind small groups, whose norms fluctuate too much to expand.
@@ -201,7 +203,7 @@ def _possible(normal: Kernel, inner: Signal) -> Array:
     first, second = normal.over_tokens(normal.diagonal)
     sign = np.sign(inner.kernel.pairs)
     pairs = sign * np.clip(sign * normal.pairs, 0.0, (first * second) ** 0.5)
-    return pairs if normal.resolved or np.ndim(pairs) else float(pairs)
+    return pairs if normal.resolved or np.ndim(pairs) else as_number(pairs)
 
 
 def _undefined(epsilon: Array) -> tuple[str, ...]:
@@ -214,7 +216,7 @@ def _undefined(epsilon: Array) -> tuple[str, ...]:
 
 
 def _unexpandable(spread: Array) -> tuple[str, ...]:
-    varies = float(np.max(spread))
+    varies = as_number(np.max(spread))
     if varies <= _FAR:
         return ()
     return (
@@ -269,6 +271,9 @@ class DynamicTanh(Leaf):
             return Pulled(pulled.gradient, weights)
 
         return output, pullback
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        return entrywise_overlap(self, record, at)
 
 
 def affine_gradients(

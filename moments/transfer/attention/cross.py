@@ -9,8 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ...engine.composition import Pulled, Reader, ReaderPullback
+from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.state import Array, Gradient, Kernel, Signal
+from ...engine.trace import Record
 from ...errors import domain_error
 from .alike import AlikeAttention
 from .by_token import (
@@ -25,6 +27,7 @@ from .by_token import (
 )
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive, through
+from .overlap import through_attention
 from .self_attention import concatenated
 from .weight_gradients import Paths, of_rows, overlap_gradients, projection_gradients
 
@@ -119,6 +122,9 @@ class CrossAttention(Reader):
             )
 
         return output, pullback
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        return through_attention(self, record, at, walk)
 
     def _masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""

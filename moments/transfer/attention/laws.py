@@ -9,13 +9,13 @@ import numpy as np
 
 from ...engine.evaluation import evaluate
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
-from ...formulas.algebra import FLOAT
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
+from ...formulas.recording import whole
 from .by_token import attention_facts, variance_notes
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import positive
-from .profile import profiled_statistics
-from .statistics import AttentionStatistics, attention_statistics
+from .profile import profiled_columns, profiled_statistics
+from .statistics import STATISTICS, AttentionStatistics, attention_statistics
 
 AlikePullback = Callable[[Kernel], tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]]
 
@@ -37,17 +37,71 @@ def _statistics(
     spread = 0.0
     if signal.spread is not None:
         spread = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
-    if signal.algebra is FLOAT:
+    if signal.algebra.scalar:
         # Tokens that are all but equal have logits without variance at any scale.
         scale = min(wanted, THETA_PEAKED / max(own, 1e-12))
-        if spread == 0.0 and scale <= PROFILED_SCALE:
-            return profiled_statistics(
-                scale, correlation, signal.seq_len, leaf.d_model, leaf.d_head
-            )
-    else:
-        scale = np.minimum(wanted, THETA_PEAKED / np.maximum(own, 1e-12))
+        profiled = bool(spread == 0.0 and scale <= PROFILED_SCALE)
+        widths = signal.seq_len, leaf.d_model, leaf.d_head
+        return _from_flat(*_flat(scale, correlation, spread, profiled, *widths))
+    scale = np.minimum(wanted, THETA_PEAKED / np.maximum(own, 1e-12))
     return attention_statistics(
         scale, correlation, signal.seq_len, leaf.d_model, leaf.d_head, spread
+    )
+
+
+def _one(
+    scale: float,
+    correlation: float,
+    spread: float,
+    profiled: bool,
+    seq_len: int,
+    d_model: Any,
+    d_head: Any,
+) -> tuple[Any, ...]:
+    """Statistics of one configuration, in the order of `STATISTICS`, and what else there is."""
+    widths = seq_len, d_model, d_head
+    if profiled:
+        found = profiled_statistics(scale, correlation, *widths)
+    else:
+        found = attention_statistics(scale, correlation, *widths, spread)
+    return (*found.values.values(), found.logit_variance, found.entropy, float(found.valid))
+
+
+def _many(
+    scale: Array,
+    correlation: Array,
+    spread: Array,
+    profiled: bool,
+    seq_len: int,
+    d_model: Any,
+    d_head: Any,
+) -> tuple[Any, ...]:
+    """Those of many configurations, (B,): by profiles where they are few."""
+    widths = seq_len, d_model, d_head
+    scale, correlation, spread = np.broadcast_arrays(scale, correlation, spread)
+    scales = np.unique(scale)
+    if not profiled or scales.size > MOST_PROFILES or np.min(correlation) < 0:
+        found = attention_statistics(scale, correlation, *widths, spread)
+        values = (*found.values.values(), found.logit_variance, found.entropy)
+        return (*values, float(found.valid))
+    columns = [profiled_columns(float(one), correlation, *widths) for one in scales]
+    valid = float(all(one.valid for one in columns))
+    where = np.searchsorted(scales, scale)
+    stacked = np.stack([one.values for one in columns])
+    of_each = stacked[where, :, np.arange(np.size(correlation))].T
+    return (*of_each[:-1], (1 - correlation) * scale, of_each[-1], valid)
+
+
+MOST_PROFILES = 16
+"""Logit scales among configurations up to which a profile for each is the shorter way."""
+
+_flat = whole(_one, _many)
+
+
+def _from_flat(*values: Any) -> AttentionStatistics:
+    *numbers, logit_variance, entropy, valid = values
+    return AttentionStatistics(
+        dict(zip(STATISTICS, numbers, strict=True)), logit_variance, entropy, valid == 1.0
     )
 
 

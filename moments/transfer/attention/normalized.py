@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.short_vectors import expected_pull
 from ...engine.state import Array, Gradient, Kernel, Signal
+from ...engine.trace import Record
 from ...errors import domain_error
 from ...formulas.normalization import RMSNORM
 from ..normalization import FiniteNormalization
+from .overlap import through_attention
 from .self_attention import SelfAttention
 
 
@@ -77,6 +80,10 @@ class NormalizedAttention(Leaf):
             return Pulled(sent.gradient, weights, pulled.overlaps, response)
 
         return output, pullback
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        # norms are no overlaps of their own
+        return through_attention(self.attention, record, at, walk, fixed=True)
 
 
 def _freedom(d_head: float, centred: bool) -> float:

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.realised import averaged_overlaps
 from ...engine.state import Array, Gradient, Kernel, Realised, Signal
+from ...engine.trace import Record
 from ...errors import domain_error
 from ...model.positions import RelativeBias, Rotary
 from .alike import AlikeAttention, averaged
@@ -19,6 +21,7 @@ from .by_token import BEYOND_TABLES, attention_facts, mean_spread, self_attentio
 from .kernels.exact_rows import THETA_PEAKED
 from .laws import attend_by_laws
 from .logits import LogitLaw, logit_law, positive, through
+from .overlap import through_attention
 from .statistics import AttentionStatistics
 from .weight_gradients import Paths, of_rows, overlap_gradients, projection_gradients
 
@@ -233,6 +236,9 @@ class SelfAttention(Leaf):
             return self._pulled(signal, sent_back, weights, law, lambda: paths.tilt, response)
 
         return output, pullback
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        return through_attention(self, record, at, walk)
 
     # --- shared --------------------------------------------------------------------------------
 

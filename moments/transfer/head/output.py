@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine.composition import Chain
-from ...engine.propagate import Point, Trace, forward
+from ...engine.propagate import Point, Record, Run
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...errors import DomainError
 from ...model.embedding import Embedding
@@ -34,8 +34,9 @@ class OutputMoments(NamedTuple):
         weights: gives the squared gradient norms of the head's own parameters, by name.
         table: gives what a tied matrix adds to the token table's squared gradient norm: its own
             and twice the overlap with what the input reads; 0 where the head is not tied.
-        points: sites "final.norm", "head.transform", ..., "logits" with their moments; under
-            "classification" those after "head.pool" have one token per sequence.
+        record: of what stands before the matrix to the logits ("final.norm", "head.transform",
+            ...); under "classification" sites after "head.pool" have one token per sequence.
+        logits: the last site.
         notes: what makes the numbers less certain.
         ending: what stands before the matrix to the logits, and that; None where there is no loss.
     """
@@ -47,7 +48,8 @@ class OutputMoments(NamedTuple):
     logit_variance: Array
     weights: Callable[[], Mapping[str, Array]]
     table: Callable[[], Array]
-    points: tuple[Point, ...]
+    record: Record
+    logits: Point
     notes: tuple[str, ...]
     ending: tuple[Chain, Readout] | None = None
 
@@ -56,7 +58,8 @@ def output_moments(
     model: Transformer,
     signal: Signal,
     *,
-    trace: Trace | None = None,
+    run: Run | None = None,
+    points: Sequence[Point] = (),
     token_ids: Any = None,
     targets: Any = None,
     real: Any = None,
@@ -68,8 +71,9 @@ def output_moments(
         model: the declaration; it has a head.
         signal: the last layer's output, of tokens alike (one sequence) or resolved, all tokens of
             the batch in one kernel (B L, B L).
-        trace: of the forward pass, which tells how much of the token's row the stream carries; a
-            tied head without hidden layer needs it where the stream is rescaled on its way.
+        run: the pass under way; None: one of its own.
+        points: of the forward pass, which tell how much of the token's row the stream carries; a
+            tied head without hidden layer needs them where the stream is rescaled on its way.
         token_ids: integers (L,) or (B, L), the text; None: unknown, by Zipf's law.
         targets: shaped as token_ids, -100 for no target; for a classification labels (B,). None:
             the next token where the loss is causal, else drawn at random.
@@ -85,11 +89,13 @@ def output_moments(
     sequences = 1
     if signal.resolved is True:
         sequences = signal.kernel.pairs.shape[-1] // model.seq_len
-    own = Trace(layer=model.layers + 1)
+    run = Run() if run is None else run
+    run.layer = model.layers + 1
     chain = head_chain(model, head, sequences, real)
-    read, back = forward(chain, signal, own)
+    record = chain.propagate(signal, run)
+    read = record.output
     vocab_size, variance = _matrix(model, head)
-    carried = _carried_to_logits(model, head, signal, read, trace)
+    carried = _carried_to_logits(model, head, signal, read, points)
     readout = Readout(
         read.kernel,
         read.seq_len,
@@ -104,26 +110,27 @@ def output_moments(
         _normalised(model, head),
         model.normalization == "layernorm",
     )
-    logits = Point(own.layer, "logits", _logits(readout))
-    own.points.append(logits)
+    logits = Point(run.layer, "logits", _logits(readout))
+    run.reached.append(logits)
     if head.loss is None:
         nothing: Mapping[str, Array] = {}
         square = readout.logit_square
-        points = tuple(own.points)
         return OutputMoments(
-            None, None, None, None, square, lambda: nothing, lambda: 0.0, points, ()
+            None, None, None, None, square, lambda: nothing, lambda: 0.0, record, logits, ()
         )
-    logits.gradient = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
+    received = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
+    logits = logits._replace(gradient=received)
     kernel = readout.gradient()
     radial = None
     if not readout.normalised:
         kernel = kernel + readout.radial()
-    elif not own.points[:-1]:
+    elif not chain.parts:
         radial = readout.radial()
-    gradient = back(Gradient(kernel, read.seq_len))
+    record = record.backward(Gradient(kernel, read.seq_len), run)
+    gradient = record.gradient_sent
 
     def weights() -> dict[str, Array]:
-        found = {name: value for _, name, value in own.weights()}
+        found = {name: norm for one in record.walk_back() for name, norm in one.weights().items()}
         last = _last_norm(head)
         if f"{last}.gain" in found:
             # What the gain multiplies is what the readout multiplies, over the gain.
@@ -151,7 +158,8 @@ def output_moments(
         readout.logit_square,
         weights,
         table,
-        tuple(own.points),
+        record,
+        logits,
         output_notes(head, readout, signal),
         (chain, readout),
     )
@@ -200,11 +208,11 @@ def _rescaling(model: Transformer, layer: int, block: str) -> tuple[str, ...]:
 
 
 def _carried_to_logits(
-    model: Transformer, head: Head, signal: Signal, read: Signal, trace: Trace | None
+    model: Transformer, head: Head, signal: Signal, read: Signal, points: Sequence[Point]
 ) -> Array:
     if not head.tied or head.transform is not None:
         return 0.0
-    amplitude = carried_amplitude(model, () if trace is None else trace.points)
+    amplitude = carried_amplitude(model, points)
     if not head.norm:
         return amplitude
     inner = signal.second_moment().diagonal
