@@ -6,7 +6,7 @@ import io
 import os
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -189,10 +189,13 @@ def plot_comparison(
         curve = getattr(prediction, quantity)
         points = getattr(measurement, quantity)
         stderr = np.nan_to_num(getattr(measurement, f"{quantity}_stderr"))
-        ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, label="predicted")
+        label = "gradient, predicted" if quantity.startswith("grad") else "signal, predicted"
+        ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, label=label)
         others = [] if found is None else [getattr(found, quantity)]
         for other in others:
-            ax.plot(layers, other, color=FOUND, linestyle=DASHES[1], label="of it as it was found")
+            ax.plot(
+                layers, other, color=FOUND, linestyle=DASHES[1], label="predicted for it as found"
+            )
         outside = _shade_range(ax, comparison, quantity)
         ax.errorbar(
             layers,
@@ -218,9 +221,20 @@ def plot_comparison(
         expected = comparison.ranges.get(quantity)
         tops = () if expected is None else (expected.high,)
         _scale(ax, quantity, curve, points, *tops, *others)
-    for quantity in ("variance", "grad_variance"):
-        axes[quantity].legend(frameon=False, fontsize=9)
+    _legend_beside(figure)
     return figure
+
+
+def _legend_beside(figure: Figure) -> None:
+    """Every label of any panel once, to their right: points may lie anywhere inside."""
+    found: dict[str, Any] = {}
+    for ax in figure.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(textwrap.fill(label, 20), handle)
+    figure.set_figwidth(11.2)
+    figure.legend(
+        found.values(), found.keys(), loc="outside right upper", frameon=False, fontsize=9
+    )
 
 
 def plot_diagnosis(diagnosis: Diagnosis, name: str | None = None) -> Figure:
@@ -262,7 +276,7 @@ def plot_plan(plan: Plan, name: str | None = None) -> Figure:
         _dress(ax, title)
     for ax in axes[2:]:
         _by_layer(ax)
-    title = f"{called(model, name)}: {plan.title or plan.objective}, {model.layers} layers"
+    title = f"{called(model, name)}, {model.layers} layers: {plan.title or plan.objective}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     _below(figure, textwrap.fill(plan.state, 150))
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,8 @@ def plot_scheme(
         before = predict(model, **inputs)
         after = predict(scheme_model(model, found, inputs), **inputs)
     title = f"{called(model, name)}, {model.layers} layers: what {found.name} changes"
-    return plot_change(before, after, f"{title}\n{found.title} ({found.source})")
+    about = textwrap.fill(f"{found.title} ({found.source})", 95)
+    return plot_change(before, after, f"{title}\n{about}")
 
 
 def _curves(found: Any) -> dict[str, np.ndarray]:
