@@ -39,10 +39,12 @@ _PUBLIC = {
     "components": "formulas.registry",
     "diagnose": "torch.diagnose",
     "explain": "prediction.explanation",
+    "explore": "show.explorer_widgets",
     "from_huggingface": "model.huggingface.config",
     "predict": "prediction.predict",
     "preset": "model.presets",
     "register_activation": "formulas.named_activations",
+    "report": "show.page",
     "schemes": "scheme.registry",
     "simulate": "simulation.run",
     "solve": "scheme.plan",
@@ -80,10 +82,12 @@ __all__ = [
     "components",
     "diagnose",
     "explain",
+    "explore",
     "from_huggingface",
     "predict",
     "preset",
     "register_activation",
+    "report",
     "schemes",
     "simulate",
     "solve",
@@ -110,7 +114,9 @@ if TYPE_CHECKING:
     from .scheme.registry import schemes
     from .show.comparison import Comparison, compare
     from .show.diagnosis import Diagnosis
+    from .show.explorer_widgets import explore
     from .show.health import CheckReport
+    from .show.page import report
     from .show.scheme_table import compare_schemes
     from .simulation.run import simulate
     from .solver.plan import Plan

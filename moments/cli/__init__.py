@@ -1,6 +1,6 @@
 """The command `moments`: thin wrappers that parse, call the library and print."""
 
-from . import audit, check, compare, papers, predict, reference, solve, validate
+from . import audit, check, compare, doctor, pages, papers, predict, reference, solve, validate
 from .base import app, main
 
 __all__ = [
@@ -8,7 +8,9 @@ __all__ = [
     "audit",
     "check",
     "compare",
+    "doctor",
     "main",
+    "pages",
     "papers",
     "predict",
     "reference",
