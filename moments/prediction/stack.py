@@ -13,6 +13,7 @@ from ..engine.classes import PositionClasses
 from ..engine.composition import sum_of
 from ..engine.layout import Layout
 from ..engine.packing import check_documents
+from ..engine.program import Replayed, replayed
 from ..engine.propagate import Point, Record, Run, Trace
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.trace import with_top_gradient
@@ -171,8 +172,21 @@ class Stack:
         signal = self.enter()
         self.run.reached.append(Point(0, "stream", signal))
         stack = declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
-        self._layers = stack.propagate(signal, self.run)
+        self._layers = replayed(stack, signal) if self._may_replay() else None
+        if self._layers is None:
+            self._layers = stack.propagate(signal, self.run)
         return self._layers.output
+
+    def _may_replay(self) -> bool:
+        """Whether what passes between layers is all that `prediction` asks of them: one of no norms
+        has notes on what passes inside, and a head may want to know."""
+        model = self.model
+        return (
+            self.theory == "refined"
+            and model.norm != "none"
+            and model.head is None
+            and model.encoder is None
+        )
 
     def backward(self, outcome: Outcome) -> None:
         """Carry the gradient at the last layer's output to the embedding tables."""
@@ -231,7 +245,8 @@ class Stack:
         correlation = gate.correlation("the correlation of the stream", correlation)
         grad_variance = gate.variance("the gradient variance of the stream", grad_variance)
         grad_correlation = gate.correlation("the gradient correlation", grad_correlation)
-        gate.sites(trace.points)
+        if not isinstance(self._layers, Replayed):
+            gate.sites(trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
             token_variance, token_grad_variance = _by_token(stream, layout)
