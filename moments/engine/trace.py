@@ -126,6 +126,11 @@ class Record:
         return (one for one in self.walk() if one.component.label)
 
     @property
+    def place(self) -> tuple[int, str]:
+        """Number of the layer and name of the site: no other record has both."""
+        return self.layer, self.component.label
+
+    @property
     def point(self) -> Point:
         """The site behind the component."""
         return Point(self.layer, self.component.label, self.output, self.received)
