@@ -20,7 +20,7 @@ from .inputs import configurations, given_shape
 from .law import THEORIES, Theory
 from .prediction import Prediction
 from .propagate import Trace
-from .stack import Inputs, Outcome, Stack, head_top, last_gradient
+from .stack import Inputs, Outcome, Stack, both_ways, head_top
 from .state import Gradient, Kernel
 from .transformer import Transformer
 
@@ -144,16 +144,7 @@ def predict(
         if model.encoder is not None:
             stacks[0].forward()
             stack.trace.memory = stacks[0].read()
-        signal = stack.forward()
-        outcome = last_gradient(
-            stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
-        )
-        stack.backward(outcome.gradient)
-        if outcome.output is not None and outcome.output.radial is not None:
-            # What a last normalisation's own pullback would have projected out is there to
-            # be measured all the same.
-            last = stack.trace.stream()[-1]
-            last.gradient = Gradient(outcome.gradient.kernel + outcome.output.radial, model.seq_len)
+        outcome = both_ways(stack, grad_variance, grad_correlation, grad_kernel, targets, batch)
         if model.encoder is not None:
             stacks[0].backward(stacks[0].returned(stack.trace.memory_gradients))
     encoder = None
@@ -205,6 +196,17 @@ def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inpu
         if name not in known:
             raise DomainError(f"encoder_inputs has no {name!r}: one of {', '.join(known)}")
     return Inputs(**given)
+
+
+def resolution_of(
+    model: Transformer, theory: Theory, tokens: bool | None = None
+) -> bool | PositionClasses:
+    """How finely `predict` tells tokens apart where no text, kernel or mask is given.
+
+    Raises:
+        DomainError: as `predict`.
+    """
+    return _resolution(model, theory, tokens, Inputs(), Inputs(), None)
 
 
 def _resolution(

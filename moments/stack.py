@@ -12,6 +12,7 @@ import numpy as np
 
 from .architecture import declare, declare_embedding, declare_output
 from .classes import PositionClasses
+from .composition import Chain
 from .embedded import check_ids, embedding_gradients, fixed_positions
 from .embedding import Embedding
 from .errors import DomainError
@@ -101,6 +102,7 @@ class Stack:
     ) -> None:
         """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
+        self.shape = shape
         self.trace = Trace()
         self.notes: tuple[str, ...] = ()
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
@@ -162,12 +164,15 @@ class Stack:
 
     def forward(self) -> Signal:
         """The last layer's output."""
-        model, theory, trace = self.model, self.theory, self.trace
+        trace = self.trace
         signal = self.enter()
         start(signal, trace)
-        stack = declare(model, theory, self.layout.padding, self.layout.sequences)
-        signal, self._layers = forward(stack, signal, trace)
+        signal, self._layers = forward(self.declaration(), signal, trace)
         return signal
+
+    def declaration(self) -> Chain:
+        """Its layers as components."""
+        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
 
     def backward(self, gradient: Gradient) -> None:
         """Carry the gradient at the last layer's output to the embedding tables."""
@@ -315,6 +320,28 @@ def last_gradient(
         real = real[0] if real.ndim == 2 else real
         last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
     return Outcome(Gradient(last, model.seq_len))
+
+
+def both_ways(
+    stack: Stack,
+    grad_variance: Any = None,
+    grad_correlation: Any = None,
+    grad_kernel: Any = None,
+    targets: Any = None,
+    batch: int = 1,
+) -> Outcome:
+    """The signal up a stack, and the gradient of what follows down again."""
+    signal = stack.forward()
+    outcome = last_gradient(
+        stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
+    )
+    stack.backward(outcome.gradient)
+    if outcome.output is not None and outcome.output.radial is not None:
+        # What a last normalisation's own pullback would have projected out is there to
+        # be measured all the same.
+        last = stack.trace.stream()[-1]
+        last.gradient = Gradient(outcome.gradient.kernel + outcome.output.radial, stack.model.seq_len)
+    return outcome
 
 
 def head_top(output: OutputMoments | None) -> Any:
