@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name
-from ..transformer import Transformer
+from ..model.transformer import Transformer
+from ..scheme.registry import scheme
 
 Value = int | float | bool | str | None
 Maker = Callable[..., Transformer]
@@ -28,6 +30,14 @@ ARGUMENTS = (
 """Arguments of `predict` that a sweep varies."""
 
 MOMENTS = ARGUMENTS[:4]
+LABELS = {
+    "variance": "input_variance",
+    "correlation": "input_correlation",
+    "grad_variance": "output_grad_variance",
+    "grad_correlation": "output_grad_correlation",
+}
+"""What tables and pictures call these axes, beside the quantities that are predicted."""
+
 PARTS = ("weights", "biases", "embedding", "head", "rotary", "relative_bias", "encoder")
 """Fields that are declarations of their own, whose fields have dotted names."""
 
@@ -76,6 +86,11 @@ class Axes:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.values)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names as tables have them: those of moments say where they were given."""
+        return tuple(LABELS.get(name, name) for name in self.values)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,7 +162,9 @@ class Axes:
             if root == "scheme":
                 self._check_scheme(name, rest)
             elif name in PARTS:
-                raise domain_error("axis", name, f"one of its fields, such as {name}.{_field(name)}")
+                raise domain_error(
+                    "axis", name, f"one of its fields, such as {name}.{_field(name)}"
+                )
             elif root not in fields:
                 known = [*fields, *ARGUMENTS, "scheme"]
                 raise unknown_name("axis", name, known)
@@ -155,8 +172,6 @@ class Axes:
                 _check_field(base, root, rest)
 
     def _check_scheme(self, name: str, option: str) -> None:
-        from ..scheme.registry import scheme
-
         chosen = [one for one in self.values.get("scheme", ()) if one is not None]
         if option and not chosen:
             raise domain_error("axis", name, 'beside an axis "scheme" that names the scheme')
@@ -179,7 +194,7 @@ def _name(name: Any) -> str:
 
 def _values(name: str, given: Any) -> tuple[Value, ...]:
     """Single values, each once."""
-    if isinstance(given, str | bytes | Mapping) or np.ndim(given) == 0 and not _iterable(given):
+    if isinstance(given, str | bytes | Mapping) or (np.ndim(given) == 0 and not _iterable(given)):
         raise domain_error(f"axes[{name!r}]", given, "a list of values")
     found = tuple(v.item() if isinstance(v, np.generic) else v for v in given)
     if not found:
@@ -205,7 +220,6 @@ def _iterable(given: Any) -> bool:
 
 def _taken(model: Maker, values: Mapping[str, Any]) -> tuple[str, ...]:
     """The axes that are parameters of a function."""
-    import inspect
 
     try:
         parameters = inspect.signature(model).parameters.values()
@@ -231,8 +245,10 @@ def _replaced(holder: Any, part: str, changes: Mapping[str, Value]) -> Any:
         raise DomainError(f"the model declares no {part}, whose {next(iter(changes))} would vary")
     flat = {name: value for name, value in changes.items() if "." not in name}
     if flat:
-        inner = dataclasses.replace(inner, **flat) if not hasattr(inner, "replace") else (
-            inner.replace(**flat)
+        inner = (
+            dataclasses.replace(inner, **flat)
+            if not hasattr(inner, "replace")
+            else (inner.replace(**flat))
         )
     for deeper, more in _by_part(changes).items():
         inner = _replaced(inner, deeper, more)

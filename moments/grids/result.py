@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name
-from ..law import Theory
+from ..formulas.law import Theory
+from ..model.transformer import Transformer
 from ..optional import optional
+from ..prediction.predict import predict
 from .axes import Axes
 from .store import Row, read
 
@@ -20,8 +22,7 @@ if TYPE_CHECKING:
     import xarray
     from matplotlib.figure import Figure
 
-    from ..prediction import Prediction
-    from ..transformer import Transformer
+    from ..prediction.result import Prediction
 
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
 QUANTITIES = {
@@ -80,8 +81,6 @@ class Sweep:
             DomainError: no such file, or not a sweep's; or its model was made by a function, which
                 only the same call of `sweep` has.
         """
-        from ..transformer import Transformer
-
         header, rows = read(path)
         if "made of" in header["model"]:
             raise DomainError(
@@ -152,8 +151,6 @@ class Sweep:
         Raises:
             DomainError: no such axis; or as `predict`.
         """
-        from ..passes import predict
-
         model, arguments = self.axes.configure(self._chosen(values))
         return predict(model, **{"theory": self.theory, **self.inputs, **arguments})
 
@@ -164,7 +161,10 @@ class Sweep:
         return tuple(values.get(name, given[0]) for name, given in self.axes.values.items())
 
     def to_frame(self, by_layer: bool = False) -> pd.DataFrame:
-        """One row a configuration: its values of the axes, the quantities, `warnings` and `refused`.
+        """One row a configuration: values of the axes, quantities, `warnings` and `refused`.
+
+        Axes of moments say where they were given: `input_variance`, `input_correlation`,
+        `output_grad_variance` and `output_grad_correlation`.
 
         Args:
             by_layer: one row for every point of every stream instead, which `profile` keeps.
@@ -174,9 +174,10 @@ class Sweep:
         """
         import pandas as pd
 
-        names = self.axes.names
-        points = [values for values, there in zip(self.axes.points(), self.done, strict=True) if there]
-        frame = pd.DataFrame(points, columns=list(names))
+        points = [
+            values for values, there in zip(self.axes.points(), self.done, strict=True) if there
+        ]
+        frame = pd.DataFrame(points, columns=list(self.axes.labels))
         done = np.flatnonzero(self.done)
         if by_layer:
             return self._by_layer(frame, done)
@@ -214,7 +215,7 @@ class Sweep:
         with optional("xarray", "xarray"):
             import xarray
 
-        names = self.axes.names
+        names = self.axes.labels
         data: dict[str, Any] = {
             name: (names, self.values[name], {"long_name": QUANTITIES[name]})
             for name in self._quantities()
@@ -226,7 +227,10 @@ class Sweep:
             data[name] = (names, text.reshape(self.axes.shape))
         for name, values in self.stream.items():
             data[f"stream_{name}"] = ((*names, "layer"), values)
-        coordinates = {name: _coordinate(values) for name, values in self.axes.values.items()}
+        coordinates = {
+            label: _coordinate(values)
+            for label, values in zip(names, self.axes.values.values(), strict=True)
+        }
         if self.stream:
             coordinates["layer"] = np.arange(self.stream["variance"].shape[-1])
         return xarray.Dataset(data, coordinates, {"theory": self.theory})
@@ -255,14 +259,15 @@ class Sweep:
         Raises:
             DomainError: no such axis or quantity, or axes left over that have several values.
         """
-        from ..sweep_plot import plot_sweep
+        from ..show.sweep_plot import plot_sweep
 
         return plot_sweep(self, x, y, quantity, by, name, lines)
 
     @property
     def heading(self) -> str:
         """One line that says what varied, and how much of it is there."""
-        axes = " x ".join(f"{n} {_span(v)}" for n, v in self.axes.values.items())
+        named = zip(self.axes.labels, self.axes.values.values(), strict=True)
+        axes = " x ".join(f"{label} {_span(values)}" for label, values in named)
         parts = [f"{self.axes.size} configurations"]
         left = self.axes.size - int(self.done.sum())
         for count, what in (
@@ -293,7 +298,9 @@ class Sweep:
         shown = shown.drop(columns=[*empty, *({"loss_stderr"} & set(shown))])
         for name in ("warnings", "refused"):
             if name in shown:
-                shown[name] = [f"{text[:40]}..." if len(text) > 43 else text for text in shown[name]]
+                shown[name] = [
+                    f"{text[:40]}..." if len(text) > 43 else text for text in shown[name]
+                ]
         text = shown.to_string(index=False, float_format=lambda v: f"{v:.4g}")
         rest = len(frame) - len(shown)
         return f"{text}\n... and {rest} more" if rest else str(text)

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import inspect
+import itertools
 import json
 import os
 import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..checks import check_choice, check_flag
-from ..errors import DomainError, MomentsError, ValidityWarning, domain_error
-from ..law import THEORIES, Theory
-from ..passes import predict
-from ..transformer import Transformer
-from .axes import ARGUMENTS, MOMENTS, Axes, Value
+from ..errors import DomainError, MomentsError, ValidityWarning, domain_error, unknown_name
+from ..formulas.checks import check_choice, check_flag
+from ..formulas.law import THEORIES, Theory
+from ..model.transformer import Transformer
+from ..prediction.predict import predict
+from .axes import MOMENTS, Axes, Value
 from .result import STREAM, Sweep
 from .store import Row, Store, opened
 from .together import Found, Unlike, kind, predict_together
 
-MOST_TOGETHER = 1024
-"""Configurations in one pass, of shallow stacks; measured, the cost of one has settled by then."""
+MOST_TOGETHER = 256
+"""Configurations in one pass: twice the cost each of ten times as many, and results to keep every
+second or so."""
 
 NUMBERS = 2**24
 """Numbers that one pass may keep (128 MiB)."""
@@ -38,8 +42,10 @@ SAME = 1e-7
 """Relative difference up to which a configuration among others and alone are the same: single
 predictions read attention's statistics off a profile whose error is below 1e-8."""
 
-IN_FLIGHT = 64
-"""Pieces of work that an executor is given at a time."""
+IN_FLIGHT, LEAST_PIECES = 64, 32
+"""Pieces of work that an executor is given at a time, and into how many work is cut for it."""
+
+Piece = list[tuple[int, tuple[Value, ...]]]
 
 
 def sweep(
@@ -95,15 +101,19 @@ def sweep(
         raise domain_error("executor", executor, "a concurrent.futures.Executor, or None")
     work = _Work(grid, theory, dict(inputs), profile)
     found = Sweep.empty(grid, theory, dict(inputs), profile)
-    with nullcontext((None, [])) if path is None else opened(path, work.header()) as (store, rows):
-        found.add(rows)
+    with ExitStack() as stack:
+        store: Store | None = None
+        if path is not None:
+            store, rows = stack.enter_context(opened(path, work.header()))
+            found.add(rows)
         missing = found.missing()
-        with _quiet(), _bar(grid.size, grid.size - len(missing), progress) as advance:
-            for more in _results(work, missing, executor):
-                if store is not None:
-                    store.append(more)
-                found.add(more)
-                advance(len(more))
+        stack.enter_context(_quiet())
+        advance = stack.enter_context(_bar(grid.size, grid.size - len(missing), progress))
+        for more in _results(work, missing, executor):
+            if store is not None:
+                store.append(more)
+            found.add(more)
+            advance(len(more))
     _report(found)
     return found
 
@@ -133,16 +143,16 @@ class _Work:
         }
 
     def _made(self) -> Iterator[tuple[Value, ...]]:
-        import itertools
 
         return itertools.product(*(self.axes.values[name] for name in self.axes.made))
 
-    def pieces(self, missing: Sequence[int], spread: bool) -> Iterator[list[tuple[int, tuple[Value, ...]]]]:
-        """Indices and values, as many as go together."""
-        most = self._most(len(missing)) if not spread else max(1, min(
-            self._most(len(missing)), len(missing) // 32
-        ))
-        wanted, piece = set(missing), []
+    def pieces(self, missing: Sequence[int], spread: bool) -> Iterator[Piece]:
+        """Indices and values of as many as go together; of fewer, to `spread` them."""
+        most = self._most()
+        if spread:
+            most = max(1, min(most, len(missing) // LEAST_PIECES))
+        wanted = set(missing)
+        piece: Piece = []
         for index, values in enumerate(self.axes.points()):
             if index in wanted:
                 piece.append((index, values))
@@ -152,11 +162,12 @@ class _Work:
         if piece:
             yield piece
 
-    def _most(self, count: int) -> int:
+    def _most(self) -> int:
         depths = [n for n in self.axes.values.get("layers", ()) if isinstance(n, int)]
         try:
             model, arguments = self.axes.configure(next(self.axes.points()))
-            alone = kind(model, arguments.get("theory") or self.theory, self._given(arguments)) is None
+            theory: Any = arguments.get("theory") or self.theory
+            alone = kind(model, theory, self._given(arguments)) is None
         except MomentsError:
             return FEWEST_TOGETHER
         if alone:
@@ -166,10 +177,9 @@ class _Work:
     def _given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return self.inputs | {k: v for k, v in arguments.items() if k != "theory"}
 
-    def rows(self, piece: Sequence[tuple[int, tuple[Value, ...]]]) -> list[Row]:
-        """Every configuration's result."""
+    def rows(self, piece: Piece) -> Iterator[list[Row]]:
+        """Every configuration's result, as they come."""
         groups: dict[Any, list[_Point]] = {}
-        found: list[Row] = []
         for index, values in piece:
             try:
                 model, arguments = self.axes.configure(values)
@@ -180,31 +190,33 @@ class _Work:
                 if set(point.given) <= {*MOMENTS, "batch", "tokens"}:
                     shared = kind(model, theory, point.given)
             except MomentsError as error:
-                found.append(Row(index, refused=str(error)))
+                yield [Row(index, refused=str(error))]
                 continue
             key = ("alone", index) if shared is None else (shared, frozenset(point.given))
             groups.setdefault(key, []).append(point)
         for points in groups.values():
-            found += self._group(points)
-        return sorted(found)
+            yield from self._group(points)
 
-    def _group(self, points: list[_Point]) -> list[Row]:
-        """Of one kind: together where two of them, its ends, are the same alone and say nothing."""
+    def _group(self, points: list[_Point]) -> Iterator[list[Row]]:
+        """Of one kind: together where both ends are the same alone and nobody has a note."""
         if len(points) < FEWEST_TOGETHER:
-            return [self._alone(point) for point in points]
+            yield from ([self._alone(point)] for point in points)
+            return
         ends = [self._alone(points[0]), self._alone(points[-1])]
-        clean = [not row.warnings and row.refused is None for row in ends]
+        yield ends
         middle = points[1:-1]
-        if not any(clean):
-            return [ends[0], *(self._alone(point) for point in middle), ends[1]]
+        clean = [not row.warnings and row.refused is None for row in ends]
         if all(clean):
             rows = self._together(points)
             if rows is not None and all(map(_same, ends, (rows[0], rows[-1]))):
-                return [ends[0], *rows[1:-1], ends[1]]
-            if rows is not None or len(middle) < FEWEST_TOGETHER:
-                return [ends[0], *(self._alone(point) for point in middle), ends[1]]
+                yield rows[1:-1]
+                return
+        if not any(clean):
+            yield from ([self._alone(point)] for point in middle)
+            return
         half = len(middle) // 2
-        return [ends[0], *self._group(middle[:half]), *self._group(middle[half:]), ends[1]]
+        yield from self._group(middle[:half])
+        yield from self._group(middle[half:])
 
     def _together(self, points: Sequence[_Point]) -> list[Row] | None:
         """None where one of them has something to say, or they do not go together after all."""
@@ -216,7 +228,10 @@ class _Work:
         }
         try:
             found = predict_together(
-                [point.model for point in points], first.theory, moments, first.given.get("batch", 1)
+                [point.model for point in points],
+                first.theory,
+                moments,
+                first.given.get("batch", 1),
             )
         except (Unlike, MomentsError, ValueError, TypeError, ArithmeticError):
             # Branches on one number refuse arrays of them: then one by one.
@@ -238,7 +253,9 @@ class _Work:
             return Row(point.index, refused=str(error))
         stream = [getattr(p, name) for name in STREAM]
         if stream[0].ndim > 1:
-            raise DomainError("a sweep's inputs describe one configuration: make what varies an axis")
+            raise DomainError(
+                "a sweep's inputs describe one configuration: make what varies an axis"
+            )
         outputs = {
             name: float(getattr(p, name))
             for name in ("loss", "loss_stderr", "logit_variance")
@@ -247,7 +264,8 @@ class _Work:
         return _row(point.index, stream, outputs, p.warnings, self.profile)
 
 
-class _Point(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Point:
     """One configuration, declared, and what `predict` is told besides."""
 
     index: int
@@ -291,7 +309,7 @@ def _results(
     """Rows as they come: here in order, from an executor piece by piece as each is done."""
     if executor is None:
         for piece in work.pieces(missing, spread=False):
-            yield work.rows(piece)
+            yield from work.rows(piece)
         return
     pieces = work.pieces(missing, spread=True)
     waiting: set[concurrent.futures.Future[list[Row]]] = set()
@@ -321,11 +339,11 @@ def _results(
             future.cancel()
 
 
-def _rows(work: _Work, piece: Sequence[tuple[int, tuple[Value, ...]]]) -> list[Row]:
+def _rows(work: _Work, piece: Piece) -> list[Row]:
     if os.getpid() == work.process:  # a thread, beside one that keeps warnings quiet for all
-        return work.rows(piece)
+        return [row for rows in work.rows(piece) for row in rows]
     with _quiet():
-        return work.rows(piece)
+        return [row for rows in work.rows(piece) for row in rows]
 
 
 @contextmanager
@@ -337,13 +355,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_done(waiting: set[Any]) -> tuple[set[Any], set[Any]]:
-    return concurrent.futures.wait(
-        waiting, return_when=concurrent.futures.FIRST_COMPLETED
-    )
+    return concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
 
 
 def _check_inputs(grid: Axes, inputs: Mapping[str, Any]) -> None:
-    import inspect
 
     known = [
         name
@@ -352,8 +367,6 @@ def _check_inputs(grid: Axes, inputs: Mapping[str, Any]) -> None:
     ]
     for name in inputs:
         if name not in known:
-            from ..errors import unknown_name
-
             raise unknown_name("argument", name, known)
         if name in grid.values:
             raise domain_error(name, inputs[name], "an axis or an argument, not both")
@@ -383,7 +396,9 @@ def _report(found: Sweep) -> None:
         if notes:
             first = notes[min(notes)]
             text = first if isinstance(first, str) else first[0]
-            parts.append(f"{len(notes)} of {found.axes.size} configurations {what}, the first: {text}")
+            parts.append(
+                f"{len(notes)} of {found.axes.size} configurations {what}, the first: {text}"
+            )
     if parts:
         warnings.warn(
             f"{'; '.join(parts)} (to_frame() has all of them)", ValidityWarning, stacklevel=3

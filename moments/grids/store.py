@@ -11,15 +11,17 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..errors import DomainError, MomentsError, brief
+from ..errors import DomainError, brief
 
 FORMAT = "moments sweep 1"
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Row:
     """What was found of one configuration.
 
     Attributes:
@@ -32,7 +34,7 @@ class Row(NamedTuple):
     """
 
     index: int
-    values: Mapping[str, float] = {}
+    values: Mapping[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     refused: str | None = None
     stream: tuple[list[float], ...] | None = None
@@ -85,7 +87,9 @@ class Store:
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Iterator[tuple[Store, list[Row]]]:
+def opened(
+    path: str | os.PathLike[str], header: Mapping[str, Any]
+) -> Iterator[tuple[Store, list[Row]]]:
     """A file to append to, begun with `header`, and the results that it holds already.
 
     Raises:
@@ -191,7 +195,3 @@ def _difference(there: Any, asked: Any) -> str:
             if there.get(name) != asked.get(name):
                 return f".{name}{_difference(there.get(name), asked.get(name))}"
     return f" is {brief(there, 80)} there and {brief(asked, 80)} here"
-
-
-class Interrupted(MomentsError):
-    """A sweep that could not go on, with what it had found kept."""

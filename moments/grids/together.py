@@ -10,21 +10,20 @@ depths go together where every part of a layer is such a connection (Pre-LN, but
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..architecture import declare, declare_layer
-from ..composition import Chain, Component, Layer, Residual
-from ..errors import DomainError
-from ..law import Theory
-from ..passes import collector_paused, resolution_of
-from ..gate import computing
-from ..stack import Inputs, Stack, both_ways
-from ..state import Kernel
-from ..transformer import Transformer
+from ..engine.composition import Chain, Component, Layer, Residual
+from ..engine.state import Kernel
+from ..formulas.law import Theory
+from ..model.transformer import Transformer
+from ..prediction.gate import computing
+from ..prediction.predict import collector_paused, resolution_of
+from ..prediction.stack import Inputs, Stack, both_ways
+from ..transfer.architecture import declare, declare_layer
 
 
 class Unlike(Exception):
@@ -46,7 +45,9 @@ class Found:
     warnings: tuple[str, ...]
 
 
-def kind(model: Transformer, theory: Theory, arguments: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def kind(
+    model: Transformer, theory: Theory, arguments: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
     """What configurations must share to go together; None for one that goes alone.
 
     Of tokens alike: classes of positions, and tokens one by one, are arrays already, which gain
@@ -126,7 +127,7 @@ class _Together(Stack):
         )
 
 
-# --- declarations with arrays ----------------------------------------------------------------------
+# --- declarations with arrays ---------------------------------------------------------------------
 
 
 def stacked_layers(models: Sequence[Transformer], theory: Theory) -> Chain:
@@ -170,8 +171,8 @@ def _uniform(model: Transformer) -> bool:
     """Whether every layer has the numbers of the first."""
     if model.layernorm_scaling or model.norm == "mix":
         return False
-    per_layer = [model.skip_scale, model.branch_scale, model.norm_gain, model.temperature]
-    per_layer.append(model.window)
+    per_layer: list[Any] = [model.skip_scale, model.branch_scale, model.norm_gain]
+    per_layer += [model.temperature, model.window]
     for part in (model.weights, model.biases):
         if part is not None:
             per_layer += [getattr(part, f.name) for f in dataclasses.fields(part)]
@@ -238,10 +239,7 @@ def stacked(parts: Sequence[Any]) -> Any:
         found = {name: stacked([part[name] for part in parts]) for name in first}
         return first if all(found[name] is first[name] for name in first) else found
     if type(first) is float and all(type(part) is float for part in parts):
-        values = np.array(parts)
-        return first if np.all(values == first) else values
+        return first if all(part == first for part in parts) else np.array(parts)
     if all(type(part) is type(first) and part == first for part in parts):
         return first
     raise Unlike(repr(first))
-
-
