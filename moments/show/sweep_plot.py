@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +50,7 @@ AXES = {
     "grad_variance": "gradient variance at the output",
     "grad_correlation": "gradient correlation at the output",
 }
+_ROUND = [m * 10**e for e in range(7) for m in (1, 2, 5)]
 STYLES = ("-", "--", ":", "-.")
 
 
@@ -86,7 +88,9 @@ def plot_sweep(
         figure = _lines(sweep, x, by, quantity)
     else:
         figure = _maps(sweep, x, y, by, quantity, drawn)
-    figure.suptitle(_title(sweep, name, {x, y, by}), x=0.01, ha="left", fontsize=11.5)
+    width = int(10.5 * figure.get_figwidth())
+    title = textwrap.fill(_title(sweep, name, {x, y, by}), width)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     note = _note(sweep)
     if note:
         figure.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color="#444444")
@@ -190,7 +194,7 @@ def _maps(
             ax.set_visible(False)
             continue
         here = {n: (f[i] if by is not None else f) for n, f in flags.items()}
-        mesh = _map(ax, sweep, x, y, panels[i], quantity, colors, here)
+        mesh = _map(ax, sweep, x, y, panels[i], _levels(quantity, values), colors, here)
         _boundaries(ax, sweep, x, y, lines)
         if by is not None:
             ax.set_title(f"{AXES.get(by, by)} {_value(sweep.axes.values[by][i])}", fontsize=10)
@@ -211,7 +215,7 @@ def _map(
     x: str,
     y: str,
     values: np.ndarray,
-    quantity: str,
+    levels: list[float],
     colors: dict[str, Any],
     flags: Mapping[str, np.ndarray],
 ) -> Any:
@@ -226,8 +230,7 @@ def _map(
         **colors,
         rasterized=True,
     )
-    levels = _levels(quantity, values)
-    if min(values.shape) > 2 and len(levels):
+    if min(values.shape) > 2 and levels:
         drawn = ax.contour(
             across, up, values.T, levels=levels, colors="black", linewidths=0.7, alpha=0.7
         )
@@ -298,8 +301,11 @@ def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None
         getattr(ax, f"set_{which}ticks")(places, [_value(v) for v in values])
     elif places.min() > 0 and places.max() >= 20 * places.min():
         getattr(ax, f"set_{which}scale")("log")
-        if all(isinstance(v, int) for v in values) and len(values) <= 10:
-            getattr(ax, f"set_{which}ticks")(places, [str(v) for v in values])
+        if all(isinstance(v, int) for v in values):
+            whole = [int(v) for v in values]
+            if len(whole) > 10:
+                whole = [n for n in _ROUND if min(whole) <= n <= max(whole)]
+            getattr(ax, f"set_{which}ticks")(whole, [str(v) for v in whole])
             getattr(ax, f"set_{which}ticks")([], minor=True)
 
 
@@ -326,11 +332,11 @@ def _logarithmic(quantity: str, values: np.ndarray) -> bool:
 
 
 def _colors(quantity: str, values: np.ndarray) -> dict[str, Any]:
-    """Growth around 1 in two colours, all else in one scale that prints in grey."""
+    """Growth and decay in two colours, all else in one scale that prints in grey."""
     from matplotlib.colors import LogNorm, Normalize
 
     low, high = _range(values)
-    if quantity.endswith("growth") and low > 0:
+    if quantity.endswith("growth") and 0 < low < 0.9 and high > 1.1:
         far = max(high, 1 / low, 1.05)
         return {"cmap": "RdBu_r", "norm": LogNorm(1 / far, far)}
     if _logarithmic(quantity, values):
