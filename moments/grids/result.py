@@ -178,6 +178,9 @@ class Sweep:
             values for values, there in zip(self.axes.points(), self.done, strict=True) if there
         ]
         frame = pd.DataFrame(points, columns=list(self.axes.labels))
+        for label, values in zip(self.axes.labels, self.axes.values.values(), strict=True):
+            if not _numeric(values):
+                frame[label] = [told(value) for value in frame[label]]
         done = np.flatnonzero(self.done)
         if by_layer:
             return self._by_layer(frame, done)
@@ -306,18 +309,28 @@ class Sweep:
         return f"{text}\n... and {rest} more" if rest else str(text)
 
 
+def told(value: Any) -> Any:
+    """A value as tables have it: None is "none", beside names of schemes."""
+    return "none" if value is None or value != value else value
+
+
+def _numeric(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(v, int | float) for v in values)
+
+
 def _coordinate(values: tuple[Any, ...]) -> Any:
-    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    return np.array(values) if numeric else np.array([str(v) for v in values], dtype=object)
+    if _numeric(values) and not any(isinstance(v, bool) for v in values):
+        return np.array(values)
+    return np.array([str(told(v)) for v in values], dtype=object)
 
 
 def _span(values: tuple[Any, ...]) -> str:
     if len(values) <= 3:
         return ", ".join(map(_short, values))
-    if all(isinstance(v, int | float) for v in values):
+    if _numeric(values):
         return f"{_short(min(values))} to {_short(max(values))} ({len(values)})"
     return f"({len(values)})"
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(told(value))

@@ -369,7 +369,7 @@ def _levels(quantity: str, values: np.ndarray) -> list[float]:
 
 def _value(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
+        return "none" if value is None else str(value)
     return f"{value:.4g}"
 
 
