@@ -137,7 +137,7 @@ def predict(
         batch = _counted(batch, stack.layout.sequences)
     traces = [s.trace for s in stacks]
     with (
-        computing(theory, traces),
+        computing(theory, traces, max(s.rows for s in stacks)),
         collector_paused(),
         _layer_bar(traces, sum(s.model.layers for s in stacks), progress),
     ):

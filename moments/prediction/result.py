@@ -78,6 +78,12 @@ class Prediction:
         return "tokens alike" if self.token_variance is None else "by token"
 
     @property
+    def _rows(self) -> int:
+        """Of the matrices that pairs of tokens fill."""
+        kernel = self.trace.points[0].signal.kernel
+        return int(np.shape(kernel.diagonal)[-1]) if kernel.resolved else 1
+
+    @property
     def grad_variance_typical(self) -> np.ndarray:
         """What one draw of the weights looks like, (..., N + 1): the geometric mean over draws.
 
@@ -117,7 +123,7 @@ class Prediction:
         from ..noise.band import band, first_order, log_variance
 
         batch = max(self.batch, self.layout.sequences)
-        with computing(self.theory, [self.trace]):
+        with computing(self.theory, [self.trace], self._rows):
             top = None if self.top is None else self.top()
             spread = log_variance(self._declaration(), self.trace, batch, top)
             spread, notes = first_order(spread)
@@ -165,7 +171,7 @@ class Prediction:
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
-        with computing(self.theory, [self.trace]):
+        with computing(self.theory, [self.trace], self._rows):
             rows = sorted([*self._inner_weights(), *self.outer_weights()], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
         gate = self._gate()
