@@ -90,8 +90,10 @@ def plot_sweep(
         figure = _maps(sweep, x, y, by, quantity, drawn)
     width = int(10.5 * figure.get_figwidth())
     title = textwrap.fill(_title(sweep, name, {x, y, by}), width)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     note = _note(sweep)
+    if note and drawn:  # whose names stand below
+        title, note = f"{title}\n{note}", ""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     if note:
         figure.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color="#444444")
     return figure
