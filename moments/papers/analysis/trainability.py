@@ -125,7 +125,8 @@ def _stream(
         )
         return p.variance[None], p.correlation[None], p.grad_variance[None]
     given = {"variance": variance, "correlation": correlation}
-    return predict_together(models, theory, given).stream[:3]
+    variance, correlation, gradient, _ = predict_together(models, theory, given).stream
+    return variance, correlation, gradient
 
 
 def _slope(apart: np.ndarray) -> float:
