@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from ..formulas.recording import is_number
 from .classes import diagonal
 from .state import Array, Kernel, Realised, Signal, ratio_or_zero
 
@@ -45,12 +46,12 @@ def has_fixed_norms(signal: Signal) -> bool:
     if signal.spread is None:
         return False
     own = signal.spread.diagonal
-    return own == 0.0 if type(own) is float else not np.any(own)
+    return own == 0.0 if is_number(own) else not np.any(own)
 
 
 def signed_root(square: Kernel, like: Kernel) -> Kernel:
     """Square roots with the signs of another kernel."""
-    if type(square.diagonal) is float:
+    if is_number(square.diagonal):
         pairs = max(square.pairs, 0.0) ** 0.5
         return Kernel(max(square.diagonal, 0.0) ** 0.5, -pairs if like.pairs < 0 else pairs)
     pairs = np.copysign(np.sqrt(np.maximum(square.pairs, 0.0)), like.pairs)
@@ -82,7 +83,7 @@ def step_within(kernel: Kernel, variance: Array) -> Array:
     """sqrt(Var o_ij), no further than to where two tokens are parallel or opposite."""
     first, second = kernel.over_tokens(kernel.diagonal)
     room = (first * second) ** 0.5 - abs(kernel.pairs)
-    if type(room) is float:
+    if is_number(room):
         return min(variance**0.5, max(room, 0.0))
     return np.minimum(variance**0.5, np.maximum(room, 0.0))
 

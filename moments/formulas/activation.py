@@ -12,8 +12,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .algebra import FLOAT
+from .algebra import FLOAT, NUMPY
 from .law import ComponentLaws, Law, Source, derived
+from .recording import RECORDED, whole
 from .references import kedia
 from .symbols import Interval
 
@@ -95,8 +96,12 @@ def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
     def at(*values: float) -> Any:
         return formula(FLOAT, *values)
 
+    noted = whole(at, lambda *values: formula(NUMPY, *values))
+
     def law(m: Any, *values: Any) -> Any:
-        return at(*values) if m is FLOAT else formula(m, *values)
+        if m is FLOAT:
+            return at(*values)
+        return noted(*values) if m is RECORDED else formula(m, *values)
 
     return law
 

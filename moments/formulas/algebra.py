@@ -185,6 +185,7 @@ def _normal_cdf_float(x: Any) -> Any:
 
 
 NUMPY = SimpleNamespace(
+    scalar=False,
     pi=np.pi,
     sqrt=np.sqrt,
     exp=np.exp,
@@ -210,6 +211,7 @@ def _elementwise(name: str) -> Callable[..., Any]:
 FLOAT = SimpleNamespace(
     **{
         **vars(NUMPY),
+        "scalar": True,
         **{name: _elementwise(name) for name in ("sqrt", "exp", "expm1", "log", "log1p")},
         **{name: _elementwise(name) for name in ("asin", "atan", "tanh")},
         "expect": lambda function, variance: float(_expect_float(function, variance)),

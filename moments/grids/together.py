@@ -22,7 +22,7 @@ from ..formulas.law import Theory
 from ..model.transformer import Transformer
 from ..prediction.gate import computing
 from ..prediction.predict import collector_paused, resolution_of
-from ..prediction.stack import Inputs, Stack, both_ways
+from ..prediction.stack import Inputs, Stack, last_gradient
 from ..transfer.architecture import declare, declare_layer
 
 
@@ -93,10 +93,11 @@ def predict_together(
     declaration = stacked_layers(models, theory)
     own = Inputs(moments.get("variance"), moments.get("correlation"))
     stack = _Together(declaration, deepest, theory, own, False, (len(models),))
-    with computing(theory, [stack.trace]), collector_paused():
-        outcome = both_ways(
-            stack, moments.get("grad_variance"), moments.get("grad_correlation"), batch=batch
-        )
+    given = (moments.get("grad_variance"), moments.get("grad_correlation"))
+    with computing(theory, [stack.run]), collector_paused():
+        signal = stack.forward()
+        outcome = last_gradient(stack, signal, *given, None, None, batch)
+        stack.backward(outcome)
     p = stack.prediction(batch, outcome, None)
     shape = (len(models), deepest.layers + 1)
     stream = (p.variance, p.correlation, p.grad_variance, p.grad_correlation)

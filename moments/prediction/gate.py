@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..engine.state import Array
-from ..engine.trace import Point, Trace
+from ..engine.trace import Point, Run, Trace
 from ..errors import DomainError
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
@@ -133,14 +133,13 @@ _SAID = {
 
 
 @contextlib.contextmanager
-def computing(theory: Theory, traces: Sequence[Trace], rows: int = 1) -> Iterator[None]:
+def computing(theory: Theory, traces: Sequence[Run | Trace], rows: int = 1) -> Iterator[None]:
     """Turn what breaks inside formulas into one error that says where and why.
 
     Args:
         theory: of the prediction.
-        traces: of the stacks, in the order of their passes.
-        rows: of the matrices that are worked on, which BLAS threads are few for where they are
-            small.
+        traces: of the stacks, or their passes under way, in that order.
+        rows: of the matrices that are worked on: where they are small, by one BLAS thread.
 
     Raises:
         DomainError: numbers that overflow, or a division by a variance of zero.
@@ -157,7 +156,7 @@ def computing(theory: Theory, traces: Sequence[Trace], rows: int = 1) -> Iterato
         raise breakdown(theory, traces) from None
 
 
-def breakdown(theory: Theory, traces: Sequence[Trace]) -> DomainError:
+def breakdown(theory: Theory, traces: Sequence[Run | Trace]) -> DomainError:
     """Where the numbers first left what can be computed."""
     points = [point for trace in traces for point in trace.points]
     if not points:

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.propagate import Trace
+from ..engine.layout import Layout
+from ..engine.propagate import Run, Trace
 from ..engine.state import Gradient, Kernel
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
 from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare, declare_output
+from ..transfer.head.output import OutputMoments
 from .gate import computing
 from .inputs import configurations, given_shape
 from .result import Prediction
-from .stack import Inputs, Outcome, Stack, both_ways, head_top
+from .stack import Inputs, Outcome, Stack, head_top, last_gradient
 
 INPUTS = (
     "variance",
@@ -135,21 +137,27 @@ def predict(
         stacks.insert(0, Stack(model.encoder, theory, other, resolved, shape))
     if stack.layout.sequences > 1:
         batch = _counted(batch, stack.layout.sequences)
-    traces = [s.trace for s in stacks]
+    runs = [s.run for s in stacks]
     with (
-        computing(theory, traces, max(s.rows for s in stacks)),
+        computing(theory, runs, max(s.rows for s in stacks)),
         collector_paused(),
-        _layer_bar(traces, sum(s.model.layers for s in stacks), progress),
+        _layer_bar(runs, sum(s.model.layers for s in stacks), progress),
     ):
         if model.encoder is not None:
             stacks[0].forward()
-            stack.trace.memory = stacks[0].read()
-        outcome = both_ways(stack, grad_variance, grad_correlation, grad_kernel, targets, batch)
+            stack.run.memory = stacks[0].read()
+        signal = stack.forward()
+        outcome = last_gradient(
+            stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
+        )
+        stack.backward(outcome)
         if model.encoder is not None:
-            stacks[0].backward(stacks[0].returned(stack.trace.memory_gradients))
+            stacks[0].backward(stacks[0].read_back(stack.trace.sent_to_memory()))
     encoder = None
     if model.encoder is not None:
-        read = functools.partial(_read_by, stacks[0], stack, outcome)
+        read = functools.partial(
+            _read_by, stacks[0].model, model, stack.layout, stack.trace, outcome.output
+        )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     found = stack.prediction(batch, outcome, encoder)
     for note in found.warnings:
@@ -157,14 +165,19 @@ def predict(
     return found
 
 
-def _read_by(encoder: Stack, decoder: Stack, outcome: Outcome) -> Any:
-    """What the band of an encoder's gradient has to know of its decoder."""
+def _read_by(
+    encoder: Transformer,
+    decoder: Transformer,
+    layout: Layout,
+    trace: Trace,
+    output: OutputMoments | None,
+) -> Any:
+    """What the band of an encoder's gradient has to know of its decoder (refined theory)."""
     from ..noise.memory_spread import DecoderTop
 
-    layout, model = decoder.layout, decoder.model
-    declaration = declare(model, decoder.theory, layout.padding, layout.sequences)
-    read = declare_output(encoder.model, encoder.theory)
-    return DecoderTop(read, declaration, decoder.trace, head_top(outcome.output))
+    declaration = declare(decoder, "refined", layout.padding, layout.sequences)
+    read = declare_output(encoder, "refined")
+    return DecoderTop(read, declaration, trace, head_top(output))
 
 
 def stack_of(model: Transformer, **inputs: Any) -> Stack:
@@ -315,8 +328,8 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _layer_bar(traces: list[Trace], layers: int, shown: bool) -> Iterator[None]:
-    """A progress bar over the layers of both passes, while the traces are being written."""
+def _layer_bar(runs: list[Run], layers: int, shown: bool) -> Iterator[None]:
+    """A progress bar over the layers of both passes, while they are under way."""
     if not shown:
         yield
         return
@@ -325,6 +338,6 @@ def _layer_bar(traces: list[Trace], layers: int, shown: bool) -> Iterator[None]:
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("layers, forward and backward", total=2 * layers)
-        for trace in traces:
-            trace.on_layer = lambda: bar.advance(task)
+        for run in runs:
+            run.on_layer = lambda: bar.advance(task)
         yield

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..engine.composition import Chain
     from ..noise.overlap import Overlaps
+    from .stack import OuterWeights
 
 POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_correlation")
 
@@ -66,7 +67,7 @@ class Prediction:
     loss_stderr: Any = None
     logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: Callable[[], list[tuple[int, str, Any]]] = field(default=list, repr=False)
+    outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
 
     @property
@@ -80,8 +81,9 @@ class Prediction:
     @property
     def _rows(self) -> int:
         """Of the matrices that pairs of tokens fill."""
-        kernel = self.trace.points[0].signal.kernel
-        return int(np.shape(kernel.diagonal)[-1]) if kernel.resolved else 1
+        if self.layout.classes is not None:
+            return len(self.layout.classes.nodes)
+        return 1 if self.token_variance is None else self.token_variance.shape[-1]
 
     @property
     def grad_variance_typical(self) -> np.ndarray:
@@ -172,7 +174,8 @@ class Prediction:
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
         with computing(self.theory, [self.trace], self._rows):
-            rows = sorted([*self._inner_weights(), *self.outer_weights()], key=lambda row: row[0])
+            outer = [] if self.outer_weights is None else self.outer_weights.rows()
+            rows = sorted([*self._inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
         gate = self._gate()
         norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)
@@ -185,11 +188,7 @@ class Prediction:
     def _inner_weights(self) -> list[tuple[int, str, Any]]:
         if self.theory != "refined":
             return self.trace.weights()
-        overlaps = self._overlaps
-        return [
-            (layer, name, norm * overlaps.growth.get((layer, name), 1.0))
-            for layer, name, norm in self.trace.weights(overlaps.attended)
-        ]
+        return self._overlaps.weights(self.trace)
 
     @functools.cached_property
     def _overlaps(self) -> Overlaps:
@@ -197,7 +196,8 @@ class Prediction:
         from ..noise.overlap import stack_overlaps
 
         memory = None if self.encoder is None else self.encoder._overlaps.last
-        return stack_overlaps(self._declaration(), self.trace, memory)
+        assert self.trace.stack is not None
+        return stack_overlaps(self.trace.stack, memory)
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)

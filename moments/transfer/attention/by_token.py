@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ...engine.packing import one_document, places
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import DomainError
+from ...formulas.recording import as_number
 from ...model.positions import alibi_slopes
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
 from .kernels.exact_rows import THETA_PEAKED
@@ -34,7 +35,7 @@ LOGIT_VARIANCE_NOTED = 12.0
 
 def variance_notes(logit_variance: Array) -> tuple[str, ...]:
     """Where the logits' variance leaves what the laws were measured at."""
-    largest = float(np.max(logit_variance))
+    largest = as_number(np.max(logit_variance))
     if largest <= LOGIT_VARIANCE_NOTED:
         return ()
     text = (
