@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import moments
-from moments.engine import propagate
+from moments.engine.composition import Layer
 from moments.prediction.threads import SMALL, few_threads
 
 threadpoolctl = pytest.importorskip("threadpoolctl")
@@ -27,13 +29,13 @@ def count() -> list[int]:
 
 def test_small_matrices_are_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    whole = propagate._layer
+    whole = Layer.propagate
 
-    def watched(*args: object) -> object:
+    def watched(*args: Any) -> Any:
         seen.extend(count())
         return whole(*args)
 
-    monkeypatch.setitem(propagate._WALKS, propagate.Layer, watched)
+    monkeypatch.setattr(Layer, "propagate", watched)
     model = moments.Transformer(1, 32, 2, 8, causal=True)
     moments.predict(model)
     assert set(seen) == {1}
