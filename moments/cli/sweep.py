@@ -38,7 +38,17 @@ if TYPE_CHECKING:
 MOST_VALUES = 100_000
 
 
-@app.command()
+@app.command(
+    examples=(
+        "sweep gpt2 --axis layers=6,12,24,48 --axis weights.query=log:1e-4:1e-2:9 --plot map.png",
+        "sweep --d-model 256 --heads 4 --seq-len 64 --axis layers=range:4:64:4 "
+        "--axis scheme=none,deepnorm --plot schemes.svg",
+        "sweep bert-base --seq-len 64 --axis correlation=lin:0:0.9:10 "
+        "--axis branch_scale=log:0.05:1:12 --quantity correlation --jobs 4 --csv grid.csv",
+        "sweep bert-base --axis layers=range:1:96 --axis theory=refined,published "
+        "--path grid.jsonl --json > grid.json",
+    )
+)
 def sweep(
     model: ModelArgument = None,
     axis: Annotated[
@@ -85,20 +95,6 @@ def sweep(
     An axis is a field (layers, dropout, norm), a part's field (weights.query, embedding.scale,
     head.output_scale), scheme and its options (scheme=none,deepnorm), or variance, correlation,
     grad_variance, grad_correlation, theory.
-
-    \b
-    Depth against the logits' scale, as a map that can be stopped and gone on with:
-      moments sweep gpt2 --seq-len 128 --axis layers=6,12,24,48 \\
-        --axis weights.query=log:1e-4:1e-2:9 --path grid.jsonl --plot map.png
-    \b
-    Which scheme keeps gradients level with depth:
-      moments sweep --d-model 256 --heads 4 --seq-len 64 \\
-        --axis layers=range:4:64:4 --axis scheme=none,deepnorm --plot schemes.svg
-    \b
-    Token correlation at depth, four processes, a table for other tools:
-      moments sweep --d-model 256 --heads 4 --seq-len 64 --layers 24 \\
-        --axis correlation=lin:0:0.9:10 --axis branch_scale=log:0.05:1:12 \\
-        --quantity correlation --jobs 4 --csv grid.csv
     """
     from ..grids.result import QUANTITIES
     from ..grids.run import sweep as run
@@ -152,6 +148,7 @@ def sweep(
     if as_json:
         rows = found.to_frame(by_layer=profile).to_json(orient="records", double_precision=15)
         data = {
+            "format": 1,
             "axes": {name: list(values) for name, values in found.axes.values.items()},
             "theory": found.theory,
             "inputs": dict(found.inputs),

@@ -21,7 +21,7 @@ from ..engine.state import Kernel
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
 from ..prediction.gate import computing
-from ..prediction.predict import collector_paused, resolution_of
+from ..prediction.predict import resolution_of
 from ..prediction.stack import Inputs, Stack, last_gradient
 from ..transfer.architecture import declare, declare_layer
 
@@ -94,7 +94,7 @@ def predict_together(
     own = Inputs(moments.get("variance"), moments.get("correlation"))
     stack = _Together(declaration, deepest, theory, own, False, (len(models),))
     given = (moments.get("grad_variance"), moments.get("grad_correlation"))
-    with computing(theory, [stack.run]), collector_paused():
+    with computing(theory, [stack.run]):
         signal = stack.forward()
         outcome = last_gradient(stack, signal, *given, None, None, batch)
         stack.backward(outcome)
