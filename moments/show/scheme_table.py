@@ -16,7 +16,6 @@ from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from ..scheme import Scheme
 from ..scheme import schemes as every_scheme
-from .scheme_plot import plot_schemes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,6 +65,8 @@ class SchemeComparison:
         Raises:
             DomainError: no scheme could be applied to the model.
         """
+        from .scheme_plot import plot_schemes
+
         if not self.predictions:
             raise DomainError("nothing to draw: no scheme could be applied to the model")
         return plot_schemes(self, name)
