@@ -30,6 +30,7 @@ _PUBLIC = {
     "Prediction": "prediction.result",
     "RelativeBias": "model.positions",
     "Rotary": "model.positions",
+    "Sweep": "grids.result",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
@@ -48,6 +49,7 @@ _PUBLIC = {
     "schemes": "scheme.registry",
     "simulate": "simulation.run",
     "solve": "scheme.plan",
+    "sweep": "grids.run",
 }
 
 # Packages that are public as wholes.
@@ -71,6 +73,7 @@ __all__ = [
     "Prediction",
     "RelativeBias",
     "Rotary",
+    "Sweep",
     "Transformer",
     "ValidityWarning",
     "Weights",
@@ -91,6 +94,7 @@ __all__ = [
     "schemes",
     "simulate",
     "solve",
+    "sweep",
 ]
 
 if TYPE_CHECKING:

@@ -95,6 +95,7 @@ ORDER = (
     "solver",
     "scheme",
     "show",
+    "grids",
     "simulation",
     "torch",
     "papers",

@@ -1,6 +1,18 @@
 """The command `moments`: thin wrappers that parse, call the library and print."""
 
-from . import audit, check, compare, doctor, pages, papers, predict, reference, solve, validate
+from . import (
+    audit,
+    check,
+    compare,
+    doctor,
+    pages,
+    papers,
+    predict,
+    reference,
+    solve,
+    sweep,
+    validate,
+)
 from .base import app, main
 
 __all__ = [
@@ -15,5 +27,6 @@ __all__ = [
     "predict",
     "reference",
     "solve",
+    "sweep",
     "validate",
 ]

@@ -136,7 +136,7 @@ def predict(
         batch = _counted(batch, stack.layout.sequences)
     runs = [s.run for s in stacks]
     with (
-        computing(theory, runs),
+        computing(theory, runs, max(s.rows for s in stacks)),
         _layer_bar(runs, sum(s.model.layers for s in stacks), progress),
     ):
         if model.encoder is not None:
@@ -205,6 +205,17 @@ def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inpu
         if name not in known:
             raise DomainError(f"encoder_inputs has no {name!r}: one of {', '.join(known)}")
     return Inputs(**given)
+
+
+def resolution_of(
+    model: Transformer, theory: Theory, tokens: bool | None = None
+) -> bool | PositionClasses:
+    """How finely `predict` tells tokens apart where no text, kernel or mask is given.
+
+    Raises:
+        DomainError: as `predict`.
+    """
+    return _resolution(model, theory, tokens, Inputs(), Inputs(), None)
 
 
 def _resolution(

@@ -82,6 +82,13 @@ class Prediction:
         return "tokens alike" if self.token_variance is None else "by token"
 
     @property
+    def _rows(self) -> int:
+        """Of the matrices that pairs of tokens fill."""
+        if self.layout.classes is not None:
+            return len(self.layout.classes.nodes)
+        return 1 if self.token_variance is None else self.token_variance.shape[-1]
+
+    @property
     def grad_variance_typical(self) -> np.ndarray:
         """What one draw of the weights looks like, (..., N + 1): the geometric mean over draws.
 
@@ -121,7 +128,7 @@ class Prediction:
         from ..noise.band import band, first_order, log_variance
 
         batch = max(self.batch, self.layout.sequences)
-        with computing(self.theory, [self.trace]):
+        with computing(self.theory, [self.trace], self._rows):
             top = None if self.top is None else self.top()
             spread = log_variance(self._declaration(), self.trace, batch, top)
             spread, notes = first_order(spread)
@@ -169,7 +176,7 @@ class Prediction:
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
-        with computing(self.theory, [self.trace]):
+        with computing(self.theory, [self.trace], self._rows):
             outer = [] if self.outer_weights is None else self.outer_weights.rows()
             rows = sorted([*self._inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])

@@ -18,6 +18,7 @@ from ..prediction.measurement import Measurement
 from ..prediction.result import Prediction
 from .expected import TOLERANCE, Expected, expected
 from .gradient_norms import side_by_side
+from .report import comparison_tables, render, summary_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -218,8 +219,6 @@ class Comparison:
 
     def table(self) -> str:
         """The verdict, stream points side by side, the loss, then the errors, as text."""
-        from .report import comparison_tables, render, summary_table
-
         tables = (*comparison_tables(self), summary_table(self))
         return "\n\n".join([self.verdict(), *map(render, tables)])
 
