@@ -109,6 +109,14 @@ class Record:
         for child in self.component.way_back(self.children):
             yield from child.walk_back()
 
+    def between_layers(self) -> list[Point] | None:
+        """The stream behind every layer, where that is known without what passed inside them."""
+        return None
+
+    def notes(self) -> list[tuple[int, str, str]]:
+        """(layer, site, note) of all that makes the numbers here less certain."""
+        return [(o.layer, o.component.label, n) for o in self.sites() for n in o.output.notes]
+
     def leaves(self) -> Iterator[Record]:
         """Those of components that hold no others."""
         return (one for one in self.walk() if not one.component.children)
@@ -129,10 +137,10 @@ class Record:
             overlap: variance of two tokens' overlap in what it attends to (`overlap`); None: that
                 of independent features, 1/width.
         """
-        if self.pulled is None or self.pulled.weights is None:
+        if self.pulled is None:
             return {}
         norms = dict(self.pulled.weights())
-        if overlap is not None and self.pulled.overlaps is not None:
+        if overlap is not None:
             attended = self.input if self.memory is None else self.memory
             for name, growth in self.pulled.overlaps().items():
                 norms[name] = norms[name] + (overlap - 1 / attended.width) * growth
@@ -209,7 +217,15 @@ class Trace:
 
     def stream(self) -> list[Point]:
         """The N + 1 points of the residual stream."""
-        return [point for point in self.points if point.site == "stream"]
+        between = None if self.stack is None else self.stack.between_layers()
+        if self.stack is None or between is None:
+            return [point for point in self.points if point.site == "stream"]
+        return [Point(0, "stream", self.entering, self.stack.sent), *between]
+
+    def notes(self) -> list[tuple[int, str, str]]:
+        """Those of every record, in the order of the forward pass."""
+        records = (self.embedding, self.stack, self.ending)
+        return [note for record in records if record is not None for note in record.notes()]
 
     @property
     def layers(self) -> tuple[Record, ...]:

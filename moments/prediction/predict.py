@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import MOST_WINDOWS, PositionClasses
-from ..engine.propagate import Run
+from ..engine.layout import Layout
+from ..engine.propagate import Run, Trace
 from ..engine.state import Gradient, Kernel
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
 from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare, declare_output
+from ..transfer.head.output import OutputMoments
 from .gate import computing
 from .inputs import configurations, given_shape
 from .result import Prediction
@@ -161,7 +163,9 @@ def predict(
             stacks[0].backward(stacks[0].read_back(stack.trace.sent_to_memory()))
     encoder = None
     if model.encoder is not None:
-        read = functools.partial(_read_by, stacks[0], stack, outcome)
+        read = functools.partial(
+            _read_by, stacks[0].model, model, stack.layout, stack.trace, outcome.output
+        )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     found = stack.prediction(batch, outcome, encoder)
     for note in found.warnings:
@@ -169,14 +173,19 @@ def predict(
     return found
 
 
-def _read_by(encoder: Stack, decoder: Stack, outcome: Outcome) -> Any:
-    """What the band of an encoder's gradient has to know of its decoder."""
+def _read_by(
+    encoder: Transformer,
+    decoder: Transformer,
+    layout: Layout,
+    trace: Trace,
+    output: OutputMoments | None,
+) -> Any:
+    """What the band of an encoder's gradient has to know of its decoder (refined theory)."""
     from ..noise.memory_spread import DecoderTop
 
-    layout, model = decoder.layout, decoder.model
-    declaration = declare(model, decoder.theory, layout.padding, layout.sequences)
-    read = declare_output(encoder.model, encoder.theory)
-    return DecoderTop(read, declaration, decoder.trace, head_top(outcome.output))
+    declaration = declare(decoder, "refined", layout.padding, layout.sequences)
+    read = declare_output(encoder, "refined")
+    return DecoderTop(read, declaration, trace, head_top(output))
 
 
 def stack_of(model: Transformer, **inputs: Any) -> Stack:

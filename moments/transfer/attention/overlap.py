@@ -84,9 +84,10 @@ def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> fl
     0 where nothing was pulled.
     """
     own = own_variance(after)
-    if pulled is None or pulled.response is None or own == 0.0:
+    response = None if pulled is None or own == 0.0 else pulled.response()
+    if response is None:
         return 0.0
-    sent = float(pulled.response().mean_pairs())
+    sent = float(response.mean_pairs())
     return float(sent * before.width / after.width * own_variance(before) / own)
 
 
