@@ -60,6 +60,13 @@ class Inputs:
         return any(value is not None for value in given)
 
     @property
+    def one_text(self) -> bool:
+        """Whether a text of one sequence is all that is given."""
+        several = (self.segment_ids, self.pixels, self.kernel, self.attention_mask)
+        apart = any(value is not None for value in (*several, self.document_ids))
+        return self.token_ids is not None and self.sequences == 1 and not apart
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the configurations that are described."""
         if self.kernel is not None:
