@@ -1,4 +1,7 @@
-"""The engine: one pass forward through a declaration, one pass backward, and the trace of both."""
+"""The engine: one pass forward through a declaration, one pass backward, and the trace of both.
+
+See docs/theory/gradients.md, Lost directions.
+"""
 
 from __future__ import annotations
 

@@ -34,6 +34,16 @@ class Nodes(NamedTuple):
         return value, np.tensordot(derivative.T, terms[:-1], 1)
 
 
+NEAREST_END = 0.9
+"""The other end of the interval lies here at least: derivatives divide by its length."""
+
+MOST_ORDERS = 10
+"""Largest degree, which peaked rows alone ask for."""
+
+LEFT_OUT = 2e-2
+"""Bound on the derivative's last coefficient; the error that it leaves is in `nodes_for`."""
+
+
 def nodes_for(correlation: Array, theta: float) -> Nodes:
     """As many nodes as e^{theta rho} needs on the interval of correlations that occur.
 
@@ -41,10 +51,10 @@ def nodes_for(correlation: Array, theta: float) -> Nodes:
     the gradient needs, multiplies that by m. The interval ends at 1, where every row meets itself.
     The error of the paths that is left was measured: .1 % at most, a tenth of the closure's own.
     """
-    low = float(min(correlation.min(), 0.9))
+    low = float(min(correlation.min(), NEAREST_END))
     half = 0.25 * theta * (1.0 - low)
     order, term = 1, half
-    while order < 10 and term * (order + 1) > 2e-2:
+    while order < MOST_ORDERS and term * (order + 1) > LEFT_OUT:
         order += 1
         term *= half / order
     unit = np.cos(np.pi * np.arange(order + 1) / order)

@@ -10,6 +10,8 @@ For tokens that are alike but for their position nothing else is approximated: w
 a node, a layer meets `KernelAttention` as closely as that one's single precision allows, where it
 gives every row a class of its own. `tests/test_position_classes.py` holds that; what nodes lose in
 whole models is in `benchmarks/data/position_classes.json`.
+
+See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from numpy.typing import NDArray
 from ....engine.classes import Matrix, PositionClasses, diagonal, product, transposed
 from ..softmax.chebyshev import THETA_MAX
 from . import exact_rows
-from .balance import EXPONENT_MAX
+from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS
 from .calibration import calibrate
+from .independent_noise import MARGINAL_SWEEPS
 from .logits import Logits
 from .nodes import nodes_for
 from .pair_weights import PairWeights, geometric_mean
@@ -138,11 +141,11 @@ class PositionAttention:
         inside = np.where(both, of_pairs / total[:, :, None], 0.0)
         exponent = pull / np.maximum(rows.strength, 1e-6) ** 2
         step, last = np.full(len(own), 0.5), None
-        for _ in range(30):
+        for _ in range(ITERATIONS):
             response = (1.0 - found, -inside)
             joint = _bounded_exp(self._projected(response, keys, response), exponent[:, None, None])
             joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
-            joint = _balanced(joint, (weights, weights), (keys, keys), 4)
+            joint = _balanced(joint, (weights, weights), (keys, keys), SELF_SWEEPS)
             change = joint[0] * weights - found, joint[1] * weights[:, None, :] - inside
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change[0]
@@ -188,7 +191,7 @@ class PositionAttention:
         weights = self.weights[long][:, None], self.weights[short][:, None]
         # the longer row's keys behind the shorter one's last lack what that row's own terms add
         counts = self.classes.split[short, long][:, None], keys[short][:, None]
-        self._joint = _balanced(joint, weights, counts, 3)
+        self._joint = _balanced(joint, weights, counts, JOINT_SWEEPS)
         # a row with itself, and with its neighbour
         twin = np.block([[pairs, pairs], [pairs, pairs]])
         every = np.arange(2 * size)
@@ -304,7 +307,7 @@ class PositionAttention:
         mean += (whole * (a + diagonal(direction)) - diagonal(inside * direction)) * weights
         mean = np.where(self._seen, mean, 0.0)
         shift = -0.5 * mean
-        for _ in range(12):
+        for _ in range(MARGINAL_SWEEPS):
             overlap = np.einsum("pqr,pr->pq", inside, self._counted * shift)
             overlap += beside * weights * shift
             shift = 0.5 * (shift - mean - overlap)
