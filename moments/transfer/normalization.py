@@ -196,8 +196,8 @@ class FiniteNormalization(Leaf):
 
 
 _EXPANDED = 0.05
-"""Relative variance of squared norms up to which covariances need no bound: what the expansion leaves
-out is of the order of its square."""
+"""Relative variance of squared norms up to which covariances need no bound: what the expansion
+leaves out is of the order of its square."""
 
 _FAR = 0.3
 """Relative variance of squared norms beyond which a note says that it is expanded."""
