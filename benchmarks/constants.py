@@ -86,7 +86,7 @@ TABLE = (
     Constant(f"{KERNELS}.independent_noise", "MARGINAL_SWEEPS", (6, 24), "precision", ("text",)),
     Constant(f"{KERNELS}.nodes", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
     Constant(f"{KERNELS}.nodes", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
-    Constant(f"{KERNELS}.nodes", "LEFT_OUT", (1e-1, 4e-3), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.nodes", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.rotation", "TURNS", (1.0, 4.0), "choice", ("rotary",)),
     Constant(f"{KERNELS}.rotation", "TERM_TOLERANCE", (0.05, 0.002), "precision", ("rotary",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_SCALE", (1e-2, 1e-4), "range", ("text",)),

@@ -343,11 +343,16 @@ class Gradient:
         sizes = kernel.diagonal
         return ratio_or_zero(kernel.average(value * sizes), kernel.average(sizes))
 
-    def at_part(self, kernel: Kernel, share: Array) -> Gradient:
+    def at_part(
+        self, kernel: Kernel, share: Array, persistence: tuple[Kernel, Array] | None = None
+    ) -> Gradient:
         """The gradient as seen by one addend, `share` of the variance of the sum of independents.
 
         Of what it lacks along x = a + b, share lies along a: E (a.g)^2 = |a|^2 |g|^2/d times
         1 - share (1 - radial). And the norm of a moves that of x by its share.
         """
         radial = 1.0 - share * (1.0 - self.radial)
-        return Gradient(kernel, self.seq_len, radial, norm_response=share * self.norm_response)
+        response = share * self.norm_response
+        return Gradient(
+            kernel, self.seq_len, radial, norm_response=response, persistence=persistence
+        )

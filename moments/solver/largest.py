@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.propagate import Trace, forward
+from ..engine.propagate import forward
 from ..engine.state import ratio_or_zero
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_in
@@ -172,7 +172,7 @@ class _Depths:
                     deep = model.replace(layers=2 * depth)
                 layer = declare_layer(deep, "refined", depth, layout.padding, layout.sequences)
                 try:
-                    signal = forward(layer, signal, Trace(memory=memory))[0]
+                    signal = forward(layer, signal, memory)[0]
                     value = self._of(*layout.token_average(signal.kernel))
                 except (DomainError, OverflowError, ZeroDivisionError):
                     value = math.nan

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from ..engine.composition import BottomToTop, Chain, Component, Layer, Parallel, Residual
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.packing import Padding
 from ..formulas.law import Theory
 from ..model.embedding import Embedding

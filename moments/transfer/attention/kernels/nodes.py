@@ -11,6 +11,16 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
+TOLERANCE = 2e-2
+"""Chebyshev coefficient of the derivative, relative to the whole, from which on none is kept."""
+
+NEAREST_END = 0.9
+"""The other end of the interval lies here at least: derivatives divide by its length."""
+
+MOST_ORDERS = 10
+"""Largest degree, which peaked rows alone ask for."""
+
+
 class Nodes(NamedTuple):
     """Chebyshev-Lobatto nodes in the query correlation, from 1 downwards.
 
@@ -34,16 +44,6 @@ class Nodes(NamedTuple):
         return value, np.tensordot(derivative.T, terms[:-1], 1)
 
 
-NEAREST_END = 0.9
-"""The other end of the interval lies here at least: derivatives divide by its length."""
-
-MOST_ORDERS = 10
-"""Largest degree, which peaked rows alone ask for."""
-
-LEFT_OUT = 2e-2
-"""Bound on the derivative's last coefficient; the error that it leaves is in `nodes_for`."""
-
-
 def nodes_for(correlation: Array, theta: float) -> Nodes:
     """As many nodes as e^{theta rho} needs on the interval of correlations that occur.
 
@@ -54,7 +54,7 @@ def nodes_for(correlation: Array, theta: float) -> Nodes:
     low = float(min(correlation.min(), NEAREST_END))
     half = 0.25 * theta * (1.0 - low)
     order, term = 1, half
-    while order < MOST_ORDERS and term * (order + 1) > LEFT_OUT:
+    while order < MOST_ORDERS and term * (order + 1) > TOLERANCE:
         order += 1
         term *= half / order
     unit = np.cos(np.pi * np.arange(order + 1) / order)
