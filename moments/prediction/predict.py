@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import warnings as _warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -141,7 +140,6 @@ def predict(
     runs = [s.run for s in stacks]
     with (
         computing(theory, runs),
-        collector_paused(),
         _layer_bar(runs, sum(s.model.layers for s in stacks), progress),
     ):
         if model.encoder is not None:
@@ -297,26 +295,6 @@ def positional(model: Transformer) -> bool:
     """Whether attention tells tokens apart by where they are."""
     marks = (model.causal, model.rotary, model.alibi, model.relative_bias, any(model.windows))
     return any(marks)
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection while a trace grows: many small objects, and no cycles among them.
-
-    What was made then is handed to the oldest generation as it is: frozen and thawed at once, which
-    moves lists instead of walking through all of it. A program that froze objects of its own keeps
-    them so, and pays for the walk.
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import evaluation
 from ..engine.classes import PositionClasses
 from ..engine.composition import sum_of
 from ..engine.layout import Layout
@@ -187,7 +186,6 @@ class Stack:
             and model.norm != "none"
             and model.head is None
             and model.encoder is None
-            and not evaluation.is_observed()
         )
 
     def backward(self, outcome: Outcome) -> None:
