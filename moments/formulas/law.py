@@ -218,6 +218,11 @@ class ComponentLaws:
 
     `laws` hold in all theories unless one overrides them; "simplified" also inherits what
     "published" overrides. A quantity mapped to None is one the theory does not state.
+
+    Attributes:
+        name, title: what it is asked for by, and what it is.
+        laws: by quantity, such as "variance" or "grad_covariance".
+        refined, published, simplified: what each theory overrides.
     """
 
     name: str

@@ -99,6 +99,9 @@ def predict(
             counted already: 1 and their number mean the same.
         progress: whether to show a bar on standard error, layer by layer.
 
+    Returns:
+        A `Prediction`: arrays over the stream, `table()`, `to_frame()`, `plot()`.
+
     Raises:
         DomainError: a bad argument, a feature the theory does not cover, or numbers that overflow.
 

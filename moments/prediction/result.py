@@ -51,6 +51,9 @@ class Prediction:
             None without a head. Where several configurations are predicted, arrays of their shape.
         logit_variance: likewise, mean square of the output logits.
         encoder: the encoder's own prediction; None without one.
+        trace, layout: what both passes saw at every site, and how its tokens lie.
+        batch: sequences that share the weights.
+        outer_weights: gives squared gradient norms of what is outside the layers.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
     """
 

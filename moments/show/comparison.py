@@ -263,6 +263,9 @@ def compare(
         tolerance: relative error that is granted to the theory itself, one standard deviation, on
             top of the scatter over draws.
 
+    Returns:
+        A `Comparison`: `summary()`, `to_frame()` by site, `plot()`.
+
     Raises:
         DomainError: not a Prediction and a Measurement, of different depths, or a negative
             tolerance.
