@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DomainError
+from ..errors import DomainError, MomentsError
 from .directions import (
     at_tokens,
     grouped_persistence,
@@ -31,6 +31,8 @@ from .overlap import Overlap, OverlapWalk, own_variance
 from .overlap import summed as summed_overlap
 from .packing import Padding
 from .realised import summed
+from .response import Around, Elementwise, Part, Sequence, Sum
+from .sensitivity import Response
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
@@ -101,6 +103,25 @@ class Component(abc.ABC):
         """What it adds to what it keeps, where it is a sum of the two."""
         return None
 
+    # --- what one draw of it does (`moments.noise`) ----------------------------------------------
+
+    def response(self, record: Record, around: Around) -> Response:
+        """What it does to sensitivities, by token, inside a branch.
+
+        Raises:
+            MomentsError: it holds a skip connection.
+        """
+        raise MomentsError(f"no band of one draw through a {type(self).__name__} in a branch")
+
+    def part(self, record: Record, around: Around) -> Part:
+        """The same as a part of a layer, with the noise that it adds."""
+        return around.whole(record)
+
+    @property
+    def masks(self) -> bool:
+        """Whether it drops at random, anew for every token."""
+        return False
+
     # --- what it is made of ----------------------------------------------------------------------
 
     @property
@@ -136,6 +157,14 @@ class Component(abc.ABC):
     def in_order(self) -> tuple[Component, ...]:
         """What follows one another in it: itself, unless it is a chain."""
         return (self,)
+
+    def records_in_order(self, record: Record) -> tuple[Record, ...]:
+        """The records of `in_order`, of its own."""
+        return (record,)
+
+    def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
+        """The records of every way through parallel branches, leaf by leaf."""
+        return [(record,)]
 
     def paths(self) -> tuple[Chain, ...]:
         """Every way through parallel branches, as a chain: together they are the component.
@@ -192,6 +221,16 @@ class Component(abc.ABC):
 class Leaf(Component):
     """A component that transforms moments by its laws."""
 
+    @property
+    def scales_pairs(self) -> bool:
+        """Whether every covariance leaves as it entered, times one factor."""
+        return False
+
+    def response(self, record: Record, around: Around) -> Response:
+        received = around.received(record)
+        gradient = record.gradient_received
+        return Elementwise.of(self, record.input, gradient, received, self.scales_pairs)
+
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         """Moments of the output, and the map that carries a gradient back through this node."""
@@ -213,6 +252,16 @@ class Reader(Component):
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         """Moments of the output, and the map from its gradient to those at both inputs."""
 
+    @abc.abstractmethod
+    def back_kappa(self, memory_len: int) -> Array:
+        """Width times the relative variance of what queries of a memory send back, squared."""
+
+    def response(self, record: Record, around: Around) -> Response:
+        # As it meets the tokens that ask: every one alone, of a memory as it is.
+        assert record.memory is not None
+        asking, received = _Asking(self, record.memory), around.received(record)
+        return Elementwise.of(asking, record.input, record.gradient_received, received, False)
+
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = run.memory
         if memory is None:
@@ -224,6 +273,18 @@ class Reader(Component):
         run.met(record, gradient)
         pulled, to_memory = record.pullback(gradient)
         return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """A reader as a function of the tokens that ask."""
+
+    reader: Reader
+    memory: Signal
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        output, pullback = self.reader.attend(signal, self.memory)
+        return output, lambda gradient: pullback(gradient)[0]
 
 
 @dataclass(frozen=True)
@@ -264,6 +325,18 @@ class Chain(Component):
 
     def in_order(self) -> tuple[Component, ...]:
         return self.parts
+
+    def records_in_order(self, record: Record) -> tuple[Record, ...]:
+        return record.children
+
+    def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
+        found: list[tuple[Record, ...]] = [()]
+        for child in record.children:
+            found = [one + own for one in found for own in child.paths()]
+        return found
+
+    def response(self, record: Record, around: Around) -> Response:
+        return Sequence(tuple(one.component.response(one, around) for one in record.children))
 
     def paths(self) -> tuple[Chain, ...]:
         found: tuple[Chain, ...] = (Chain(()),)
@@ -336,6 +409,13 @@ class Parallel(Component):
 
     def way_back(self, records: tuple[Record, ...]) -> Iterable[Record]:
         return records
+
+    def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
+        return [path for child in record.children for path in child.paths()]
+
+    def response(self, record: Record, around: Around) -> Response:
+        inner = tuple(one.component.response(one, around) for one in record.children)
+        return Sum(inner, around.received(record))
 
     def paths(self) -> tuple[Chain, ...]:
         return tuple(path for branch in self.branches for path in branch.paths())
@@ -432,6 +512,9 @@ class Residual(Component):
         kept = own_variance(record.input) * self.skip_scale**2
         gained = own_variance(child.output) * self.branch_scale**2
         return summed_overlap(at, inner, (kept, gained), at, width)
+
+    def part(self, record: Record, around: Around) -> Part:
+        return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)
 
     def addition(self, record: Record) -> Addition:
         skip = square(self.skip_scale)

@@ -83,11 +83,11 @@ import numpy as np
 
 from ..engine.composition import Chain, Layer
 from ..engine.propagate import Trace
+from ..engine.sensitivity import ratio, transposed
 from ..engine.state import Array, Signal
 from .averages import Averages, averaged
 from .block_noise import Addition, Modes
 from .linearisation import Linearised, linearise, part_starts
-from .sensitivity import ratio, transposed
 from .sequence_overlap import sequence_overlaps
 from .token_band import log_variance_by_token
 
@@ -204,7 +204,7 @@ def _by_token(declaration: Chain, trace: Trace, batch: int, top: Any) -> Array:
         # what sequences share, followed with moments averaged over tokens
         overlaps = sequence_overlaps(layers, averaged(trace))
     with np.errstate(divide="ignore", invalid="ignore"):
-        variance = log_variance_by_token(layers, trace, batch, overlaps, top)
+        variance = log_variance_by_token(trace, batch, overlaps, top)
     return _where_it_arrives(variance, trace)
 
 

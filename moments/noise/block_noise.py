@@ -17,6 +17,7 @@ import numpy as np
 from ..engine.bottom_to_top import BottomToTop
 from ..engine.composition import Chain, Component, Parallel, Residual
 from ..engine.propagate import Record
+from ..engine.sensitivity import ratio
 from ..engine.state import Array, Kernel
 from ..transfer.attention.logits import logit_law
 from ..transfer.attention.normalized import NormalizedAttention
@@ -24,7 +25,6 @@ from ..transfer.attention.self_attention import SelfAttention
 from ..transfer.attention.softmax import SquareTable
 from ..transfer.attention.softmax.chebyshev import THETA_MAX
 from .branches import last_matrix
-from .sensitivity import ratio
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 from ..engine.bottom_to_top import BottomToTop
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.propagate import Trace
+from ..engine.sensitivity import ratio
 from ..engine.state import Array, Kernel, Signal
 from ..transfer.attention.self_attention import SelfAttention
 from .averages import Averages
@@ -31,7 +32,6 @@ from .block_noise import (
 )
 from .branch_passes import Branch, Passes, branches_of
 from .branches import attention_of, cross_attention_of, cross_back_kappa, parts_of
-from .sensitivity import ratio
 from .sequence_overlap import sites
 
 STEP = 1e-5

@@ -31,6 +31,8 @@ import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Residual
 from ..engine.propagate import Trace, forward
+from ..engine.response import in_units
+from ..engine.sensitivity import Response, transposed
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..transfer.attention.cross import CrossAttention
 from ..transfer.attention.logits import logit_law
@@ -43,8 +45,6 @@ from .block_noise import Modes
 from .branches import cross_attention_of, parts_of, paths
 from .linearisation import STEP, part_starts
 from .mode_response import AsAlike, OfModes
-from .part_response import in_units
-from .sensitivity import Response, transposed
 from .sequence_overlap import sites
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..engine.propagate import Trace
+from ..engine.sensitivity import SINGLE, Ascent, Descent, ratio, transposed
 from ..engine.state import Array
 from .block_noise import Modes
-from .sensitivity import SINGLE, Ascent, Descent, ratio, transposed
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ import numpy as np
 from ...engine.composition import Leaf, Pullback, Pulled
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
+from ...engine.response import Around, Elementwise, Sequence
+from ...engine.sensitivity import SINGLE, Response, kernel_of
 from ...engine.short_vectors import expected_pull
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...engine.trace import Record
@@ -20,6 +22,7 @@ from ...formulas.normalization import RMSNORM
 from ..normalization import FiniteNormalization
 from .overlap import through_attention
 from .self_attention import SelfAttention
+from .sensitivity import Attending
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,9 @@ class NormalizedAttention(Leaf):
         if not np.all(np.add(own.value, own.value_bias) > 0):
             allowed = "above 0 where values are normalised"
             raise domain_error("value", own.value, allowed, "zeros have no direction")
-        unit = FiniteNormalization(RMSNORM, own.label, own.norm_epsilon, centres=False)
+        unit, plain = self.values_normalised()
         inner, back_norm = unit.forward(signal)
         gain = own.d_model * own.value
-        plain = dataclasses.replace(own, value=1 / own.d_model, value_bias=own.value_bias / gain)
         output, back = plain.forward(inner)
         freedom = _freedom(float(own.d_head), own.qk_norm == "layernorm")
         factor = expected_pull(freedom, 1.0)
@@ -66,6 +68,25 @@ class NormalizedAttention(Leaf):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         # norms are no overlaps of their own
         return through_attention(self.attention, record, at, walk, fixed=True)
+
+    def values_normalised(self) -> tuple[FiniteNormalization, SelfAttention]:
+        """Tokens of unit norm and attention with values of unit variance, which it amounts to."""
+        own = self.attention
+        unit = FiniteNormalization(RMSNORM, own.label, own.norm_epsilon, centres=False)
+        bias = own.value_bias / (own.d_model * own.value)
+        return unit, dataclasses.replace(own, value=1 / own.d_model, value_bias=bias)
+
+    def response(self, record: Record, around: Around) -> Response:
+        # What the values' norms do is of order 1/d_head. The gradient between the two is that of
+        # the fast maps.
+        (unit, plain), signal = self.values_normalised(), record.input
+        received = around.received(record)
+        tokens, _ = unit.forward(signal)
+        attending = Attending.of(plain, tokens, received)
+        sent, _ = attending.maps.fall(SINGLE(attending.back_gain) * received, None, received)
+        at_tokens = Gradient(kernel_of(sent), record.gradient_received.seq_len)
+        normed = Elementwise.of(unit, signal, at_tokens, sent, False)
+        return Sequence((normed, attending))
 
 
 @dataclass(slots=True, eq=False)

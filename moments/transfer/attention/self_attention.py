@@ -12,6 +12,8 @@ from ...engine.composition import Leaf, Pullback, Pulled
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.realised import averaged_overlaps
+from ...engine.response import Around
+from ...engine.sensitivity import Response
 from ...engine.state import Array, Gradient, Kernel, Realised, Signal
 from ...engine.trace import Record
 from ...errors import domain_error
@@ -22,6 +24,7 @@ from .kernels.exact_rows import THETA_PEAKED
 from .laws import attend_by_laws
 from .logits import LogitLaw, Side, logit_law, positive, through
 from .overlap import through_attention
+from .sensitivity import Attending
 from .statistics import AttentionStatistics
 from .weight_gradients import Paths, of_rows, overlap_gradients, projection_gradients
 
@@ -196,6 +199,9 @@ class SelfAttention(Leaf):
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
+
+    def response(self, record: Record, around: Around) -> Response:
+        return Attending.of(self, record.input, around.received(record))
 
     @property
     def _width(self) -> Any:
