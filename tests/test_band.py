@@ -27,10 +27,11 @@ from moments import (
     Weights,
     predict,
 )
+from moments.engine.modes import Modes
 from moments.engine.state import Kernel
 from moments.noise import token_band
 from moments.noise.band import _Draws, band, log_variance
-from moments.noise.block_noise import Addition, Modes
+from moments.noise.block_noise import Addition
 from moments.noise.loss_spread import (
     log_variance_of_mean,
     logit_agreement,

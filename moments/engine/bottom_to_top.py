@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .composition import Component, Residual, square
+from .composition import Chain, Component, Residual, square
 from .directions import isotropic, orthogonal_parts
+from .modes import Branch, Pair, Passes, coherent_gain
 from .overlap import Overlap, OverlapWalk
 from .response import Around, Part
 from .sensitivity import (
@@ -79,6 +80,72 @@ class BottomToTop(Component):
         attention = self.attention.backpropagate(attention, norm.gradient_sent, run)
         sent = total.returned(record.output, gradient, attention.gradient_sent)
         return record.completed(gradient, sent, (attention, norm, ffn))
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        output, factor = Chain(self.children).pair(pair)
+        both, signal = 1 + 2 * self._bypassed(pair), pair.signal
+        kernel = output.kernel + signal.kernel.scaled(both)
+        return Signal(kernel, 2, width=signal.width), factor + both
+
+    def _bypassed(self, pair: Pair) -> Array:
+        """Amplitude with which the input is in what it is added to."""
+        between, _ = self.attention.pair(pair)
+        entering, _ = self.norm.pair(pair.behind(between))
+        carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
+        return np.asarray(carried * self.attention.skip_scale * self.ffn.skip_scale)
+
+    def alike_branches(
+        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
+    ) -> list[Branch]:
+        """Attention adds to the input on its way around the norm, the feed-forward block behind it.
+
+        What attention's realised output moves in the feed-forward block's moments is left out.
+        """
+        modes, shape = passes.modes, nudged.shape
+        attention, ffn = self.attention, self.ffn
+        signal = passes.signal(modes.kernel(nudged))
+        output, back_attention, inner = passes.through(attention.branch, signal, shape)
+        between, _, _ = passes.through(attention, signal, shape)
+        normed, back_norm, _ = passes.through(self.norm, between, shape)
+        hidden, back_ffn, inner_ffn = passes.through(ffn.branch, normed, shape)
+        scale, ffn_scale = np.asarray(attention.branch_scale**2), np.asarray(ffn.branch_scale**2)
+        skip, ffn_skip = np.asarray(attention.skip_scale**2), np.asarray(ffn.skip_scale**2)
+        carried = scale * ffn_skip * normed.kernel.diagonal / between.kernel.diagonal
+        deep = ffn_scale[..., None, None] * back_norm @ back_ffn
+        around = ffn_skip[..., None, None] * back_norm + deep
+        inside, behind = attention.branch, Chain((self.norm, ffn.branch))
+        reached = Kernel(between.kernel.diagonal[0], between.kernel.pairs[0])
+        gains = [
+            coherent_gain(path, entering, overlap, passes.width)
+            for path, entering in ((inside, kernel), (behind, reached))
+        ]
+        return [
+            Branch(
+                inner,
+                kernel,
+                carried[..., None] * modes.of(output.kernel),
+                scale[..., None, None] * back_attention @ around,
+                carried[0][..., None, None] * gains[0],
+            ),
+            Branch(
+                inner_ffn,
+                reached,
+                ffn_scale[..., None] * modes.of(hidden.kernel),
+                skip[..., None, None] * deep,
+                (skip * ffn_scale)[..., None, None] * gains[1],
+            ),
+        ]
+
+    def about_mean(
+        self, passes: Passes, nudged: Array, branches: list[Branch]
+    ) -> tuple[Array, Array]:
+        signal = passes.signal(passes.modes.kernel(nudged))
+        whole, back, _ = passes.through(self, signal, nudged.shape)
+        return passes.modes.of(whole.kernel), back
+
+    @property
+    def adds(self) -> bool:
+        return True
 
     def part(self, record: Record, around: Around) -> Part:
         parts = [one.component.part(one, around) for one in record.children]

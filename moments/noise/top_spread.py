@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.composition import Chain, Component
+from ..engine.modes import Modes
 from ..engine.propagate import Trace, forward
 from ..engine.response import STEP, Around, Elementwise, Sequence, in_units
 from ..engine.sensitivity import (
@@ -43,7 +44,6 @@ from ..engine.state import Array, Gradient, Kernel, Signal
 from ..transfer.elementary import Activation, Linear
 from ..transfer.head.components import Pool
 from ..transfer.head.readout import Readout
-from .block_noise import Modes
 from .loss_spread import (
     across,
     log_variance_of_mean,

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.composition import Chain, Leaf, Pullback, Pulled
+from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.response import Around, Elementwise, Sequence
@@ -75,6 +76,16 @@ class NormalizedAttention(Leaf):
         unit = FiniteNormalization(RMSNORM, own.label, own.norm_epsilon, centres=False)
         bias = own.value_bias / (own.d_model * own.value)
         return unit, dataclasses.replace(own, value=1 / own.d_model, value_bias=bias)
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        return Chain(self.values_normalised()).pair(pair)
+
+    @property
+    def self_attention(self) -> SelfAttention:
+        return self.values_normalised()[1]
+
+    def unplaced(self) -> NormalizedAttention:
+        return NormalizedAttention(self.attention.unplaced())
 
     def response(self, record: Record, around: Around) -> Response:
         # What the values' norms do is of order 1/d_head. The gradient between the two is that of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.realised import averaged_overlaps
@@ -199,6 +201,32 @@ class SelfAttention(Leaf):
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        # Weights sum to 1 within each sequence, and all pairs across have one covariance.
+        width, kernel = self._width, pair.signal.kernel
+        factor = (1.0 + 0.0 * kernel.pairs) * width * self.value
+        output = Signal(kernel.scaled(self.d_model * self.value), 2, width=width)
+        return output, 0.0 * factor if pair.within else factor
+
+    @property
+    def self_attention(self) -> SelfAttention:
+        return self
+
+    def with_logits(self, factor: Array) -> SelfAttention:
+        return dataclasses.replace(self, query=self.query * factor)
+
+    def unplaced(self) -> SelfAttention:
+        return dataclasses.replace(
+            self,
+            causal=False,
+            window=None,
+            rotary=None,
+            alibi=False,
+            relative_bias=None,
+            padding=None,
+            sequences=1,
+        )
 
     def response(self, record: Record, around: Around) -> Response:
         return Attending.of(self, record.input, around.received(record))
