@@ -8,9 +8,7 @@ import warnings as _warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
-from ..engine.classes import PositionClasses
+from ..engine.classes import MOST_WINDOWS, PositionClasses
 from ..engine.layout import Layout
 from ..engine.propagate import Run, Trace
 from ..engine.state import Gradient, Kernel
@@ -71,9 +69,9 @@ def predict(
         tokens: how finely tokens are told apart under the refined theory. True: each by itself,
             at a cost that grows with the cube of the length. False: not at all. None: by classes
             of positions (`moments.engine.classes`) where the mask is causal and nothing else but
-            dropout tells tokens apart, at any length; token by token where positions enter
-            attention, or for a text, an image, a mask or a kernel; and else not at all.
-            `Prediction.resolution` says which.
+            dropout, windows and rotary positions tells tokens apart, at any length; token by token
+            where positions enter attention otherwise, or for a text, an image, a mask or a kernel;
+            and else not at all. `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
@@ -251,7 +249,7 @@ def _resolution(
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
     if resolved and tokens is None and not given and by_position(model):
-        return PositionClasses.of(model.seq_len)
+        return PositionClasses.of(model.seq_len, _least_window(model))
     return bool(resolved)
 
 
@@ -267,20 +265,22 @@ logits the mean gradient by classes is within its standard error, and that of si
 
 def by_position(model: Transformer) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve."""
-    placed = model.rotary or model.alibi or model.relative_bias
-    windowed = any(window is not None and window < model.seq_len for window in model.windows)
-    # Queries and keys of a kernel of their own.
-    biases = model.biases
-    shifted = biases is not None and (np.any(biases.query) or np.any(biases.key))
-    apart = model.qk_norm is not None or shifted or "hybrid" in model.placements
+    placed = model.alibi or model.relative_bias
+    apart = "hybrid" in model.placements
     waves = getattr(model.embedding, "positions", None) == "sinusoidal"
     return (
         model.causal
-        and model.seq_len >= LEAST_LENGTH
-        and not (placed or windowed or apart or waves or model.encoder)
+        and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
+        and not (placed or apart or waves or model.encoder)
         and (model.head is None or model.head.loss in (None, "causal"))
         and not (_falls_steeply(model) and model.seq_len <= LONGEST_POST)
     )
+
+
+def _least_window(model: Transformer) -> int:
+    """The narrowest window of any layer; the length where there is none."""
+    windows = [window for window in model.windows if window is not None]
+    return min([*windows, model.seq_len])
 
 
 def _falls_steeply(model: Transformer) -> bool:

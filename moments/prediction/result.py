@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ..noise.overlap import Overlaps
     from .stack import OuterWeights
 
+FORMAT_VERSION = 1
+"""Of the JSON of a Prediction."""
+
 POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_correlation")
 
 
@@ -239,6 +242,7 @@ class Prediction:
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]
         data = {
+            "format": FORMAT_VERSION,
             "model": self.model.to_dict(),
             "theory": self.theory,
             **{name: getattr(self, name).tolist() for name in quantities},

@@ -277,8 +277,7 @@ class AttentionPullback:
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient."""
         paths = Paths(sides.query, sides.key, self.tilt(received, sides))
-        squares = self.output.facts["square_sum"] if self.output.facts is not None else 0.0
-        rows = of_rows(self.output, np.shape(squares))
+        rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
             self.leaf, self.law, self.signal, self.attended, self.mixed, received, paths, rows
         )
