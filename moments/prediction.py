@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,21 @@ if TYPE_CHECKING:
 
     from .composition import Chain
     from .overlap import Overlaps
+
+
+class Read(NamedTuple):
+    """What a prediction was made on.
+
+    Attributes:
+        inputs: what entered (`stack.Inputs`).
+        targets: of the loss, as they were given.
+        ending: what stands before the matrix to the logits, and that.
+    """
+
+    inputs: Any
+    targets: Any
+    ending: tuple[Any, Any]
+
 
 POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_correlation")
 
@@ -48,6 +63,8 @@ class Prediction:
         logit_variance: likewise, mean square of the output logits.
         encoder: the encoder's own prediction; None without one.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
+        read: what the loss was predicted on, which the first step of an optimizer needs; None
+            without a loss.
     """
 
     model: Transformer
@@ -68,6 +85,7 @@ class Prediction:
     encoder: Prediction | None = field(default=None, repr=False)
     outer_weights: Callable[[], list[tuple[int, str, Any]]] = field(default=list, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
+    read: Read | None = field(default=None, repr=False)
 
     @property
     def resolution(self) -> str:

@@ -31,7 +31,7 @@ from .layout import Layout
 from .output import OutputMoments, output_moments
 from .packing import check_documents
 from .patches import PatchEmbedding
-from .prediction import Prediction
+from .prediction import Prediction, Read
 from .propagate import BackwardPass, Trace, forward, start
 from .state import Array, Gradient, Kernel, Signal
 from .transformer import Transformer
@@ -86,6 +86,7 @@ class Outcome:
 
     gradient: Gradient
     output: OutputMoments | None = None
+    targets: Any = None
 
 
 class Stack:
@@ -244,6 +245,7 @@ class Stack:
             encoder=encoder,
             outer_weights=self._outer_weights(outcome),
             top=top if output is None else functools.partial(head_top, output),
+            read=_read(self.inputs, outcome),
         )
 
     def _outer_weights(self, outcome: Outcome) -> Callable[[], list[tuple[int, str, Array]]]:
@@ -301,7 +303,7 @@ def last_gradient(
         )
         if output.gradient is not None and not given:
             stack.trace.points.extend(output.points)
-            return Outcome(output.gradient, output)
+            return Outcome(output.gradient, output, targets)
     elif targets is not None:
         raise DomainError("targets are what a head predicts: declare model.head")
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
@@ -315,6 +317,13 @@ def last_gradient(
         real = real[0] if real.ndim == 2 else real
         last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
     return Outcome(Gradient(last, model.seq_len))
+
+
+def _read(inputs: Inputs, outcome: Outcome) -> Read | None:
+    output = outcome.output
+    if output is None or output.ending is None:
+        return None
+    return Read(inputs, outcome.targets, output.ending)
 
 
 def head_top(output: OutputMoments | None) -> Any:

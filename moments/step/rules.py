@@ -1,0 +1,280 @@
+"""What one step of an optimizer does to one matrix, in closed form.
+
+With x of kernel K the matrix's input (n features) and delta of kernel D the gradient at its output
+(m features), the gradient is G = sum_t delta_t x_t^T. Write K^(1/2) D K^(1/2) = O diag(lam) O^T
+and B = K^(1/2) O. A row of G, given delta, is Gaussian of variance rho^2 = delta^T K delta, which
+is sum_i lam_i z_i^2 over standard normal z. The step is -rate U(G), and on an input x', U(G) x' has
+
+    the coherent part sum_s P_ts delta_s, P = B' diag(F) B^T, B' = E[x' x^T] K^(-1/2) O,
+    the kernel Q = B' diag(G2) B'^T + noise,
+
+    rule   F                   G2                                noise
+    SGD    n                   n^2 lam                           n tr(KD) K'
+    sign   n c E[z_i^2/rho]    n (n-1) c^2 lam_i E[z_i^2/rho^2]  n K'                c^2 = 2/pi
+    Muon   n f_i/sigma_i       n^2 (f_i/sigma_i)^2 lam_i         sum f^2/m (K' - B' B'^T)
+
+with sigma_i^2 = n m lam_i the squared singular values of G and f the map that the optimizer applies
+to them. Adam's first step, bias corrections included, is g/(|g| + eps): the sign rule, damped where
+|g| is near eps. Lion's and signum's is sign(g); momentum's is g.
+
+Sign: exact for Gaussian x and delta independent of it, by E sign(a) b = c E[a b]/rho; Muon:
+asymptotic in tokens over width, as X X^T and delta delta^T are put at their means.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .change import Array
+
+SIGN_MEAN = float(np.sqrt(2 / np.pi))
+"""E|z| of a standard normal z."""
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Muon's quintic (Jordan 2024), applied five times."""
+
+RULES = ("sgd", "sign", "muon")
+
+
+class Effect(NamedTuple):
+    """What a step of learning rate 1 does at a matrix's output.
+
+    Attributes:
+        coherent, total: P and Q on the updated input.
+        slope: minus the derivative of the loss in the learning rate.
+        square: E U^2 of an entry of the step.
+        aligned: mean over tokens of the kernel of U x on the old input over K E U^2.
+    """
+
+    coherent: Array
+    total: Array
+    slope: float
+    square: float
+    aligned: float
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """K^(1/2), its pseudoinverse's product with O, and the eigenvalues: all a step needs of K and D.
+
+    Attributes:
+        kernel, gradient: K and D.
+        basis: B = K^(1/2) O.
+        dual: K^(-1/2) O on the range of K.
+        values: lam.
+    """
+
+    kernel: Array
+    gradient: Array
+    basis: Array
+    dual: Array
+    values: Array
+
+    @classmethod
+    def of(cls, kernel: Array, gradient: Array) -> Spectrum:
+        weights, vectors = np.linalg.eigh((kernel + kernel.T) / 2)
+        kept = weights > _RANGE * weights[-1]
+        roots, vectors = np.sqrt(weights[kept]), vectors[:, kept]
+        inner = roots[:, None] * (vectors.T @ gradient @ vectors) * roots
+        values, turned = np.linalg.eigh((inner + inner.T) / 2)
+        basis, dual = vectors @ (roots[:, None] * turned), vectors @ (turned / roots[:, None])
+        return cls(kernel, gradient, basis, dual, np.clip(values, 0.0, None))
+
+    @functools.cached_property
+    def inverse_moments(self) -> tuple[float, Array, Array]:
+        """E rho, E z_i^2/rho and E z_i^2/rho^2.
+
+        1/rho = pi^(-1/2) int s^(-1/2) exp(-s rho^2) ds and 1/rho^2 = int exp(-s rho^2) ds, and
+        E exp(-s rho^2) z_i^2 = prod_j (1 + 2 s lam_j)^(-1/2)/(1 + 2 s lam_i): one integral over
+        log s, whose integrand is analytic, by equally spaced points.
+        """
+        scale = float(self.values.sum())
+        if scale <= 0.0:
+            none = np.zeros_like(self.values)
+            return 0.0, none, none
+        share = self.values / scale
+        log_s = np.linspace(-22.0, 26.0, 241)
+        step, s = log_s[1] - log_s[0], np.exp(log_s)
+        grown = 1 + 2 * s[:, None] * share
+        mean = np.exp(-0.5 * np.log(grown).sum(1))[:, None] / grown
+        first = (np.sqrt(s)[:, None] * mean).sum(0) * step / np.sqrt(np.pi)
+        second = (s[:, None] * mean).sum(0) * step
+        root = np.sqrt(scale)
+        return root * float((share * first).sum()), first / root, second / scale
+
+
+_RANGE = 1e-9
+"""Eigenvalues of K below this share of the largest are none: tokens that read the same."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer's first step.
+
+    Attributes:
+        name: as the user gave it.
+        rule: of the hidden matrices: "sgd", "sign" or "muon".
+        others: of tables, norms, biases and the head.
+        epsilon: of Adam.
+        weight_decay: every parameter also shrinks by rate times this.
+        gain: multiplies the rate of every step: Nesterov's momentum.
+        adjust: Muon's scale of a matrix's step: "original", "match_rms_adamw" or "spectral".
+        multipliers: of the learning rate, by parameter or group of them.
+    """
+
+    name: str
+    rule: str
+    others: str
+    epsilon: float = 0.0
+    weight_decay: float = 0.0
+    gain: float = 1.0
+    adjust: str = "original"
+    multipliers: Mapping[str, float] = field(default_factory=dict)
+
+    def factor(self, name: str, n: float = 1.0, m: float = 1.0) -> float:
+        """What multiplies the learning rate of a parameter, an (m, n) matrix where it is hidden."""
+        rate = self.gain * self.multiplier(name)
+        if self.rule == "muon" and group_of(name) == "matrices":
+            rate *= MUON_SCALES[self.adjust](n, m)
+        return rate
+
+    def multiplier(self, name: str) -> float:
+        """The user's, of the parameter itself or else of its group."""
+        return float(self.multipliers.get(name, self.multipliers.get(group_of(name), 1.0)))
+
+    def rule_of(self, name: str) -> str:
+        return self.rule if group_of(name) == "matrices" else self.others
+
+
+# Muon's scale of a step on an (m, n) matrix, of singular values about 1.
+MUON_SCALES = {
+    "original": lambda n, m: max(1.0, m / n) ** 0.5,
+    "match_rms_adamw": lambda n, m: 0.2 * max(n, m) ** 0.5,
+    "spectral": lambda n, m: (m / n) ** 0.5,
+}
+
+GROUPS = ("matrices", "embedding", "head", "vectors")
+"""Hidden matrices; tables and patches; the matrix to the logits; norms' gains and all biases."""
+
+_TABLES = ("token", "position", "segment", "patch", "class")
+
+
+def group_of(name: str) -> str:
+    """The group of a parameter, by its name in `Prediction.weight_gradients`."""
+    if name.endswith((".bias", ".gain")):
+        return "vectors"
+    if name in _TABLES:
+        return "embedding"
+    return "head" if name == "head" else "matrices"
+
+
+def newton_schulz(values: Array, steps: int = 5) -> Array:
+    """What five steps of Muon's quintic make of singular values."""
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(steps):
+        square = values * values
+        values = values * (a + b * square + c * square * square)
+    return values
+
+
+def damping(spectrum: Spectrum, epsilon: float) -> tuple[float, float]:
+    """By how much Adam's epsilon lowers E y u and E u^2, u = y/(|y| + eps) for y of a row of G.
+
+    At the mean variance of the rows; 1 and 1 without epsilon.
+    """
+    scale = float(np.sqrt(spectrum.values.sum()))
+    if epsilon == 0.0 or scale == 0.0:
+        return 1.0, 1.0
+    z, step = np.linspace(0.0, 9.0, 2001, retstep=True)
+    weight = np.exp(-z * z / 2) * step * SIGN_MEAN
+    weight[0] /= 2
+    near = z / (z + epsilon / scale)
+    return float((weight * z * near).sum()) / SIGN_MEAN, float((weight * near * near).sum())
+
+
+def effect(
+    spectrum: Spectrum,
+    rule: str,
+    met: Array,
+    new: Array,
+    n: float,
+    m: float,
+    excess: float = 0.0,
+    epsilon: float = 0.0,
+) -> Effect:
+    """A step of learning rate 1 on an (m, n) matrix, at its output.
+
+    Args:
+        spectrum: of the input's and the gradient's kernels before the step.
+        rule: "sgd", "sign" or "muon".
+        met: E x'_t x_s of the updated input with the old one.
+        new: E x' x'.
+        n, m: features of input and output.
+        excess: variance of the overlap of two tokens' inputs, relative to the squares, beyond the
+            1/n of independent features.
+        epsilon: Adam's.
+    """
+    kernel, lam = spectrum.kernel, spectrum.values
+    total = float(lam.sum())
+    if total == 0.0:
+        nothing = np.zeros_like(kernel)
+        return Effect(nothing, nothing, 0.0, 0.0, 0.0)
+    basis, dual = spectrum.basis, met @ spectrum.dual
+    if rule == "sgd":
+        # overlaps of variance 1/n + excess: Cov(x_t.x_s, x_t'.x_s') = n^2 (1/n + excess) times
+        # K_tt' K_ss' + K_ts' K_st', of which the second is K D K again
+        first, second = n + 0 * lam, (n * n + n + n * n * excess) * lam
+        plain, size, slope = n * total, total, n * m * total
+        drawn = excess * n * plain
+    elif rule == "sign":
+        mean, by_root, by_square = spectrum.inverse_moments
+        pulled, noise = damping(spectrum, epsilon)
+        first = SIGN_MEAN * n * pulled * by_root
+        second = SIGN_MEAN**2 * n * (n - 1) * pulled**2 * lam * by_square
+        plain, size, slope = n * noise, noise, SIGN_MEAN * n * m * pulled * mean
+        drawn = excess * SIGN_MEAN**2 * n * (n - 1) * pulled**2
+    else:
+        sigma = np.sqrt(lam * n * m)
+        mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
+        ratio = np.divide(mapped, sigma, out=np.zeros_like(sigma), where=sigma > 1e-12 * sigma.max())
+        first, second = n * ratio, n * n * ratio * ratio * lam
+        size = float((mapped**2).sum()) / (n * m)
+        plain, slope, drawn = 0.0, float((mapped * sigma).sum()), 0.0
+
+    def spread(columns: Array, moment: Array) -> Array:
+        aligned = (columns * second) @ columns.T
+        found = aligned + plain * moment
+        if rule == "muon":
+            return found + n * size * (moment - columns @ columns.T)
+        lost = aligned if rule == "sign" else 0.0 * aligned
+        return found + drawn * moment - excess * lost
+
+    old = np.diag(spread(basis, kernel))
+    aligned = np.divide(old, np.diag(kernel) * size, out=np.zeros_like(old), where=np.diag(kernel) > 0)
+    return Effect(
+        (dual * first) @ basis.T, spread(dual, new), slope, size, float(aligned.mean())
+    )
+
+
+def vector_effect(gradient: Array, rule: str, m: float, epsilon: float = 0.0) -> Effect:
+    """A step of learning rate 1 on a bias, whose gradient is the sum over tokens."""
+    return _single(np.ones(len(gradient)), gradient, rule, m, epsilon)
+
+
+def _single(pattern: Array, gradient: Array, rule: str, m: float, epsilon: float) -> Effect:
+    variance = float(gradient.sum())
+    ones = np.outer(pattern, pattern)
+    if variance <= 0.0:
+        return Effect(0 * ones, 0 * ones, 0.0, 0.0, 0.0)
+    if rule == "sgd":
+        return Effect(ones, ones * variance, m * variance, variance, 1.0)
+    spectrum = Spectrum(ones, gradient, ones[:, :1], ones[:, :1], np.array([variance]))
+    pulled, noise = damping(spectrum, epsilon)
+    root = variance**0.5
+    coherent = SIGN_MEAN * pulled / root * ones
+    return Effect(coherent, noise * ones, SIGN_MEAN * pulled * m * root, noise, 1.0)
