@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from moments.softmax.chebyshev import (
+from moments.transfer.attention.softmax.chebyshev import (
     chebyshev_coefficients,
     gauss_nodes,
     length_at,
     theta_at,
 )
-from moments.softmax.encoding import encode_row, encode_square_pair
-from moments.softmax.laplace import Array
+from moments.transfer.attention.softmax.encoding import encode_row, encode_square_pair
+from moments.transfer.attention.softmax.laplace import Array
 
 ROW_NODES = (28, 44)
 """theta, log n."""

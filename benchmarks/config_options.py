@@ -32,9 +32,9 @@ from real_modules import QUANTITIES, Case, slim_stack
 
 import moments
 from moments.errors import DomainError, ValidityWarning
-from moments.families import FAMILIES
-from moments.families.entries import Entries
-from moments.families.sizes import sized_config
+from moments.model.huggingface import FAMILIES
+from moments.model.huggingface.entries import Entries
+from moments.model.huggingface.sizes import sized_config
 
 DATA = Path(__file__).parent / "data" / "config_options"
 READINGS = DATA / "readings.json"
@@ -283,8 +283,8 @@ def measure_kind(kind: str, seeds: int, only: Collection[str] = ()) -> None:
     """Bring every case of a family, or those of some changes, to at least that many draws."""
     import transformers
 
-    from moments.huggingface_modules import build_module
     from moments.torch import measure
+    from moments.torch.huggingface_modules import build_module
 
     transformers.logging.set_verbosity_error()
     found, start = stored(kind), time.perf_counter()

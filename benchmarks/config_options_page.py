@@ -20,7 +20,7 @@ from config_options import (
     write_readings,
 )
 
-from moments.families import FAMILIES
+from moments.model.huggingface import FAMILIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "config-options.md"
 

@@ -31,8 +31,8 @@ import numpy as np
 from dslm_page import RELEASED, page, scores
 
 import moments
-from moments.families import FAMILIES
-from moments.families.sizes import sized_config
+from moments.model.huggingface import FAMILIES
+from moments.model.huggingface.sizes import sized_config
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks/data/dslm_on_modules.json"
@@ -90,7 +90,7 @@ def family_case(
     kind: str, layers: int, dropout: str, d_model: int = D_MODEL, seq_len: int = SEQ_LEN
 ) -> Case:
     """A family's module at a small size, everything else as the family has it."""
-    from moments.huggingface_modules import build_module, module_batch
+    from moments.torch.huggingface_modules import build_module, module_batch
 
     config = sized_config(kind, layers, d_model, heads=HEADS, vocab_size=VOCAB, seq_len=seq_len + 4)
     if dropout == "0":
@@ -147,9 +147,9 @@ def torch_case(
     import torch
     from torch import nn
 
-    from moments.modules.architecture import architecture_of
-    from moments.modules.expectation import with_zero_biases
-    from moments.text import tokenize
+    from moments.torch.architecture import architecture_of
+    from moments.torch.expectation import with_zero_biases
+    from moments.torch.text import tokenize
 
     drop_prob = 0.1 if dropout == "config" else 0.0
     pre, decoder = "Pre-LN" in kind, "Decoder" in kind

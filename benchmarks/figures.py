@@ -1,9 +1,10 @@
-"""Simulated points of the redrawn figures, stored in moments/figures/data/points.json.
+"""Simulated points of the redrawn figures, stored in moments/papers/figures/data/points.json.
 
     python benchmarks/figures.py [NAME ...] [--seeds N]
 
 Runs what is missing, was made with another declaration or with fewer than N draws, and stores it
-after every line; about ten minutes on one core for all. `moments.figures.draw(NAME, PATH)` then
+after every line; about ten minutes on one core for all.
+`moments.papers.figures.draw(NAME, PATH)` then
 draws them.
 """
 
@@ -17,9 +18,9 @@ from typing import Any
 import numpy as np
 
 import moments
-from moments.figures import names, setup
-from moments.figures.points import DATA, key
-from moments.figures.setup import Line, first_layer, read
+from moments.papers.figures import names, setup
+from moments.papers.figures.points import DATA, key
+from moments.papers.figures.setup import Line, first_layer, read
 
 MEASURED: dict[str, moments.Measurement] = {}  # two figures may read one simulation
 SWEPT = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)

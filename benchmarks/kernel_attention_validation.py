@@ -1,4 +1,4 @@
-"""Errors and cost of `moments.kernels.KernelAttention` against Monte Carlo of one attention layer.
+"""Errors and cost of `KernelAttention` against Monte Carlo of one attention layer.
 
 The samplers share no code with the package. `sample_field` draws the logits of an infinitely wide
 layer as a Gaussian field and integrates the value gradient out; `sample_layer` draws tokens, query
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moments.kernels import KernelAttention
+from moments.transfer.attention.kernels import KernelAttention
 
 Array = NDArray[np.float64]
 PATHS = ("output", "value", "key", "query", "cross", "total")

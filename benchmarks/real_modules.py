@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 import moments
-from moments.families import FAMILIES
-from moments.families.sizes import at_depth, sized_config
-from moments.measurement import Measurement
+from moments.model.huggingface import FAMILIES
+from moments.model.huggingface.sizes import at_depth, sized_config
+from moments.prediction.measurement import Measurement
 
 DATA = Path(__file__).parent / "data" / "real_modules"
 DEPTHS = (6, 24)
@@ -94,7 +94,7 @@ class Case:
 
     def data(self) -> dict[str, Any]:
         """What the module reads, the same in every draw."""
-        from moments.huggingface_modules import module_batch
+        from moments.torch.huggingface_modules import module_batch
 
         if self.kind == "vit" and self.size == "full":
             return photographs(self.batch)
@@ -153,8 +153,8 @@ def measure_case(case: Case, seeds: int) -> None:
     import torch
     import transformers
 
-    from moments.huggingface_modules import build_module
     from moments.torch import measure
+    from moments.torch.huggingface_modules import build_module
 
     transformers.logging.set_verbosity_error()
     stored, data, config = case.stored(), case.data(), case.config

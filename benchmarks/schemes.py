@@ -26,7 +26,7 @@ from schemes_page import DEPTHS, HEAD, INPUTS, SETTING, base, listing, outside, 
 
 import moments
 from moments.scheme import Scheme, schemes
-from moments.scheme_table import scheme_model
+from moments.show.scheme_table import scheme_model
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks/data/schemes.json"

@@ -12,39 +12,44 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it; loaded on first use, so that `import moments` stays light.
 _PUBLIC = {
-    "Biases": "weights",
-    "Comparison": "comparison",
-    "ComponentLaws": "law",
-    "Diagnosis": "diagnosis",
+    "Biases": "model.weights",
+    "Comparison": "show.comparison",
+    "ComponentLaws": "formulas.law",
+    "Diagnosis": "show.diagnosis",
     "DomainError": "errors",
-    "Embedding": "embedding",
-    "Explanation": "explanation",
-    "Head": "head",
-    "Law": "law",
-    "Measurement": "measurement",
+    "Embedding": "model.embedding",
+    "Explanation": "prediction.explanation",
+    "FirstStep": "step.result",
+    "Head": "model.head",
+    "Law": "formulas.law",
+    "Measurement": "prediction.measurement",
     "MomentsError": "errors",
-    "PatchEmbedding": "patches",
+    "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
-    "Prediction": "prediction",
-    "RelativeBias": "positions",
-    "Rotary": "positions",
-    "Transformer": "transformer",
+    "Prediction": "prediction.result",
+    "RelativeBias": "model.positions",
+    "Rotary": "model.positions",
+    "StepMeasurement": "step.measured",
+    "Transformer": "model.transformer",
     "ValidityWarning": "errors",
-    "Weights": "weights",
-    "compare": "comparison",
-    "compare_schemes": "scheme_table",
-    "component": "registry",
-    "components": "registry",
-    "diagnose": "modules.diagnose",
-    "explain": "explanation",
-    "from_huggingface": "huggingface",
-    "predict": "passes",
-    "preset": "presets",
-    "register_activation": "activations",
+    "Weights": "model.weights",
+    "compare": "show.comparison",
+    "compare_schemes": "show.scheme_table",
+    "component": "formulas.registry",
+    "components": "formulas.registry",
+    "diagnose": "torch.diagnose",
+    "explain": "prediction.explanation",
+    "from_huggingface": "model.huggingface.config",
+    "predict": "prediction.predict",
+    "preset": "model.presets",
+    "register_activation": "formulas.named_activations",
     "schemes": "scheme.registry",
     "simulate": "simulation.run",
-    "solve": "solver.solve",
+    "solve": "scheme.plan",
 }
+
+# Packages that are public as wholes.
+_PACKAGES = {"analysis": "papers.analysis", "figures": "papers.figures", "torch": "torch"}
 
 __all__ = [
     "Biases",
@@ -54,6 +59,7 @@ __all__ = [
     "DomainError",
     "Embedding",
     "Explanation",
+    "FirstStep",
     "Head",
     "Law",
     "Measurement",
@@ -63,6 +69,7 @@ __all__ = [
     "Prediction",
     "RelativeBias",
     "Rotary",
+    "StepMeasurement",
     "Transformer",
     "ValidityWarning",
     "Weights",
@@ -83,30 +90,32 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .activations import register_activation
-    from .comparison import Comparison, compare
-    from .diagnosis import Diagnosis
-    from .embedding import Embedding
     from .errors import DomainError, MomentsError, ValidityWarning
-    from .explanation import Explanation, explain
-    from .head import Head
-    from .huggingface import from_huggingface
-    from .law import ComponentLaws, Law
-    from .measurement import Measurement
-    from .modules.diagnose import diagnose
-    from .passes import predict
-    from .patches import PatchEmbedding
-    from .positions import RelativeBias, Rotary
-    from .prediction import Prediction
-    from .presets import preset
-    from .registry import component, components
+    from .formulas.law import ComponentLaws, Law
+    from .formulas.named_activations import register_activation
+    from .formulas.registry import component, components
+    from .model.embedding import Embedding
+    from .model.head import Head
+    from .model.huggingface.config import from_huggingface
+    from .model.patches import PatchEmbedding
+    from .model.positions import RelativeBias, Rotary
+    from .model.presets import preset
+    from .model.transformer import Transformer
+    from .model.weights import Biases, Weights
+    from .prediction.explanation import Explanation, explain
+    from .prediction.measurement import Measurement
+    from .prediction.predict import predict
+    from .prediction.result import Prediction
+    from .scheme.plan import solve
     from .scheme.registry import schemes
-    from .scheme_table import compare_schemes
+    from .show.comparison import Comparison, compare
+    from .show.diagnosis import Diagnosis
+    from .show.scheme_table import compare_schemes
     from .simulation.run import simulate
     from .solver.plan import Plan
-    from .solver.solve import solve
-    from .transformer import Transformer
-    from .weights import Biases, Weights
+    from .step.measured import StepMeasurement
+    from .step.result import FirstStep
+    from .torch.diagnose import diagnose
 
 
 def __getattr__(name: str) -> Any:
@@ -114,10 +123,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
         globals()[name] = value
         return value
-    if name in ("analysis", "torch"):
-        return importlib.import_module(f".{name}", __name__)
+    if name in _PACKAGES:
+        return importlib.import_module(f".{_PACKAGES[name]}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "analysis", "torch"})
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moments.errors import MomentsError
+from .errors import MomentsError
 
 
 @contextmanager

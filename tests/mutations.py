@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import moments
-from moments.families import FAMILIES
-from moments.families.sizes import sized_config
+from moments.model.huggingface import FAMILIES
+from moments.model.huggingface.sizes import sized_config
 
 FOLDER = "{folder}"
 """Stands for the case's own folder in its arguments."""

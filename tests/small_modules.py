@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from moments.families.sizes import sized_config
-from moments.huggingface_modules import build_module
+from moments.model.huggingface.sizes import sized_config
+from moments.torch.huggingface_modules import build_module
 
 
 def family_module(

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 import moments
-from moments.analysis import (
+from moments.formulas.kedia_chain import (
+    CORRELATED_RESIDUAL,
+    DSLM_CHAIN,
+    POST_LN_CHAIN,
+    PRE_LN_CHAIN,
+)
+from moments.papers.analysis import (
     angular_distance,
     chain_constants,
     correlation_fixed_points,
@@ -20,9 +26,8 @@ from moments.analysis import (
     trade_off,
     variance_recursion,
 )
-from moments.analysis.blocks import blocks
-from moments.analysis.one_layer import repeated_layer
-from moments.laws.kedia_chain import CORRELATED_RESIDUAL, DSLM_CHAIN, POST_LN_CHAIN, PRE_LN_CHAIN
+from moments.papers.analysis.blocks import blocks
+from moments.papers.analysis.one_layer import repeated_layer
 
 
 def model(**changes: object) -> moments.Transformer:

@@ -9,18 +9,18 @@ import pytest
 import sympy
 
 import moments
-from moments.analysis import (
+from moments.formulas import kedia_chain, noci, sun
+from moments.formulas.law import ComponentLaws
+from moments.papers.analysis import (
     compute_table,
     gradient_gap,
     jacobian_bounds,
     named_cases,
     uniform_attention,
 )
-from moments.analysis.case import Case
-from moments.analysis.compute import parameter_count
-from moments.analysis.kedia_cases import double_query_key
-from moments.law import ComponentLaws
-from moments.laws import kedia_chain, noci, sun
+from moments.papers.analysis.case import Case
+from moments.papers.analysis.compute import parameter_count
+from moments.papers.analysis.kedia_cases import double_query_key
 
 RECORDS = (
     kedia_chain.PRE_LN_CHAIN,

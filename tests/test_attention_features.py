@@ -9,12 +9,12 @@ import pytest
 from attention_sampling import Layer, sample
 from numpy.typing import NDArray
 
-from moments.attention import SelfAttention
-from moments.cross_attention import CrossAttention
+from moments.engine.state import Gradient, Kernel, Realised, Signal
 from moments.errors import DomainError
-from moments.kernels import KernelAttention, Rotation, few_points
-from moments.positions import RelativeBias, Rotary, alibi_slopes
-from moments.state import Gradient, Kernel, Realised, Signal
+from moments.model.positions import RelativeBias, Rotary, alibi_slopes
+from moments.transfer.attention.cross import CrossAttention
+from moments.transfer.attention.kernels import KernelAttention, Rotation, few_points
+from moments.transfer.attention.self_attention import SelfAttention
 
 Array = NDArray[np.float64]
 

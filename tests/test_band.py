@@ -26,24 +26,24 @@ from moments import (
     ValidityWarning,
     Weights,
     predict,
-    token_band,
 )
-from moments.architecture import declare
-from moments.attention import SelfAttention
-from moments.attention_response import AttentionResponse
-from moments.band import _Draws, band, log_variance
-from moments.block_noise import Addition, Modes
-from moments.inputs import gaussian
-from moments.kernels import KernelAttention
-from moments.loss_spread import (
+from moments.engine.state import Kernel
+from moments.noise import token_band
+from moments.noise.attention_response import AttentionResponse
+from moments.noise.band import _Draws, band, log_variance
+from moments.noise.block_noise import Addition, Modes
+from moments.noise.loss_spread import (
     log_variance_of_mean,
     logit_agreement,
     logit_effect,
     overlap_variance,
 )
-from moments.readout import Readout
-from moments.state import Kernel
-from moments.targets import Targets, alike_targets, class_targets, text_targets
+from moments.prediction.inputs import gaussian
+from moments.transfer.architecture import declare
+from moments.transfer.attention.kernels import KernelAttention
+from moments.transfer.attention.self_attention import SelfAttention
+from moments.transfer.head.readout import Readout
+from moments.transfer.head.targets import Targets, alike_targets, class_targets, text_targets
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -620,10 +620,10 @@ def test_an_encoder_of_several_configurations() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, 30.0, 1e300])
 def test_a_spread_beyond_first_order_is_said(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    import moments.band
+    import moments.noise.band
 
     prediction = predict(small("pre"), correlation=0.3)
-    monkeypatch.setattr(moments.band, "down", lambda found: np.full((13, 2, 2), value))
+    monkeypatch.setattr(moments.noise.band, "down", lambda found: np.full((13, 2, 2), value))
     with pytest.warns(ValidityWarning, match=r"explode at points \[0, 1, 2, 3, 4, 5, 6\]"):
         low, high = prediction.grad_variance_band
     assert np.log(high / low) == pytest.approx(2 * NORMAL_95 * 2.0)

@@ -407,8 +407,8 @@ def test_bad_words_and_files(
 
     for name in moments.__all__:  # what is first imported below would keep `never`
         getattr(moments, name)
-    monkeypatch.setattr("moments.huggingface_modules.build_module", never)
-    monkeypatch.setattr("moments.passes.predict", never)
+    monkeypatch.setattr("moments.torch.huggingface_modules.build_module", never)
+    monkeypatch.setattr("moments.prediction.predict.predict", never)
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
@@ -486,7 +486,7 @@ def test_a_table_is_written_whole_or_not_at_all(
 
 @pytest.mark.parametrize("ending", ["png", "SVG", "pdf"])
 def test_a_picture_is_of_the_kind_of_its_ending(ending: str, tmp_path: Path) -> None:
-    from moments.plot import Picture, save
+    from moments.show.plot import Picture, save
 
     save(Picture(), tmp_path / f"picture.{ending}")
     begun = {"png": b"\x89PNG", "SVG": b"<?xml", "pdf": b"%PDF"}[ending]

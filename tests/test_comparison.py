@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import moments
 from moments.cli import app
-from moments.comparison import last_gradient
-from moments.expected import allowed_outside, over_draws, signal_log_variance
-from moments.verdict import judge
+from moments.show.comparison import last_gradient
+from moments.show.expected import allowed_outside, over_draws, signal_log_variance
+from moments.show.verdict import judge
 
 torch = pytest.importorskip("torch")
 
@@ -374,7 +374,7 @@ GPT2 = {
 def test_real_modules_on_real_text(config: dict[str, object]) -> None:
     """What the configs declare is what the modules do, beyond three standard errors."""
     pytest.importorskip("transformers")
-    from moments.huggingface_modules import measure_config
+    from moments.torch.huggingface_modules import measure_config
 
     measurement, ids = measure_config(config, seq_len=48, batch=2, seeds=10, seed=2)
     model = moments.from_huggingface(config, seq_len=48)

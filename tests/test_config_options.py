@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import moments
-from moments.families import FAMILIES
+from moments.model.huggingface import FAMILIES
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 KINDS = pytest.mark.parametrize("kind", sorted(FAMILIES))

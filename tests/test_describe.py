@@ -15,11 +15,11 @@ from moments import DomainError, MomentsError, ValidityWarning
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from moments.modules.architecture import architecture_of  # noqa: E402
-from moments.modules.assumptions import WeightStatistics  # noqa: E402
-from moments.modules.roles import roles_of  # noqa: E402
-from moments.modules.snippet import snippet, tensor_table  # noqa: E402
 from moments.torch import audit, describe, initialize, weight_statistics  # noqa: E402
+from moments.torch.architecture import architecture_of  # noqa: E402
+from moments.torch.assumptions import WeightStatistics  # noqa: E402
+from moments.torch.roles import roles_of  # noqa: E402
+from moments.torch.snippet import snippet, tensor_table  # noqa: E402
 
 WIDTH = 64
 
@@ -275,8 +275,8 @@ def test_shards_are_read(tmp_path):
 
 
 def test_only_the_architecture_reaches_transformers():
-    from moments.families.sizes import sized_config
-    from moments.huggingface_modules import settings_of
+    from moments.model.huggingface.sizes import sized_config
+    from moments.torch.huggingface_modules import settings_of
 
     config = sized_config("gpt2", 2, 16, heads=4)
     elsewhere = {

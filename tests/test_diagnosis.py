@@ -11,13 +11,13 @@ import pytest
 
 import moments
 from moments import Transformer
-from moments.batches import inputs_of, measured_dropout, shifted_left, shifted_right
-from moments.diagnosis import Diagnosis, diagnose_case
-from moments.differences import Case, differences
+from moments.show.diagnosis import Diagnosis, diagnose_case
+from moments.show.differences import Case, differences
+from moments.torch.batches import inputs_of, measured_dropout, shifted_left, shifted_right
 
 torch = pytest.importorskip("torch")
 
-from moments.modules.diagnose import _large  # noqa: E402
+from moments.torch.diagnose import _large  # noqa: E402
 
 DECLARED = Transformer(layers=4, d_model=48, heads=4, seq_len=12, dropout=0.1)
 INPUT = {"correlation": 0.3}

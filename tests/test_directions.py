@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from moments.attention import SelfAttention
-from moments.composition import BottomToTop, Chain, Component, Parallel, Residual
-from moments.gated import GatedLinear
-from moments.inputs import gaussian
-from moments.laws.activation import RELU
-from moments.laws.linear import LINEAR
-from moments.laws.normalization import RMSNORM
-from moments.laws.smooth import SILU
-from moments.normalization import FiniteNormalization
-from moments.parts import Activation, Linear
-from moments.propagate import forward
-from moments.state import Gradient, Kernel
-from moments.trace import Trace
+from moments.engine.composition import BottomToTop, Chain, Component, Parallel, Residual
+from moments.engine.propagate import forward
+from moments.engine.state import Gradient, Kernel
+from moments.engine.trace import Trace
+from moments.formulas.activation import RELU
+from moments.formulas.linear import LINEAR
+from moments.formulas.normalization import RMSNORM
+from moments.formulas.smooth import SILU
+from moments.prediction.inputs import gaussian
+from moments.transfer.attention.self_attention import SelfAttention
+from moments.transfer.elementary import Activation, Linear
+from moments.transfer.gated import GatedLinear
+from moments.transfer.normalization import FiniteNormalization
 
 torch = pytest.importorskip("torch")
 

@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 
 import moments
-from moments.families import FAMILIES
-from moments.formula_page import formula_page
+from moments.formulas.pages import formula_page
+from moments.model.huggingface import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,14 +15,14 @@ import moments
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from moments.huggingface_modules import build_module  # noqa: E402
-from moments.modules.architecture import architecture_of  # noqa: E402
-from moments.modules.initialize import attach  # noqa: E402
-from moments.modules.logits import logits_path  # noqa: E402
-from moments.modules.probe import default_batch, run  # noqa: E402
-from moments.modules.roles import roles_of  # noqa: E402
-from moments.modules.scales import applied_scales  # noqa: E402
 from moments.torch import audit, describe, fold, initialize, measure  # noqa: E402
+from moments.torch.architecture import architecture_of  # noqa: E402
+from moments.torch.huggingface_modules import build_module  # noqa: E402
+from moments.torch.initialize import attach  # noqa: E402
+from moments.torch.logits import logits_path  # noqa: E402
+from moments.torch.probe import default_batch, run  # noqa: E402
+from moments.torch.roles import roles_of  # noqa: E402
+from moments.torch.scales import applied_scales  # noqa: E402
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -119,7 +119,7 @@ KINDS = ("bert", "gpt2", "llama", "vit", "granite", "t5")
 
 
 def small(kind):
-    from moments.families.sizes import sized_config
+    from moments.model.huggingface.sizes import sized_config
 
     module = build_module(sized_config(kind, 2, 32, vocab_size=101, seq_len=32), 0)
     model = architecture_of(module)

@@ -10,20 +10,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moments.embedded import (
+from moments.engine.state import Kernel
+from moments.errors import DomainError
+from moments.formulas.normalization import LAYERNORM
+from moments.model.embedding import Embedding
+from moments.model.patches import PatchEmbedding
+from moments.prediction.inputs import gaussian
+from moments.transfer.embedding import (
     embedded_alike,
     embedding_gradients,
     fixed_positions,
     joint_kernel,
 )
-from moments.embedding import Embedding
-from moments.errors import DomainError
-from moments.images import check_pixels, cut_patches, image_gradients, image_kernel, photograph
-from moments.inputs import gaussian
-from moments.laws.normalization import LAYERNORM
-from moments.normalization import FiniteNormalization
-from moments.patches import PatchEmbedding
-from moments.state import Kernel
+from moments.transfer.images import (
+    check_pixels,
+    cut_patches,
+    image_gradients,
+    image_kernel,
+    photograph,
+)
+from moments.transfer.normalization import FiniteNormalization
 
 WIDTH, LENGTH = 64, 6
 IDS = np.array([[1, 2, 1, 0, 4, 0], [2, 5, 1, 3, 0, 0]])

@@ -20,12 +20,12 @@ from quadrature import (
 )
 
 import moments
-from moments.analysis import correlation_fixed_points, sensitivity
-from moments.figures.points import stored
-from moments.laws.kedia_chain import DSLM_CHAIN, PRE_LN_CHAIN
-from moments.laws.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_JACOBIAN
-from moments.laws.sun import CURSE_OF_DEPTH
-from moments.symbols import SYMBOLS
+from moments.formulas.kedia_chain import DSLM_CHAIN, PRE_LN_CHAIN
+from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_JACOBIAN
+from moments.formulas.sun import CURSE_OF_DEPTH
+from moments.formulas.symbols import SYMBOLS
+from moments.papers.analysis import correlation_fixed_points, sensitivity
+from moments.papers.figures.points import stored
 
 
 def assert_within(value: float, estimate: Estimate, slack: float = 0.0) -> None:

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moments import Biases, Embedding, Head, Rotary, Transformer, Weights, predict
-from moments.algebra import NUMPY
-from moments.declaration import NORM_PLACEMENTS, NORMALIZATIONS
-from moments.embedded import fixed_positions
 from moments.errors import DomainError, MomentsError, ValidityWarning
-from moments.gate import Gate
-from moments.weights import MATRICES
+from moments.formulas.algebra import NUMPY
+from moments.model.declaration import NORM_PLACEMENTS, NORMALIZATIONS
+from moments.model.weights import MATRICES
+from moments.prediction.gate import Gate
+from moments.transfer.embedding import fixed_positions
 
 SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "seq_len": 4}
 THEORIES = ["refined", "refined", "published", "simplified"]
@@ -351,8 +351,8 @@ def test_harmonic_sums_against_zeta(count: int) -> None:
 
 def test_caches_hold_tens_of_megabytes_at_most() -> None:
     """Largest results that the caches of arrays are asked for, times how many each keeps."""
-    from moments.attention_profile import _profile
-    from moments.softmax.laplace import PAIR_STEP, laplace_row, pair_modes
+    from moments.transfer.attention.profile import _profile
+    from moments.transfer.attention.softmax.laplace import PAIR_STEP, laplace_row, pair_modes
 
     held = {
         laplace_row: laplace_row(30.0, 8.0, 0.0, PAIR_STEP, True),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import moments
 from moments.cli import app
-from moments.explanation import Explanation, Step, explain
+from moments.prediction.explanation import Explanation, Step, explain
 
 BASE = moments.Transformer(3, 64, 4, 16, dropout=0.1)
 RUNNER = CliRunner()
@@ -196,7 +196,7 @@ def test_bad_input_is_named(layer: int, inputs: dict[str, Any], match: str) -> N
 
 
 def test_an_error_leaves_no_observer_behind() -> None:
-    from moments import evaluation
+    from moments.engine import evaluation
 
     with pytest.raises(moments.DomainError):
         explain(BASE.replace(causal=True), 1, tokens=False)

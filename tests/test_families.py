@@ -11,16 +11,16 @@ import pytest
 
 import moments
 from moments.errors import DomainError, ValidityWarning
-from moments.families import FAMILIES, NEAREST, REFUSED
-from moments.families.sizes import at_depth, sized_config
-from moments.positions import Rotary
+from moments.model.huggingface import FAMILIES, NEAREST, REFUSED
+from moments.model.huggingface.sizes import at_depth, sized_config
+from moments.model.positions import Rotary
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
-from moments.hook_points import hook_points, stacks_of, weight_parts  # noqa: E402
-from moments.huggingface_modules import build_module, module_batch  # noqa: E402
 from moments.torch import measure  # noqa: E402
+from moments.torch.hook_points import hook_points, stacks_of, weight_parts  # noqa: E402
+from moments.torch.huggingface_modules import build_module, module_batch  # noqa: E402
 
 LENGTH = 12
 ALL = pytest.mark.parametrize("kind", sorted(FAMILIES))

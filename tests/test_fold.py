@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 
 import small_modules  # noqa: E402
 
-from moments.modules.architecture import architecture_of  # noqa: E402
-from moments.modules.probe import default_batch  # noqa: E402
-from moments.modules.scales import applied_scales, remove_scales  # noqa: E402
 from moments.torch import audit, fold, initialize  # noqa: E402
+from moments.torch.architecture import architecture_of  # noqa: E402
+from moments.torch.probe import default_batch  # noqa: E402
+from moments.torch.scales import applied_scales, remove_scales  # noqa: E402
 
 
 def encoder(norm_first=True, final=True):

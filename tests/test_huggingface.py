@@ -11,8 +11,8 @@ import pytest
 
 import moments
 from moments.errors import DomainError, ValidityWarning
-from moments.head import Head
-from moments.weights import Biases
+from moments.model.head import Head
+from moments.model.weights import Biases
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,10 +19,10 @@ pytest.importorskip("transformers")
 
 import small_modules  # noqa: E402
 
-from moments.modules.architecture import architecture_of  # noqa: E402
-from moments.modules.roles import roles_of  # noqa: E402
-from moments.modules.scales import applied_scales, remove_scales  # noqa: E402
 from moments.torch import audit, fold, initialize  # noqa: E402
+from moments.torch.architecture import architecture_of  # noqa: E402
+from moments.torch.roles import roles_of  # noqa: E402
+from moments.torch.scales import applied_scales, remove_scales  # noqa: E402
 
 LAYERS, WIDTH = 2, 32
 SKIP, BRANCH = (0.9, 0.8), (0.5, 0.4)

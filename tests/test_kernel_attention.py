@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moments.attention import SelfAttention
-from moments.attention_response import AttentionResponse, _saturation
-from moments.attention_statistics import attention_statistics
 from moments.errors import DomainError
-from moments.kernels import KernelAttention, Rotation
-from moments.kernels.pair_weights import _turn
-from moments.laws.attention_refined import AVERAGE
-from moments.softmax import SquareTable, pair_statistics
+from moments.formulas.attention_refined import AVERAGE
+from moments.noise.attention_response import AttentionResponse, _saturation
+from moments.transfer.attention.kernels import KernelAttention, Rotation
+from moments.transfer.attention.kernels.pair_weights import _turn
+from moments.transfer.attention.self_attention import SelfAttention
+from moments.transfer.attention.softmax import SquareTable, pair_statistics
+from moments.transfer.attention.statistics import attention_statistics
 
 Array = NDArray[np.float64]
 

@@ -29,8 +29,8 @@ from quadrature import (
 
 import moments
 from moments.errors import DomainError
-from moments.law import QUANTITIES, THEORIES, Law, Source
-from moments.symbols import SYMBOLS, Interval
+from moments.formulas.law import QUANTITIES, THEORIES, Law, Source
+from moments.formulas.symbols import SYMBOLS, Interval
 
 ACTIVATIONS = tuple(sorted({*CLOSED, *GRIDDED}))
 

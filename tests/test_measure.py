@@ -8,10 +8,10 @@ from moments import DomainError, MomentsError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import moments.torch as measured_by  # noqa: E402
-from moments.families.sizes import sized_config  # noqa: E402
-from moments.hook_points import hook_points  # noqa: E402
-from moments.huggingface_modules import (  # noqa: E402
+from moments import torch as measured_by  # noqa: E402
+from moments.model.huggingface.sizes import sized_config  # noqa: E402
+from moments.torch.hook_points import hook_points  # noqa: E402
+from moments.torch.huggingface_modules import (  # noqa: E402
     build_module,
     image_batch,
     measure_config,

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moments.cross_entropy import _wide_from, softmax_expectations
-from moments.embedded import embedded_alike, joint_kernel
-from moments.embedding import Embedding
+from moments.engine.propagate import Point, Trace, forward
+from moments.engine.state import Gradient, Kernel, Signal
 from moments.errors import DomainError
-from moments.head import Head
-from moments.head_parts import head_chain
-from moments.inputs import gaussian
-from moments.laws.head import CROSS_ENTROPY
-from moments.output import carried_amplitude, output_moments
-from moments.passes import predict
-from moments.propagate import Point, Trace, forward
-from moments.softmax_agreement import _log_product, rise
-from moments.state import Gradient, Kernel, Signal
-from moments.targets import text_targets
-from moments.transformer import Transformer
+from moments.formulas.head import CROSS_ENTROPY
+from moments.model.embedding import Embedding
+from moments.model.head import Head
+from moments.model.transformer import Transformer
+from moments.prediction.inputs import gaussian
+from moments.prediction.predict import predict
+from moments.transfer.embedding import embedded_alike, joint_kernel
+from moments.transfer.head.components import head_chain
+from moments.transfer.head.cross_entropy import _wide_from, softmax_expectations
+from moments.transfer.head.output import carried_amplitude, output_moments
+from moments.transfer.head.softmax_agreement import _log_product, rise
+from moments.transfer.head.targets import text_targets
 
 WIDTH, VOCAB, LENGTH, SEQUENCES = 128, 500, 24, 2
 SMALL = 0.3 / WIDTH
@@ -209,7 +209,7 @@ def test_a_gain_before_the_matrix_is_a_factor_on_it() -> None:
 
 def test_tied_table_gathers_both_gradients() -> None:
     """The overlap of input and output part, exact where nothing lies between."""
-    from moments.embedded import embedding_gradients
+    from moments.transfer.embedding import embedding_gradients
 
     head, embedding, _ = CASES["tied to what dominates"]
     model, ids = model_with(head, embedding), text()

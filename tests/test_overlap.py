@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 import moments
-from moments.activations import activation_laws
-from moments.attention import SelfAttention
-from moments.composition import Chain, Component, Layer, Parallel, Residual
-from moments.gated import GatedLinear
-from moments.inputs import alike, gaussian
-from moments.laws.linear import DROPOUT, LINEAR
-from moments.laws.normalization import LAYERNORM, RMSNORM
-from moments.normalization import FiniteNormalization
-from moments.overlap import averaging_elasticity, own_spread, stack_overlaps, uniform_rows
-from moments.parts import Activation, Dropout, Linear
-from moments.propagate import Trace, forward, start
-from moments.state import Gradient, Kernel
+from moments.engine.composition import Chain, Component, Layer, Parallel, Residual
+from moments.engine.propagate import Trace, forward, start
+from moments.engine.state import Gradient, Kernel
+from moments.formulas.linear import DROPOUT, LINEAR
+from moments.formulas.named_activations import activation_laws
+from moments.formulas.normalization import LAYERNORM, RMSNORM
+from moments.noise.overlap import averaging_elasticity, own_spread, stack_overlaps, uniform_rows
+from moments.prediction.inputs import alike, gaussian
+from moments.transfer.attention.self_attention import SelfAttention
+from moments.transfer.elementary import Activation, Dropout, Linear
+from moments.transfer.gated import GatedLinear
+from moments.transfer.normalization import FiniteNormalization
 
 TOKENS, WIDTH, HIDDEN = 48, 64, 96
 Draw = np.random.Generator

@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 
 import nano_gpt  # noqa: E402
 
-from moments.modules.architecture import read_architecture  # noqa: E402
-from moments.modules.roles import roles_of  # noqa: E402
+from moments.torch.architecture import read_architecture  # noqa: E402
+from moments.torch.roles import roles_of  # noqa: E402
 
 CONFIG = nano_gpt.Config(n_layer=3)
 SQUARE = nano_gpt.STD**2

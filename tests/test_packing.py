@@ -10,11 +10,11 @@ import torch
 
 import moments
 from moments import DomainError, Embedding, Head, Rotary, Transformer, predict
-from moments.batches import inputs_of
-from moments.packing import check_documents, places, restarted
+from moments.engine.packing import check_documents, places, restarted
 from moments.simulation.embedded import run_embedding
 from moments.simulation.network import draw_weights, run_layer
 from moments.simulation.sampling import generator
+from moments.torch.batches import inputs_of
 
 WORDS = 60
 IDS = np.random.default_rng(0).integers(0, WORDS, (2, 8))

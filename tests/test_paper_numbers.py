@@ -9,12 +9,12 @@ import pytest
 from scipy.optimize import brentq
 
 import moments
-from moments.composition import Chain
-from moments.laws.activation import RELU
-from moments.laws.linear import DROPOUT, LINEAR
-from moments.parts import Activation, Dropout, Linear
-from moments.propagate import Trace, forward
-from moments.state import Gradient, Kernel, Signal
+from moments.engine.composition import Chain
+from moments.engine.propagate import Trace, forward
+from moments.engine.state import Gradient, Kernel, Signal
+from moments.formulas.activation import RELU
+from moments.formulas.linear import DROPOUT, LINEAR
+from moments.transfer.elementary import Activation, Dropout, Linear
 
 VOCAB, LENGTH = 32000, 256
 

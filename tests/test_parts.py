@@ -13,24 +13,24 @@ import pytest
 from quadrature import Estimate, exchangeable, gridded_pair, token_moments
 
 import moments
-from moments import activations
-from moments.activations import (
+from moments.engine.composition import Leaf
+from moments.engine.short_vectors import expected_cosine, expected_pull, persistent_pull
+from moments.engine.state import Gradient, Kernel, Signal
+from moments.errors import DomainError
+from moments.formulas import named_activations as activations
+from moments.formulas.linear import BIASED_LINEAR, DROPOUT, LINEAR
+from moments.formulas.named_activations import (
     ACTIVATION_LAWS,
     activation_laws,
     activation_names,
     register_activation,
     registered_function,
 )
-from moments.composition import Leaf
-from moments.errors import DomainError
-from moments.gated import GatedLinear
-from moments.inputs import gaussian
-from moments.laws.linear import BIASED_LINEAR, DROPOUT, LINEAR
-from moments.laws.normalization import LAYERNORM, RMSNORM
-from moments.normalization import DynamicTanh, FiniteNormalization
-from moments.parts import Dropout, Linear
-from moments.short_vectors import expected_cosine, expected_pull, persistent_pull
-from moments.state import Gradient, Kernel, Signal
+from moments.formulas.normalization import LAYERNORM, RMSNORM
+from moments.prediction.inputs import gaussian
+from moments.transfer.elementary import Dropout, Linear
+from moments.transfer.gated import GatedLinear
+from moments.transfer.normalization import DynamicTanh, FiniteNormalization
 
 
 @pytest.fixture(autouse=True)

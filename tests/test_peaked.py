@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
-from moments.kernels import KernelAttention, exact_rows
-from moments.softmax import pair_statistics, row_statistics
+from moments.transfer.attention.kernels import KernelAttention, exact_rows
+from moments.transfer.attention.softmax import pair_statistics, row_statistics
 
 
 @pytest.mark.parametrize("keys", [4, 16, 64])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import moments
 from moments import Transformer
-from moments.classes import ClassMatrix, PositionClasses, product
-from moments.kernels import KernelAttention, balance, row_classes
-from moments.kernels.position_attention import PositionAttention
+from moments.engine.classes import ClassMatrix, PositionClasses, product
+from moments.transfer.attention.kernels import KernelAttention, balance, row_classes
+from moments.transfer.attention.kernels.position_attention import PositionAttention
 
 LENGTH = 96
 

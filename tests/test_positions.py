@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moments.errors import DomainError
-from moments.positions import RelativeBias, Rotary, alibi_slopes
+from moments.model.positions import RelativeBias, Rotary, alibi_slopes
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25])

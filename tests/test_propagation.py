@@ -11,14 +11,14 @@ import pytest
 from quadrature import Estimate, exchangeable, token_moments
 
 import moments
-from moments.composition import Component, Residual
+from moments.engine.composition import Component, Residual
+from moments.engine.propagate import Trace, _added, forward
+from moments.engine.state import Gradient, Kernel, Signal
 from moments.errors import DomainError
-from moments.inputs import gaussian
-from moments.laws.activation import GELU, IDENTITY, RELU
-from moments.laws.linear import DROPOUT, LINEAR, SCALE
-from moments.parts import Activation, Dropout, Linear, Scale
-from moments.propagate import Trace, _added, forward
-from moments.state import Gradient, Kernel, Signal
+from moments.formulas.activation import GELU, IDENTITY, RELU
+from moments.formulas.linear import DROPOUT, LINEAR, SCALE
+from moments.prediction.inputs import gaussian
+from moments.transfer.elementary import Activation, Dropout, Linear, Scale
 
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
 

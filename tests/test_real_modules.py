@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moments.families import FAMILIES
+from moments.model.huggingface import FAMILIES
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PAGE = BENCHMARKS.parent / "docs" / "real-modules.md"

@@ -11,18 +11,18 @@ import math
 import numpy as np
 import pytest
 
-from moments.activations import activation_laws
-from moments.attention import SelfAttention
-from moments.composition import Chain, Layer, Residual
-from moments.gated import GatedLinear
-from moments.inputs import alike, gaussian
-from moments.laws.linear import LINEAR, SCALE
-from moments.laws.normalization import RMSNORM
-from moments.normalization import FiniteNormalization
-from moments.parts import Linear, Scale
-from moments.propagate import Trace, forward, start
-from moments.realised import overlap_variance
-from moments.state import Gradient, Kernel, Signal
+from moments.engine.composition import Chain, Layer, Residual
+from moments.engine.propagate import Trace, forward, start
+from moments.engine.realised import overlap_variance
+from moments.engine.state import Gradient, Kernel, Signal
+from moments.formulas.linear import LINEAR, SCALE
+from moments.formulas.named_activations import activation_laws
+from moments.formulas.normalization import RMSNORM
+from moments.prediction.inputs import alike, gaussian
+from moments.transfer.attention.self_attention import SelfAttention
+from moments.transfer.elementary import Linear, Scale
+from moments.transfer.gated import GatedLinear
+from moments.transfer.normalization import FiniteNormalization
 
 TOKENS, WIDTH, HIDDEN, DRAWS = 24, 48, 96, 2500
 SITES = ("heads", "sum", "norm", "gated")

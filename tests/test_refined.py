@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import moments
-from moments.composition import Residual
-from moments.inputs import alike, gaussian
-from moments.laws.linear import LINEAR
-from moments.laws.noci import UNIFORM_ATTENTION_GRADIENTS
-from moments.laws.normalization import LAYERNORM
-from moments.normalization import FiniteNormalization
-from moments.parts import Linear
-from moments.propagate import Trace, forward
-from moments.state import Gradient, Kernel
+from moments.engine.composition import Residual
+from moments.engine.propagate import Trace, forward
+from moments.engine.state import Gradient, Kernel
+from moments.formulas.linear import LINEAR
+from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS
+from moments.formulas.normalization import LAYERNORM
+from moments.prediction.inputs import alike, gaussian
+from moments.transfer.elementary import Linear
+from moments.transfer.normalization import FiniteNormalization
 
 torch = pytest.importorskip("torch")
 

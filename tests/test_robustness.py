@@ -14,9 +14,9 @@ import pytest
 
 from moments import DomainError
 from moments.cli import main
-from moments.families.entries import MOST_LAYERS
-from moments.families.sizes import sized_config
-from moments.huggingface import from_huggingface
+from moments.model.huggingface.config import from_huggingface
+from moments.model.huggingface.entries import MOST_LAYERS
+from moments.model.huggingface.sizes import sized_config
 
 # What builds torch modules, predicts a grid or searches takes seconds: the campaign has it.
 SLOW = {"audit", "compare", "validate", "figures", "--goal", "final_variance", "largest_k"}

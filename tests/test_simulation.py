@@ -10,14 +10,14 @@ import pytest
 
 import moments
 from moments import DomainError, Embedding, MomentsError, Transformer, Weights
-from moments.draws import (
+from moments.prediction.draws import (
     Draw,
     RawMoments,
     mean_over_draws,
     ratio_over_draws,
     typical_over_draws,
 )
-from moments.measurement import Measurement
+from moments.prediction.measurement import Measurement
 
 torch = pytest.importorskip("torch")
 
@@ -395,11 +395,12 @@ def test_a_place_is_passed_once():
     [
         ("moments.simulation.run", "torch", "torch"),
         ("moments.torch", "torch", "torch"),
-        ("moments.huggingface_modules", "transformers", "hf"),
+        ("moments.torch.huggingface_modules", "transformers", "hf"),
     ],
 )
 def test_a_missing_package_names_its_extra(monkeypatch, module, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, module, raising=False)
+    for name in [name for name in sys.modules if name.startswith(module)]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MomentsError, match=rf"transformer-moments\[{extra}\]"):
         importlib.import_module(module)

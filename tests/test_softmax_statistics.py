@@ -17,7 +17,7 @@ from numpy.polynomial.hermite_e import hermegauss
 from scipy import integrate, stats
 
 from moments.errors import DomainError
-from moments.softmax import (
+from moments.transfer.attention.softmax import (
     RowStatistics,
     SquareTable,
     chi_square_pair_rule,
@@ -25,15 +25,15 @@ from moments.softmax import (
     pair_statistics,
     row_statistics,
 )
-from moments.softmax.chebyshev import (
+from moments.transfer.attention.softmax.chebyshev import (
     chebyshev_basis,
     chebyshev_coefficients,
     gauss_nodes,
     length_at,
     theta_at,
 )
-from moments.softmax.encoding import encode_row, encode_square_pair
-from moments.softmax.exact import THETA_EXACT
+from moments.transfer.attention.softmax.encoding import encode_row, encode_square_pair
+from moments.transfer.attention.softmax.exact import THETA_EXACT
 
 
 def softmax(logits):

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import moments
+from moments import solve
 from moments.cli import app
-from moments.solver import Plan, objectives, solve
+from moments.solver import Plan, objectives
 from moments.solver.goals import query_value_ratios
 from moments.solver.inversion import invert
 from moments.solver.search import least_squares, per_layer, root

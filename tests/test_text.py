@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moments import DomainError
-from moments.text import IGNORED, MASK, SPECIAL_TOKENS, mask_tokens, tokenize
+from moments.torch.text import IGNORED, MASK, SPECIAL_TOKENS, mask_tokens, tokenize
 
 pytest.importorskip("tokenizers")
 
@@ -18,7 +18,7 @@ def test_ids_are_below_the_vocabulary_and_never_special(vocab_size):
 
 
 def test_text_is_the_same_after_training_again():
-    from moments import text
+    from moments.torch import text
 
     first = tokenize(600, 100, 3)
     text._encoded.cache_clear()

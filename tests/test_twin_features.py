@@ -11,13 +11,13 @@ import pytest
 
 import moments
 from moments import DomainError, Embedding, Transformer, Weights
-from moments.activations import activation_names, register_activation
-from moments.declaration import LAYERNORM_SCALINGS, NORM_PLACEMENTS
-from moments.head import Head
-from moments.measurement import Measurement
-from moments.patches import PatchEmbedding
-from moments.positions import RelativeBias, Rotary
-from moments.weights import DISTRIBUTIONS, Biases
+from moments.formulas.named_activations import activation_names, register_activation
+from moments.model.declaration import LAYERNORM_SCALINGS, NORM_PLACEMENTS
+from moments.model.head import Head
+from moments.model.patches import PatchEmbedding
+from moments.model.positions import RelativeBias, Rotary
+from moments.model.weights import DISTRIBUTIONS, Biases
+from moments.prediction.measurement import Measurement
 
 torch = pytest.importorskip("torch")
 
@@ -201,7 +201,7 @@ def test_activations_are_the_laws(name):
     y = activation(name)(x)
     density = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     mean, square = (float(torch.trapezoid(v * density, x)) for v in (y, y**2))
-    laws = moments.activations.activation_laws(name)
+    laws = moments.formulas.named_activations.activation_laws(name)
     assert float(laws.law("mean")(x_variance=1.0)) == pytest.approx(mean, abs=2e-6)
     variance = float(laws.law("variance")(x_variance=1.0))
     assert variance == pytest.approx(square - mean**2, rel=2e-5)

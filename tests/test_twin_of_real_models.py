@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from moments import Embedding, Transformer
-from moments.head import Head
-from moments.patches import PatchEmbedding
-from moments.positions import RelativeBias, Rotary
-from moments.weights import Biases
+from moments.model.head import Head
+from moments.model.patches import PatchEmbedding
+from moments.model.positions import RelativeBias, Rotary
+from moments.model.weights import Biases
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 import moments
 from moments import DomainError
 from moments.cli import app
-from moments.report import render
-from moments.validation import store
-from moments.validation.errors import MEASURES, by_class, by_layer, errors, measure, worst
-from moments.validation.grid import (
+from moments.formulas.law import THEORIES
+from moments.papers.validation import store
+from moments.papers.validation.errors import MEASURES, by_class, by_layer, errors, measure, worst
+from moments.papers.validation.grid import (
     ARRAY,
     BASELINES,
     FACTORIAL,
@@ -35,8 +35,9 @@ from moments.validation.grid import (
     Configuration,
     subset,
 )
-from moments.validation.report import class_tables, page, plot_errors
-from moments.validation.store import STREAM, Stored, load, run_grid
+from moments.papers.validation.report import class_tables, page, plot_errors
+from moments.papers.validation.store import STREAM, Stored, load, run_grid
+from moments.show.report import render
 
 DOCS = Path(__file__).parent.parent / "docs" / "validation.md"
 JUDGED = tuple(c for c in (*BASELINES, *QUICK) if c.layers <= 36)
@@ -419,12 +420,12 @@ def test_command(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_quiet")
 def test_command_runs_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setattr("moments.validation.grid.GRID", (TINY,))
+    monkeypatch.setattr("moments.papers.validation.grid.GRID", (TINY,))
     data = tmp_path / "mine.json"
     arguments = ["validate", "--subset", TINY.name, "--run", "--data", str(data), "--json"]
     first = RUNNER.invoke(app, arguments)
     assert first.exit_code == 0, first.output
-    assert {run["theory"] for run in json.loads(first.stdout)["runs"]} == set(moments.law.THEORIES)
+    assert {run["theory"] for run in json.loads(first.stdout)["runs"]} == set(THEORIES)
     before = data.read_text()
     assert RUNNER.invoke(app, arguments).exit_code == 0
     assert data.read_text() == before

@@ -10,9 +10,9 @@ import pytest
 
 import moments
 from moments import DomainError, Embedding, Transformer, ValidityWarning, Weights
-from moments.attention_alike import AlikeAttention
-from moments.kernels import KernelAttention
-from moments.state import Kernel
+from moments.engine.state import Kernel
+from moments.transfer.attention.alike import AlikeAttention
+from moments.transfer.attention.kernels import KernelAttention
 
 SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "seq_len": 4}
 XAVIER = Weights.xavier(16, 4)

@@ -27,7 +27,7 @@ from .base import (
 )
 
 if TYPE_CHECKING:
-    from ..transformer import Transformer
+    from ..model.transformer import Transformer
 
 
 @app.command()
@@ -58,8 +58,8 @@ def audit(
     Without either, against the initialisation that its own config promises. Exit status 1 where
     the audit fails.
     """
-    from ..modules.audit import audit as check
     from ..scheme.registry import scheme as known
+    from ..torch.audit import audit as check
 
     if scheme is not None and plan is not None:
         raise DomainError("--scheme and --plan both say what is right: give one")
@@ -101,9 +101,9 @@ def _finite(row: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _module(name: str, layers: int | None, seed: int) -> Any:
-    from ..huggingface_modules import build_module
-    from ..modules.checkpoints import load
-    from ..presets import preset
+    from ..model.presets import preset
+    from ..torch.checkpoints import load
+    from ..torch.huggingface_modules import build_module
 
     path = Path(name)
     if name in preset.names():
@@ -120,7 +120,7 @@ def _module(name: str, layers: int | None, seed: int) -> Any:
 
 def _architecture(module: Any) -> Transformer:
     """What a module's own config promises."""
-    from ..modules.architecture import architecture_of
+    from ..torch.architecture import architecture_of
 
     model = architecture_of(module)
     if model is None:

@@ -19,7 +19,7 @@ from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_e
 from ..files import parse_json
 
 if TYPE_CHECKING:
-    from ..transformer import Transformer
+    from ..model.transformer import Transformer
 
 app = typer.Typer(
     add_completion=False,
@@ -72,7 +72,7 @@ def _writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
         if not os.path.isdir(path.parent):
             raise DomainError(f"{option}: cannot write {path}: {path.parent} is no folder")
         if option == "--plot":
-            from ..plot import check_ending
+            from ..show.plot import check_ending
 
             check_ending(path)
     return path
@@ -206,8 +206,8 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     MODEL is a preset, a config, a model as `Transformer.to_dict` wrote it, or a plan of `solve`,
     which knows the input that it was solved for; without it the options alone are the model.
     """
-    from ..presets import preset
-    from ..transformer import Transformer
+    from ..model.presets import preset
+    from ..model.transformer import Transformer
 
     given = {key: value for key, value in changes.items() if value is not None}
     if name is None:
@@ -235,7 +235,7 @@ def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -
     """What a name that means nothing gets: the nearest presets, else all of them."""
     from difflib import get_close_matches
 
-    from ..presets import preset
+    from ..model.presets import preset
 
     near = get_close_matches(name[:100], preset.names(), cutoff=0.7)
     remedy = f"did you mean {' or '.join(near)}?" if near else ""
@@ -245,8 +245,8 @@ def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -
 
 def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, Any]]:
     """The model of a Hugging Face config, of what `Transformer.to_dict` wrote or of a plan."""
-    from ..huggingface import from_huggingface, read_config
-    from ..transformer import FORMAT_VERSION
+    from ..model.huggingface.config import from_huggingface, read_config
+    from ..model.transformer import FORMAT_VERSION
 
     entries = read_config(name)
     own = "model" in entries or entries.get("format") == FORMAT_VERSION
@@ -259,8 +259,8 @@ def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, A
 def stored_model(entries: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
     """The model of a plan, of what else holds one as "model", or of a stored model itself; and the
     input that a plan was solved for."""
+    from ..model.transformer import Transformer
     from ..solver.plan import Plan
-    from ..transformer import Transformer
 
     if "objective" not in entries:
         return Transformer.from_dict(entries.get("model", entries)), {}
@@ -295,7 +295,7 @@ def write_csv(frame: Any, path: Path) -> None:
 
 def write_plot(figure: Any, path: Path) -> None:
     """A picture, whole or not at all."""
-    from ..plot import save
+    from ..show.plot import save
 
     save(figure, path)
 
@@ -307,14 +307,14 @@ def named(model: str | None) -> str | None:
 
 def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:
     """What a vision model reads where the user describes no input: a photograph, with a note."""
-    from ..patches import PatchEmbedding
+    from ..model.patches import PatchEmbedding
 
     embedding = model.embedding
     if not isinstance(embedding, PatchEmbedding) or embedding.channels != 3:
         return None
     if variance is not None or correlation is not None:
         return None
-    from ..images import photograph
+    from ..transfer.images import photograph
 
     note(
         "reads the photograph that ships with matplotlib; for an input of your own give "
@@ -336,7 +336,7 @@ def input_moments(
     pixels = None if known else pictures(model, variance, correlation)
     if pixels is None:
         return found
-    from ..passes import predict
+    from ..prediction.predict import predict
 
     entering = predict(model, pixels=pixels)
     return {
@@ -352,7 +352,7 @@ _TOKENS = 128
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
-    from ..passes import by_position, positional
+    from ..prediction.predict import by_position, positional
 
     if seq_len is not None or model.seq_len <= _TOKENS or not positional(model):
         return model

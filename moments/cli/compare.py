@@ -29,8 +29,8 @@ from .base import (
 )
 
 if TYPE_CHECKING:
-    from ..measurement import Measurement
-    from ..transformer import Transformer
+    from ..model.transformer import Transformer
+    from ..prediction.measurement import Measurement
 
 SEQ_LEN = 128
 
@@ -70,9 +70,9 @@ def compare(
     loss and gradients are predicted absolutely; else the gradient measured at the last layer is
     where the prediction's backward pass starts.
     """
-    from ..blocks import check_coverage
-    from ..comparison import compare as put_beside
-    from ..passes import predict as run
+    from ..prediction.predict import predict as run
+    from ..show.comparison import compare as put_beside
+    from ..transfer.blocks import check_coverage
 
     if model is None:
         raise DomainError("no MODEL given: name a preset or a config.json")
@@ -105,7 +105,7 @@ def compare(
         }
         print(json.dumps(data, indent=2))
     else:
-        from ..report import comparison_tables, summary_table
+        from ..show.report import comparison_tables, summary_table
 
         out.print(plain(comparison.verdict()))
         out.print(summary_table(comparison), *comparison_tables(comparison))
@@ -118,9 +118,9 @@ def compare(
 
 def _config(name: str, layers: int | None) -> dict[str, Any]:
     """The entries of a preset's or a file's config, at another depth where one is given."""
-    from ..families.sizes import at_depth
-    from ..huggingface import read_config
-    from ..presets import preset
+    from ..model.huggingface.config import read_config
+    from ..model.huggingface.sizes import at_depth
+    from ..model.presets import preset
 
     known = name in preset.names()
     if not known and not os.path.exists(name) and not name.endswith(".json"):
@@ -133,8 +133,8 @@ def _declared(
     config: dict[str, Any], seq_len: int | None, batch: int, seed: int
 ) -> tuple[Transformer, dict[str, Any]]:
     """The declaration of a config, and what its module reads."""
-    from ..huggingface import family, from_huggingface
-    from ..huggingface_modules import module_batch
+    from ..model.huggingface.config import family, from_huggingface
+    from ..torch.huggingface_modules import module_batch
 
     if family(config.get("model_type")).task == "images":
         if seq_len is not None:
@@ -146,8 +146,8 @@ def _declared(
 
 
 def _measured(config: dict[str, Any], data: Any, seeds: int, seed: int) -> Measurement:
-    from ..huggingface_modules import build_module
-    from ..torch import measure
+    from ..torch.huggingface_modules import build_module
+    from ..torch.measure import measure
 
     build = functools.partial(build_module, config)
     return measure(build, data, seeds=seeds, seed=seed, progress=True)
@@ -161,7 +161,7 @@ def _given(
     measured: bool,
 ) -> dict[str, Any]:
     """What `predict` is told of the input and of the gradient."""
-    from ..batches import inputs_of, measured_gradient
+    from ..torch.batches import inputs_of, measured_gradient
 
     given = inputs_of(declared, data)
     refined = theory == "refined"

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ..checks import check_choice
 from ..errors import DomainError
+from ..formulas.checks import check_choice
 from .base import (
     CsvOption,
     JsonOption,
@@ -48,7 +48,7 @@ def compare_schemes(
     plot: PlotOption = None,
 ) -> None:
     """What every scheme does to one model: growth, gradients, correlation, in one table."""
-    from ..scheme_table import compare_schemes as run
+    from ..show.scheme_table import compare_schemes as run
 
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
@@ -76,8 +76,8 @@ def figures(
     as_json: JsonOption = False,
 ) -> None:
     """Redraw the papers' figures from predictions, with simulated points over them."""
-    from ..figures import draw, setup
-    from ..figures import names as every
+    from ..papers.figures import draw, setup
+    from ..papers.figures import names as every
 
     chosen = {one: setup(one) for one in (every() if name is None else (name,))}
     listed = [{"name": n, "title": s.title, "source": str(s.source)} for n, s in chosen.items()]

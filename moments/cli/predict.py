@@ -59,7 +59,7 @@ def predict(
     plot: PlotOption = None,
 ) -> None:
     """Predict every layer's variance, token correlation and gradient moments."""
-    from ..passes import predict as run
+    from ..prediction.predict import predict as run
 
     described, known = declared(
         model,
@@ -104,6 +104,6 @@ def predict(
     if as_json:
         print(prediction.to_json())
         return
-    from ..report import prediction_table
+    from ..show.report import prediction_table
 
     out.print(prediction_table(prediction))

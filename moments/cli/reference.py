@@ -7,14 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .base import (
-    JsonOption,
-    TheoryName,
-    TheoryOption,
-    app,
-    out,
-    plain,
-)
+from .base import JsonOption, TheoryName, TheoryOption, app, out, plain
 
 
 @app.command()
@@ -55,12 +48,12 @@ def formulas(
 ) -> None:
     """Print a component's formulas with their sources, or list the components."""
     if markdown:
-        from ..formula_page import formula_page
+        from ..formulas.pages import formula_page
 
         print(formula_page(), end="")
         return
-    from ..registry import component as find
-    from ..registry import components
+    from ..formulas.registry import component as find
+    from ..formulas.registry import components
 
     if component is None:
         names = [find(name) for name in components()]

@@ -75,7 +75,7 @@ def solve(
 ) -> None:
     """Solve for weight variances and scales; exit 1 where the target is infeasible."""
     from ..scheme import schemes
-    from ..solver import solve as run
+    from ..scheme.plan import solve as run
 
     options = scheme_options(option)
     if options and objective not in [scheme.name for scheme in schemes()]:
@@ -144,7 +144,7 @@ def explain(
     csv: CsvOption = None,
 ) -> None:
     """One layer law by law: the formulas, the numbers in them, and where each comes from."""
-    from ..explanation import explain as run
+    from ..prediction.explanation import explain as run
 
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)

@@ -56,11 +56,11 @@ def validate(
     plot: PlotOption = None,
 ) -> None:
     """Hold the theories against simulations of a fixed grid of whole models."""
-    from ..law import THEORIES
-    from ..validation.errors import by_class, errors
-    from ..validation.grid import subset as find
-    from ..validation.report import class_tables, page, plot_errors
-    from ..validation.store import load, run_grid
+    from ..formulas.law import THEORIES
+    from ..papers.validation.errors import by_class, errors
+    from ..papers.validation.grid import subset as find
+    from ..papers.validation.report import class_tables, page, plot_errors
+    from ..papers.validation.store import load, run_grid
 
     configurations = find(subset)
     theories = [t for t in THEORIES if t in {name.value for name in theory or TheoryName}]

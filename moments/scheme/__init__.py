@@ -1,4 +1,10 @@
-"""Published initialisation and scaling schemes, one small declarative definition each."""
+"""Published initialisation and scaling schemes, one small declarative definition each.
+
+`registry` says what a scheme is and applies one; `plan` is `moments.solve`, from a scheme or an
+objective.
+
+Imports `solver`. Start with `plain`.
+"""
 
 from .registry import Scheme, apply, schemes
 

@@ -6,10 +6,10 @@ import warnings
 
 import numpy as np
 
-from ..checks import check_flag
 from ..errors import DomainError, ValidityWarning
-from ..law import Source
-from ..transformer import Transformer
+from ..formulas.checks import check_flag
+from ..formulas.law import Source
+from ..model.transformer import Transformer
 from .registry import Scheme
 from .shared import placed, xavier
 
@@ -31,7 +31,7 @@ def _admin(
         DomainError: a decoder with cross-attention, whose three skip connections have one omega
             each, where a Transformer has two scales per layer.
     """
-    from ..passes import predict
+    from ..prediction.predict import predict
 
     check_flag("per_head", per_head)
     if model.encoder is not None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ValidityWarning
-from ..law import Source
-from ..laws.references import SUN, kedia
-from ..transformer import Transformer
+from ..formulas.law import Source
+from ..formulas.references import SUN, kedia
+from ..model.transformer import Transformer
 from .deepnorm import MATRICES
 from .depth_scaled import shrinks_outward
 from .registry import Scheme

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from ..checks import check_choice, check_flag, check_in
-from ..law import Source
-from ..symbols import POSITIVE
-from ..transformer import Transformer
-from ..weights import MATRICES, Weights
+from ..formulas.checks import check_choice, check_flag, check_in
+from ..formulas.law import Source
+from ..formulas.symbols import POSITIVE
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES, Weights
 from .registry import Scheme
 from .shared import blocks, xavier
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import check_choice, check_flag, check_in
-from ..embedded import embedded_alike
 from ..errors import DomainError, domain_error
-from ..laws.block import FFN_BLOCK
-from ..laws.references import kedia
-from ..symbols import POSITIVE, Interval
-from ..transformer import Transformer
-from ..weights import Weights
+from ..formulas.block import FFN_BLOCK
+from ..formulas.checks import check_choice, check_flag, check_in
+from ..formulas.references import kedia
+from ..formulas.symbols import POSITIVE, Interval
+from ..model.transformer import Transformer
+from ..model.weights import Weights
+from ..transfer.embedding import embedded_alike
 from .dslm_solved import by_token, described, solved
 from .registry import Scheme
 

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import DomainError
-from ..transformer import Transformer
-from ..weights import Weights
+from ..model.transformer import Transformer
+from ..model.weights import Weights
+from ..solver.entering import entered
+from ..solver.layerwise import solve_blocks
+from ..solver.variables import scaled_weights
 
 ROUNDS = 50
 """Walks through the layers at most, where value and output weights follow the feed-forward's."""
@@ -52,7 +55,7 @@ def described(inputs: Mapping[str, Any]) -> bool:
 
 def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
     """Whether a prediction of the model on such inputs is resolved by token."""
-    from ..passes import stack_of
+    from ..prediction.predict import stack_of
 
     own = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
     return bool(stack_of(model, **own).resolved)
@@ -69,9 +72,6 @@ def _with_attention(weights: Weights, model: Transformer, variance: Any) -> Weig
 
 
 def _once(model: Transformer, inputs: Mapping[str, Any], free: tuple[str, ...]) -> Transformer:
-    from ..solver.entering import entered
-    from ..solver.layerwise import solve_blocks
-    from ..solver.variables import scaled_weights
 
     stack, memory = entered(model, inputs)
     found = solve_blocks(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from ..checks import check_count, check_flag, check_in
-from ..law import Source
-from ..symbols import POSITIVE
-from ..transformer import Transformer
-from ..weights import Weights
+from ..formulas.checks import check_count, check_flag, check_in
+from ..formulas.law import Source
+from ..formulas.symbols import POSITIVE
+from ..model.transformer import Transformer
+from ..model.weights import Weights
 from .registry import Scheme
 
 

@@ -7,12 +7,13 @@ import warnings
 
 import numpy as np
 
-from ..checks import check_choice
 from ..errors import ValidityWarning
-from ..law import Source
-from ..laws.noci import UNIFORM_ATTENTION_GRADIENTS
-from ..laws.references import NOCI
-from ..transformer import Transformer
+from ..formulas.checks import check_choice
+from ..formulas.law import Source
+from ..formulas.noci import UNIFORM_ATTENTION_GRADIENTS
+from ..formulas.references import NOCI
+from ..model.transformer import Transformer
+from ..solver.solve import solve_objective
 from .registry import Scheme
 
 
@@ -35,14 +36,15 @@ def _noci(
         return scaled.replace(temperature=_printed(scaled, correlation))
     if temperature is None:
         return scaled
-    from ..solver import solve
-
     goal = "query_value_balance" + ("_per_layer" if temperature == "per-layer" else "")
-    return solve(scaled, goal, free="temperature", correlation=correlation, tolerance=1e-6).model
+    plan = solve_objective(
+        scaled, goal, free="temperature", correlation=correlation, tolerance=1e-6
+    )
+    return plan.model
 
 
 def _printed(model: Transformer, correlation: float | None) -> list[float]:
-    from ..passes import predict
+    from ..prediction.predict import predict
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ValidityWarning)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..checks import check_choice, check_count, check_in
-from ..law import Source
-from ..symbols import POSITIVE, Interval
-from ..transformer import Transformer
+from ..formulas.checks import check_choice, check_count, check_in
+from ..formulas.law import Source
+from ..formulas.symbols import POSITIVE, Interval
+from ..model.transformer import Transformer
 from .registry import Scheme
 from .shared import placed
 

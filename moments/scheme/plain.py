@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..checks import check_flag, check_in
-from ..law import Source
-from ..laws.references import SUN
-from ..symbols import POSITIVE
-from ..transformer import Transformer
-from ..weights import Weights
+from ..formulas.checks import check_flag, check_in
+from ..formulas.law import Source
+from ..formulas.references import SUN
+from ..formulas.symbols import POSITIVE
+from ..model.transformer import Transformer
+from ..model.weights import Weights
 from .registry import Scheme
 from .shared import placed, xavier
 

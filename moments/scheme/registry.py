@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import domain_error, unknown_name
-from ..law import Source
-from ..transformer import Transformer
+from ..formulas.law import Source
+from ..model.transformer import Transformer
 
 
 @dataclass(frozen=True)

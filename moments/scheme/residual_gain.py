@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ..checks import check_choice, check_in
-from ..law import Source
-from ..symbols import NONNEGATIVE, POSITIVE
-from ..transformer import Transformer
+from ..formulas.checks import check_choice, check_in
+from ..formulas.law import Source
+from ..formulas.symbols import NONNEGATIVE, POSITIVE
+from ..model.transformer import Transformer
 from .registry import Scheme
 from .shared import blocks, placed
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..transformer import Transformer
-from ..weights import Weights
+from ..model.transformer import Transformer
+from ..model.weights import Weights
 
 
 def xavier(model: Transformer, per_head: bool = True) -> Weights:

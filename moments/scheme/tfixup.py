@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checks import check_choice, check_flag
-from ..law import Source
-from ..transformer import Transformer
+from ..formulas.checks import check_choice, check_flag
+from ..formulas.law import Source
+from ..model.transformer import Transformer
 from .registry import Scheme
 from .shared import placed, xavier
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..law import Source
-from ..transformer import Transformer
+from ..formulas.law import Source
+from ..model.transformer import Transformer
 from .registry import Scheme
 
 

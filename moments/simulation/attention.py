@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moments.positions import RelativeBias, Rotary
-from moments.simulation.functions import normalise
-from moments.simulation.sampling import dropout
-from moments.transformer import Transformer
+from ..model.positions import RelativeBias, Rotary
+from ..model.transformer import Transformer
+from .functions import normalise
+from .sampling import dropout
 
 Project = Callable[[Tensor, str], Tensor]
 """Takes a tensor (batch, L, features) through the matrix of that name, and its bias."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moments.draws import Place, RawMoments
-from moments.errors import MomentsError, domain_error
+from ..errors import MomentsError, domain_error
+from ..prediction.draws import Place, RawMoments
 
 _BLOCK = 1 << 20
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moments.embedding import Embedding
-from moments.patches import PatchEmbedding
-from moments.simulation.functions import affine_norm
-from moments.simulation.network import Watch
-from moments.simulation.parameters import affine, draw
-from moments.simulation.sampling import dropout
-from moments.transformer import Transformer
+from ..model.embedding import Embedding
+from ..model.patches import PatchEmbedding
+from ..model.transformer import Transformer
+from .functions import affine_norm
+from .network import Watch
+from .parameters import affine, draw
+from .sampling import dropout
 
 
 def draw_embedding(

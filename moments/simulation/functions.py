@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moments.activations import activation_names, leaky_slope, registered_function
-from moments.errors import domain_error
-from moments.transformer import Transformer
+from ..errors import domain_error
+from ..formulas.named_activations import activation_names, leaky_slope, registered_function
+from ..model.transformer import Transformer
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,

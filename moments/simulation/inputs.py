@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moments.embedded import check_ids
-from moments.errors import DomainError, domain_error
-from moments.images import check_pixels
-from moments.inputs import check_moments
-from moments.packing import check_documents
-from moments.patches import PatchEmbedding
-from moments.simulation.output import vocabulary
-from moments.simulation.twin import Input
-from moments.targets import NO_TARGET
-from moments.transformer import Transformer
+from ..engine.packing import check_documents
+from ..errors import DomainError, domain_error
+from ..model.patches import PatchEmbedding
+from ..model.transformer import Transformer
+from ..prediction.inputs import check_moments
+from ..transfer.embedding import check_ids
+from ..transfer.head.targets import NO_TARGET
+from ..transfer.images import check_pixels
+from .output import vocabulary
+from .twin import Input
 
 
 @dataclass(frozen=True, eq=False)

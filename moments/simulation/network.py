@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moments.simulation.attention import cross_attention, self_attention
-from moments.simulation.functions import activation, affine_norm
-from moments.simulation.parameters import draw_shared, draw_weights
-from moments.simulation.sampling import dropout
-from moments.transformer import Transformer
+from ..model.transformer import Transformer
+from .attention import cross_attention, self_attention
+from .functions import activation, affine_norm
+from .parameters import draw_shared, draw_weights
+from .sampling import dropout
 
 __all__ = ["Watch", "draw_shared", "draw_weights", "run_layer"]
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moments.errors import DomainError
-from moments.head import Head
-from moments.patches import PatchEmbedding
-from moments.simulation.functions import activation, affine_norm
-from moments.simulation.network import Watch
-from moments.simulation.parameters import affine, draw
-from moments.simulation.sampling import dropout
-from moments.targets import NO_TARGET
-from moments.transformer import Transformer
+from ..errors import DomainError
+from ..model.head import Head
+from ..model.patches import PatchEmbedding
+from ..model.transformer import Transformer
+from ..transfer.head.targets import NO_TARGET
+from .functions import activation, affine_norm
+from .network import Watch
+from .parameters import affine, draw
+from .sampling import dropout
 
 
 class Output(NamedTuple):

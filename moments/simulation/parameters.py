@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from moments.transformer import Transformer
+from ..model.transformer import Transformer
 
 CROSS = "cross_"
 
@@ -123,7 +123,7 @@ def draw(
         variance: of an entry.
         generator: also says on which device.
         dtype: of the entries.
-        kind: one of `moments.weights.DISTRIBUTIONS`.
+        kind: one of `moments.model.weights.DISTRIBUTIONS`.
     """
     entries = torch.empty(shape, device=generator.device, dtype=dtype)
     if kind == "uniform":

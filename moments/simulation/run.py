@@ -6,19 +6,19 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from moments.checks import check_count
-from moments.errors import DomainError, domain_error
-from moments.inputs import check_moments
-from moments.measurement import Measurement
-from moments.optional import optional
-from moments.transformer import Transformer
+from ..errors import DomainError, domain_error
+from ..formulas.checks import check_count
+from ..model.transformer import Transformer
+from ..optional import optional
+from ..prediction.inputs import check_moments
+from ..prediction.measurement import Measurement
 
 with optional("torch", "torch"):
     import torch
 
-    from moments.simulation.functions import activation
-    from moments.simulation.inputs import Given, batch_of, entering, targets_of
-    from moments.simulation.twin import Twin
+    from .functions import activation
+    from .inputs import Given, batch_of, entering, targets_of
+    from .twin import Twin
 
 
 def simulate(

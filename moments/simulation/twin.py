@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moments.draws import Draw, WeightGradient
-from moments.simulation.collector import Collector, squared_norm
-from moments.simulation.embedded import draw_embedding, run_embedding
-from moments.simulation.network import Watch, draw_shared, draw_weights, run_layer
-from moments.simulation.output import draw_final, draw_head, run_final, run_head
-from moments.simulation.sampling import exchangeable_normal, generator
-from moments.transformer import Transformer
+from ..model.transformer import Transformer
+from ..prediction.draws import Draw, WeightGradient
+from .collector import Collector, squared_norm
+from .embedded import draw_embedding, run_embedding
+from .network import Watch, draw_shared, draw_weights, run_layer
+from .output import draw_final, draw_head, run_final, run_head
+from .sampling import exchangeable_normal, generator
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from ..attention import SelfAttention
-from ..composition import Chain, Component, Leaf, Parallel, Pullback
-from ..cross_attention import CrossAttention
+from ..engine.composition import Chain, Component, Leaf, Parallel, Pullback
+from ..engine.layout import Layout
+from ..engine.propagate import Trace, forward
+from ..engine.state import Signal
 from ..errors import DomainError
-from ..gated import GatedLinear
-from ..laws.gated import gated
-from ..laws.linear import BIASED_LINEAR
-from ..layout import Layout
-from ..parts import Activation, Lawful, Linear
-from ..propagate import Trace, forward
-from ..state import Signal
+from ..formulas.gated import gated
+from ..formulas.linear import BIASED_LINEAR
+from ..transfer.attention.cross import CrossAttention
+from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.elementary import Activation, Lawful, Linear
+from ..transfer.gated import GatedLinear
 from .factor import LIMIT
 
 MATRICES = {

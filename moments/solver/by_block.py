@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import check_in
 from ..errors import DomainError, domain_error
-from ..symbols import POSITIVE, Interval
-from ..transformer import Transformer
+from ..formulas.checks import check_in
+from ..formulas.symbols import POSITIVE, Interval
+from ..model.transformer import Transformer
 from .block import MATRICES, average
 from .entering import entered
 from .layerwise import LAYERWISE, Target, reached, solve_blocks

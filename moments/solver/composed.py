@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from ..activations import leaky_slope
-from ..attention import SelfAttention
-from ..composition import Component
-from ..cross_attention import CrossAttention
-from ..gated import GatedLinear
-from ..law import Law
-from ..laws.attention import ATTENTION
-from ..layout import Layout
-from ..parts import Activation, Dropout, Linear
-from ..propagate import Point
-from ..state import Signal
-from ..symbols import SYMBOLS
+from ..engine.composition import Component
+from ..engine.layout import Layout
+from ..engine.propagate import Point
+from ..engine.state import Signal
+from ..formulas.attention import ATTENTION
+from ..formulas.law import Law
+from ..formulas.named_activations import leaky_slope
+from ..formulas.symbols import SYMBOLS
+from ..transfer.attention.cross import CrossAttention
+from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.elementary import Activation, Dropout, Linear
+from ..transfer.gated import GatedLinear
 from .block import average
 
 TEX = {

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.state import Signal
 from ..errors import domain_error
-from ..passes import predict, stack_of
-from ..stack import Stack
-from ..state import Signal
-from ..transformer import Transformer
+from ..model.transformer import Transformer
+from ..prediction.predict import predict, stack_of
+from ..prediction.stack import Stack
 
 NOT_INPUTS = ("model", "theory", "progress", "batch")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..prediction import Prediction
-from ..symbols import CORRELATION, POSITIVE, Interval
+from ..formulas.symbols import CORRELATION, POSITIVE, Interval
+from ..prediction.result import Prediction
 
 
 @dataclass(frozen=True)

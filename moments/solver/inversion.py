@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..architecture import declare
-from ..checks import check_count
-from ..composition import BottomToTop, Component, Parallel, Residual
+from ..engine.composition import BottomToTop, Component, Parallel, Residual
+from ..engine.propagate import Point
 from ..errors import DomainError, domain_error
-from ..propagate import Point
-from ..symbols import SYMBOLS
+from ..formulas.checks import check_count
+from ..formulas.symbols import SYMBOLS
+from ..transfer.architecture import declare
 from .block import MATRICES, flat
 from .composed import TEX, Composed, Numbers
 from .entering import entered

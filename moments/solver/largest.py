@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..architecture import declare_layer
-from ..blocks import check_coverage
-from ..checks import check_in
+from ..engine.propagate import Trace, forward
+from ..engine.state import ratio_or_zero
 from ..errors import DomainError, domain_error
-from ..passes import collector_paused
-from ..prediction import Prediction
-from ..propagate import Trace, forward
-from ..state import ratio_or_zero
-from ..transformer import Transformer
+from ..formulas.checks import check_in
+from ..model.transformer import Transformer
+from ..prediction.predict import collector_paused
+from ..prediction.result import Prediction
+from ..transfer.architecture import declare_layer
+from ..transfer.blocks import check_coverage
 from .entering import entered
 from .goals import GOALS, Goal
 from .plan import Plan

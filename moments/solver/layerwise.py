@@ -13,13 +13,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..architecture import declare
-from ..composition import BottomToTop, Chain, Component, Parallel, Residual
+from ..engine.composition import BottomToTop, Chain, Component, Parallel, Residual
+from ..engine.layout import Layout
+from ..engine.propagate import Point, Trace, forward
+from ..engine.state import Signal
 from ..errors import DomainError
-from ..layout import Layout
-from ..propagate import Point, Trace, forward
-from ..state import Signal
-from ..transformer import Transformer
+from ..model.transformer import Transformer
+from ..transfer.architecture import declare
 from .block import MATRICES, Block, Given, flat
 from .factor import factor_for
 

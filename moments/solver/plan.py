@@ -13,8 +13,8 @@ import numpy as np
 
 from ..errors import DomainError, domain_error
 from ..files import MOST, parse_json
-from ..transformer import Transformer
-from ..weights import MATRICES
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES
 
 if TYPE_CHECKING:
     import pandas as pd

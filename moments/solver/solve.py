@@ -1,4 +1,4 @@
-"""`solve`: from a target to the weight variances and scales that meet it."""
+"""From an objective to the weight variances and scales that meet it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import check_in
 from ..errors import DomainError, ValidityWarning, domain_error, unknown_name
-from ..passes import collector_paused, predict
-from ..prediction import Prediction
-from ..symbols import POSITIVE
-from ..transformer import Transformer
+from ..formulas.checks import check_in
+from ..model.transformer import Transformer
+from ..prediction.predict import collector_paused, predict
+from ..prediction.result import Prediction
 from .by_block import by_block, per_layer_targets, stored, worded
-from .entering import check_inputs
-from .from_scheme import from_scheme
 from .goals import GOALS, PROFILES, Goal
 from .largest import LARGEST, largest
 from .layerwise import LAYERWISE
@@ -35,7 +32,7 @@ def objectives() -> dict[str, str]:
     return found | LARGEST
 
 
-def solve(
+def solve_objective(
     model: Transformer,
     objective: str | Sequence[tuple[str, float]],
     *,
@@ -43,76 +40,26 @@ def solve(
     free: str | Sequence[str] | None = None,
     bound: tuple[str, float] | None = None,
     tolerance: float = 1e-9,
-    options: dict[str, Any] | None = None,
     progress: bool = False,
     **inputs: Any,
 ) -> Plan:
-    """Weight variances and scales that give a model what is asked for.
-
-    Args:
-        model: the declaration; what is not free stays as it is, and so does its encoder.
-        objective: a scheme's name (`moments.schemes()`), or one of `moments.solver.objectives()`:
-            "stream_variance" after every layer (its blocks take even steps there) and
-            "block_variance" of every block's output, solved block by block;
-            "final_variance", "gradient_ratio" (first over last), "query_value_balance" (geometric
-            mean over layers) and "final_correlation" (at most the target), each one number;
-            "flat_gradient" (gradient variance at every layer's input over that at its output) and
-            "query_value_balance_per_layer", each one number per layer; "largest_k",
-            "largest_depth". Or several of the one-number ones as (objective, target), which are
-            solved together by least squares.
-        target: the wanted value; one per layer where the objective is per layer.
-        free: what to solve for: names of weight variances, "branch_scale", "skip_scale",
-            "norm_gain", "temperature", or "k" (branch_scale^2 = k/N, skip_scale^2 = 1 - k/N). They
-            share one factor on their variances (in every layer, where the objective is per layer;
-            within a block, block by block); of several objectives each has its own. None: each
-            objective's own.
-        bound: for the largest: (objective, most), such as ("final_correlation", 0.9).
-        tolerance: of the plan's residual, relative.
-        options: of a scheme.
-        progress: whether a search for the largest depth tells standard error how far it is.
-        inputs: what `predict` takes to describe the input and the gradient.
-
-    Returns:
-        A Plan; where the target cannot be met it says so, and carries the nearest model.
-
-    Raises:
-        DomainError: an unknown objective, target, input or free variable, or one without influence.
-
-    Warns:
-        ValidityWarning: the target is infeasible, or constants of a scheme miss what they promise.
-    """
-    if not isinstance(model, Transformer):
-        raise domain_error("model", type(model).__name__, "a moments.Transformer")
-    check_in("tolerance", tolerance, POSITIVE)
-    check_inputs(inputs)
-    from ..scheme import schemes
-
-    known = [scheme.name for scheme in schemes()]
-    if isinstance(objective, str) and objective in known:
+    """A plan that meets one of `objectives()`, or several; `moments.solve` without the schemes."""
+    names = names_of(free)
+    if names is not None:
+        check_free(model, names)
+    task = _Task(model, inputs, tolerance)
+    if not isinstance(objective, str):
+        return task.several(_pairs(objective), names)
+    if objective in LAYERWISE:
         with collector_paused():
-            plan = from_scheme(model, objective, options or {}, inputs)
-    else:
-        names = names_of(free)
-        if names is not None:
-            check_free(model, names)
-        task = _Task(model, inputs, tolerance)
-        if not isinstance(objective, str):
-            plan = task.several(_pairs(objective), names)
-        elif objective in LAYERWISE:
-            with collector_paused():
-                plan = by_block(model, objective, target, names, tolerance, inputs)
-        elif objective in GOALS:
-            plan = task.goal(GOALS[objective], target, names)
-        elif objective in PROFILES:
-            plan = task.profile(PROFILES[objective], target, names)
-        elif objective in LARGEST:
-            plan = largest(model, objective, bound, task.predicted, inputs, progress)
-        else:
-            raise unknown_name("objective", objective, [*objectives(), *known])
-    if not plan.feasible:
-        text = f"{plan.title} is not feasible; {plan.missed}"
-        warnings.warn(text, ValidityWarning, stacklevel=2)
-    return plan
+            return by_block(model, objective, target, names, tolerance, inputs)
+    if objective in GOALS:
+        return task.goal(GOALS[objective], target, names)
+    if objective in PROFILES:
+        return task.profile(PROFILES[objective], target, names)
+    if objective in LARGEST:
+        return largest(model, objective, bound, task.predicted, inputs, progress)
+    raise unknown_name("objective", objective, list(objectives()))
 
 
 def _pairs(objective: Any) -> list[tuple[Goal, float]]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import domain_error
-from ..transformer import Transformer
-from ..weights import DEFAULTS, MATRICES
+from ..model.transformer import Transformer
+from ..model.weights import DEFAULTS, MATRICES
 
 AMPLITUDES = ("branch_scale", "skip_scale", "norm_gain", "temperature")
 NAMES = (*MATRICES, *AMPLITUDES, "k")

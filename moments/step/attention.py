@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,9 +28,9 @@ from .change import Array, Change
 class Three(NamedTuple):
     """Something of queries, keys and values, on the scale of the tokens they read."""
 
-    query: Array
-    key: Array
-    value: Array
+    query: Any
+    key: Any
+    value: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +87,14 @@ class Rows:
         """T, without the value weights' gain."""
         return self._factor * queries * self._joint(keys, values)
 
-    def carried(self, query: Change, key: Change, value: Change, gradient: Array) -> Change:
+    def carried(self, changes: Three, gradient: Array) -> Change:
         """The heads' change, from those of queries, keys and values on the scale of the tokens.
 
         Args:
-            query, key, value: the changes.
+            changes: of the three.
             gradient: E delta delta at the heads.
         """
+        query, key, value = changes
         c, gain, product = self.kernel, self.gain, self._product
         moved = value.mixed(self.weights)
         # with the value path, the excess of A V A^T over W V W^T

@@ -1,4 +1,4 @@
-"""How a step of the optimizer changes a tensor: three token kernels, and what operations do to them.
+"""How a step changes a tensor: three token kernels, and what operations do to them.
 
 A tensor h becomes h + u. With K = E h h and delta the loss's gradient at h before the step, per
 feature,
@@ -56,7 +56,9 @@ class Change:
     def mixed(self, weights: Array) -> Change:
         """Of averages over tokens by (n, T) weights."""
         turned = weights.T
-        return Change(*(weights @ part @ turned for part in (self.coherent, self.overlap, self.total)))
+        return Change(
+            *(weights @ part @ turned for part in (self.coherent, self.overlap, self.total))
+        )
 
     def plus(self, other: Change, gradient: Array) -> Change:
         """With another cause of change of the same tensor, E delta delta = `gradient` there.

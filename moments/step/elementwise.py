@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ..algebra import NUMPY
-from ..evaluation import evaluate
-from ..law import ComponentLaws, Law
+from ..engine.evaluation import evaluate
+from ..formulas.algebra import NUMPY
+from ..formulas.law import ComponentLaws, Law
 from .change import Array, Change
 
 _SMALL = 1e-5

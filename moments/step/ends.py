@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import DomainError
 from .change import Array, Change
-from .rules import SIGN_MEAN, Effect, Optimizer, Spectrum, damping
+from .rules import SIGN_MEAN, Effect, Optimizer, damping
 from .sites import Reading
 
 
@@ -43,8 +43,7 @@ class Words:
     def of(cls, reading: Reading) -> Words:
         readout = reading.readout
         vocab_size, active = readout.vocab_size, reading.targets >= 0
-        tied = bool(np.any(readout.carried))
-        ids = reading.token_ids if tied else np.full(len(active), -1)
+        ids = reading.token_ids if reading.tied else np.full(len(active), -1)
         named = np.unique(np.concatenate([reading.targets[active], ids[ids >= 0]]))
         rest = vocab_size - len(named)
         rows = np.append(np.ones(len(named)), float(rest)) if rest else np.ones(len(named))
@@ -55,7 +54,7 @@ class Words:
         softmax, zeros = readout.softmax, np.zeros(len(active))
         other = np.asarray(softmax.other.probability) + zeros
         sent = np.repeat(other[:, None], len(rows), 1)
-        if tied:
+        if np.any(readout.carried):
             sent[every, read] = np.asarray(softmax.own.probability) + zeros
         sent = sent * active[:, None] / count
         sent[every[active], target[active]] -= 1 / count
@@ -64,7 +63,7 @@ class Words:
     @functools.cached_property
     def reads(self) -> Array:
         """(T, V') 1 where a token reads a row of the matrix."""
-        return np.equal(self.read[:, None], np.arange(len(self.rows))).astype(float)
+        return np.asarray(self.read[:, None] == np.arange(len(self.rows)), float)
 
 
 def tied_overlap(reading: Reading, words: Words) -> Array:
@@ -94,11 +93,10 @@ class Entered:
     Attributes:
         change: of that sum.
         effects: of every table: its step at learning rate 1.
-        deviation: (V',) of a row of the matrix to the logits, by the head's and the text's parts.
     """
 
     change: Change
-    effects: tuple[tuple[str, float, Effect], ...]
+    effects: tuple[tuple[str, Effect], ...]
 
 
 def row_variance(reading: Reading, words: Words, gradient: Array, tied: Array) -> Array:
@@ -113,7 +111,7 @@ def row_variance(reading: Reading, words: Words, gradient: Array, tied: Array) -
     found = readout.scale**2 * np.einsum("tv,ts,sv->v", words.sent, kernel, words.sent)
     table = reading.token_table
     if table is None or not reading.tied:
-        return np.maximum(found, 0.0)
+        return np.asarray(np.maximum(found, 0.0))
     reads = words.reads
     found = found + table.amplitude**2 * np.einsum("tv,ts,sv->v", reads, gradient, reads)
     if np.any(readout.carried):
@@ -121,7 +119,7 @@ def row_variance(reading: Reading, words: Words, gradient: Array, tied: Array) -
         at_head = tied * (k / table.amplitude)[:, None]
         met = np.einsum("tv,ts,sv->v", words.sent, at_head, reads)
         found = found + 2 * readout.scale * table.amplitude * met
-    return np.maximum(found, 0.0)
+    return np.asarray(np.maximum(found, 0.0))
 
 
 def entered(
@@ -141,7 +139,7 @@ def entered(
     count, d = len(gradient), float(reading.model.d_model)
     nothing = np.zeros((count, count))
     coherent, overlap, total = nothing.copy(), nothing.copy(), nothing.copy()
-    effects: list[tuple[str, float, Effect]] = []
+    effects: list[tuple[str, Effect]] = []
     tables, rule = reading.tables, optimizer.others
     rates = [rate * optimizer.factor(table.name) for table in tables]
     grams: dict[tuple[int, int], Array] = {}
@@ -162,7 +160,6 @@ def entered(
         np.fill_diagonal(grams[0, 0], rows[words.read])
     deviations = [np.sqrt(np.maximum(np.diag(grams[i, i]), 0.0)) for i in range(len(tables))]
     for i, table in enumerate(tables):
-        seen = table.rows >= 0
         size = np.diag(grams[i, i])
         if headed and i == 0:
             whole = float((words.rows * rows).sum()), float((words.rows * np.sqrt(rows)).sum())
@@ -170,24 +167,29 @@ def entered(
             whole = table.once(size), table.once(deviations[i])
         if rule == "sgd":
             pulled = np.ones(count)
-            slope, square = d * whole[0], float(np.mean(size[seen])) if seen.any() else 0.0
+            slope, square = d * whole[0], whole[0] / table.count
             damped, noise = 1.0, 1.0
         else:
-            one = Spectrum(nothing, nothing, nothing, nothing, np.array([float(np.mean(size))]))
-            damped, noise = damping(one, optimizer.epsilon)
+            damped, noise = damping(float(np.mean(size)) ** 0.5, optimizer.epsilon)
             inverse = np.divide(
-                1.0, deviations[i], out=np.zeros(count), where=deviations[i] > 1e-12 * deviations[i].max()
+                1.0,
+                deviations[i],
+                out=np.zeros(count),
+                where=deviations[i] > 1e-12 * deviations[i].max(),
             )
             pulled = SIGN_MEAN * damped * inverse
-            slope, square = d * SIGN_MEAN * damped * whole[1], noise
+            slope = d * SIGN_MEAN * damped * whole[1]
+            square = noise * (
+                1.0 if headed and i == 0 else table.once(np.ones(count)) / table.count
+            )
         amplitude = table.amplitude
         coherent += rates[i] * amplitude**2 * pulled[:, None] * table.same
-        effects.append((table.name, rates[i], Effect(nothing, nothing, slope, square, 1.0)))
+        effects.append((table.name, Effect(nothing, nothing, slope, square, np.nan)))
         for j, other in enumerate(tables):
-            covariance = grams[i, j]
+            covariance: Array = grams[i, j]
             if rule != "sgd":
-                scale = np.outer(deviations[i], deviations[j])
-                r = np.divide(covariance, scale, out=np.zeros_like(scale), where=scale > 0)
+                both = np.outer(deviations[i], deviations[j])
+                r = np.divide(covariance, both, out=np.zeros_like(both), where=both > 0)
                 covariance = noise * 2 / np.pi * np.arcsin(np.clip(r, -1.0, 1.0))
             total += rates[i] * rates[j] * amplitude * other.amplitude * covariance
         if headed and i == 0 and np.any(reading.readout.carried):
@@ -199,7 +201,7 @@ def entered(
     if reading.patch is not None:
         change, found, name = _patches(reading, optimizer, rate, gradient)
         coherent, total = coherent + change.coherent, total + change.total
-        effects.append((name, rate * optimizer.factor(name), found))
+        effects.append((name, found))
     overlap -= coherent @ tied.T
     return Entered(Change(coherent, overlap, total), tuple(effects))
 
@@ -216,7 +218,7 @@ def _patches(
     if rule == "sgd":
         coherent = pixels @ pixels.T
         total = coherent @ gradient @ coherent
-        found = Effect(coherent, total, d * total_size, total_size / count, 1.0)
+        found = Effect(coherent, total, d * total_size, total_size / count, np.nan)
     else:
         there = size > 1e-18 * size.max(initial=0.0)
         root = np.where(there, np.sqrt(np.where(there, size, 1.0)), 1.0)
@@ -225,7 +227,7 @@ def _patches(
         corr = np.clip(scaled.T @ gradient @ scaled, -1.0, 1.0)
         total = pixels @ (2 / np.pi * np.arcsin(corr)) @ pixels.T
         slope = SIGN_MEAN * d * float((root * there).sum())
-        found = Effect(coherent, total, slope, float(there.mean()), 1.0)
+        found = Effect(coherent, total, slope, float(there.mean()), np.nan)
     step = rate * optimizer.factor(name)
     nothing = np.zeros_like(gradient)
     return Change(step * found.coherent, nothing, step * step * found.total), found, name
@@ -249,7 +251,7 @@ class Ending:
     variance: Array
     change: float
     before: float
-    effects: tuple[tuple[str, float, Effect], ...]
+    effects: tuple[tuple[str, Effect], ...]
 
 
 def ending(
@@ -286,8 +288,7 @@ def ending(
         pulled, damped, noise = np.ones(len(rows)), 1.0, 1.0
         slope, square = d * float((words.rows * rows).sum()), _mean(rows, words)
     else:
-        one = Spectrum(kernel, kernel, kernel, kernel, np.array([_mean(rows, words)]))
-        damped, noise = damping(one, optimizer.epsilon)
+        damped, noise = damping(_mean(rows, words) ** 0.5, optimizer.epsilon)
         root = np.sqrt(rows)
         pulled = np.divide(SIGN_MEAN * damped, root, out=np.zeros_like(root), where=root > 0)
         slope, square = d * SIGN_MEAN * damped * float((words.rows * root).sum()), noise
@@ -303,14 +304,15 @@ def ending(
     mean = own + through
     effects = []
     if not reading.tied:
-        effects.append((name, step, Effect(kernel, kernel, slope, square, 1.0)))
+        effects.append((name, Effect(kernel, kernel, slope, square, np.nan)))
     if reading.model.head.bias:
         sums = sent.sum(0)
         shift = sums if optimizer.others == "sgd" else np.sign(sums)
         factor = rate * optimizer.factor("head.bias")
         mean = mean - factor * shift
         gained = float((words.rows * np.abs(sums * shift)).sum())
-        effects.append(("head.bias", factor, Effect(kernel, kernel, gained, 1.0, 1.0)))
+        square = float((words.rows * shift**2).sum() / words.rows.sum())
+        effects.append(("head.bias", Effect(kernel, kernel, gained, square, np.nan)))
     size = scale**2 * d * variance * np.diag(change.total)
     total_rows = float(words.rows.sum())
     changed = float(np.mean((mean**2 @ words.rows) / total_rows + size))

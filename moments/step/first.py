@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
+from ..errors import domain_error
+from ..formulas.checks import check_array, check_choice, check_flag, check_number
+from ..formulas.symbols import NONNEGATIVE, PROBABILITY
+from ..transfer.elementary import Dropout
+from ..transfer.normalization import FiniteNormalization
 from .change import Array, Change
 from .ends import Words, ending, entered, tied_overlap
-from .rules import Optimizer
+from .rules import MUON_SCALES, Optimizer
 from .sites import Reading, Site
-from .walk import SiteStep, Walk, WeightStep
+from .walk import Walk
+
 
 class Stepped:
     """One step at one learning rate.
@@ -22,7 +28,7 @@ class Stepped:
     """
 
     def __init__(self, reading: Reading, optimizer: Optimizer, rate: float) -> None:
-        words = Words.of(reading)
+        model, words = reading.model, Words.of(reading)
         tied = tied_overlap(reading, words)
         walk = Walk(optimizer, rate, tied, reading.spectra, reading.rows)
         at_tables = _at_tables(reading)
@@ -31,29 +37,29 @@ class Stepped:
         site = Site(-1, 0, "tables", None, reading.before, at_tables, float(reading.model.d_model))
         change: Change = first.change
         change, site = walk.through(reading.embedding, change, site, points)
-        change, site = walk._noted(change, next(points))
+        change, site = walk.noted(change, next(points))
         change, site = walk.through(reading.layers, change, site, points)
         last, at_last = change, site
         change, site = walk.through(reading.head, change, site, points)
         kept = np.sqrt(np.diag(at_last.kernel) / np.diag(last.new(at_last.kernel)))
-        end = ending(
-            reading, words, optimizer, rate, change, site.gradient, at_tables, tied, kept
-        )
-        for name, step, found in first.effects:
-            walk._entry(0, name, step, found, np.nan, 1.0)
-        for name, step, found in end.effects:
-            walk._entry(reading.model.layers + 1, name, step, found, np.nan, 1.0)
+        end = ending(reading, words, optimizer, rate, change, site.gradient, at_tables, tied, kept)
+        sizes = {table.name: table.variance for table in reading.tables}
+        sizes |= {"patch": getattr(reading.model.embedding, "patch_variance", np.nan)}
+        sizes |= {"head": reading.readout.weight_variance}
+        for name, found in first.effects:
+            walk.entry(0, name, optimizer.factor(name), found, sizes[name], 1.0)
+        for name, found in end.effects:
+            variance = sizes.get(name, np.nan)
+            walk.entry(model.layers + 1, name, optimizer.factor(name), found, variance, 1.0)
         self.sites, self.weights, self.end = walk.sites, walk.weights, end
 
 
 def _at_tables(reading: Reading) -> Array:
     """E delta delta at the sum of the tables, behind the embedding's dropout and norm."""
-    from ..normalization import FiniteNormalization
-    from ..parts import Dropout
 
     sites = reading.points
     parts = reading.embedding.parts
-    gradient = sites[len(parts) - 1].gradient
+    gradient = sites[len(parts)].gradient
     for k in reversed(range(len(parts))):
         part = parts[k]
         gradient = sites[k].gradient
@@ -65,3 +71,52 @@ def _at_tables(reading: Reading) -> Array:
             lost = 1 - (1 + float(part.centres)) / sites[k].width
             gradient = gradient * lost / np.outer(s, s)
     return np.asarray(gradient)
+
+
+def named_optimizer(
+    name: str,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float | None = None,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    adjust: str = "original",
+    multipliers: Mapping[str, float] | None = None,
+) -> Optimizer:
+    """The first step of an optimizer by name.
+
+    Raises:
+        DomainError: another name, or an option that it does not have.
+    """
+    check_choice("optimizer", name, OPTIMIZERS)
+    check_choice("adjust", adjust, tuple(MUON_SCALES))
+    if adjust != "original" and name != "muon":
+        raise domain_error("adjust", adjust, 'left out but for "muon"')
+    pair = check_array("betas", betas, "two numbers in [0, 1)", None)
+    if pair.shape != (2,) or not np.all((pair >= 0) & (pair < 1)):
+        raise domain_error("betas", betas, "two numbers in [0, 1)")
+    decay = check_number("weight_decay", weight_decay, NONNEGATIVE)
+    push = check_number("momentum", momentum, PROBABILITY)
+    if decay and name == "adam":
+        raise domain_error(
+            "weight_decay", decay, "0 for adam, which adds it to the gradient", 'use "adamw"'
+        )
+    if (push or check_flag("nesterov", nesterov)) and name != "sgd":
+        raise domain_error("momentum", push, 'left out but for "sgd": a first step has no past')
+    if nesterov and not push:
+        raise domain_error("nesterov", nesterov, "False without momentum")
+    by_adam = name in ("adam", "adamw", "muon")
+    if eps is not None and not by_adam:
+        raise domain_error("eps", eps, "left out but for adam, adamw and muon")
+    epsilon = check_number("eps", 1e-8 if eps is None else eps, NONNEGATIVE) if by_adam else 0.0
+    given = dict(multipliers or {})
+    for key, factor in given.items():
+        given[key] = check_number(f"multipliers[{key!r}]", factor, NONNEGATIVE)
+    rule = {"sgd": "sgd", "muon": "muon"}.get(name, "sign")
+    others = "sgd" if name == "sgd" else "sign"
+    gain = 1.0 + push if nesterov else 1.0
+    return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given)
+
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "sign", "muon")

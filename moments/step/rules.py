@@ -60,7 +60,7 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """K^(1/2), its pseudoinverse's product with O, and the eigenvalues: all a step needs of K and D.
+    """The root of K, its pseudoinverse times O, and the eigenvalues: what a step needs of K and D.
 
     Attributes:
         kernel, gradient: K and D.
@@ -182,18 +182,17 @@ def newton_schulz(values: Array, steps: int = 5) -> Array:
     return values
 
 
-def damping(spectrum: Spectrum, epsilon: float) -> tuple[float, float]:
+def damping(deviation: float, epsilon: float) -> tuple[float, float]:
     """By how much Adam's epsilon lowers E y u and E u^2, u = y/(|y| + eps) for y of a row of G.
 
-    At the mean variance of the rows; 1 and 1 without epsilon.
+    `deviation`: root mean square of y. 1 and 1 without epsilon.
     """
-    scale = float(np.sqrt(spectrum.values.sum()))
-    if epsilon == 0.0 or scale == 0.0:
+    if epsilon == 0.0 or deviation == 0.0:
         return 1.0, 1.0
-    z, step = np.linspace(0.0, 9.0, 2001, retstep=True)
-    weight = np.exp(-z * z / 2) * step * SIGN_MEAN
-    weight[0] /= 2
-    near = z / (z + epsilon / scale)
+    t, step = np.linspace(-30.0, 2.3, 400, retstep=True)  # z = exp(t)
+    z = np.exp(t)
+    weight = SIGN_MEAN * step * z * np.exp(-z * z / 2)
+    near = z / (z + epsilon / deviation)
     return float((weight * z * near).sum()) / SIGN_MEAN, float((weight * near * near).sum())
 
 
@@ -233,7 +232,7 @@ def effect(
         drawn = excess * n * plain
     elif rule == "sign":
         mean, by_root, by_square = spectrum.inverse_moments
-        pulled, noise = damping(spectrum, epsilon)
+        pulled, noise = damping(total**0.5, epsilon)
         first = SIGN_MEAN * n * pulled * by_root
         second = SIGN_MEAN**2 * n * (n - 1) * pulled**2 * lam * by_square
         plain, size, slope = n * noise, noise, SIGN_MEAN * n * m * pulled * mean
@@ -241,7 +240,9 @@ def effect(
     else:
         sigma = np.sqrt(lam * n * m)
         mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
-        ratio = np.divide(mapped, sigma, out=np.zeros_like(sigma), where=sigma > 1e-12 * sigma.max())
+        ratio = np.divide(
+            mapped, sigma, out=np.zeros_like(sigma), where=sigma > 1e-12 * sigma.max()
+        )
         first, second = n * ratio, n * n * ratio * ratio * lam
         size = float((mapped**2).sum()) / (n * m)
         plain, slope, drawn = 0.0, float((mapped * sigma).sum()), 0.0
@@ -255,26 +256,20 @@ def effect(
         return found + drawn * moment - excess * lost
 
     old = np.diag(spread(basis, kernel))
-    aligned = np.divide(old, np.diag(kernel) * size, out=np.zeros_like(old), where=np.diag(kernel) > 0)
-    return Effect(
-        (dual * first) @ basis.T, spread(dual, new), slope, size, float(aligned.mean())
+    aligned = np.divide(
+        old, np.diag(kernel) * size, out=np.zeros_like(old), where=np.diag(kernel) > 0
     )
+    return Effect((dual * first) @ basis.T, spread(dual, new), slope, size, float(aligned.mean()))
 
 
 def vector_effect(gradient: Array, rule: str, m: float, epsilon: float = 0.0) -> Effect:
     """A step of learning rate 1 on a bias, whose gradient is the sum over tokens."""
-    return _single(np.ones(len(gradient)), gradient, rule, m, epsilon)
-
-
-def _single(pattern: Array, gradient: Array, rule: str, m: float, epsilon: float) -> Effect:
-    variance = float(gradient.sum())
-    ones = np.outer(pattern, pattern)
+    variance, ones = float(gradient.sum()), np.ones_like(gradient)
     if variance <= 0.0:
         return Effect(0 * ones, 0 * ones, 0.0, 0.0, 0.0)
     if rule == "sgd":
         return Effect(ones, ones * variance, m * variance, variance, 1.0)
-    spectrum = Spectrum(ones, gradient, ones[:, :1], ones[:, :1], np.array([variance]))
-    pulled, noise = damping(spectrum, epsilon)
     root = variance**0.5
+    pulled, noise = damping(root, epsilon)
     coherent = SIGN_MEAN * pulled / root * ones
     return Effect(coherent, noise * ones, SIGN_MEAN * pulled * m * root, noise, 1.0)

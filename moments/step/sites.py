@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..architecture import declare, declare_embedding
-from ..attention_by_token import mean_spread, self_attention
-from ..composition import Chain
+from ..engine.composition import Chain
+from ..engine.realised import has_fixed_norms
+from ..engine.state import Kernel, Signal
+from ..engine.trace import Point
 from ..errors import DomainError
-from ..embedded import _rows as table_rows
-from ..embedded import joint_kernel
-from ..images import cut_patches, image_kernel
-from ..logits import logit_law
-from ..readout import Readout
-from ..realised import has_fixed_norms
-from ..state import Kernel, Signal
-from ..patches import PatchEmbedding
-from ..trace import Point
+from ..model.patches import PatchEmbedding
+from ..transfer.architecture import declare, declare_embedding
+from ..transfer.attention.by_token import mean_spread, self_attention
+from ..transfer.attention.logits import logit_law
+from ..transfer.embedding import joint_kernel, table_rows
+from ..transfer.head.readout import Readout
+from ..transfer.images import cut_patches, image_kernel
 from .attention import Rows, Three
 from .change import Array
 
 if TYPE_CHECKING:
-    from ..prediction import Prediction
+    from ..prediction.result import Prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,12 +129,14 @@ class Table:
         rows: (T,) the row of each token; negative: none.
         amplitude: multiplies what is looked up.
         variance: of the entries.
+        count: rows of the table.
     """
 
     name: str
     rows: Any
     amplitude: float
     variance: float
+    count: int
 
     @functools.cached_property
     def same(self) -> Array:
@@ -299,18 +300,18 @@ def _targets(model: Any, read: Any, sequences: int) -> Any:
         found = np.full(ids.shape, -1)
         found[:, :-1] = ids[:, 1:]
         return found.reshape(-1)
-    found = np.asarray(given).reshape(-1)
-    return np.where(found < 0, -1, found)
+    chosen = np.asarray(given).reshape(-1)
+    return np.where(chosen < 0, -1, chosen)
 
 
 def _of_text(embedding: Any, rows: Any) -> tuple[Table, ...]:
-    ids, where, segments = rows
+    (ids, where, segments), words = rows, int(embedding.vocab_size)
     variances = {
-        "position": (where, embedding.position_variance),
-        "segment": (segments, embedding.segment_variance),
+        "position": (where, float(embedding.position_variance), int(where.max()) + 1),
+        "segment": (segments, float(embedding.segment_variance), 2),
     }
-    tables = [Table("token", ids, float(embedding.scale), float(embedding.token_variance))]
-    tables += [Table(name, at, 1.0, float(v)) for name, (at, v) in variances.items() if v > 0]
+    tables = [Table("token", ids, float(embedding.scale), float(embedding.token_variance), words)]
+    tables += [Table(name, at, 1.0, v, n) for name, (at, v, n) in variances.items() if v > 0]
     return tuple(tables)
 
 
@@ -324,9 +325,11 @@ def _of_images(embedding: Any, pixels: Any) -> tuple[tuple[Table, ...], Array]:
     first = (where == 0) & bool(embedding.class_token)
     if embedding.class_token:
         rows = np.where(first, 0, -1)
-        tables.append(Table("class", rows, 1.0, float(embedding.class_variance)))
+        tables.append(Table("class", rows, 1.0, float(embedding.class_variance), 1))
     if embedding.position_variance > 0:
-        tables.append(Table("position", where, 1.0, float(embedding.position_variance)))
+        tables.append(
+            Table("position", where, 1.0, float(embedding.position_variance), embedding.seq_len)
+        )
     if embedding.bias_variance is not None:
-        tables.append(Table("patch.bias", np.where(first, -1, 0), 1.0, embedding.bias_variance))
+        tables.append(Table("patch.bias", np.where(first, -1, 0), 1.0, embedding.bias_variance, 1))
     return tuple(tables), np.asarray(cut.reshape(len(where), -1), float)

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..composition import Chain, Component, Layer, Parallel, Residual
+from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
-from ..gated import GatedLinear
-from ..head_parts import Pool
-from ..normalization import FiniteNormalization
-from ..parts import Activation, Dropout, Linear, Scale
-from ..attention import SelfAttention
-from .attention import Rows
+from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.elementary import Activation, Dropout, Linear, Scale
+from ..transfer.gated import GatedLinear
+from ..transfer.head.components import Pool
+from ..transfer.normalization import FiniteNormalization
+from .attention import Rows, Three
 from .change import Array, Change, summed
 from .elementwise import activated, gated
 from .rules import Effect, Optimizer, Spectrum, effect, vector_effect
@@ -99,13 +99,13 @@ class Walk:
             return change, entering
         if isinstance(component, Layer):
             change, _ = self.through(component.body, change, entering, points)
-            return self._noted(change, next(points))
+            return self.noted(change, next(points))
         if isinstance(component, Residual):
             branch, _ = self.through(component.branch, change, entering, points)
             leaving = next(points)
             scales = float(component.skip_scale) ** 2, float(component.branch_scale) ** 2
             found = summed(change, branch, scales, leaving.gradient, self.tied)
-            return self._noted(found, leaving)
+            return self.noted(found, leaving)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
         step = _STEPS.get(type(component)) or next(
@@ -114,7 +114,7 @@ class Walk:
         if step is None:
             raise uncovered(component)
         leaving = next(points)
-        return self._noted(step(self, component, change, entering, leaving), leaving)
+        return self.noted(step(self, component, change, entering, leaving), leaving)
 
     def _parallel(
         self, node: Parallel, change: Change, entering: Site, points: Iterator[Site]
@@ -127,30 +127,30 @@ class Walk:
             leaving = last
         return found, leaving
 
-    def _noted(self, change: Change, at: Site) -> tuple[Change, Site]:
-        self.sites.append(
-            SiteStep(at.layer, at.name, at.kernel, change, at.gradient, at.width)
-        )
+    def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
+        self.sites.append(SiteStep(at.layer, at.name, at.kernel, change, at.gradient, at.width))
         return change, at
 
     # --- parameters ----------------------------------------------------------------------------
 
-    def _entry(
-        self, layer: int, name: str, rate: float, found: Effect, variance: float, n: float
-    ) -> None:
-        share = self.optimizer.factor(name) if self.rate == 0.0 else rate / self.rate
+    def entry(
+        self, layer: int, name: str, factor: float, found: Effect, variance: float, n: float
+    ) -> float:
+        """Note a parameter's step; its learning rate."""
+        rate = self.rate * factor
         self.weights.append(
             WeightStep(
                 layer,
                 name,
                 rate,
-                share * found.slope,
+                factor * found.slope,
                 rate * rate * found.square,
                 variance,
                 n,
                 found.aligned,
             )
         )
+        return rate
 
     def _spectrum(self, index: int, name: str, kernel: Array, gradient: Array) -> Spectrum:
         key = index, name
@@ -203,8 +203,8 @@ class Walk:
             entering.excess(),
             self.optimizer.epsilon,
         )
-        rate = self.rate * self.optimizer.factor(name, n, m)
-        self._entry(layer, name, rate, found, variance, n)
+        factor = self.optimizer.factor(name, n, m)
+        rate = self.entry(layer, name, factor, found, variance, n)
         own = Change(rate * found.coherent, 0 * kernel, rate * rate * found.total)
         return carried.plus(own, gradient)
 
@@ -212,8 +212,7 @@ class Walk:
         """With a bias's step."""
         rule = self.optimizer.rule_of(name)
         found = vector_effect(gradient, rule, m, self.optimizer.epsilon)
-        rate = self.rate * self.optimizer.factor(name)
-        self._entry(layer, name, rate, found, np.nan, 1.0)
+        rate = self.entry(layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         own = Change(rate * found.coherent, 0 * gradient, rate * rate * found.total)
         return change.plus(own, gradient)
 
@@ -228,9 +227,7 @@ class Walk:
         )
         if not leaf.has_bias:
             return found
-        return self.bias(
-            f"{leaf.weight}.bias", found, leaving.gradient, shape[1], leaving.layer
-        )
+        return self.bias(f"{leaf.weight}.bias", found, leaving.gradient, shape[1], leaving.layer)
 
     def attention(
         self, leaf: SelfAttention, change: Change, entering: Site, leaving: Site
@@ -245,15 +242,12 @@ class Walk:
             ("query", "key", "value"), (width, shared, shared), rows.gradients, strict=True
         ):
             variance = max(float(getattr(leaf, name)), 1e-60)
-            found = self.matrix(
-                name, change, entering, gradient, leaving.layer, (d, m), variance
-            )
-            if leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias):
-                # a bias common to all keys cancels in the softmax
-                if name != "key":
-                    found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
+            found = self.matrix(name, change, entering, gradient, leaving.layer, (d, m), variance)
+            there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
+            if there and name != "key":  # a bias common to all keys cancels in the softmax
+                found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
             moved.append(found.times(1 / (d * variance)))
-        found = rows.carried(*moved, leaving.gradient)
+        found = rows.carried(Three(*moved), leaving.gradient)
         if leaf.drop_prob:
             found = _masked(found, rows.weights, moved[2], rows.gain, float(leaf.drop_prob))
         return found
@@ -276,9 +270,7 @@ class Walk:
             moved.append(found)
         return unit.carried(moved[0], moved[1], leaving.gradient)
 
-    def activation(
-        self, leaf: Activation, change: Change, entering: Site, leaving: Site
-    ) -> Change:
+    def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
         return activated(leaf.laws, leaf.parameters, change, entering.kernel)
 
     def norm(
@@ -299,7 +291,9 @@ class Walk:
         fix = np.where(there, leaving.kernel / np.where(there, plain, 1.0), float(leaf.gain) ** 2)
         square = float(leaf.gain) ** 2
         fix = np.clip(fix, 0.8 * square, 1.25 * square) / np.outer(s, s)
-        found = Change(found.coherent * square / np.outer(s, s), fix * found.overlap, fix * found.total)
+        found = Change(
+            found.coherent * square / np.outer(s, s), fix * found.overlap, fix * found.total
+        )
         if not leaf.affine:
             return found
         return self._affine(leaf, found, leaving)
@@ -322,14 +316,11 @@ class Walk:
             leaving.width,
             epsilon=self.optimizer.epsilon,
         )
-        rate = self.rate * self.optimizer.factor(name)
-        self._entry(leaving.layer, name, rate, found, np.nan, 1.0)
+        rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         own = Change(rate * found.coherent, 0 * normal, rate * rate * found.total)
         change = change.plus(own, gradient)
         if leaf.bias:
-            change = self.bias(
-                f"{leaf.label}.bias", change, gradient, leaving.width, leaving.layer
-            )
+            change = self.bias(f"{leaf.label}.bias", change, gradient, leaving.width, leaving.layer)
         return change
 
     def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
@@ -362,9 +353,7 @@ def uncovered(component: Any) -> DomainError:
     kind = type(component).__name__
     label = getattr(component, "label", "")
     known = ", ".join(sorted(one.__name__ for one in _STEPS))
-    return DomainError(
-        f"the first step does not cover {kind} ({label}): it knows {known}, chains and residual sums"
-    )
+    return DomainError(f"the first step does not cover {kind} ({label}): only {known}")
 
 
 _STEPS: dict[type, Callable[..., Change]] = {

@@ -1,0 +1,351 @@
+"""What travels through a network: the moments of a signal and of its gradient.
+
+A `Kernel` holds one number per token and one per pair of tokens, in one of three resolutions:
+
+exchangeable     all tokens alike: `diagonal` and `pairs` have shape (...,)
+by class         P classes of positions (`classes`): shapes (..., P) and (..., P, P), `pairs` having
+                 two different tokens of one class on its diagonal
+token-resolved   `diagonal` has shape (..., L), `pairs` (..., L, L) with `diagonal` on its diagonal
+
+Leading axes are configurations. Without any, exchangeable entries are plain floats, which keeps a
+deep scalar prediction free of array overhead. All three classes are values: nothing changes one
+after it is made (they are not declared frozen, which would double the time to make them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..formulas.algebra import FLOAT, NUMPY
+from .classes import PositionClasses
+
+Array = Any  # float or numpy array; see the module docstring
+
+
+def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
+    """A share or a correlation; 0 where there is nothing to share."""
+    if type(denominator) is float or np.ndim(denominator) == 0:
+        return numerator / denominator if denominator else 0.0 * numerator
+    found = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
+    return np.divide(numerator, denominator, out=found, where=denominator != 0)
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """Second moments: per token, and per ordered pair of different tokens.
+
+    `resolved` is False for tokens alike, True by token, and the classes where there are some.
+    """
+
+    diagonal: Array
+    pairs: Array
+    resolved: bool | PositionClasses = False
+
+    @property
+    def classes(self) -> PositionClasses | None:
+        """Of positions; None for tokens alike and by token."""
+        return self.resolved if isinstance(self.resolved, PositionClasses) else None
+
+    @classmethod
+    def of_matrix(cls, matrix: Array) -> Kernel:
+        """Token-resolved kernel of a (..., L, L) matrix."""
+        return cls(np.diagonal(matrix, axis1=-2, axis2=-1), matrix, True)
+
+    def with_diagonal(self, diagonal: Array) -> Kernel:
+        """The same pairs with another diagonal."""
+        if self.resolved is not True:
+            return Kernel(diagonal, self.pairs, self.resolved)
+        matrix = np.array(
+            np.broadcast_to(self.pairs, (*np.shape(diagonal), np.shape(diagonal)[-1]))
+        )
+        index = np.arange(matrix.shape[-1])
+        matrix[..., index, index] = diagonal
+        return Kernel(diagonal, matrix, True)
+
+    @classmethod
+    def joined(cls, diagonal: Array, pairs: Array, resolved: bool | PositionClasses) -> Kernel:
+        """A kernel of one law's diagonal and another's pairs."""
+        kernel = cls(diagonal, pairs, resolved)
+        return kernel.with_diagonal(diagonal) if resolved is True else kernel
+
+    def lift(self, value: Array) -> tuple[Array, Array]:
+        """A per-configuration number, shaped to meet `diagonal` and to meet `pairs`."""
+        if not self.resolved or np.ndim(value) == 0:
+            return value, value
+        return value[..., None], value[..., None, None]
+
+    def scaled(self, factor: Array) -> Kernel:
+        """Every entry times a per-configuration factor."""
+        if type(factor) is float and factor == 1.0:
+            return self
+        if not self.resolved:
+            return Kernel(self.diagonal * factor, self.pairs * factor)
+        one, two = self.lift(factor)
+        return Kernel(self.diagonal * one, self.pairs * two, self.resolved)
+
+    def with_ones(self) -> Kernel:
+        """Ones in the same shape."""
+        if not self.resolved:
+            return Kernel(0.0 * self.diagonal + 1.0, 0.0 * self.pairs + 1.0)
+        return Kernel.of_matrix(np.ones_like(self.pairs))
+
+    def weighted(self, diagonal: Array, pairs: Array) -> Kernel:
+        """The diagonal and the pairs, each times a factor of its own."""
+        return Kernel.joined(self.diagonal * diagonal, self.pairs * pairs, self.resolved)
+
+    def mixed(self, share: Array, other: Kernel, other_share: Array) -> Kernel:
+        """share * self + other_share * other, in one step."""
+        if self.resolved:
+            return self.scaled(share) + other.scaled(other_share)
+        return Kernel(
+            self.diagonal * share + other.diagonal * other_share,
+            self.pairs * share + other.pairs * other_share,
+        )
+
+    def without_common(self) -> Kernel:
+        """Every entry less the mean over pairs of different tokens."""
+        one, two = self.lift(self.mean_pairs())
+        return Kernel(self.diagonal - one, self.pairs - two, self.resolved)
+
+    def __add__(self, other: Kernel) -> Kernel:
+        return Kernel(self.diagonal + other.diagonal, self.pairs + other.pairs, self.resolved)
+
+    def __sub__(self, other: Kernel) -> Kernel:
+        return Kernel(self.diagonal - other.diagonal, self.pairs - other.pairs, self.resolved)
+
+    def __mul__(self, other: Kernel) -> Kernel:
+        return Kernel(self.diagonal * other.diagonal, self.pairs * other.pairs, self.resolved)
+
+    def at_pairs(self, factor: Array) -> Kernel:
+        """Every entry times a factor per pair, a token's own being that of it with itself."""
+        if self.classes is not None:
+            own = np.diagonal(factor, axis1=-2, axis2=-1)
+            return Kernel(self.diagonal * own, self.pairs * factor, self.resolved)
+        if not self.resolved:
+            return Kernel(self.diagonal * factor, self.pairs * factor)
+        return Kernel.of_matrix(self.pairs * factor)
+
+    def transposed(self) -> Kernel:
+        """The second token first."""
+        if not self.resolved:
+            return self
+        return Kernel(self.diagonal, np.swapaxes(self.pairs, -1, -2), self.resolved)
+
+    def over_tokens(self, value: Array) -> tuple[Array, Array]:
+        """A per-token number at the first and at the second token of every pair."""
+        if not self.resolved:
+            return value, value
+        return value[..., :, None], value[..., None, :]
+
+    def mean_diagonal(self, real: Array = None) -> Array:
+        """Average over tokens; over those that are `real`, (..., L), where that is given."""
+        if not self.resolved:
+            return self.diagonal
+        if real is None:
+            return self.average(self.diagonal)
+        return (self.diagonal * real).sum(-1) / np.sum(real, axis=-1)
+
+    def average(self, values: Array) -> Array:
+        """Average over tokens of a number for each; a number for all stays."""
+        if not self.resolved or np.ndim(values) < np.ndim(self.diagonal):
+            return values
+        return np.mean(values, axis=-1) if self.classes is None else self.classes.mean(values)
+
+    def mean_share(self, part: Array) -> Array:
+        """A part of the diagonal over the whole, both averaged over tokens."""
+        if not self.resolved:
+            return ratio_or_zero(part, self.diagonal)
+        return ratio_or_zero(self.average(part), self.average(self.diagonal))
+
+    def mean_pairs(self, real: Array = None) -> Array:
+        """Average over ordered pairs of different tokens, both of them `real`; 0 without any."""
+        if not self.resolved:
+            return self.pairs
+        if self.classes is not None:
+            length = self.classes.length
+            return self._over_pairs() / max(length * (length - 1), 1)
+        if real is None:
+            length = self.pairs.shape[-1]
+            total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
+            return total / max(length * (length - 1), 1)
+        total = np.einsum("...ij,...i,...j->...", self.pairs, real, real)
+        count = np.sum(real, axis=-1)
+        return (total - (self.diagonal * real).sum(-1)) / np.maximum(count * (count - 1), 1)
+
+    def total(self, seq_len: int) -> Array:
+        """Sum over all tokens and ordered pairs."""
+        if self.classes is not None:
+            return (self.diagonal * self.classes.count).sum(-1) + self._over_pairs()
+        if self.resolved:
+            return self.pairs.sum((-2, -1))
+        return seq_len * (self.diagonal + (seq_len - 1) * self.pairs)
+
+    def _over_pairs(self) -> Array:
+        assert self.classes is not None
+        return (self.pairs * self.classes.pair_count).sum((-2, -1))
+
+
+class Realised(NamedTuple):
+    """How overlaps o_ij = x_i.x_j/width vary over draws about their means (`realised`).
+
+    Attributes:
+        overlaps: Y, with Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2 where y has the entries
+            sqrt(Y) and the kernel's signs: 2 C o C/width for Gaussian features. What a
+            normalisation does to norms is left out.
+        norms: covariance of squared norms before a normalisation fixed them; None: `spread`.
+        shared: covariances of overlaps and of squared norms with those that the first token of a
+            pair had where the branch begins, over its squared norm there; None: it begins here.
+    """
+
+    overlaps: Kernel
+    norms: Kernel | None = None
+    shared: tuple[Kernel, Kernel] | None = None
+
+    def scaled(self, factor: Array) -> Realised:
+        """Of a tensor whose squares are `factor` times these, in the middle of a branch."""
+        square, shared = factor * factor, self.shared
+        norms = None if self.norms is None else self.norms.scaled(square)
+        if shared is not None:
+            shared = shared[0].scaled(factor), shared[1].scaled(factor)
+        return Realised(self.overlaps.scaled(square), norms, shared)
+
+
+@dataclass(slots=True, eq=False)
+class Signal:
+    """Moments of a tensor of shape (tokens, features), features alike.
+
+    Attributes:
+        kernel: variances and token covariances about the ensemble mean.
+        seq_len: tokens per sequence.
+        mean: ensemble mean, per token where resolved.
+        width: number of features.
+        hidden_covariance: covariance between two features of one token (published theory).
+        spread: covariance over weight draws of the squared norms |x_i|^2/width and |x_j|^2/width
+            (refined theory); None where not tracked.
+        realised: how overlaps vary besides (refined theory); None where not tracked.
+        centred: part of `kernel` whose features already average to zero within every token.
+        kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
+        facts: what the component that made this signal can tell besides its moments.
+        notes: what made the numbers here less certain, for the component that produced them.
+    """
+
+    kernel: Kernel
+    seq_len: int
+    mean: Array = 0.0
+    width: Array = 1.0
+    hidden_covariance: Array = 0.0
+    spread: Kernel | None = None
+    realised: Realised | None = None
+    centred: Kernel | None = None
+    kurtosis: Array = 3.0
+    facts: Mapping[str, Array] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def algebra(self) -> Any:
+        """Number system of the entries: plain floats where there are no axes at all."""
+        return FLOAT if type(self.kernel.diagonal) is float else NUMPY
+
+    @property
+    def resolved(self) -> bool | PositionClasses:
+        return self.kernel.resolved
+
+    def correlation(self) -> Array:
+        """Correlation of every pair, kept inside [-1, 1] against rounding; 0 without variance."""
+        kernel = self.kernel
+        if type(kernel.diagonal) is float:
+            return min(1.0, max(-1.0, ratio_or_zero(kernel.pairs, kernel.diagonal)))
+        first, second = kernel.over_tokens(kernel.diagonal)
+        scale = np.sqrt(first * second) if kernel.resolved else first
+        return np.clip(ratio_or_zero(kernel.pairs, scale), -1.0, 1.0)
+
+    def cosine_square(self) -> Array:
+        """Squared cosine between the vectors of every pair of tokens, means included."""
+        tokens = self.second_moment()
+        first, second = tokens.over_tokens(tokens.diagonal)
+        return ratio_or_zero(tokens.pairs * tokens.pairs, first * second)
+
+    def second_moment(self) -> Kernel:
+        """E x_i x_j: the kernel about zero instead of about the mean."""
+        kernel, mean = self.kernel, self.mean
+        if type(mean) is float and mean == 0.0:
+            return kernel
+        first, second = kernel.over_tokens(mean) if np.ndim(mean) else (mean, mean)
+        return Kernel(kernel.diagonal + mean * mean, kernel.pairs + first * second, kernel.resolved)
+
+    def replace(self, **changes: Any) -> Signal:
+        return replace(self, **changes)
+
+
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """Moments of dLoss/dx at one point; the mean is zero.
+
+    Attributes:
+        kernel: variances and token covariances.
+        seq_len: tokens per sequence.
+        radial: variance of the gradient's component along the signal at its point, over that of
+            any other component: 0.0 where everything downstream ignores the signal's scale, 1 where
+            nothing is known. A number for all tokens or one for each.
+        centred_share: share of the variance whose features already average to zero.
+        norm_response: by how much, relatively, a token's variance falls per relative rise of the
+            signal's squared norm there, for all tokens or each: 1 behind a normalisation, which
+            divides by that norm.
+        persistence: relative growth of what a branch returns, to tokens that it treats alone and
+            to those that it mixes, left to its parts to add (`directions.persistence`).
+        grouped: of every normalisation in groups of features that variance came through, its share
+            of the variance, and the share of what it normalised that the signal here is.
+    """
+
+    kernel: Kernel
+    seq_len: int
+    radial: Array = 1.0
+    centred_share: Array = 0.0
+    norm_response: Array = 0.0
+    persistence: tuple[Kernel, Array] | None = None
+    grouped: tuple[tuple[Array, Array], ...] = ()
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether the gradient has no component along the signal at all."""
+        return type(self.radial) is float and self.radial == 0.0
+
+    @property
+    def resolved(self) -> bool | PositionClasses:
+        return self.kernel.resolved
+
+    def with_kernel(self, kernel: Kernel) -> Gradient:
+        """A generic gradient with these moments: nothing known about its directions."""
+        return Gradient(kernel, self.seq_len)
+
+    def along(self, kernel: Kernel) -> Gradient:
+        """The gradient behind a map that keeps x.g and the tokens' norms."""
+        return Gradient(kernel, self.seq_len, self.radial, norm_response=self.norm_response)
+
+    def averaged(self) -> Gradient:
+        """The same with one number for all tokens, weighted by their variances."""
+        if not self.resolved:
+            return self
+        return replace(
+            self, radial=self._average(self.radial), norm_response=self._average(self.norm_response)
+        )
+
+    def _average(self, value: Array) -> Array:
+        kernel = self.kernel
+        if np.ndim(value) == 0 or np.ndim(value) < np.ndim(kernel.diagonal):
+            return value
+        sizes = kernel.diagonal
+        return ratio_or_zero(kernel.average(value * sizes), kernel.average(sizes))
+
+    def at_part(self, kernel: Kernel, share: Array) -> Gradient:
+        """The gradient as seen by one addend, `share` of the variance of the sum of independents.
+
+        Of what it lacks along x = a + b, share lies along a: E (a.g)^2 = |a|^2 |g|^2/d times
+        1 - share (1 - radial). And the norm of a moves that of x by its share.
+        """
+        radial = 1.0 - share * (1.0 - self.radial)
+        return Gradient(kernel, self.seq_len, radial, norm_response=share * self.norm_response)

@@ -1,0 +1,242 @@
+"""Whole stacks in Kedia et al.'s simplified theory: growth, fixed points, bounds.
+
+Blocks are Table 2's: at a normalised input of token correlation r attention adds C_1 r to the
+variance and the feed-forward block C_2; their gradients multiply by C_1 r_g and C_2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .law import ComponentLaws, Law, derived
+from .references import kedia
+from .symbols import Interval
+
+_TABLE_TWO = "Table 2's blocks: long sequences, correlated tokens"
+
+
+def _layer_variance(m: Any, attention_gain: Any, ffn_gain: Any, correlation: Any) -> Any:
+    return attention_gain * correlation + ffn_gain
+
+
+def _exponent(
+    m: Any, attention_gain: Any, ffn_gain: Any, x_correlation: Any, grad_correlation: Any
+) -> Any:
+    return _layer_variance(m, attention_gain, ffn_gain, grad_correlation) / _layer_variance(
+        m, attention_gain, ffn_gain, x_correlation
+    )
+
+
+def _stable_correlation(m: Any, attention_gain: Any, ffn_gain: Any, drop_prob: Any) -> Any:
+    """Smaller root of a r^2 - b r + c = 0: the weighted mean of the blocks' correlations."""
+    kept = 1 - drop_prob
+    a = ffn_gain * kept * (m.ratio(1, 2) - 1 / m.pi)
+    b = attention_gain + ffn_gain - ffn_gain * kept / 2
+    c = kept * (attention_gain + ffn_gain / m.pi)
+    return 2 * c / (b + m.sqrt(b * b - 4 * a * c))
+
+
+def _stable_grad_correlation(
+    m: Any, attention_gain: Any, ffn_gain: Any, drop_prob: Any, x_correlation: Any
+) -> Any:
+    kept = 1 - drop_prob
+    slope = m.ratio(1, 2) + m.asin(x_correlation) / m.pi
+    return kept * attention_gain / (attention_gain + ffn_gain * (1 - kept * slope))
+
+
+_POSITIVE_CORRELATION = {"x_correlation": Interval(0.0, 1.0)}
+
+PRE_LN_CHAIN = ComponentLaws(
+    "pre_ln_chain",
+    "Pre-LN stack of Table 2's blocks",
+    {
+        "variance_growth": Law(
+            lambda m, attention_gain, ffn_gain, x_correlation: _layer_variance(
+                m, attention_gain, ffn_gain, x_correlation
+            ),
+            kedia("E.1.1: what one layer adds to the variance"),
+            "asymptotic",
+            note=_TABLE_TWO,
+        ),
+        "grad_exponent": Law(
+            _exponent,
+            kedia("E.1.2: C_g; the gradient falls as (N/n)^C_g"),
+            "asymptotic",
+            note=_TABLE_TWO,
+        ),
+        "grad_exponent_lower": Law(
+            lambda m, attention_gain, ffn_gain: ffn_gain / (attention_gain + ffn_gain),
+            kedia("E.1.2: C_g at r = 1, r_g = 0"),
+        ),
+        "grad_exponent_upper": Law(
+            lambda m, attention_gain, ffn_gain: (attention_gain + ffn_gain) / ffn_gain,
+            kedia("E.1.2: C_g at r = 0, r_g = 1"),
+            limits={"ffn_gain": Interval(0.0, open_lower=True)},
+            note="the displayed recursion prints the lower exponent on both sides",
+        ),
+        "correlation": Law(
+            _stable_correlation,
+            kedia("F, solved: its equation is quadratic in r"),
+            "fitted",
+            note="Table 2's polynomial; attention weighed by C_1, as at r = 1",
+        ),
+        "grad_correlation": Law(
+            _stable_grad_correlation,
+            kedia("F, solved: its equation is linear in r_g"),
+            "asymptotic",
+            note="attention weighed by C_1, as at r_g = 1",
+            limits=_POSITIVE_CORRELATION,
+        ),
+        "correlation_rate": Law(
+            lambda m, attention_gain, ffn_gain: attention_gain / (attention_gain + ffn_gain),
+            derived(
+                "without dropout: 1 - r falls as layer^-rate, since blocks' mixed correlation has "
+                "slope C_2/(C_1 + C_2) at 1"
+            ),
+            "asymptotic",
+            note="many layers",
+        ),
+    },
+)
+
+POST_LN_CHAIN = ComponentLaws(
+    "post_ln_chain",
+    "Post-LN stack of Table 2's blocks",
+    {
+        "grad_growth": Law(
+            lambda m, attention_gain, x_correlation, grad_correlation: (
+                (1 + attention_gain * grad_correlation) / (1 + attention_gain * x_correlation)
+            ),
+            kedia("E.2.2: C_5, the factor of one layer on the gradient"),
+            "asymptotic",
+            note=_TABLE_TWO + "; r leaves the layer below, r_g meets the attention",
+        ),
+        "correlation_rate": Law(
+            lambda m, attention_gain: 1 / (1 + attention_gain),
+            derived(
+                "without dropout, slope of one layer's map at r = 1: attention returns tokens "
+                "alike, and the feed-forward block's slope there is 1"
+            ),
+            "asymptotic",
+            note=_TABLE_TWO,
+        ),
+    },
+)
+
+
+def _dslm_growth(m: Any, skip_square: Any, branch_square: Any, gradient_ratio: Any) -> Any:
+    return skip_square + branch_square * gradient_ratio
+
+
+DSLM_CHAIN = ComponentLaws(
+    "dslm_chain",
+    "Stack of DeepScaleLM layers, lambda^2 + beta^2 = 1 and beta^2 = k/N^alpha",
+    {
+        "branch_square": Law(
+            lambda m, branch_constant, branch_exponent, layers: (
+                branch_constant / layers**branch_exponent
+            ),
+            kedia("3.5 and 4.6"),
+        ),
+        "sensitivity": Law(
+            lambda m, layers, branch_square: layers * branch_square,
+            kedia("4.6, after Davis et al. 2021: N sigma_block^2 / sigma_skip^2"),
+            note="the section prints the ratio of the variances upside down",
+        ),
+        "grad_growth": Law(
+            _dslm_growth,
+            kedia("E.3.2 and E.4.2: the factor of one layer on the gradient"),
+            "asymptotic",
+            note=_TABLE_TWO,
+        ),
+        "grad_bound": Law(
+            lambda m, branch_constant, gradient_ratio: m.exp(
+                branch_constant * (gradient_ratio - 1)
+            ),
+            kedia("E.3.2, with beta^2 = k/N where the section writes 1/N"),
+            "asymptotic",
+            note="many layers, alpha = 1",
+        ),
+        "simplified_variance_lower": Law(
+            lambda m, branch_constant: (1 + m.exp(-2 * branch_constant)) / 2,
+            kedia("E.5.1, equation 6, at k = 2"),
+            "asymptotic",
+            note="simplified initialisation, r = 0; many layers, alpha = 1, input variance 1",
+        ),
+        "simplified_variance_upper": Law(
+            lambda m, branch_constant: (3 + m.exp(-2 * branch_constant)) / 4,
+            kedia("E.5.1, equation 6, at k = 2"),
+            "asymptotic",
+            note="simplified initialisation, r = 1; many layers, alpha = 1, input variance 1",
+        ),
+        "simplified_grad_lower": Law(
+            lambda m, branch_constant: m.exp(-2 * branch_constant),
+            kedia("E.5.2: through the skip connections alone"),
+            "asymptotic",
+            note="many layers, alpha = 1",
+        ),
+        "simplified_grad_upper": Law(
+            lambda m, branch_constant, gradient_ratio: m.exp(branch_constant * gradient_ratio),
+            kedia("E.5.2, from its premise that the variance stays above 1/2"),
+            "asymptotic",
+            note="many layers, alpha = 1; the section prints 2 C_6 + 2 for 2 C_6 at k = 2",
+        ),
+        "simplified_post_grad_growth": Law(
+            lambda m, branch_square, x_correlation, grad_correlation: (
+                1 + branch_square / 2 * (grad_correlation - x_correlation)
+            ),
+            kedia("E.6.2, equation 7"),
+            "asymptotic",
+            note="small beta^2",
+        ),
+        "fall": Law(
+            lambda m, branch_constant, branch_exponent, layers: m.exp(
+                -2 * branch_constant * layers ** (1 - branch_exponent)
+            ),
+            kedia("Appendix G: (1 - beta^2)^(2 N), what skip connections alone keep"),
+            "asymptotic",
+            note="small beta^2; the appendix prints a growing exponential",
+        ),
+    },
+)
+
+
+def _mixed(m: Any, skip: Any, variance: Any, branch: Any, added: Any, correlation: Any) -> Any:
+    """Variance of lambda x + beta b where x and b correlate."""
+    return (
+        skip * variance
+        + branch * added
+        + 2 * correlation * m.sqrt(skip * branch * variance * added)
+    )
+
+
+# Training correlates blocks with the stream; at initialisation both correlations are 0.
+CORRELATED_RESIDUAL = ComponentLaws(
+    "correlated_residual",
+    "Residual addition whose branch correlates with the stream",
+    {
+        "variance": Law(
+            lambda m, skip_square, branch_square, x_variance, branch_variance, branch_correlation: (
+                _mixed(
+                    m, skip_square, x_variance, branch_square, branch_variance, branch_correlation
+                )
+            ),
+            derived("variance of a sum"),
+            note="Sun et al. (21) leave out the 2; Kedia et al. 3.5 and E.5.1 state it in words",
+        ),
+        "grad_variance": Law(
+            lambda m, skip_square, branch_square, grad_variance, grad_branch_variance, grad_branch_correlation: (  # noqa: E501
+                _mixed(
+                    m,
+                    skip_square,
+                    grad_variance,
+                    branch_square,
+                    grad_branch_variance,
+                    grad_branch_correlation,
+                )
+            ),
+            derived("variance of a sum"),
+            note="Kedia et al. E.6.2 state it in words",
+        ),
+    },
+)

@@ -1,0 +1,262 @@
+"""A law: one formula with its source, its domain and its status.
+
+A formula is typed once, as a function of a number system and of named symbols; numpy values,
+mpmath references, the sympy expression and LaTeX all come from that one text.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..errors import DomainError, MomentsError, domain_error
+from .algebra import NUMPY, mpmath_namespace, sympy_namespace
+from .symbols import SYMBOLS, Interval
+
+if TYPE_CHECKING:
+    import mpmath
+    import sympy
+
+Status = Literal["exact", "asymptotic", "fitted"]
+Theory = Literal["refined", "published", "simplified"]
+THEORIES: tuple[Theory, ...] = ("refined", "published", "simplified")
+
+QUANTITIES = {
+    "mean": "mean of the output",
+    "variance": "variance of the output",
+    "covariance": "covariance of the output between two tokens, same feature",
+    "hidden_covariance": "covariance of the output between two features, same token",
+    "grad_variance": "variance of the gradient at the input",
+    "grad_covariance": "covariance of the gradient at the input between two tokens",
+    "grad_factor": "variance of the gradient at the other factor of a product",
+    "grad_factor_covariance": "covariance of that gradient between two tokens",
+    "grad_value": "variance of the gradient through the values",
+    "grad_query": "variance of the gradient through the queries",
+    "grad_key": "variance of the gradient through the keys",
+    "grad_cross": "twice the covariance of the gradients through values and keys",
+    "grad_value_covariance": "token covariance of the gradient through the values",
+    "grad_query_covariance": "token covariance of the gradient through the queries",
+    "value_gradient": "squared gradient norm of the value weights",
+    "query_gradient": "squared gradient norm of the query weights",
+    "inverse_temperature_square": "square of the factor on the logits that makes both equal",
+    "kurtosis": "fourth moment of the output over its squared second moment",
+    "alignment": "mean product of the squares of output and slope over the product of their means",
+    "pattern_correlation": "correlation between tokens that a table's look-ups imply",
+}
+
+# What a caller may leave out: the other token is like the first, one dropout serves everywhere.
+_DEFAULTS = {
+    "x_other_variance": "x_variance",
+    "x_other_mean": "x_mean",
+    "attention_drop_prob": "drop_prob",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a formula comes from: a paper and a place in it, or our derivation and its proof."""
+
+    reference: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.reference}, {self.place}" if self.place else self.reference
+
+
+def derived(place: str) -> Source:
+    """Source of a formula derived for this package; `place` names the argument or the proof."""
+    return Source("derived here", place)
+
+
+@dataclass(frozen=True)
+class Law:
+    """One formula.
+
+    Attributes:
+        formula: function of a number system and of symbols named in `symbols.SYMBOLS`.
+        source: the paper's equation or table, or our derivation.
+        status: "exact" under Gaussian inputs, "asymptotic" in the quantity `note` names, "fitted".
+        limits: domains narrower than the symbols' own, by symbol name.
+        note: what is left out, or what the source prints differently.
+    """
+
+    formula: Callable[..., Any]
+    source: Source
+    status: Status = "exact"
+    limits: Mapping[str, Interval] = field(default_factory=dict)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, Source):
+            raise MomentsError("a law needs a Source: a paper and a place, or derived(...)")
+        if self.status not in ("exact", "asymptotic", "fitted"):
+            raise domain_error("status", self.status, "'exact', 'asymptotic' or 'fitted'")
+        unknown = [name for name in (*self.arguments, *self.limits) if name not in SYMBOLS]
+        if unknown:
+            raise domain_error("symbol", unknown[0], "declared in moments.formulas.symbols")
+
+    @functools.cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the symbols the formula contains, in its own order."""
+        return tuple(inspect.signature(self.formula).parameters)[1:]
+
+    @functools.cached_property
+    def pick(self) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+        """Takes the formula's arguments, in order, out of a mapping by name."""
+        names = self.arguments
+        if len(names) > 1:
+            return operator.itemgetter(*names)
+        return lambda values: [values[name] for name in names]
+
+    @functools.cached_property
+    def domain(self) -> dict[str, Interval]:
+        """Interval in which each symbol may lie."""
+        return {name: self.limits.get(name, SYMBOLS[name].domain) for name in self.arguments}
+
+    # --- numbers -------------------------------------------------------------------------------
+
+    def of(self, values: Mapping[str, Any]) -> Any:
+        """Evaluate on arrays taken by name from `values`, unchecked: the engine's fast path."""
+        return self.formula(NUMPY, *self.pick(values))
+
+    def __call__(self, **values: Any) -> Any:
+        """Evaluate with numpy, broadcasting over all arguments.
+
+        Any symbol of the vocabulary may be passed, so that one dictionary of moments serves every
+        law; those the formula does not contain are ignored. `x_other_variance` and `x_other_mean`
+        default to the first token's, means to 0; `x_covariance` may stand for `x_correlation`, and
+        `grad_covariance` is formed from `grad_variance` and `grad_correlation` where it is missing.
+
+        Raises:
+            DomainError: an unknown, missing or out-of-domain symbol, or a result that overflows.
+        """
+        complete = self._complete({k: np.asarray(v, dtype=float) for k, v in values.items()})
+        for name, interval in self.domain.items():
+            if not interval.contains(complete[name]):
+                raise domain_error(name, values.get(name, complete[name]), f"inside {interval}")
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            result = np.asarray(self.of(complete), dtype=float)
+        shape = np.broadcast_shapes(result.shape, *(np.shape(complete[a]) for a in self.arguments))
+        if not np.all(np.isfinite(result)):
+            raise DomainError("the formula overflows at these values; use smaller variances")
+        return np.broadcast_to(result, shape).copy()[()]
+
+    def evaluate(self, *, digits: int = 50, **values: Any) -> mpmath.mpf:
+        """Evaluate with mpmath to `digits` significant digits (scalars only)."""
+        import mpmath as mp
+
+        with mp.workdps(digits + 15):
+            complete = self._complete({k: mp.mpf(v) for k, v in values.items()})
+            for name, interval in self.domain.items():
+                if not interval.contains(float(complete[name])):
+                    raise domain_error(name, values.get(name), f"inside {interval}")
+            arguments = [complete[name] for name in self.arguments]
+            result = mp.mpf(self.formula(mpmath_namespace(), *arguments))
+        with mp.workdps(digits):
+            return +result
+
+    def _complete(self, values: dict[str, Any]) -> dict[str, Any]:
+        known = {*SYMBOLS, "x_covariance"}
+        for name in values:
+            if name not in known:
+                raise domain_error(
+                    "symbol", name, f"one of this law's: {', '.join(self.arguments) or 'none'}"
+                )
+        for name, twin in _DEFAULTS.items():
+            if name not in values and twin in values:
+                values[name] = values[twin]
+        for name in ("x_mean", "x_other_mean"):
+            values.setdefault(name, 0.0)
+        if "x_correlation" not in values and "x_covariance" in values and "x_variance" in values:
+            scale = (values["x_variance"] * values["x_other_variance"]) ** 0.5
+            values["x_correlation"] = values["x_covariance"] / scale
+        if "grad_covariance" not in values and {"grad_variance", "grad_correlation"} <= set(values):
+            values["grad_covariance"] = values["grad_variance"] * values["grad_correlation"]
+        missing = [name for name in self.arguments if name not in values]
+        if missing:
+            meaning = SYMBOLS[missing[0]].meaning
+            raise DomainError(f"{missing[0]} is missing: pass the {meaning}")
+        return values
+
+    # --- symbols -------------------------------------------------------------------------------
+
+    @property
+    def symbols(self) -> tuple[sympy.Symbol, ...]:
+        """The sympy symbols of the formula."""
+        return tuple(SYMBOLS[name].sympy for name in self.arguments)
+
+    @functools.cached_property
+    def expr(self) -> sympy.Expr:
+        """The formula as a sympy expression."""
+        import sympy
+
+        return sympy.sympify(self.formula(sympy_namespace(), *self.symbols))
+
+    def latex(self) -> str:
+        """The formula as LaTeX, in the field's notation."""
+        import sympy
+
+        names = {SYMBOLS[name].sympy: SYMBOLS[name].tex for name in self.arguments}
+        return str(sympy.latex(self.expr, symbol_names=names))
+
+    def _repr_latex_(self) -> str:
+        return f"$\\displaystyle {self.latex()}$"
+
+    def __repr__(self) -> str:
+        return f"Law({self.expr}, status={self.status!r}, source='{self.source}')"
+
+
+@dataclass(frozen=True, eq=False)
+class ComponentLaws:
+    """Every law of one component, in every theory.
+
+    `laws` hold in all theories unless one overrides them; "simplified" also inherits what
+    "published" overrides. A quantity mapped to None is one the theory does not state.
+    """
+
+    name: str
+    title: str
+    laws: Mapping[str, Law] = field(default_factory=dict)
+    refined: Mapping[str, Law | None] = field(default_factory=dict)
+    published: Mapping[str, Law | None] = field(default_factory=dict)
+    simplified: Mapping[str, Law | None] = field(default_factory=dict)
+    _merged: dict[str, dict[str, Law]] = field(default_factory=dict, init=False, repr=False)
+
+    def under(self, theory: Theory) -> dict[str, Law]:
+        """The laws that hold under one theory, by quantity."""
+        if theory in self._merged:
+            return self._merged[theory]
+        layers: dict[str, tuple[Mapping[str, Law | None], ...]] = {
+            "refined": (self.laws, self.refined),
+            "published": (self.laws, self.published),
+            "simplified": (self.laws, self.published, self.simplified),
+        }
+        if theory not in layers:
+            raise domain_error("theory", theory, f"one of {', '.join(THEORIES)}")
+        merged: dict[str, Law | None] = {}
+        for layer in layers[theory]:
+            merged.update(layer)
+        laws = {quantity: law for quantity, law in merged.items() if law is not None}
+        self._merged[theory] = laws
+        return laws
+
+    def law(self, quantity: str, theory: Theory = "refined") -> Law:
+        """One law by the quantity it gives (see `law.QUANTITIES`).
+
+        Raises:
+            DomainError: this component has no such law under that theory.
+        """
+        laws = self.under(theory)
+        if quantity not in laws:
+            allowed = f"one of {', '.join(laws)} for {self.name} under theory {theory!r}"
+            raise domain_error("quantity", quantity, allowed)
+        return laws[quantity]
+
+    def __repr__(self) -> str:
+        return f"ComponentLaws({self.name!r}: {', '.join(self.under('refined'))})"

@@ -1,0 +1,174 @@
+"""Linear maps, dropout and the identity.
+
+x ~ (mean m, variance v, token covariance c), weights independent with variance s and mean 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .law import ComponentLaws, Law, derived
+from .references import kedia
+
+
+def _pair_through(
+    m: Any,
+    fan_in: Any,
+    weight_variance: Any,
+    x_variance: Any,
+    x_other_variance: Any,
+    x_correlation: Any,
+    x_mean: Any,
+    x_other_mean: Any,
+) -> Any:
+    covariance = x_correlation * m.sqrt(x_variance * x_other_variance)
+    return fan_in * weight_variance * (covariance + x_mean * x_other_mean)
+
+
+def _pair_through_biased(
+    m: Any,
+    fan_in: Any,
+    weight_variance: Any,
+    x_variance: Any,
+    x_other_variance: Any,
+    x_correlation: Any,
+    x_mean: Any,
+    x_other_mean: Any,
+    bias_variance: Any,
+) -> Any:
+    tokens = (x_variance, x_other_variance, x_correlation, x_mean, x_other_mean)
+    return _pair_through(m, fan_in, weight_variance, *tokens) + bias_variance
+
+
+# y_o = sum_i w_oi x_i: features of y are independent given x, so E y y' = d_in s E x x'.
+LINEAR = ComponentLaws(
+    "linear",
+    "Linear layer without bias",
+    {
+        "mean": Law(lambda m: 0, kedia("Table 15, FFN")),
+        "variance": Law(
+            lambda m, fan_in, weight_variance, x_variance, x_mean: (
+                fan_in * weight_variance * (x_variance + x_mean**2)
+            ),
+            kedia("A.2 and Table 16, FFN"),
+        ),
+        "covariance": Law(_pair_through, kedia("A.2 and Table 18, FFN")),
+        "hidden_covariance": Law(lambda m: 0, kedia("Table 19, FFN")),
+        "grad_variance": Law(
+            lambda m, fan_out, weight_variance, grad_variance: (
+                fan_out * weight_variance * grad_variance
+            ),
+            kedia("A.2 and Table 17, FFN"),
+        ),
+        "grad_covariance": Law(
+            lambda m, fan_out, weight_variance, grad_covariance: (
+                fan_out * weight_variance * grad_covariance
+            ),
+            kedia("A.2 and Table 20, FFN"),
+        ),
+        "kurtosis": Law(
+            lambda m: 3, derived("Gaussian weights: given the input, the output is Gaussian")
+        ),
+    },
+)
+
+# The bias is one draw for all tokens: it adds to variance and covariance alike.
+_BIAS = derived("a bias is independent of the weights and common to all tokens")
+
+BIASED_LINEAR = ComponentLaws(
+    "biased_linear",
+    "Linear layer with a bias of random entries",
+    {
+        **LINEAR.laws,
+        "mean": Law(lambda m: 0, _BIAS),
+        "variance": Law(
+            lambda m, fan_in, weight_variance, x_variance, x_mean, bias_variance: (
+                fan_in * weight_variance * (x_variance + x_mean**2) + bias_variance
+            ),
+            _BIAS,
+        ),
+        "covariance": Law(_pair_through_biased, _BIAS),
+        "hidden_covariance": Law(lambda m: 0, _BIAS),
+        "kurtosis": Law(
+            lambda m: 3, derived("Gaussian weights and bias: given the input, a Gaussian output")
+        ),
+    },
+)
+
+
+def _kept(m: Any, drop_prob: Any) -> Any:
+    return 1 - drop_prob
+
+
+# Kept entries are scaled by 1/(1-p); masks of different tokens are independent.
+DROPOUT = ComponentLaws(
+    "dropout",
+    "Dropout with probability p, kept entries scaled by 1/(1-p)",
+    {
+        "mean": Law(lambda m, x_mean: x_mean, kedia("A.3 and Table 15, Dropout")),
+        "variance": Law(
+            lambda m, drop_prob, x_variance, x_mean: (
+                (x_variance + drop_prob * x_mean**2) / _kept(m, drop_prob)
+            ),
+            kedia("A.3 and Table 16, Dropout"),
+        ),
+        "covariance": Law(
+            lambda m, x_variance, x_other_variance, x_correlation: (
+                x_correlation * m.sqrt(x_variance * x_other_variance)
+            ),
+            kedia("A.3 and Table 18, Dropout"),
+        ),
+        "hidden_covariance": Law(
+            lambda m, x_variance, x_hidden_correlation: x_hidden_correlation * x_variance,
+            kedia("A.3 and Table 19, Dropout"),
+        ),
+        "grad_variance": Law(
+            lambda m, drop_prob, grad_variance: grad_variance / _kept(m, drop_prob),
+            kedia("A.3 and Table 17, Dropout"),
+        ),
+        "grad_covariance": Law(
+            lambda m, grad_covariance: grad_covariance, kedia("A.3 and Table 20, Dropout")
+        ),
+        "kurtosis": Law(
+            lambda m, drop_prob: 3 / _kept(m, drop_prob),
+            derived("zero-mean Gaussian input: E x^4 / (1-p)^3 over (E x^2 / (1-p))^2"),
+        ),
+    },
+)
+
+# A constant multiplier: residual scales, LayerNorm Scaling, output scales.
+SCALE = ComponentLaws(
+    "scale",
+    "Multiplication by a constant whose square is the weight variance",
+    {
+        "mean": Law(
+            lambda m, weight_variance, x_mean: m.sqrt(weight_variance) * x_mean,
+            derived("definition; a positive constant"),
+        ),
+        "variance": Law(
+            lambda m, weight_variance, x_variance: weight_variance * x_variance,
+            derived("definition"),
+        ),
+        "covariance": Law(
+            lambda m, weight_variance, x_variance, x_other_variance, x_correlation: (
+                weight_variance * x_correlation * m.sqrt(x_variance * x_other_variance)
+            ),
+            derived("definition"),
+        ),
+        "hidden_covariance": Law(
+            lambda m, weight_variance, x_variance, x_hidden_correlation: (
+                weight_variance * x_hidden_correlation * x_variance
+            ),
+            derived("definition"),
+        ),
+        "grad_variance": Law(
+            lambda m, weight_variance, grad_variance: weight_variance * grad_variance,
+            derived("definition"),
+        ),
+        "grad_covariance": Law(
+            lambda m, weight_variance, grad_covariance: weight_variance * grad_covariance,
+            derived("definition"),
+        ),
+        "kurtosis": Law(lambda m: 3, derived("Gaussian input")),
+    },
+)

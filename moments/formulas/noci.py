@@ -1,0 +1,192 @@
+"""Noci et al.'s query and value gradients under uniform attention, and what balances them.
+
+Single head with d_k = d_v = d and query, key and value weights of variance 1/d. The norms are the
+squared Frobenius norms of the output's Jacobian in a weight matrix: the squared gradient norm for
+an incoming gradient of unit variance, uncorrelated between tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .law import ComponentLaws, Law, Source, derived
+from .references import NOCI
+
+_UNIFORM = "uniform attention: logit variance small, r well away from 1 for the ratio to matter"
+
+
+def _value_norm(m: Any, d_model: Any, seq_len: Any, x_variance: Any, x_correlation: Any) -> Any:
+    return x_variance * d_model**2 * (1 + x_correlation * (seq_len - 1))
+
+
+def _query_norm(m: Any, d_model: Any, seq_len: Any, x_variance: Any, x_correlation: Any) -> Any:
+    return (
+        x_variance**3
+        * (seq_len - 1)
+        / seq_len
+        * (1 - x_correlation) ** 2
+        * d_model
+        * (seq_len + d_model)
+    )
+
+
+UNIFORM_ATTENTION_GRADIENTS = ComponentLaws(
+    "uniform_attention_gradients",
+    "Query and value gradients of one head under uniform attention",
+    {
+        "value_gradient": Law(
+            _value_norm, Source(NOCI, "Theorem 3.2, values"), "asymptotic", note=_UNIFORM
+        ),
+        "query_gradient": Law(
+            _query_norm, Source(NOCI, "Theorem 3.2, queries"), "asymptotic", note=_UNIFORM
+        ),
+        "inverse_temperature_square": Law(
+            lambda m, d_model, seq_len, x_variance, x_correlation: (
+                _value_norm(m, d_model, seq_len, x_variance, x_correlation)
+                / _query_norm(m, d_model, seq_len, x_variance, x_correlation)
+            ),
+            Source(NOCI, "Appendix C.3: the factor on the logits that makes both norms equal"),
+            "asymptotic",
+            note=_UNIFORM,
+        ),
+    },
+)
+
+
+def _common_share(m: Any, seq_len: Any, x_correlation: Any) -> Any:
+    """Squared norm of the mean token over that of a token."""
+    return (1 + (seq_len - 1) * x_correlation) / seq_len
+
+
+def _norm_after(
+    m: Any,
+    attention_factor: Any,
+    ffn_factor: Any,
+    seq_len: Any,
+    x_variance: Any,
+    x_correlation: Any,
+) -> Any:
+    """Variance once uniform attention has multiplied inner products by `attention_factor`."""
+    share = _common_share(m, seq_len, x_correlation)
+    return x_variance * ffn_factor * (1 + (attention_factor - 1) * share)
+
+
+def _correlation_after(m: Any, attention_factor: Any, seq_len: Any, x_correlation: Any) -> Any:
+    share = _common_share(m, seq_len, x_correlation)
+    grown = attention_factor * share / (1 + (attention_factor - 1) * share)
+    return (seq_len * grown - 1) / (seq_len - 1)
+
+
+_LINEAR = "uniform attention and identity activation"
+
+UNIFORM_ATTENTION_STACK = ComponentLaws(
+    "uniform_attention_stack",
+    "Linear stack of uniform attention and feed-forward blocks without normalisation",
+    {
+        "inner_product_growth": Law(
+            lambda m, attention_branch_square, ffn_branch_square, layers: (
+                (1 + ffn_branch_square) ** layers * (1 + attention_branch_square) ** layers
+            ),
+            Source(NOCI, "Lemma 3.2, equation 10"),
+            note=_LINEAR,
+        ),
+        "inner_product_limit": Law(
+            lambda m, attention_depth_constant, ffn_depth_constant: m.exp(
+                attention_depth_constant + ffn_depth_constant
+            ),
+            Source(NOCI, "Lemma 3.2, equation 11"),
+            "asymptotic",
+            note=_LINEAR + "; many layers",
+        ),
+        "variance": Law(
+            lambda m, attention_branch_square, ffn_branch_square, layers, seq_len, x_variance, x_correlation: (  # noqa: E501
+                _norm_after(
+                    m,
+                    (1 + attention_branch_square) ** layers,
+                    (1 + ffn_branch_square) ** layers,
+                    seq_len,
+                    x_variance,
+                    x_correlation,
+                )
+            ),
+            Source(NOCI, "Lemma 3.3, equation 12, for tokens alike; its sum is geometric"),
+            note=_LINEAR,
+        ),
+        "variance_limit": Law(
+            lambda m, attention_depth_constant, ffn_depth_constant, seq_len, x_variance, x_correlation: (  # noqa: E501
+                _norm_after(
+                    m,
+                    m.exp(attention_depth_constant),
+                    m.exp(ffn_depth_constant),
+                    seq_len,
+                    x_variance,
+                    x_correlation,
+                )
+            ),
+            Source(NOCI, "Lemma 3.3, equation 13, for tokens alike"),
+            "asymptotic",
+            note=_LINEAR + "; many layers",
+        ),
+        "correlation": Law(
+            lambda m, attention_branch_square, layers, seq_len, x_correlation: _correlation_after(
+                m, (1 + attention_branch_square) ** layers, seq_len, x_correlation
+            ),
+            Source(NOCI, "A.4, from Lemmas 3.2 and 3.3"),
+            note=_LINEAR + "; tokens of one norm",
+        ),
+        "correlation_limit": Law(
+            lambda m, attention_depth_constant, seq_len, x_correlation: _correlation_after(
+                m, m.exp(attention_depth_constant), seq_len, x_correlation
+            ),
+            Source(NOCI, "Theorem 3.3, equation 15"),
+            "asymptotic",
+            note=_LINEAR + "; many layers",
+        ),
+    },
+)
+
+
+def _value_part(m: Any, value: Any, d_model: Any, fan_out: Any) -> Any:
+    return d_model * fan_out * value
+
+
+def _logit_unit(m: Any, query: Any, key: Any, value: Any, fan_out: Any) -> Any:
+    return query * key * value * fan_out
+
+
+# dS_i/dx_a = (1/n) W_V^T + (1/(n sqrt(d_k))) W_V^T [delta_ia G W^T + X^T L e_a x_i^T W] with
+# G = X^T L X and W = W_Q W_K^T, whose entries have variance d_k s_q s_k. The three squares and the
+# product of the two logit terms survive the average over weights.
+UNIFORM_ATTENTION_JACOBIAN = ComponentLaws(
+    "uniform_attention_jacobian",
+    "Squared norms of one head's Jacobians under uniform attention, at given tokens",
+    {
+        "query_gradient": Law(
+            lambda m, key, value, fan_out, seq_len, gram_square, token_square: (
+                key * value * fan_out / seq_len**2 * token_square * gram_square
+            ),
+            Source(NOCI, "Lemma 3.1, equation 7"),
+            note="uniform attention",
+        ),
+        "input_gradient": Law(
+            lambda m, query, key, value, d_model, fan_out, seq_len, gram_square, gram_trace, token_square: (  # noqa: E501
+                _value_part(m, value, d_model, fan_out)
+                + _logit_unit(m, query, key, value, fan_out)
+                * (
+                    d_model * gram_square / seq_len
+                    + (d_model * token_square * gram_trace + 2 * gram_square) / seq_len**2
+                )
+            ),
+            derived("Lemma 3.1's three terms, with the commutation matrix kept in equation 35"),
+            note="uniform attention",
+        ),
+        "input_gradient_printed": Law(
+            lambda m, query, key, value, d_model, fan_out, seq_len, gram_square: (
+                8 * _logit_unit(m, query, key, value, fan_out) * d_model * gram_square / seq_len
+                + 2 * _value_part(m, value, d_model, fan_out)
+            ),
+            Source(NOCI, "Lemma 3.1, equation 8"),
+            note="printed as an upper bound, which it is not: equation 35 drops the commutation",
+        ),
+    },
+)

@@ -1,0 +1,200 @@
+"""Normalisation of a stream with token moments (v, c), and what stands in for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .law import ComponentLaws, Law, derived
+from .references import kedia
+from .smooth import TANH
+from .symbols import Interval
+
+
+def _pair_pulled(
+    m: Any,
+    x_variance: Any,
+    x_other_variance: Any,
+    epsilon: Any,
+    norm_spread: Any,
+    other_norm_spread: Any,
+    pair_norm_spread: Any,
+    removed_pair_share: Any,
+    grad_covariance: Any,
+) -> Any:
+    scale = m.sqrt((x_variance + epsilon) * (x_other_variance + epsilon))
+    own = m.ratio(3, 8) * (norm_spread + other_norm_spread)
+    jensen = 1 + own + pair_norm_spread / 4
+    return grad_covariance * (1 - removed_pair_share) * jensen / scale
+
+
+def _pair_rescaled(
+    m: Any,
+    x_variance: Any,
+    x_other_variance: Any,
+    x_correlation: Any,
+    epsilon: Any,
+    norm_spread: Any,
+    other_norm_spread: Any,
+    pair_norm_spread: Any,
+    overlap_norm_spread: Any,
+) -> Any:
+    shares = x_variance / (x_variance + epsilon) * (x_other_variance / (x_other_variance + epsilon))
+    own = m.ratio(3, 8) * (norm_spread + other_norm_spread)
+    jensen = 1 + own + pair_norm_spread / 4
+    return x_correlation * m.sqrt(shares) * jensen - overlap_norm_spread
+
+
+def _rescaling() -> dict[str, Law]:
+    """Division by the root mean square of a token's features, epsilon under the root.
+
+    Jensen: E 1/(s_i s_j) to second order in the squared norms' fluctuation; the pullback projects
+    out the signal's direction n and, for LayerNorm, the mean over features:
+    tr P_i P_j = d - [mean] - 2 + (n_i.n_j)^2, and tr P_i = d - [mean] - 1.
+    """
+    return {
+        "variance": Law(
+            lambda m, x_variance, epsilon: x_variance / (x_variance + epsilon),
+            derived("definition, the squared norm at its mean"),
+        ),
+        "covariance": Law(
+            _pair_rescaled,
+            derived("second-order expansion of E o_ij/(|x_i| |x_j|)"),
+            "asymptotic",
+            note="large d_model: fourth order in the fluctuation of overlap and norms left out; "
+            "of Gaussian tokens, r (1 - (1 - r^2)/(2 d))",
+        ),
+        "grad_variance": Law(
+            lambda m, x_variance, epsilon, norm_spread, removed_share, grad_variance: (
+                grad_variance * (1 - removed_share) * (1 + norm_spread) / (x_variance + epsilon)
+            ),
+            derived("second-order expansion of E 1/|x|^2"),
+            "asymptotic",
+            note="large d_model; fourth order in the norm's fluctuation left out",
+        ),
+        "grad_covariance": Law(
+            _pair_pulled,
+            derived("second-order expansion of E 1/(|x_i| |x_j|)"),
+            "asymptotic",
+            note="large d_model; fourth order in the norms' fluctuation left out",
+        ),
+    }
+
+
+# Under the refined theory x is what centring leaves: (1 - 1/d) of whatever is not centred already.
+LAYERNORM = ComponentLaws(
+    "layernorm",
+    "Layer normalisation, unit gain and no bias",
+    {
+        "mean": Law(lambda m: 0, kedia("A.6 and Table 15")),
+        "hidden_covariance": Law(lambda m, d_model: -1 / (d_model - 1), kedia("A.6 and Table 19")),
+        "kurtosis": Law(
+            lambda m, d_model: 3 * (d_model - 1) / (d_model + 1),
+            derived("a coordinate of a uniform direction orthogonal to the mean"),
+        ),
+    },
+    refined=_rescaling(),
+    published={
+        "variance": Law(lambda m: 1, kedia("A.6 and Table 16")),
+        "covariance": Law(
+            lambda m, d_model, x_correlation: (1 - 1 / d_model) * x_correlation,
+            kedia("A.6 and Table 18"),
+            "asymptotic",
+            note="large d_model; to O(1/d) the factor is 1 - (1 - r^2)/(2 (d - 1))",
+        ),
+        "grad_variance": Law(
+            lambda m, x_variance, grad_variance: grad_variance / x_variance,
+            kedia("A.6 and Table 17"),
+            "asymptotic",
+            note="large d_model",
+        ),
+        "grad_covariance": Law(
+            lambda m, x_variance, grad_covariance: grad_covariance / x_variance,
+            kedia("A.6 and Table 20"),
+            "asymptotic",
+            note="large d_model",
+        ),
+    },
+    simplified={
+        "covariance": Law(
+            lambda m, x_correlation: x_correlation,
+            kedia("Table 1 and L.1"),
+            "asymptotic",
+            note="1/d dropped",
+        )
+    },
+)
+
+
+RMSNORM = ComponentLaws(
+    "rmsnorm",
+    "Root-mean-square normalisation, unit gain",
+    {
+        "mean": Law(lambda m: 0, derived("an odd function of a symmetric input")),
+        "hidden_covariance": Law(
+            lambda m: 0, derived("features of a Gaussian token change sign independently")
+        ),
+        "kurtosis": Law(
+            lambda m, d_model: 3 * d_model / (d_model + 2),
+            derived("a coordinate of a uniform direction"),
+        ),
+    },
+    refined=_rescaling(),
+)
+
+
+# --- Dynamic Tanh: no normalisation, an elementwise squashing ------------------------------------
+
+
+def _dyt_laws() -> dict[str, Law]:
+    tanh = TANH.under("published")
+    source = derived("tanh of a Gaussian of variance alpha^2 v; its laws by quadrature")
+    largest = tanh["variance"].limits["x_variance"]
+    # alpha is 0.5 where training starts, and stays of that order
+    limits = {
+        "x_variance": largest,
+        "x_other_variance": largest,
+        "alpha": Interval(0.0, 1.0, open_lower=True),
+    }
+
+    def law(formula: Any) -> Law:
+        return Law(formula, source, limits=limits)
+
+    return {
+        "mean": Law(lambda m: 0, derived("an odd function of a symmetric input")),
+        "variance": law(
+            lambda m, x_variance, alpha: tanh["variance"].formula(m, alpha**2 * x_variance)
+        ),
+        "covariance": law(
+            lambda m, x_variance, x_other_variance, x_correlation, alpha: tanh[
+                "covariance"
+            ].formula(m, alpha**2 * x_variance, alpha**2 * x_other_variance, x_correlation)
+        ),
+        "hidden_covariance": law(
+            lambda m, x_variance, x_hidden_correlation, alpha: tanh["hidden_covariance"].formula(
+                m, alpha**2 * x_variance, x_hidden_correlation
+            )
+        ),
+        "grad_variance": law(
+            lambda m, x_variance, alpha, grad_variance: (
+                alpha**2 * tanh["grad_variance"].formula(m, alpha**2 * x_variance, grad_variance)
+            )
+        ),
+        "grad_covariance": law(
+            lambda m, x_variance, x_other_variance, x_correlation, alpha, grad_covariance: (
+                alpha**2
+                * tanh["grad_covariance"].formula(
+                    m,
+                    alpha**2 * x_variance,
+                    alpha**2 * x_other_variance,
+                    x_correlation,
+                    grad_covariance,
+                )
+            )
+        ),
+        "kurtosis": law(
+            lambda m, x_variance, alpha: tanh["kurtosis"].formula(m, alpha**2 * x_variance)
+        ),
+    }
+
+
+DYT = ComponentLaws("dyt", "Dynamic Tanh, tanh(alpha x)", _dyt_laws())

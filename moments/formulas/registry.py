@@ -1,0 +1,86 @@
+"""Every component by name, so that a user can ask for a formula and a test can walk them all."""
+
+from __future__ import annotations
+
+from ..errors import unknown_name
+from . import (
+    attention,
+    block,
+    embedding,
+    gated,
+    head,
+    kedia_chain,
+    linear,
+    noci,
+    normalization,
+    softmax,
+    sun,
+)
+from .law import ComponentLaws
+from .named_activations import ACTIVATION_LAWS, activation_laws, activation_names, leaky_slope
+
+_ALL = (
+    embedding.TOKEN_EMBEDDING,
+    embedding.SEGMENT_EMBEDDING,
+    embedding.POSITION_EMBEDDING,
+    linear.LINEAR,
+    linear.BIASED_LINEAR,
+    linear.DROPOUT,
+    linear.SCALE,
+    *ACTIVATION_LAWS.values(),
+    gated.SWIGLU,
+    gated.GEGLU,
+    gated.GEGLU_TANH,
+    gated.REGLU,
+    gated.GLU,
+    gated.BILINEAR,
+    normalization.LAYERNORM,
+    normalization.RMSNORM,
+    normalization.DYT,
+    softmax.SOFTMAX,
+    attention.ATTENTION_WITHOUT_VALUE,
+    attention.ATTENTION,
+    block.ATTENTION_BLOCK,
+    block.FFN_BLOCK,
+    head.CROSS_ENTROPY,
+    noci.UNIFORM_ATTENTION_GRADIENTS,
+)
+
+COMPONENTS: dict[str, ComponentLaws] = {record.name: record for record in _ALL}
+
+# Statements about whole networks, which no component of a network is.
+STACKS: dict[str, ComponentLaws] = {
+    record.name: record
+    for record in (
+        kedia_chain.PRE_LN_CHAIN,
+        kedia_chain.POST_LN_CHAIN,
+        kedia_chain.DSLM_CHAIN,
+        kedia_chain.CORRELATED_RESIDUAL,
+        sun.CURSE_OF_DEPTH,
+        noci.UNIFORM_ATTENTION_STACK,
+        noci.UNIFORM_ATTENTION_JACOBIAN,
+    )
+}
+
+
+def component(name: str) -> ComponentLaws:
+    """The laws of one component.
+
+    >>> component("relu").law("variance")(x_variance=1.0).round(4)
+    np.float64(0.3408)
+
+    Raises:
+        DomainError: no component of that name.
+    """
+    for known in (COMPONENTS, STACKS):
+        if name in known:
+            return known[name]
+    if name in activation_names() or leaky_slope(name) is not None:
+        return activation_laws(name)
+    raise unknown_name("component", name, components())
+
+
+def components() -> tuple[str, ...]:
+    """Names of every component, registered activations included."""
+    registered = (name for name in activation_names() if name not in COMPONENTS)
+    return (*COMPONENTS, *registered)

@@ -1,1 +1,0 @@
-"""Every formula of the package, one file per kind of component."""

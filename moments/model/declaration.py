@@ -1,0 +1,222 @@
+"""What a Transformer may say: its defaults resolved, every field checked, and fields that clash."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import DomainError, domain_error
+from ..formulas.checks import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_in,
+    check_layers,
+    check_number,
+    settle,
+)
+from ..formulas.named_activations import activation_laws
+from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
+from .embedding import Embedding
+from .positions import RelativeBias, Rotary
+from .weights import Biases, Weights, check_lengths
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+NORM_PLACEMENTS = ("pre", "post", "none", "sandwich", "mix", "hybrid", "b2t")
+NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
+LAYERNORM_SCALINGS = (
+    False,
+    True,
+    "after-norm",
+    "before-norm",
+    "after-block",
+    "after-residual",
+    "attention-only",
+    "ffn-only",
+)
+MOST_LAYERS = 10**6
+"""A declaration holds a few numbers for every layer; the deepest network published has 1,000."""
+MOST_HEADS = 2**20
+"""Where every head, or every pair of features in one, has a number of its own."""
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+
+
+def check(model: Transformer) -> None:
+    """Resolve the defaults of a model under construction and check it.
+
+    Raises:
+        DomainError: a value outside what is allowed, named with the remedy.
+    """
+    settle(model, ["layers"], check_count, most=MOST_LAYERS)
+    settle(model, ("heads", "norm_groups", "parallel_norms", "seq_len"), check_count)
+    settle(model, ["d_model"], check_count, least=2)
+    settle(model, ["post_layers"], check_count, least=0)
+    flags = ("causal", "norm_affine", "norm_bias", "gated", "parallel")
+    settle(model, (*flags, "identity_attention"), check_flag)
+    settle(model, ["alibi"], _check_alibi)
+    check_choice("norm", model.norm, NORM_PLACEMENTS)
+    check_choice("normalization", model.normalization, NORMALIZATIONS)
+    if isinstance(model.activation, str) and model.activation in GATED:
+        _set(model, "activation", GATED[model.activation])
+        _set(model, "gated", True)
+    try:
+        activation_laws(model.activation)
+    except DomainError as error:
+        raise DomainError(f"{error}; gated units: {', '.join(GATED)}") from None
+    check_choice("layernorm_scaling", model.layernorm_scaling, LAYERNORM_SCALINGS)
+    check_choice("qk_norm", model.qk_norm, (None, "rmsnorm", "layernorm"))
+    settle(model, ["dropout"], check_number, PROBABILITY, "pass 0.1 for ten percent")
+    settle(model, ["activation_dropout"], check_number, PROBABILITY)
+    settle(model, ["norm_epsilon"], check_number, NONNEGATIVE)
+    settle(model, ("dyt_alpha", "logit_softcap"), check_number, POSITIVE)
+    _resolve_defaults(model)
+    _check_parts(model)
+    for name, interval in (
+        ("skip_scale", POSITIVE),
+        ("branch_scale", NONNEGATIVE),
+        ("norm_gain", POSITIVE),
+    ):
+        _set(model, name, _per_block(model, name, interval))
+    _set(model, "temperature", _per_layer(model, "temperature", POSITIVE))
+    _set(model, "window", _windows(model))
+    check_lengths("weights", model.weights, model.layers)
+    check_lengths("biases", model.biases, model.layers)
+    _check_together(model)
+
+
+def _resolve_defaults(model: Transformer) -> None:
+    names = ("d_ff", "attention_dropout", "ffn_dropout", "weights", "d_head", "kv_heads")
+    _set(model, "_defaulted", frozenset(n for n in names if getattr(model, n) is None))
+    if model.d_ff is None:
+        _set(model, "d_ff", 4 * model.d_model)
+    settle(model, ("d_ff", "d_head", "kv_heads"), check_count)
+    if model.d_head is None:
+        if model.d_model % model.heads:
+            raise domain_error(
+                "heads",
+                model.heads,
+                f"a divisor of d_model = {model.d_model}",
+                "change one of them, or pass d_head",
+            )
+        _set(model, "d_head", model.d_model // model.heads)
+    if model.kv_heads is None:
+        _set(model, "kv_heads", model.heads)
+    if model.heads % (model.kv_heads or 1):
+        raise domain_error("kv_heads", model.kv_heads, f"a divisor of heads = {model.heads}")
+    if model.attention_dropout is None:
+        _set(model, "attention_dropout", model.dropout)
+    if model.ffn_dropout is None:
+        _set(model, "ffn_dropout", model.dropout)
+    settle(model, ("attention_dropout", "ffn_dropout"), check_number, PROBABILITY)
+    if model.weights is None:
+        weights = Weights.xavier(model.d_model, model.heads, model.d_ff, model.d_head)
+        _set(model, "weights", weights)
+
+
+def _check_parts(model: Transformer) -> None:
+    for name, kind in (
+        ("weights", Weights),
+        ("biases", Biases),
+        ("rotary", Rotary),
+        ("relative_bias", RelativeBias),
+        ("encoder", type(model)),
+    ):
+        value = getattr(model, name)
+        if value is not None and not isinstance(value, kind):
+            raise domain_error(name, value, f"a moments.{kind.__name__}, or None")
+    if model.embedding is not None and not isinstance(model.embedding, Embedding):
+        from .patches import PatchEmbedding
+
+        if not isinstance(model.embedding, PatchEmbedding):
+            allowed = "a moments.Embedding or moments.PatchEmbedding, or None"
+            raise domain_error("embedding", model.embedding, allowed)
+    if model.head is not None:
+        from .head import Head
+
+        if not isinstance(model.head, Head):
+            raise domain_error("head", model.head, "a moments.Head, or None")
+
+
+def _per_layer(model: Transformer, name: str, interval: Interval) -> Any:
+    entries = check_layers(name, getattr(model, name), interval, "scales multiply amplitudes")
+    if isinstance(entries, tuple) and len(entries) != model.layers:
+        raise domain_error(
+            name, f"{len(entries)} numbers", f"one number, or one per layer ({model.layers})"
+        )
+    return entries
+
+
+def _per_block(model: Transformer, name: str, interval: Interval) -> Any:
+    values = check_in(name, getattr(model, name), interval, "scales multiply amplitudes")
+    if values.shape != (model.layers, 2):
+        return _per_layer(model, name, interval)
+    return tuple((attention, ffn) for attention, ffn in values.tolist())
+
+
+def _windows(model: Transformer) -> Any:
+    def reach(entry: Any) -> int | None:
+        return None if entry is None else check_count("window", entry)
+
+    if not isinstance(model.window, list | tuple | np.ndarray):
+        return reach(model.window)
+    if len(model.window) != model.layers:
+        allowed = f"one reach, or one per layer ({model.layers})"
+        raise domain_error("window", model.window, allowed)
+    return tuple(map(reach, model.window))
+
+
+def _check_together(model: Transformer) -> None:
+    if model.norm == "none" and model.layernorm_scaling not in (
+        False,
+        "after-block",
+        "after-residual",
+    ):
+        raise domain_error(
+            "layernorm_scaling", model.layernorm_scaling, "False where norm is 'none'"
+        )
+    if model.alibi:
+        settle(model, ["heads"], check_count, most=MOST_HEADS)
+    if model.rotary is not None:
+        settle(model, ["d_head"], check_count, most=MOST_HEADS)
+    if model.d_model % model.norm_groups:
+        raise domain_error("norm_groups", model.norm_groups, f"a divisor of {model.d_model}")
+    if model.norm_groups > 1 and model.d_model // model.norm_groups < 4:
+        most = model.d_model // 4
+        raise domain_error(
+            "norm_groups",
+            model.norm_groups,
+            f"at most {most}",
+            "behind groups of fewer than four features the gradient has no finite mean",
+        )
+    if model.post_layers and model.norm != "mix":
+        raise domain_error("post_layers", model.post_layers, "0, or norm='mix'")
+    if model.post_layers > model.layers:
+        raise domain_error("post_layers", model.post_layers, f"at most layers = {model.layers}")
+    if model.parallel and model.placements[0] not in ("pre", "none"):
+        raise domain_error("parallel", True, "False, or norm='pre' or 'none'")
+    if model.identity_attention and model.norm == "hybrid":
+        raise domain_error(
+            "identity_attention", True, "False where queries and keys are normalised"
+        )
+    if model.parallel_norms not in (1, 2):
+        raise domain_error("parallel_norms", model.parallel_norms, "1 or 2")
+    if model.encoder is not None and model.parallel:
+        raise DomainError("encoder and parallel: cross-attention has no place in a parallel layer")
+    if model.encoder is not None and model.norm not in ("pre", "post", "none"):
+        raise domain_error("norm", model.norm, "'pre', 'post' or 'none' beside an encoder")
+    if model.encoder is not None and model.encoder.encoder is not None:
+        raise domain_error("encoder", "a model with an encoder", "a model without one")
+
+
+def _set(model: Transformer, name: str, value: Any) -> None:
+    object.__setattr__(model, name, value)
+
+
+def _check_alibi(name: str, value: Any) -> bool | float:
+    """True, False, or a number that multiplies the slopes."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    return check_number(name, value, NONNEGATIVE, "pass True, or what multiplies its slopes")

@@ -1,0 +1,109 @@
+"""The declaration of what feeds layer 1: embedding tables, their variances, norm and dropout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import domain_error
+from ..formulas.checks import (
+    check_choice,
+    check_count,
+    check_fields,
+    check_flag,
+    check_number,
+    settle,
+)
+from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY
+
+POSITIONS = ("learned", "sinusoidal", "none")
+_SINUSOIDAL_SQUARE = 0.5  # mean square of a sine and a cosine of one angle
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A sum of look-up tables, then optionally a normalisation, then dropout.
+
+    Args:
+        vocab_size: rows of the token table.
+        token_variance: variance of its entries.
+        position_variance: variance of a learned position table; 0 where there is none.
+        segment_variance: variance of a segment table; 0 where there is none.
+        norm: whether the sum is normalised (BERT) or not (GPT-2).
+        dropout: probability of dropping an entry of the result.
+        norm_epsilon: added to the variance under that normalisation's square root.
+        scale: multiplies the token rows; sqrt(d_model) in the original Transformer and in Gemma.
+        positions: "learned" (a table of `position_variance`), "sinusoidal" (the original
+            Transformer's fixed sines and cosines, entries of mean square 1/2) or "none".
+        padding_id: the token whose row is zero and receives no gradient from the input; None: all
+            rows are drawn.
+
+    Raises:
+        DomainError: a value outside what is allowed.
+    """
+
+    vocab_size: int
+    token_variance: float
+    position_variance: float = 0.0
+    segment_variance: float = 0.0
+    norm: bool = False
+    dropout: float = 0.0
+    norm_epsilon: float = 0.0
+    scale: float = field(default=1.0, kw_only=True)
+    positions: str = field(default="learned", kw_only=True)
+    padding_id: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        settle(self, ["vocab_size"], check_count, least=2)
+        settle(self, ["token_variance", "scale"], check_number, POSITIVE)
+        names = ("position_variance", "segment_variance", "norm_epsilon")
+        settle(self, names, check_number, NONNEGATIVE)
+        settle(self, ["norm"], check_flag)
+        settle(self, ["dropout"], check_number, PROBABILITY)
+        settle(self, ["padding_id"], check_count, least=0)
+        check_choice("positions", self.positions, POSITIONS)
+        if self.positions != "learned" and self.position_variance:
+            raise domain_error(
+                "position_variance", self.position_variance, "0 unless positions are learned"
+            )
+        if self.padding_id is not None and self.padding_id >= self.vocab_size:
+            allowed = f"below vocab_size = {self.vocab_size}"
+            raise domain_error("padding_id", self.padding_id, allowed)
+
+    @property
+    def variance(self) -> float:
+        """Mean square of an entry of the sum of the tables."""
+        sinusoidal = self.positions == "sinusoidal"
+        positions = _SINUSOIDAL_SQUARE if sinusoidal else self.position_variance
+        return self.scale**2 * self.token_variance + positions + self.segment_variance
+
+    def replace(self, **changes: Any) -> Embedding:
+        """A changed copy."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Embedding:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            DomainError: an unknown field.
+        """
+        check_fields("embedding", data, dataclasses.fields(cls))
+        return cls(**data)
+
+    def __str__(self) -> str:
+        times = "" if self.scale == 1 else f" times {self.scale:.4g}"
+        tables = [f"{self.vocab_size} tokens of variance {self.token_variance:.3g}{times}"]
+        if self.position_variance:
+            tables.append(f"positions {self.position_variance:.3g}")
+        if self.positions == "sinusoidal":
+            tables.append("sinusoidal positions")
+        if self.segment_variance:
+            tables.append(f"segments {self.segment_variance:.3g}")
+        tail = ", normalised" if self.norm else ""
+        return " + ".join(tables) + tail + f", dropout {self.dropout:g}"

@@ -1,0 +1,144 @@
+"""The declaration of what follows the last layer, down to the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DomainError, domain_error
+from ..formulas.checks import (
+    check_choice,
+    check_count,
+    check_fields,
+    check_flag,
+    check_number,
+    settle,
+)
+from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
+
+LOSSES = ("causal", "masked", "classification", None)
+POOLS = ("first", "mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """Final normalisation, optional hidden layer, matrix to logits, and the mean cross-entropy.
+
+    Args:
+        vocab_size: logits per token; None: rows of the token table, or `classes`.
+        tied: whether the matrix is the token table itself.
+        weight_variance: variance of the matrix's entries where it is not tied.
+        norm: whether the stream is normalised before the head (Pre-LN) or was so already (Post-LN).
+        norm_gain: root mean square of that norm's gain.
+        dropout: probability of dropping an entry of what the head reads.
+        transform: activation of a hidden layer d_model to d_model before the matrix (BERT: "gelu",
+            then a LayerNorm); None: there is none.
+        transform_variance: variance of that layer's matrix.
+        transform_bias_variance: variance of its bias; 0: starts at zero; None: there is none.
+        transform_norm: whether a normalisation follows the hidden layer (BERT's masked language
+            model) or not (the pooler before a classifier, transform="tanh").
+        output_scale: multiplies the logits.
+        bias: whether the logits have a bias, which starts at zero.
+        logit_softcap: c in c tanh(logit/c); None: no cap.
+        loss: "causal" (every token predicts the next), "masked" (masked tokens predict
+            themselves), "classification" (one label per sequence) or None: no loss.
+        classes: labels of a classification.
+        pool: what classifies a sequence: its "first" token or the "mean" of its tokens.
+        target_share: share of tokens with a target under "masked" where no targets are given.
+        label_smoothing: share of the target's weight that is spread over all logits.
+
+    Raises:
+        DomainError: a value outside what is allowed, or fields that contradict each other.
+    """
+
+    vocab_size: int | None = None
+    tied: bool = True
+    weight_variance: float | None = None
+    norm: bool = True
+    dropout: float = 0.0
+    transform: str | None = None
+    transform_variance: float | None = None
+    transform_bias_variance: float | None = None
+    transform_norm: bool = True
+    output_scale: float = 1.0
+    bias: bool = False
+    logit_softcap: float | None = None
+    loss: str | None = "causal"
+    classes: int | None = None
+    pool: str = "first"
+    target_share: float = 0.15
+    label_smoothing: float = 0.0
+    norm_gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        from ..formulas.named_activations import activation_laws
+
+        settle(self, ("tied", "norm", "bias", "transform_norm"), check_flag)
+        check_choice("loss", self.loss, LOSSES)
+        check_choice("pool", self.pool, POOLS)
+        settle(self, ("vocab_size", "classes"), check_count, least=2)
+        variances = ("weight_variance", "transform_variance", "transform_bias_variance")
+        settle(self, variances, check_number, NONNEGATIVE, "pass a variance")
+        settle(self, ("output_scale", "logit_softcap"), check_number, POSITIVE)
+        settle(self, ["norm_gain"], check_number, POSITIVE, "a gain multiplies amplitudes")
+        settle(self, ("dropout", "label_smoothing"), check_number, PROBABILITY)
+        settle(self, ["target_share"], check_number, Interval(0.0, 1.0, open_lower=True))
+        if self.transform is not None:
+            activation_laws(self.transform)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if (self.transform is None) != (self.transform_variance is None):
+            raise DomainError("transform and transform_variance belong together: give both")
+        if self.transform is None and self.transform_bias_variance is not None:
+            raise domain_error(
+                "transform_bias_variance", self.transform_bias_variance, "None without a transform"
+            )
+        if not self.tied and self.weight_variance is None:
+            raise DomainError("weight_variance is missing: an untied head has its own matrix")
+        if self.tied and self.weight_variance is not None:
+            raise domain_error(
+                "weight_variance", self.weight_variance, "None where the head is tied", "tied=False"
+            )
+        if not self.norm and self.norm_gain != 1:
+            raise domain_error("norm_gain", self.norm_gain, "1 without a final norm", "norm=True")
+        if self.loss == "classification":
+            if self.tied:
+                raise domain_error("tied", True, "False for a classification")
+            if self.classes is None and self.vocab_size is None:
+                raise DomainError("classes is missing: pass the number of labels")
+        elif self.classes is not None:
+            raise domain_error("classes", self.classes, "None unless loss='classification'")
+
+    def replace(self, **changes: Any) -> Head:
+        """A changed copy."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Head:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            DomainError: an unknown field.
+        """
+        check_fields("head", data, dataclasses.fields(cls))
+        return cls(**data)
+
+    def __str__(self) -> str:
+        gain = "" if self.norm_gain == 1 else f", gain {self.norm_gain:.4g}"
+        parts = [f"normalised{gain}"] if self.norm else []
+        if self.transform is not None:
+            tail = " and norm" if self.transform_norm else ""
+            parts.append(f"{self.transform} layer of variance {self.transform_variance:.3g}{tail}")
+        matrix = "tied" if self.tied else f"matrix of variance {self.weight_variance:.3g}"
+        parts.append(
+            matrix if self.output_scale == 1 else f"{matrix}, logits times {self.output_scale:.4g}"
+        )
+        if self.logit_softcap is not None:
+            parts.append(f"capped at {self.logit_softcap:g}")
+        return ", ".join(parts) + f"; {self.loss or 'no'} loss"

@@ -1,0 +1,100 @@
+"""Read a Hugging Face config into a Transformer, with that family's own initialisation.
+
+A path or a dictionary needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import DomainError, ValidityWarning, domain_error
+from ...files import read_object
+from ..transformer import Transformer
+from . import FAMILIES, NEAREST, REFUSED, Family
+
+
+def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
+    """The architecture and initialisation that a Hugging Face config describes.
+
+    Args:
+        config: a path to config.json (or its folder), a dict, or a PretrainedConfig.
+        seq_len: tokens per sequence; None: the most the config allows.
+
+    Returns:
+        A Transformer with the embedding and the head of the family's own training task; of an
+        encoder and a decoder the decoder, with the other as its `encoder`.
+
+    Raises:
+        DomainError: an unreadable file, an unknown model type, a missing or bad entry, or an entry
+            that switches on a feature that no Transformer can express, which it names.
+
+    Warns:
+        ValidityWarning: names each entry of the config that is not modelled.
+    """
+    entries = read_config(config)
+    model, notes = family(entries.get("model_type")).declare(entries, seq_len)
+    for note in notes:
+        warnings.warn(note, ValidityWarning, stacklevel=2)
+    return model
+
+
+def family(kind: Any) -> Family:
+    """The family of a `model_type`.
+
+    Raises:
+        DomainError: it is not known, or known for a feature that is outside what moments models.
+    """
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        reason = _why_not(kind) if isinstance(kind, str) else ""
+        raise domain_error("model_type", kind, f"one of {', '.join(sorted(FAMILIES))}", reason)
+    return FAMILIES[kind]
+
+
+def _why_not(kind: str) -> str:
+    """What is known of a type that is not read: its feature, or the family that is nearest."""
+    if kind in REFUSED:
+        near = f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
+        return f"{REFUSED[kind]} is outside what moments models{near}"
+    if kind in NEAREST:
+        return f"{NEAREST[kind]!r} is built most like it"
+    similar = difflib.get_close_matches(kind, FAMILIES, n=1)
+    return f"did you mean {similar[0]!r}?" if similar else ""
+
+
+def read_config(config: Any) -> dict[str, Any]:
+    """The entries of a config given as path, dict or PretrainedConfig.
+
+    Raises:
+        DomainError: no such file, or not a JSON object.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if isinstance(config, str | os.PathLike):
+        path = os.path.join(config, "config.json") if os.path.isdir(config) else config
+        return read_object(path, "config", "a readable config.json", _named(str(config)))
+    if hasattr(config, "to_dict"):
+        return dict(config.to_dict())
+    raise DomainError(
+        f"config must be a path, a dict or a PretrainedConfig, not {type(config).__name__}"
+    )
+
+
+def _named(config: str) -> str:
+    """What to do with the name of a preset or a family where a path is wanted."""
+    from ..presets import preset
+
+    if config in preset.names():
+        return f"a preset of that name is moments.preset({config!r})"
+    if config in FAMILIES:
+        return f"a family's defaults are {{'model_type': {config!r}}}"
+    similar = difflib.get_close_matches(config, preset.names(), n=1)
+    return f"did you mean moments.preset({similar[0]!r})?" if similar else ""
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """The `model_type` entries that `from_huggingface` reads."""
+    return tuple(FAMILIES)

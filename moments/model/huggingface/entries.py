@@ -1,0 +1,303 @@
+"""Entries of one config: read with the family's defaults, and what is left unread is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import DomainError, brief, domain_error
+from ...files import MOST
+from ...formulas.checks import check_count
+from ..positions import Rotary
+from ..weights import Biases
+from .names import ACTIVATIONS, IRRELEVANT, USUAL
+
+MOST_LAYERS = 100_000
+"""No stack is deeper, and lists of so many entries are no burden."""
+MOST_DEVIATION = 1e100
+"""Its square, and what a few products with it give, is still a number."""
+
+
+class Entries:
+    """Entries of one config, with errors that name the entry, and notes on what is left out.
+
+    Args:
+        given: the config.
+        kind: its `model_type`.
+        defaults: what the family's class means by an entry that is left out.
+    """
+
+    def __init__(self, given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> None:
+        self.kind = kind
+        self.notes: list[str] = []
+        self._given = given
+        self._defaults = defaults
+        self._read = {"model_type"}
+
+    def __call__(self, name: str, default: Any = ...) -> Any:
+        """The entry, else the family's default, else `default`; of the same kind as they are.
+
+        Raises:
+            DomainError: there is none of them, or the entry is of another kind.
+        """
+        self._read.add(name)
+        usual = self._defaults.get(name)
+        if usual is None:
+            usual = default
+        value = self._given.get(name)
+        if value is not None:
+            return _of_kind(name, value, usual)
+        if usual is ...:
+            raise DomainError(f"config of type {self.kind!r} lacks the entry {name!r}")
+        return usual
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Names of the entries that were asked for so far."""
+        return frozenset(self._read)
+
+    def has(self, name: str) -> bool:
+        """Whether the config itself has the entry."""
+        self._read.add(name)
+        return self._given.get(name) is not None
+
+    def number(self, name: str, default: Any = ...) -> float:
+        """A real entry."""
+        return float(_of_kind(name, self(name, default), 0.0))
+
+    def count(self, name: str, default: Any = ...) -> int:
+        """An entry that is a positive integer."""
+        value = self(name, default)
+        check_count(name, value)
+        return int(value)
+
+    def flag(self, name: str, default: Any = ...) -> bool:
+        """An entry that is true or false."""
+        return bool(_of_kind(name, self(name, default), False))
+
+    def positive(self, name: str, default: Any = ...) -> float:
+        """A real entry above zero."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise domain_error(name, value, "positive")
+        return value
+
+    def layers(self, name: str, default: Any = ...) -> int:
+        """A number of layers: lists of one entry per layer are made of it."""
+        value = self.count(name, default)
+        if value > MOST_LAYERS:
+            raise domain_error(name, value, f"at most {MOST_LAYERS}")
+        return value
+
+    def variance(self, name: str = "initializer_range") -> float:
+        """The square of a deviation."""
+        value = self.number(name)
+        if abs(value) > MOST_DEVIATION:
+            raise domain_error(name, value, f"a standard deviation of at most {MOST_DEVIATION:g}")
+        return value**2
+
+    def texts(self, name: str) -> list[str]:
+        """An entry that is a list of words, or these in one text with | between them."""
+        given = self(name, None)
+        if given is None or isinstance(given, str):
+            return [word for word in (given or "").split("|") if word]
+        if not isinstance(given, list | tuple) or not all(isinstance(w, str) for w in given):
+            raise domain_error(name, given, "a list of texts")
+        return list(given)
+
+    def activation(self, name: str) -> str:
+        """Our name of an activation function."""
+        given = self(name)
+        if not isinstance(given, str) or given not in ACTIVATIONS:
+            raise domain_error(name, given, f"one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[given]
+
+    def length(self, name: str, seq_len: int | None, *, table: bool = True) -> int:
+        """Tokens per sequence: the most that entry `name` allows, unless fewer are asked for.
+
+        Args:
+            table: whether that many positions have a row of a table, so that more do not exist.
+        """
+        most = self(name)
+        check_count(name, most, least=2)
+        if seq_len is None:
+            return int(most)
+        check_count("seq_len", seq_len)
+        if table and seq_len > most:
+            raise domain_error("seq_len", seq_len, f"at most {name} = {most}")
+        return seq_len
+
+    def at_most(self, most: int, seq_len: int | None, meaning: str) -> int:
+        """Tokens per sequence where something else than one entry limits them."""
+        if seq_len is None:
+            return most
+        check_count("seq_len", seq_len)
+        if seq_len > most:
+            raise domain_error("seq_len", seq_len, f"at most {meaning} = {most}")
+        return seq_len
+
+    def fixed_length(self, seq_len: int | None, own: int, meaning: str) -> None:
+        """Refuse another number of tokens than the one there is."""
+        if seq_len is not None and seq_len != own:
+            raise domain_error("seq_len", seq_len, f"{own}: {meaning}")
+
+    def padding(self) -> int | None:
+        """The token whose row is zero; None where there is none in the table."""
+        token = self("pad_token_id", -1)
+        table = isinstance(token, int) and 0 <= token < self.count("vocab_size")
+        return token if table else None
+
+    def biases(self, existing: tuple[str, ...]) -> Biases | None:
+        """Biases that start at zero, on those matrices that have one; None where none has."""
+        return Biases.of(*existing) if existing else None
+
+    def cap(self, name: str) -> float | None:
+        """An entry that is a positive number, or null where the config says so."""
+        if name in self._given and self._given[name] is None:
+            self._read.add(name)
+            return None
+        return self.number(name)
+
+    def window(self, name: str, seq_len: int) -> int | None:
+        """How many tokens attention reaches back; None where that is all of them.
+
+        A null in the config is no default: it says that there is no window.
+        """
+        if name in self._given and self._given[name] is None:
+            self._read.add(name)
+            return None
+        reach = self(name, None)
+        if reach is None:
+            return None
+        check_count(name, reach)
+        return int(reach) if reach < seq_len else None
+
+    def windows(
+        self, kinds: Any, windowed: str, name: str, seq_len: int
+    ) -> tuple[int | None, ...] | None:
+        """Reach of every layer, where layers of the kind `windowed` have a window."""
+        reach = self.window(name, seq_len)
+        reaches = tuple(reach if kind == windowed else None for kind in kinds)
+        return reaches if any(reaches) else None
+
+    def labels(self) -> int:
+        """Classes of a classification."""
+        names = _of_kind("id2label", self("id2label", {}), {})
+        return self.count("num_labels", len(names) or 2)
+
+    def rotary(self, base: str = "rope_theta", fraction: str = "partial_rotary_factor") -> Rotary:
+        """Rotary positions, from `rope_parameters` or the entries that preceded it.
+
+        Modules turn every feature, whatever is said of a part, unless their family's defaults have
+        a `partial_rotary_factor`.
+
+        Args:
+            base, fraction: the family's names of those earlier entries.
+        """
+        usual = self._defaults.get("rope_parameters", {})
+        given: Mapping[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            value = self(name, {}) if self.has(name) else {}
+            given = given or _of_kind(name, value, {})
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind != "default":
+            self.leave_out("rope_type", kind, "unscaled rotary frequencies are assumed")
+        found = {}
+        for name, old, otherwise in (
+            ("rope_theta", base, 10000.0),
+            ("partial_rotary_factor", fraction, 1.0),
+        ):
+            value = _first(given.get(name), self(old, None), usual.get(name), otherwise)
+            found[name] = float(_of_kind(name, value, 1.0))
+        part = found["partial_rotary_factor"]
+        if part != 1 and "partial_rotary_factor" not in usual:
+            self.leave_out("partial_rotary_factor", part, "the module turns every feature")
+            part = 1.0
+        return Rotary(part, found["rope_theta"])
+
+    def leave_out(self, name: str, value: Any, meaning: str) -> None:
+        """Note an entry that switches on something that is not modelled."""
+        self._read.add(name)
+        self.notes.append(f"{name} = {brief(value)} is not modelled: {meaning}")
+
+    def expect(self, name: str, usual: Any, meaning: str) -> None:
+        """Note an entry whose value is not the only one that is modelled."""
+        value = self._given.get(name, usual)
+        self._read.add(name)
+        if value != usual:
+            self.leave_out(name, value, meaning)
+
+    def same_as(self, other: str, name: str) -> None:
+        """Read a second entry for the same thing.
+
+        Raises:
+            DomainError: it says something else.
+        """
+        if self.has(other) and self.has(name) and self(other) != self(name):
+            raise domain_error(
+                other, self(other), f"{name} = {brief(self(name))}, which it repeats"
+            )
+        self._read.add(other)
+
+    def refuse(self, name: str, usual: Any, feature: str) -> None:
+        """Refuse an entry that switches on what no Transformer can express.
+
+        Raises:
+            DomainError: it does.
+        """
+        value = self(name, usual)
+        if value != usual:
+            raise domain_error(
+                name, value, f"{usual!r}", f"{feature} is outside what moments models"
+            )
+
+    def finish(self, usual: Mapping[str, Any]) -> None:
+        """Note every entry that nothing has read and that is not known to change nothing.
+
+        Args:
+            usual: entries of the family that are not modelled, with the value at which they change
+                nothing.
+        """
+        for name, value in self._given.items():
+            if name in self._read or name in IRRELEVANT or value is None:
+                continue
+            known = {**USUAL, **usual}
+            if name in known and (value == known[name] or known[name] is ...):
+                continue
+            self.notes.append(
+                f"{name} = {brief(value)} is not modelled: "
+                + ("it is left out" if name in known else f"no entry of {self.kind!r} known here")
+            )
+
+
+# What an entry must be, by the kind of its default, and the same in words.
+_KINDS: tuple[tuple[type, Any, str], ...] = (
+    (bool, bool, "true or false"),
+    (int, int, "an integer"),
+    (float, (int, float), "a number"),
+    (str, str, "a text"),
+    (Mapping, Mapping, "a JSON object"),
+    (list, (list, tuple), "a list"),
+)
+
+
+def _of_kind(name: str, value: Any, usual: Any) -> Any:
+    """The value, checked to be of the same kind as the usual one; None and ... ask for none.
+
+    Integers stand for numbers, and true for neither; every number is finite and within 64 bits.
+    """
+    for kind, allowed, words in _KINDS:
+        if isinstance(usual, kind):
+            if not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
+                raise domain_error(name, value, words)
+            break
+    if isinstance(value, float) and not math.isfinite(value):
+        raise domain_error(name, value, "finite")
+    if isinstance(value, int) and abs(value) > MOST:
+        raise domain_error(name, value, "an integer below 2^63")
+    return value
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

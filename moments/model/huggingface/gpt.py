@@ -1,0 +1,258 @@
+"""GPT-2 and its relatives: Pre-LN decoders with position tables or linear position biases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ...errors import domain_error
+from ..embedding import Embedding
+from ..transformer import Transformer
+from ..weights import Biases, Weights
+from .entries import Entries
+from .family import Family
+from .heads import causal_head
+
+
+def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
+    read.expect("add_cross_attention", False, "no cross-attention is assumed")
+    layers, d_model, heads = read.layers("n_layer"), read.count("n_embd"), read.count("n_head")
+    variance = read.variance()
+    epsilon = read.number("layer_norm_epsilon")
+    scale = 1.0 if read.flag("scale_attn_weights", True) else math.sqrt(heads / d_model)
+    temperature: Any = scale
+    if read.flag("scale_attn_by_inverse_layer_idx", False):
+        temperature = tuple(scale * number for number in range(1, layers + 1))
+    return Transformer(
+        layers=layers,
+        d_model=d_model,
+        heads=heads,
+        seq_len=read.length("n_positions", seq_len),
+        d_ff=read("n_inner", 4 * d_model),
+        norm="pre",
+        activation=read.activation("activation_function"),
+        dropout=read.number("resid_pdrop"),
+        attention_dropout=read.number("attn_pdrop"),
+        causal=True,
+        # Both output projections carry 1/sqrt(2 N), as one variance factor 1/(2 N).
+        weights=Weights.normal(variance, output_divisor=2 * layers),
+        biases=Biases(),
+        temperature=temperature,
+        norm_epsilon=epsilon,
+        norm_affine=True,
+        embedding=Embedding(
+            vocab_size=read("vocab_size"),
+            token_variance=variance,
+            position_variance=variance,
+            dropout=read.number("embd_pdrop"),
+        ),
+        head=causal_head(read, variance, epsilon),
+    )
+
+
+def _gpt_neo(read: Entries, seq_len: int | None) -> Transformer:
+    """GPT-2 with windows in every second layer, logits that are not scaled, no bias of query, key
+    and value."""
+    d_model, heads = read.count("hidden_size"), read.count("num_heads")
+    layers = read.layers("num_layers")
+    variance = read.variance()
+    epsilon = read.number("layer_norm_epsilon")
+    length = read.length("max_position_embeddings", seq_len)
+    dropout = read.number("resid_dropout")
+    return Transformer(
+        layers=layers,
+        d_model=d_model,
+        heads=heads,
+        seq_len=length,
+        d_ff=read("intermediate_size", 4 * d_model),
+        norm="pre",
+        activation=read.activation("activation_function"),
+        dropout=dropout,
+        attention_dropout=read.number("attention_dropout"),
+        causal=True,
+        weights=Weights.normal(variance),
+        biases=read.biases(("output", "ffn_in", "ffn_out")),
+        temperature=math.sqrt(heads / d_model),
+        window=read.windows(_neo_kinds(read, layers), "local", "window_size", length),
+        norm_epsilon=epsilon,
+        norm_affine=True,
+        embedding=Embedding(
+            vocab_size=read("vocab_size"),
+            token_variance=variance,
+            position_variance=variance,
+            dropout=read.number("embed_dropout"),
+        ),
+        head=causal_head(read, variance, epsilon),
+    )
+
+
+def _neo_kinds(read: Entries, layers: int) -> list[str]:
+    """Kind of attention in every layer, from [[["global", "local"], repetitions], ...]."""
+    read("attention_layers", None)
+    given = read("attention_types", [[["global", "local"], layers // 2]])
+    try:
+        named = sum(len(group) * times for group, times in given)
+    except (TypeError, ValueError):
+        named = 0
+    if named != layers or any(times < 0 for _, times in given):
+        raise domain_error("attention_types", given, f"one kind for each of {layers} layers")
+    return [kind for group, times in given for _ in range(times) for kind in group]
+
+
+def _opt(read: Entries, seq_len: int | None) -> Transformer:
+    """Positions have a table of two further rows, which are never read; no embedding dropout."""
+    d_model = read.count("hidden_size")
+    if read("word_embed_proj_dim", d_model) != d_model:
+        read.refuse("word_embed_proj_dim", d_model, "a projection of narrower token tables")
+    read.refuse("_remove_final_layer_norm", False, "a Pre-LN stack without a final norm")
+    variance = read.variance("init_std")
+    epsilon = 1e-5  # LayerNorm's own default, which the code does not change
+    pre = read.flag("do_layer_norm_before")
+    affine = read.flag("layer_norm_elementwise_affine")
+    return Transformer(
+        layers=read("num_hidden_layers"),
+        d_model=d_model,
+        heads=read("num_attention_heads"),
+        seq_len=read.length("max_position_embeddings", seq_len),
+        d_ff=read("ffn_dim"),
+        norm="pre" if pre else "post",
+        activation=read.activation("activation_function"),
+        dropout=read.number("dropout"),
+        attention_dropout=read.number("attention_dropout"),
+        causal=True,
+        weights=Weights.normal(variance),
+        biases=Biases() if read.flag("enable_bias") else None,
+        norm_epsilon=epsilon,
+        norm_affine=affine,
+        embedding=Embedding(
+            vocab_size=read("vocab_size"),
+            token_variance=variance,
+            position_variance=variance,
+            padding_id=read.padding(),
+        ),
+        head=causal_head(read, variance, epsilon if pre else None),
+    )
+
+
+def _bloom(read: Entries, seq_len: int | None) -> Transformer:
+    """ALiBi, a normalised embedding, and no limit to the length; BLOOM was made for 2048."""
+    read.refuse(
+        "apply_residual_connection_post_layernorm", False, "a residual stream from behind the norm"
+    )
+    d_model = read.count("n_embed", 64) if read.has("n_embed") else read.count("hidden_size", 64)
+    read.same_as("num_attention_heads", "n_head")
+    variance = read.variance()
+    epsilon = read.number("layer_norm_epsilon")
+    return Transformer(
+        layers=read("n_layer"),
+        d_model=d_model,
+        heads=read("n_head"),
+        seq_len=read.length("seq_length", seq_len, table=False),
+        norm="pre",
+        activation="gelu_tanh",
+        dropout=read.number("hidden_dropout"),
+        attention_dropout=read.number("attention_dropout"),
+        causal=True,
+        weights=Weights.normal(variance),
+        biases=Biases(),
+        alibi=True,
+        norm_epsilon=epsilon,
+        norm_affine=True,
+        embedding=Embedding(
+            vocab_size=read("vocab_size"),
+            token_variance=variance,
+            norm=True,
+            norm_epsilon=epsilon,
+        ),
+        head=causal_head(read, variance, epsilon),
+    )
+
+
+_GPT2 = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "activation_function": "gelu_new",
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
+FAMILIES = {
+    "gpt2": Family(
+        _gpt2, "GPT2LMHeadModel", "causal", _GPT2, {"reorder_and_upcast_attn": ..., "n_ctx": ...}
+    ),
+    "gpt_neo": Family(
+        _gpt_neo,
+        "GPTNeoForCausalLM",
+        "causal",
+        {
+            "vocab_size": 50257,
+            "max_position_embeddings": 2048,
+            "hidden_size": 2048,
+            "num_layers": 24,
+            "num_heads": 16,
+            "window_size": 256,
+            "activation_function": "gelu_new",
+            "resid_dropout": 0.0,
+            "embed_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "opt": Family(
+        _opt,
+        "OPTForCausalLM",
+        "causal",
+        {
+            "vocab_size": 50272,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "ffn_dim": 3072,
+            "max_position_embeddings": 2048,
+            "do_layer_norm_before": True,
+            "dropout": 0.1,
+            "attention_dropout": 0.0,
+            "num_attention_heads": 12,
+            "activation_function": "relu",
+            "init_std": 0.02,
+            "pad_token_id": 1,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+            "tie_word_embeddings": True,
+        },
+        {"layerdrop": 0.0, "activation_dropout": 0.0},
+    ),
+    "bloom": Family(
+        _bloom,
+        "BloomForCausalLM",
+        "causal",
+        {
+            "vocab_size": 250880,
+            "n_layer": 2,
+            "n_head": 8,
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.02,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "seq_length": 2048,
+            "tie_word_embeddings": True,
+        },
+        {
+            "attention_softmax_in_fp32": ...,
+            "bias_dropout_fusion": ...,
+            "masked_softmax_fusion": ...,
+            "n_inner": None,
+            "offset_alibi": ...,
+            "skip_bias_add": ...,
+            "skip_bias_add_qkv": ...,
+            "unk_token_id": ...,
+        },
+    ),
+}

@@ -1,0 +1,234 @@
+"""Llama and its relatives: sequential Pre-LN decoders with rotary positions, mostly gated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ..embedding import Embedding
+from ..transformer import Transformer
+from ..weights import Weights
+from .entries import Entries
+from .family import Family
+from .heads import causal_head
+
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+
+
+def decoder(
+    read: Entries,
+    seq_len: int | None,
+    *,
+    norm: str = "rmsnorm",
+    epsilon: str | float = "rms_norm_eps",
+    biased: tuple[str, ...] = ("attention_bias",),
+    **changes: Any,
+) -> Transformer:
+    """Llama; `changes` are the fields in which a relative differs.
+
+    `biased` are the entries for biases that the module reads, of attention_bias and mlp_bias.
+    """
+    variance = read.variance()
+    d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
+    size = epsilon if isinstance(epsilon, float) else read.number(epsilon)
+    fields: dict[str, Any] = {
+        "activation": read.activation("hidden_act") if "activation" not in changes else None,
+        "gated": True,
+        "dropout": 0.0,
+        "biases": read.biases(_biased(read, biased)) if "biases" not in changes else None,
+        "head": causal_head(read, variance, size) if "head" not in changes else None,
+        "rotary": read.rotary() if "rotary" not in changes else None,
+        "embedding": Embedding(
+            vocab_size=read("vocab_size"), token_variance=variance, padding_id=read.padding()
+        ),
+    } | changes
+    return Transformer(
+        layers=read("num_hidden_layers"),
+        d_model=d_model,
+        heads=heads,
+        kv_heads=read("num_key_value_heads", heads),
+        d_head=read.count("head_dim", d_model // heads),
+        seq_len=read.length("max_position_embeddings", seq_len, table=False),
+        d_ff=read("intermediate_size"),
+        norm=fields.pop("placement", "pre"),
+        normalization=norm,
+        attention_dropout=read.number("attention_dropout"),
+        causal=True,
+        weights=Weights.normal(variance),
+        norm_epsilon=size,
+        norm_affine=fields.pop("norm_affine", True),
+        **fields,
+    )
+
+
+_BIASED = {
+    "attention_bias": ("query", "key", "value", "output"),
+    "mlp_bias": ("ffn_in", "ffn_out", "gate"),
+}
+BOTH = tuple(_BIASED)
+
+
+def _biased(read: Entries, entries: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for e in entries if read.flag(e, False) for name in _BIASED[e])
+
+
+def length(read: Entries, seq_len: int | None) -> int:
+    return read.length("max_position_embeddings", seq_len, table=False)
+
+
+def _llama(read: Entries, seq_len: int | None) -> Transformer:
+    return decoder(read, seq_len, biased=BOTH)
+
+
+def _mistral(read: Entries, seq_len: int | None) -> Transformer:
+    window = read.window("sliding_window", length(read, seq_len))
+    return decoder(read, seq_len, biased=(), window=window)
+
+
+def _qwen2(read: Entries, seq_len: int | None) -> Transformer:
+    """Query, key and value have biases, the output projection has none."""
+    window = _qwen_windows(read, length(read, seq_len))
+    return decoder(read, seq_len, window=window, biases=read.biases(("query", "key", "value")))
+
+
+def _qwen3(read: Entries, seq_len: int | None) -> Transformer:
+    window = _qwen_windows(read, length(read, seq_len))
+    return decoder(read, seq_len, window=window, qk_norm="rmsnorm")
+
+
+def _qwen_windows(read: Entries, seq_len: int) -> Any:
+    """Windows from layer max_window_layers on, if they are used at all."""
+    layers, first = read.layers("num_hidden_layers"), read("max_window_layers")
+    used = read.flag("use_sliding_window")
+    usual = [_SLIDING if used and number >= first else _FULL for number in range(layers)]
+    return read.windows(read("layer_types", usual), _SLIDING, "sliding_window", seq_len)
+
+
+def _gemma(read: Entries, seq_len: int | None) -> Transformer:
+    """Token rows times sqrt(d_model); gains are 1 + w with w = 0, which are gains of 1.
+
+    The first releases say "gelu" and mean the tanh form, which the module takes either way. Of its
+    two entries for the activation transformers 5 reads `hidden_act` alone.
+    """
+    read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
+    name, other = "hidden_act", "hidden_activation"
+    given = {entry: read.activation(entry) for entry in (name, other) if read(entry, None)}
+    given = {entry: "gelu_tanh" if a == "gelu" else a for entry, a in given.items()}
+    if given.get(other, given[name]) != given[name]:
+        read.leave_out(other, read(other), "hidden_act says the activation since transformers 5")
+    return decoder(
+        read,
+        seq_len,
+        activation=given[name],
+        embedding=_scaled(read, "hidden_size"),
+    )
+
+
+def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
+    """Norms before and after every block, windows in every second layer, capped logits."""
+    read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
+    layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
+    usual = [_FULL if number % 2 else _SLIDING for number in range(layers)]
+    tokens = length(read, seq_len)
+    width = read.count("head_dim", read.count("hidden_size") // heads)
+    cap = read.cap("final_logit_softcapping")
+    return decoder(
+        read,
+        seq_len,
+        activation=read.activation("hidden_activation"),
+        placement="sandwich",
+        embedding=_scaled(read, "hidden_size"),
+        head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=cap),
+        logit_softcap=read.cap("attn_logit_softcapping"),
+        temperature=math.sqrt(read.positive("query_pre_attn_scalar") / width),
+        window=read.windows(read("layer_types", usual), _SLIDING, "sliding_window", tokens),
+    )
+
+
+def _scaled(read: Entries, width: str) -> Embedding:
+    return Embedding(
+        vocab_size=read("vocab_size"),
+        token_variance=read.variance(),
+        scale=math.sqrt(read.count(width)),
+        padding_id=read.padding(),
+    )
+
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+}
+_QWEN = LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+_GEMMA = LLAMA | {
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
+
+
+def causal(
+    read: Callable[[Entries, int | None], Transformer], module: str, defaults: dict[str, Any]
+) -> Family:
+    return Family(read, f"{module}ForCausalLM", "causal", defaults)
+
+
+FAMILIES = {
+    "llama": causal(_llama, "Llama", LLAMA),
+    "mistral": causal(
+        _mistral,
+        "Mistral",
+        LLAMA
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": causal(_qwen2, "Qwen2", _QWEN | {"sliding_window": 4096}),
+    "qwen3": causal(_qwen3, "Qwen3", _QWEN | {"sliding_window": 4096, "head_dim": 128}),
+    "gemma": causal(_gemma, "Gemma", _GEMMA),
+    "gemma2": causal(
+        _gemma2,
+        "Gemma2",
+        _GEMMA
+        | {
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+        },
+    ),
+}

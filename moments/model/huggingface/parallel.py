@@ -1,0 +1,240 @@
+"""Decoders whose attention and feed-forward block read one stream: GPT-NeoX, GPT-J, Phi, ..."""
+
+from __future__ import annotations
+
+from ..embedding import Embedding
+from ..positions import Rotary
+from ..transformer import Transformer
+from ..weights import Biases, Weights
+from .entries import Entries
+from .family import Family
+from .heads import causal_head
+
+_FFN = ("ffn_in", "ffn_out")
+_ALL = ("query", "key", "value", "output", *_FFN)
+
+
+def _gpt_neox(read: Entries, seq_len: int | None) -> Transformer:
+    variance, epsilon = read.variance(), read.number("layer_norm_eps")
+    return Transformer(
+        layers=read("num_hidden_layers"),
+        d_model=read("hidden_size"),
+        heads=read("num_attention_heads"),
+        seq_len=read.length("max_position_embeddings", seq_len, table=False),
+        d_ff=read("intermediate_size"),
+        norm="pre",
+        activation=read.activation("hidden_act"),
+        dropout=read.number("hidden_dropout"),
+        attention_dropout=read.number("attention_dropout"),
+        causal=True,
+        weights=Weights.normal(variance),
+        biases=read.biases(_ALL if read.flag("attention_bias") else _FFN),
+        parallel=read.flag("use_parallel_residual"),
+        parallel_norms=2,
+        rotary=read.rotary("rotary_emb_base", "rotary_pct"),
+        norm_epsilon=epsilon,
+        norm_affine=True,
+        embedding=Embedding(
+            vocab_size=read("vocab_size"),
+            token_variance=variance,
+            dropout=read.number("hidden_dropout"),
+        ),
+        head=causal_head(read, variance, epsilon),
+    )
+
+
+def _gptj(read: Entries, seq_len: int | None) -> Transformer:
+    variance, epsilon = read.variance(), read.number("layer_norm_epsilon")
+    d_model, heads = read.count("n_embd"), read.count("n_head")
+    turned = read.count("rotary_dim")
+    return Transformer(
+        layers=read("n_layer"),
+        d_model=d_model,
+        heads=heads,
+        seq_len=read.length("n_positions", seq_len),
+        d_ff=read("n_inner", 4 * d_model),
+        norm="pre",
+        activation=read.activation("activation_function"),
+        dropout=read.number("resid_pdrop"),
+        attention_dropout=read.number("attn_pdrop"),
+        causal=True,
+        weights=Weights.normal(variance),
+        biases=read.biases(_FFN),
+        parallel=True,
+        rotary=Rotary(turned * heads / d_model),
+        norm_epsilon=epsilon,
+        norm_affine=True,
+        embedding=Embedding(
+            vocab_size=read("vocab_size"),
+            token_variance=variance,
+            dropout=read.number("embd_pdrop"),
+        ),
+        head=causal_head(read, variance, epsilon, bias=True),
+    )
+
+
+def _phi(read: Entries, seq_len: int | None) -> Transformer:
+    variance, epsilon = read.variance(), read.number("layer_norm_eps")
+    return Transformer(
+        layers=read("num_hidden_layers"),
+        d_model=read("hidden_size"),
+        heads=read("num_attention_heads"),
+        kv_heads=read("num_key_value_heads", read("num_attention_heads")),
+        seq_len=read.length("max_position_embeddings", seq_len, table=False),
+        d_ff=read("intermediate_size"),
+        norm="pre",
+        activation=read.activation("hidden_act"),
+        dropout=read.number("resid_pdrop"),
+        attention_dropout=read.number("attention_dropout"),
+        causal=True,
+        weights=Weights.normal(variance),
+        biases=Biases(),
+        parallel=True,
+        rotary=read.rotary(),
+        qk_norm="layernorm" if read.flag("qk_layernorm", False) else None,
+        norm_epsilon=epsilon,
+        norm_affine=True,
+        embedding=Embedding(
+            vocab_size=read("vocab_size"),
+            token_variance=variance,
+            dropout=read.number("embd_pdrop"),
+            padding_id=read.padding(),
+        ),
+        head=causal_head(read, variance, epsilon, bias=True),
+    )
+
+
+def _falcon(read: Entries, seq_len: int | None) -> Transformer:
+    """One norm for both blocks (7B), or one each (40B); one head of keys and values, or groups.
+
+    ALiBi's penalties are divided by sqrt(d_head) like the logits. Without them no attention weight
+    is dropped. Blocks one after the other drop attention_dropout of the first one's output.
+    """
+    variance, epsilon = read.variance(), read.number("layer_norm_epsilon")
+    d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
+    grouped = read.flag("new_decoder_architecture")
+    parallel = read.flag("parallel_attn") or grouped
+    norms = read("num_ln_in_parallel_attn", 2 if grouped else 1) if grouped else 1
+    kv_heads = 1 if read.flag("multi_query") else heads
+    if grouped:
+        kv_heads = read.count("num_kv_heads", heads)
+    read("num_kv_heads", None)
+    read("num_ln_in_parallel_attn", None)
+    dropout, attention_dropout = read.number("hidden_dropout"), read.number("attention_dropout")
+    alibi = read.flag("alibi")
+    return Transformer(
+        layers=read("num_hidden_layers"),
+        d_model=d_model,
+        heads=heads,
+        kv_heads=kv_heads,
+        seq_len=read.length("max_position_embeddings", seq_len, table=False),
+        d_ff=read("ffn_hidden_size", 4 * d_model),
+        norm="pre",
+        activation=read.activation("activation"),
+        dropout=dropout if parallel else attention_dropout,
+        ffn_dropout=dropout,
+        attention_dropout=attention_dropout if alibi else 0.0,
+        causal=True,
+        weights=Weights.normal(variance),
+        biases=Biases() if read.flag("bias") else None,
+        parallel=parallel,
+        parallel_norms=norms,
+        rotary=None if alibi else read.rotary(),
+        alibi=(d_model // heads) ** -0.5 if alibi else False,
+        norm_epsilon=epsilon,
+        norm_affine=True,
+        embedding=Embedding(vocab_size=read("vocab_size"), token_variance=variance),
+        head=causal_head(read, variance, epsilon),
+    )
+
+
+FAMILIES = {
+    "gpt_neox": Family(
+        _gpt_neox,
+        "GPTNeoXForCausalLM",
+        "causal",
+        {
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+            "intermediate_size": 24576,
+            "hidden_act": "gelu",
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "max_position_embeddings": 2048,
+            "initializer_range": 0.02,
+            "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+            "rope_parameters": {"partial_rotary_factor": 0.25},
+        },
+    ),
+    "gptj": Family(
+        _gptj,
+        "GPTJForCausalLM",
+        "causal",
+        {
+            "vocab_size": 50400,
+            "n_positions": 2048,
+            "n_embd": 4096,
+            "n_layer": 28,
+            "n_head": 16,
+            "rotary_dim": 64,
+            "activation_function": "gelu_new",
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": False,
+        },
+        {"rotary": True, "scale_attn_weights": True, "n_ctx": ...},
+    ),
+    "phi": Family(
+        _phi,
+        "PhiForCausalLM",
+        "causal",
+        {
+            "vocab_size": 51200,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attention_dropout": 0.0,
+            "hidden_act": "gelu_new",
+            "max_position_embeddings": 2048,
+            "initializer_range": 0.02,
+            "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "falcon": Family(
+        _falcon,
+        "FalconForCausalLM",
+        "causal",
+        {
+            "vocab_size": 65024,
+            "hidden_size": 4544,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.02,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "alibi": False,
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "parallel_attn": True,
+            "bias": False,
+            "max_position_embeddings": 2048,
+            "activation": "gelu",
+            "tie_word_embeddings": True,
+        },
+        {"apply_residual_connection_post_layernorm": False, "unk_token_id": ...},
+    ),
+}

@@ -1,0 +1,91 @@
+"""Other sizes of a family's architecture: the entries for depth and width, whatever their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import domain_error, unknown_name
+from ...formulas.checks import check_count
+from . import FAMILIES
+
+# What families call the same thing
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
+_WIDTH = ("hidden_size", "n_embd", "dim", "d_model", "embedding_size")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_FFN = ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff")
+_LENGTH = ("max_position_embeddings", "n_positions", "seq_length")
+_HEAD_WIDTH = ("head_dim", "d_kv", "query_pre_attn_scalar")
+# Entries with one item per layer, which follow the depth when they are left out
+_PER_LAYER = ("layer_types", "attention_layers")
+
+
+def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The entries of a config with another number of layers, in both stacks where there are two.
+
+    Raises:
+        DomainError: `layers` out of range, or a family whose depth no entry says.
+    """
+    check_count("layers", layers)
+    kind = entries.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise unknown_name("model_type", kind, sorted(FAMILIES))
+    changed = {name: value for name, value in entries.items() if name not in _PER_LAYER}
+    names = [name for name in _LAYERS if name in FAMILIES[kind].defaults or name in entries]
+    if not names:
+        raise domain_error("model_type", kind, "a family with an entry for its depth")
+    if "attention_types" in entries or kind == "gpt_neo":
+        if layers % 2:
+            raise domain_error("layers", layers, "even: kinds of attention alternate")
+        changed["attention_types"] = [[["global", "local"], layers // 2]]
+    return changed | dict.fromkeys(names, layers)
+
+
+def sized_config(
+    kind: str,
+    layers: int = 6,
+    d_model: int = 64,
+    *,
+    heads: int = 4,
+    vocab_size: int = 1000,
+    seq_len: int = 64,
+) -> dict[str, Any]:
+    """A config of a family at another size, everything else as the family has it.
+
+    Keys and values get half the heads where the family can share them; a hidden layer is four times
+    as wide as the stream; an image is 32 pixels wide, a patch 8; special tokens are the first ones.
+
+    Args:
+        kind: `model_type`.
+        layers: of each stack.
+        d_model: width of the stream.
+        heads: of queries; divides d_model.
+        vocab_size: rows of the token table.
+        seq_len: the most tokens.
+
+    Raises:
+        DomainError: an argument out of range.
+    """
+    if kind not in FAMILIES:
+        raise domain_error("kind", kind, f"one of {', '.join(sorted(FAMILIES))}")
+    check_count("heads", heads, least=2)
+    if d_model % heads:
+        raise domain_error("heads", heads, f"a divisor of d_model = {d_model}")
+    defaults = FAMILIES[kind].defaults
+    width = d_model // heads
+    sizes: dict[str, Any] = dict.fromkeys(_WIDTH, d_model)
+    sizes |= dict.fromkeys(_HEADS, heads) | dict.fromkeys(_FFN, 4 * d_model)
+    sizes |= dict.fromkeys(_LENGTH, seq_len) | dict.fromkeys(_HEAD_WIDTH, width)
+    sizes |= {"num_key_value_heads": heads // 2, "rotary_dim": width // 2}
+    sizes |= {"vocab_size": vocab_size, "image_size": 32, "patch_size": 8}
+    extra: dict[str, Any] = {} if kind == "vit" else {"bos_token_id": 1, "eos_token_id": 2}
+    if kind == "bloom":
+        extra["hidden_size"] = d_model
+    if kind == "opt":
+        extra["word_embed_proj_dim"] = d_model
+    if defaults.get("pad_token_id", 0) >= vocab_size:
+        extra["pad_token_id"] = 0
+    found = {name: value for name, value in sizes.items() if name in defaults}
+    if "rms_norm_eps" in defaults and "num_kv_heads" not in defaults:
+        found["num_key_value_heads"] = heads // 2
+    return at_depth({"model_type": kind} | found | extra, layers)

@@ -1,0 +1,165 @@
+"""How positions enter attention: rotated queries and keys, and biases on the logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..formulas.checks import check_count, check_fields, check_number, settle
+from ..formulas.symbols import NONNEGATIVE, POSITIVE, Interval
+
+Array = NDArray[np.float64]
+Offsets = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding: pairs of features of queries and keys are turned by w_m position.
+
+    Args:
+        fraction: of each head's features that are turned (1: all; GPT-NeoX .25).
+        base: frequencies are w_m = base^(-2 m / turned), m = 0 ... turned/2 - 1.
+
+    Raises:
+        DomainError: a value outside what is allowed.
+
+    Source:
+        Su et al. 2021, RoFormer, section 3.2.2.
+    """
+
+    fraction: float = 1.0
+    base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        settle(self, ["fraction"], check_number, Interval(0.0, 1.0, open_lower=True))
+        settle(self, ["base"], check_number, POSITIVE)
+
+    def frequencies(self, d_head: int) -> tuple[Array, Array]:
+        """Frequencies w_m and the share of the logit's covariance that each carries.
+
+        The features that are not turned are the frequency 0. Shares sum to 1.
+        """
+        pairs = int(self.fraction * d_head) // 2
+        if pairs == 0:
+            return np.zeros(1), np.ones(1)
+        turned = self.base ** (-np.arange(pairs) / pairs)
+        share = np.full(pairs, 2.0 / d_head)
+        rest = 1.0 - float(share.sum())
+        if rest <= 1e-12:
+            return turned, share
+        return np.append(0.0, turned), np.append(rest, share)
+
+    def kernel(self, offset: Any, d_head: int) -> Array:
+        """rho(offset) = sum_m share_m cos(w_m offset): the covariance of two logits over its value
+        without rotation, where their relative positions differ by `offset`.
+
+        With q_i and k_j of independent Gaussian projections, E over them of
+        (R_i q)^T (R_j k) (R_i' q')^T (R_j' k') = d_head C_ii' C_jj' rho((j' - j) - (i' - i)).
+        """
+        frequencies, shares = self.frequencies(d_head)
+        phases = np.multiply.outer(np.asarray(offset, dtype=np.float64), frequencies)
+        return np.asarray(np.cos(phases) @ shares)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Rotary:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            DomainError: an unknown field.
+        """
+        check_fields("rotary", data, dataclasses.fields(cls))
+        return cls(**data)
+
+    def __str__(self) -> str:
+        share = "" if self.fraction == 1.0 else f" on {self.fraction:g} of each head"
+        return f"rotary, base {self.base:g}{share}"
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """A learned bias on the logits, one per head and bucket of relative positions (T5).
+
+    Args:
+        variance: of a table entry over heads.
+        buckets: number of buckets; without a causal mask each direction has half of them.
+        max_distance: tokens farther apart share the last bucket.
+
+    Raises:
+        DomainError: a value outside what is allowed.
+
+    Source:
+        Raffel et al. 2020, T5, section 2.1; bucket boundaries as in its released code.
+    """
+
+    variance: float
+    buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        settle(self, ["variance"], check_number, NONNEGATIVE)
+        settle(self, ["buckets"], check_count, least=4)
+        settle(self, ["max_distance"], check_count, least=self.buckets + 1)
+
+    def bucket(self, offset: Any, causal: bool) -> Offsets:
+        """Bucket of key position minus query position.
+
+        Near offsets have a bucket each; farther ones share buckets that grow in proportion to the
+        distance, up to `max_distance`.
+        """
+        offset = np.asarray(offset, dtype=np.intp)
+        count = self.buckets
+        if causal:
+            base, distance = np.zeros_like(offset), np.maximum(-offset, 0)
+        else:
+            count //= 2
+            base, distance = np.where(offset > 0, count, 0), np.abs(offset)
+        near = count // 2
+        growth = math.log(self.max_distance / near)
+        far = np.log(np.maximum(distance, near) / near) / growth * (count - near)
+        bucket = np.where(distance < near, distance, near + far.astype(np.intp))
+        return np.asarray(base + np.minimum(bucket, count - 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RelativeBias:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            DomainError: an unknown field.
+        """
+        check_fields("relative bias", data, dataclasses.fields(cls))
+        return cls(**data)
+
+    def __str__(self) -> str:
+        return f"{self.buckets} relative biases of variance {self.variance:.3g}"
+
+
+def alibi_slopes(heads: int) -> Array:
+    """Slope of the distance penalty of every head: geometric, from 2^(-8/heads) to 2^-8.
+
+    Where `heads` is no power of two, the slopes of the next smaller power and then every second one
+    of the next larger.
+
+    Source:
+        Press et al. 2022, ALiBi, section 3 and its released code.
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = 2.0 ** (-8.0 / power * np.arange(1, power + 1))
+    if power == heads:
+        return np.asarray(slopes)
+    between = 2.0 ** (-4.0 / power * np.arange(1, 2 * power + 1, 2))
+    return np.concatenate([slopes, between[: heads - power]])
+
+
+__all__ = ["Array", "RelativeBias", "Rotary", "alibi_slopes"]

@@ -1,0 +1,297 @@
+"""The declaration of a transformer: validated numbers that describe an architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import domain_error
+from ..formulas.checks import check_fields
+from .embedding import Embedding
+from .positions import RelativeBias, Rotary
+from .weights import Biases, LayerWeights, Weights
+
+FORMAT_VERSION = 1
+
+PerLayer = float | Sequence[float]
+PerBlock = float | Sequence[float] | Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """An architecture and its initialisation.
+
+    Args:
+        layers: number of layers N, each an attention block and a feed-forward block.
+        d_model: width of the residual stream.
+        heads: attention heads.
+        seq_len: tokens per sequence. Of 1 there are no pairs and correlations are 0; the target
+            of a causal head, beyond the sequence, is any token by Zipf's law unless it is given.
+        d_ff: width of the feed-forward hidden layer; None: 4 * d_model.
+        norm: where normalisation sits. "pre", "post" or "none"; "sandwich" before and after every
+            block (Peri-LN's layers too); "mix": the first `post_layers` layers Post-LN, the others
+            Pre-LN; "hybrid": query, key and value normalised, and Post-LN around the feed-forward
+            block (HybridNorm); "b2t": Post-LN with a connection from each layer's input to its last
+            normalisation.
+        normalization: "layernorm", "rmsnorm" or "dyt" (tanh(dyt_alpha x) instead of a norm).
+        activation: "relu", "gelu" (erf form), "gelu_tanh", "silu", "identity", ...
+            (see `moments.formulas.named_activations.activation_names()`); "swiglu", "geglu",
+            "geglu_tanh" and "reglu" are the gated forms.
+        dropout: probability of dropping an entry of each block's output.
+        attention_dropout: the same for attention weights; None: as `dropout`.
+        causal: whether a token sees only itself and earlier ones.
+        skip_scale: multiplies the stream at every residual addition; one number, one per layer, or
+            a pair (attention, feed-forward) per layer.
+        branch_scale: multiplies a block's output there; likewise.
+        layernorm_scaling: LayerNorm Scaling, 1/sqrt(l) in layer l. True or "after-norm": on the
+            normalised output; "before-norm": on the normalisation's input; "after-block": on the
+            block's output; "after-residual": on the sum; "attention-only" and "ffn-only": after the
+            norm of that block alone.
+        weights: variances of the weight matrices; None: Weights.xavier of these widths.
+        embedding: what feeds layer 1; None: the moments are given to `predict`.
+        head: what follows the last layer, down to the loss; None: its gradient is given.
+        d_head: width of a head; None: d_model / heads.
+        kv_heads: heads of keys and values, each shared by heads / kv_heads queries; None: heads.
+        temperature: divides the attention logits, beside sqrt(d_head); one number or one per layer.
+        norm_epsilon: added to the variance under the normalisation's square root.
+        norm_affine: whether norms have learnable gains (and biases); they start at `norm_gain` and
+            0, and their gradients are predicted.
+        norm_bias: whether those of LayerNorm include biases.
+        norm_gain: root mean square of the block norms' gain; one number, one per layer, or a pair
+            (attention, feed-forward) per layer.
+        norm_groups: features are normalised in so many groups (Group-LN).
+        dyt_alpha: of "dyt".
+        post_layers: layers of norm="mix" that are Post-LN.
+        gated: whether the feed-forward block multiplies two maps, activation(x W_gate) * (x W_in).
+        activation_dropout: dropout on the feed-forward hidden layer.
+        ffn_dropout: `dropout` of the feed-forward block where it is another; None: the same.
+        identity_attention: whether every token attends to itself alone and no logits are formed
+            (where Value-SkipInit starts).
+        biases: variances of the bias vectors; None: there are none.
+        parallel: whether attention and feed-forward block read the same stream and share one sum.
+        parallel_norms: 1 where they then share a norm, 2 where each has its own.
+        rotary: rotary positions of queries and keys.
+        alibi: whether logits have ALiBi's linear penalties; a number multiplies their slopes
+            (Falcon: 1/sqrt(d_head)).
+        relative_bias: T5's learned biases by relative position.
+        qk_norm: "rmsnorm" or "layernorm" of every head's queries and keys; None: neither.
+        logit_softcap: c in c tanh(logit/c); None: no cap.
+        window: how many tokens back attention reaches (and ahead, unless causal), itself included;
+            None: all; one value or one per layer.
+        encoder: the model whose output a decoder's cross-attention reads; None: there is none.
+
+    Raises:
+        DomainError: a value outside what is allowed, named with the remedy.
+    """
+
+    layers: int
+    d_model: int
+    heads: int
+    seq_len: int
+    d_ff: int | None = None
+    norm: str = "pre"
+    normalization: str = "layernorm"
+    activation: str = "relu"
+    dropout: float = 0.0
+    attention_dropout: float | None = None
+    causal: bool = False
+    skip_scale: PerBlock = 1.0
+    branch_scale: PerBlock = 1.0
+    layernorm_scaling: bool | str = False
+    weights: Weights | None = None
+    embedding: Any = None
+    head: Any = None
+    d_head: int | None = field(default=None, kw_only=True)
+    kv_heads: int | None = field(default=None, kw_only=True)
+    temperature: PerLayer = field(default=1.0, kw_only=True)
+    norm_epsilon: float = field(default=0.0, kw_only=True)
+    norm_affine: bool = field(default=False, kw_only=True)
+    norm_bias: bool = field(default=True, kw_only=True)
+    norm_gain: PerBlock = field(default=1.0, kw_only=True)
+    norm_groups: int = field(default=1, kw_only=True)
+    dyt_alpha: float = field(default=0.5, kw_only=True)
+    post_layers: int = field(default=0, kw_only=True)
+    gated: bool = field(default=False, kw_only=True)
+    activation_dropout: float = field(default=0.0, kw_only=True)
+    ffn_dropout: float | None = field(default=None, kw_only=True)
+    identity_attention: bool = field(default=False, kw_only=True)
+    biases: Biases | None = field(default=None, kw_only=True)
+    parallel: bool = field(default=False, kw_only=True)
+    parallel_norms: int = field(default=1, kw_only=True)
+    rotary: Rotary | None = field(default=None, kw_only=True)
+    alibi: bool | float = field(default=False, kw_only=True)
+    relative_bias: RelativeBias | None = field(default=None, kw_only=True)
+    qk_norm: str | None = field(default=None, kw_only=True)
+    logit_softcap: float | None = field(default=None, kw_only=True)
+    window: int | Sequence[int | None] | None = field(default=None, kw_only=True)
+    encoder: Transformer | None = field(default=None, kw_only=True)
+    _defaulted: frozenset[str] = field(
+        default=frozenset(), init=False, repr=False, compare=False, kw_only=True
+    )
+
+    def __post_init__(self) -> None:
+        from .declaration import check
+
+        check(self)
+
+    # --- what each layer has -------------------------------------------------------------------
+
+    @property
+    def skip_scales(self) -> np.ndarray:
+        """lambda of every layer, shape (N,); (N, 2) where attention and feed-forward differ."""
+        return self._each("skip_scale")
+
+    @property
+    def branch_scales(self) -> np.ndarray:
+        """beta of every layer, shape (N,); (N, 2) where attention and feed-forward differ."""
+        return self._each("branch_scale")
+
+    @property
+    def temperatures(self) -> np.ndarray:
+        """Divisor of the attention logits in every layer, shape (N,)."""
+        return self._each("temperature")
+
+    @property
+    def norm_gains(self) -> np.ndarray:
+        """Root mean square of the norms' gains, (N, 2): attention and feed-forward block."""
+        return self.by_block("norm_gain")
+
+    @property
+    def norm_scales(self) -> np.ndarray:
+        """LayerNorm Scaling's factor of every layer, shape (N,); 1 without it."""
+        if not self.layernorm_scaling:
+            return np.ones(self.layers)
+        return np.array([1 / math.sqrt(n) for n in range(1, self.layers + 1)])
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Reach of attention in every layer."""
+        if isinstance(self.window, Sequence):
+            return tuple(self.window)
+        return (self.window,) * self.layers
+
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """Where normalisation sits in every layer: "mix" resolved into "post" and "pre"."""
+        if self.norm != "mix":
+            return (self.norm,) * self.layers
+        return ("post",) * self.post_layers + ("pre",) * (self.layers - self.post_layers)
+
+    def by_block(self, name: str) -> np.ndarray:
+        """A scale of every layer, (N, 2): attention (and cross-attention), feed-forward."""
+        values = np.asarray(getattr(self, name), dtype=float)
+        return np.broadcast_to(
+            values.reshape(-1, 1) if values.ndim < 2 else values, (self.layers, 2)
+        )
+
+    def _each(self, name: str) -> np.ndarray:
+        values = np.asarray(getattr(self, name), dtype=float)
+        return values.copy() if values.ndim else np.full(self.layers, float(values))
+
+    def layer_weights(self, layer: int) -> LayerWeights:
+        """Weight variances of layer `layer`, counted from 1."""
+        assert self.weights is not None
+        return self.weights.layer(layer)
+
+    # --- copies and files ----------------------------------------------------------------------
+
+    def replace(self, **changes: Any) -> Transformer:
+        """A changed copy, validated again; what was left to a default follows the change.
+
+        Raises:
+            DomainError: an unknown field, or a value outside what is allowed.
+        """
+        names = {f.name for f in dataclasses.fields(self) if f.init}
+        for name in changes:
+            if name not in names:
+                raise domain_error("field", name, f"one of {', '.join(sorted(names))}")
+        current = {name: None if name in self._defaulted else getattr(self, name) for name in names}
+        return Transformer(**{**current, **changes})
+
+    def with_scheme(self, name: str, **options: Any) -> Transformer:
+        """The model with weights, scales and placement as a published scheme sets them.
+
+        Args:
+            name: one of the names in `moments.schemes()`.
+            options: the scheme's own, with its authors' defaults.
+
+        Raises:
+            DomainError: no such scheme or option, or an option outside what is allowed.
+        """
+        from ..scheme import apply
+
+        return apply(self, name, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary with a format version; `from_dict` reads it back."""
+        data: dict[str, Any] = {"format": FORMAT_VERSION}
+        for f in dataclasses.fields(self):
+            if not f.init:
+                continue
+            value: Any = None if f.name in self._defaulted else getattr(self, f.name)
+            data[f.name] = value.to_dict() if hasattr(value, "to_dict") else _lists(value)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Transformer:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            DomainError: another format version, or an unknown field.
+        """
+        if not isinstance(data, Mapping):
+            raise domain_error("model", data, "a JSON object of its fields")
+        fields = dict(data)
+        version = fields.pop("format", None)
+        if version != FORMAT_VERSION:
+            raise domain_error("format", version, f"{FORMAT_VERSION}")
+        check_fields("model", fields, dataclasses.fields(cls))
+        for name, read in _readers().items():
+            if fields.get(name) is not None:
+                fields[name] = read(fields[name])
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        from .summary import text
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        from .summary import html
+
+        return html(self)
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(entry) for entry in value] if isinstance(value, tuple) else value
+
+
+def _readers() -> dict[str, Any]:
+    """What reads each field that is a declaration of its own."""
+
+    def embedding(data: Mapping[str, Any]) -> Any:
+        if not isinstance(data, Mapping) or "patch_size" not in data:
+            return Embedding.from_dict(data)
+        from .patches import PatchEmbedding
+
+        return PatchEmbedding.from_dict(data)
+
+    def head(data: Mapping[str, Any]) -> Any:
+        from .head import Head
+
+        return Head.from_dict(data)
+
+    return {
+        "weights": Weights.from_dict,
+        "biases": Biases.from_dict,
+        "embedding": embedding,
+        "head": head,
+        "rotary": Rotary.from_dict,
+        "relative_bias": RelativeBias.from_dict,
+        "encoder": Transformer.from_dict,
+    }

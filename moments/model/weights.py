@@ -1,0 +1,245 @@
+"""Variances of the weight matrices, per layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import domain_error
+from ..formulas.checks import check_choice, check_count, check_fields, check_layers, check_number
+from ..formulas.symbols import NONNEGATIVE, POSITIVE
+
+PerLayer = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Variances of the entries of one layer's matrices."""
+
+    query: float
+    key: float
+    value: float
+    output: float
+    ffn_in: float
+    ffn_out: float
+    gate: float
+    cross_query: float
+    cross_key: float
+    cross_value: float
+    cross_output: float
+
+
+# What stands in for a matrix that is left out.
+DEFAULTS = {
+    "gate": "ffn_in",
+    "cross_query": "query",
+    "cross_key": "key",
+    "cross_value": "value",
+    "cross_output": "output",
+}
+MATRICES = tuple(f.name for f in dataclasses.fields(LayerWeights))
+DISTRIBUTIONS = ("normal", "uniform", "truncated", "orthogonal")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Variances of the entries of every weight matrix; each one number or one per layer.
+
+    Args:
+        query, key, value: the projections from d_model to the heads.
+        output: the projection of the concatenated heads back to d_model.
+        ffn_in, ffn_out: the two matrices of the feed-forward block.
+        gate: the third one of a gated block; None: as ffn_in.
+        cross_query, cross_key, cross_value, cross_output: of cross-attention in a decoder; None: as
+            those of self-attention.
+        distribution: what entries are drawn from, at these variances: "normal", "uniform",
+            "truncated" (a normal cut at two of its own deviations) or "orthogonal" (rows or columns
+            orthogonal to each other, of the length that gives the variance).
+
+    Raises:
+        DomainError: a negative variance, or an unknown distribution.
+    """
+
+    query: PerLayer
+    key: PerLayer
+    value: PerLayer
+    output: PerLayer
+    ffn_in: PerLayer
+    ffn_out: PerLayer
+    gate: PerLayer | None = None
+    cross_query: PerLayer | None = None
+    cross_key: PerLayer | None = None
+    cross_value: PerLayer | None = None
+    cross_output: PerLayer | None = None
+    distribution: str = "normal"
+
+    def __post_init__(self) -> None:
+        check_choice("weights.distribution", self.distribution, DISTRIBUTIONS)
+        for name in MATRICES:
+            value = getattr(self, name)
+            if value is None and name in DEFAULTS:
+                continue
+            remedy = "pass a variance, the square of a deviation"
+            found = check_layers(f"weights.{name}", value, NONNEGATIVE, remedy)
+            object.__setattr__(self, name, found)
+
+    @classmethod
+    def xavier(
+        cls, d_model: int, heads: int, d_ff: int | None = None, d_head: int | None = None
+    ) -> Weights:
+        """Glorot and Bengio's 2 / (fan_in + fan_out).
+
+        Every head of query, key and value is a matrix of its own, d_model to d_head (d_model /
+        heads unless given).
+        """
+        d_model, heads = check_count("d_model", d_model), check_count("heads", heads)
+        d_ff = 4 * d_model if d_ff is None else check_count("d_ff", d_ff)
+        width = d_model / heads if d_head is None else check_count("d_head", d_head)
+        per_head = 2 / (d_model + width)
+        ffn = 2 / (d_model + d_ff)
+        return cls(per_head, per_head, per_head, 2 / (d_model + heads * width), ffn, ffn)
+
+    @classmethod
+    def normal(cls, variance: float, *, output_divisor: float = 1.0) -> Weights:
+        """One variance for every matrix, that of `output` and `ffn_out` divided by a number.
+
+        `Weights.normal(0.02**2)` is BERT's; GPT-2's has `output_divisor=2 * layers`.
+        """
+        variance = check_number("variance", variance, NONNEGATIVE, "pass a variance")
+        scaled = variance / check_number("output_divisor", output_divisor, POSITIVE)
+        return cls(variance, variance, variance, scaled, variance, scaled)
+
+    @classmethod
+    def torch_default(cls, d_model: int, d_ff: int | None = None) -> Weights:
+        """torch.nn.Linear's kaiming_uniform(a = sqrt 5): variance 1 / (3 fan_in).
+
+        Its biases, uniform with the same variance, are not part of these weights.
+        """
+        d_model = check_count("d_model", d_model)
+        d_ff = 4 * d_model if d_ff is None else check_count("d_ff", d_ff)
+        from_model = 1 / (3 * d_model)
+        return cls(from_model, from_model, from_model, from_model, from_model, 1 / (3 * d_ff))
+
+    def layer(self, number: int) -> LayerWeights:
+        """Variances of layer `number`, counted from 1."""
+        values = (self.of(name) for name in MATRICES)
+        return LayerWeights(*[v if isinstance(v, float) else v[number - 1] for v in values])
+
+    def of(self, matrix: str) -> float | tuple[float, ...]:
+        """Variance of one matrix, in every layer or per layer, defaults resolved."""
+        value = getattr(self, matrix)
+        return self.of(DEFAULTS[matrix]) if value is None else value
+
+    def replace(self, **changes: Any) -> Weights:
+        """A changed copy."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        names = (f.name for f in dataclasses.fields(self))
+        return {
+            name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in names
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Weights:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            DomainError: a missing or unknown matrix.
+        """
+        check_fields("weights", data, dataclasses.fields(cls))
+        return cls(**data)
+
+    def __str__(self) -> str:
+        def show(value: PerLayer) -> str:
+            if isinstance(value, float):
+                return f"{value:.3g}"
+            return f"{min(value):.3g} to {max(value):.3g}"  # type: ignore[arg-type, type-var]
+
+        given = [name for name in MATRICES if getattr(self, name) is not None]
+        drawn = "" if self.distribution == "normal" else f", {self.distribution} entries"
+        return ", ".join(f"{name} {show(getattr(self, name))}" for name in given) + drawn
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Variances of the bias vectors' entries; each one number, one per layer, or None: no bias.
+
+    `Biases()` are biases that start at zero: they leave the moments alone and receive gradients.
+
+    Raises:
+        DomainError: a negative variance.
+    """
+
+    query: PerLayer | None = 0.0
+    key: PerLayer | None = 0.0
+    value: PerLayer | None = 0.0
+    output: PerLayer | None = 0.0
+    ffn_in: PerLayer | None = 0.0
+    ffn_out: PerLayer | None = 0.0
+    gate: PerLayer | None = 0.0
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value is None:
+                continue
+            found = check_layers(f"biases.{f.name}", value, NONNEGATIVE, "pass a variance")
+            object.__setattr__(self, f.name, found)
+
+    @classmethod
+    def torch_default(cls, d_model: int, d_ff: int | None = None) -> Biases:
+        """torch.nn.Linear's: uniform with variance 1 / (3 fan_in)."""
+        like = Weights.torch_default(d_model, d_ff)
+        of = {f.name: like.of(f.name) for f in dataclasses.fields(cls)}
+        return cls(**of)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, *matrices: str) -> Biases:
+        """Biases that start at zero, on these matrices alone.
+
+        Raises:
+            DomainError: a matrix that can have none.
+        """
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in matrices:
+            check_choice("matrices", name, names)
+        return cls(**{name: 0.0 if name in matrices else None for name in names})
+
+    def layer(self, number: int) -> dict[str, float]:
+        """Variances of layer `number`, counted from 1, by matrix; those without a bias left out."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        there = {k: v for k, v in values.items() if v is not None}
+        return {k: v if isinstance(v, float) else v[number - 1] for k, v in there.items()}
+
+    def replace(self, **changes: Any) -> Biases:
+        """A changed copy."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Biases:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            DomainError: an unknown field.
+        """
+        check_fields("biases", data, dataclasses.fields(cls))
+        return cls(**data)
+
+
+def check_lengths(name: str, variances: Weights | Biases | None, layers: int) -> None:
+    """Raise a DomainError where a per-layer list does not have `layers` entries."""
+    for f in () if variances is None else dataclasses.fields(variances):
+        value = getattr(variances, f.name)
+        if isinstance(value, tuple) and len(value) != layers:
+            raise domain_error(
+                f"{name}.{f.name}",
+                f"{len(value)} numbers",
+                f"one number, or one per layer ({layers})",
+            )

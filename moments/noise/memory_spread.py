@@ -1,0 +1,281 @@
+"""What one draw of a decoder makes of the gradient that its encoder receives.
+
+Every layer's cross-attention sends the memory a gradient M_k R_k: R_k of the decoder's modes, M_k
+a map that depends on the modes of the memory and of the tokens that ask. The sum over layers is one
+more pair of modes z that the decoder's gradient is added to on its way down,
+
+    z_k = z_{k+1} + M_k y_{k+1} + (dM_k/dx) R_k x_k + noise,
+
+so that its covariance follows from the same recursion (`band`), in which it shares the fluctuations
+of the decoder's gradient with every layer. Noise is that of the matrices in between: W_o, 2 over
+the heads' features for each mode received; W_v, 2/d for each mode sent, and 4/d of what other
+layers have sent, independent in direction; and what the decoder's mean sends into the memory's
+differences, in every head one vector over tokens.
+
+The memory's own fluctuations enter through dM_k/d(memory) and its last normalisation: they are the
+response of the encoder's last gradient to its last signal. That a decoder's tokens move with the
+memory they have read is left out, and so is the overlap between sequences.
+
+Resolved by token the decoder is followed with moments averaged over tokens, as if all attended to
+all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..engine.composition import Chain, Component, Layer, Residual
+from ..engine.propagate import Trace, forward
+from ..engine.state import Array, Gradient, Kernel, Signal
+from ..transfer.attention.cross import CrossAttention
+from ..transfer.attention.logits import logit_law
+from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.attention.softmax import SquareTable
+from ..transfer.attention.softmax.chebyshev import THETA_MAX
+from .averages import averaged
+from .band import Course, course, down
+from .block_noise import Modes
+from .branches import cross_attention_of, parts_of, paths
+from .linearisation import STEP, part_starts
+from .mode_response import AsAlike, OfModes
+from .part_response import in_units
+from .sensitivity import Response, transposed
+from .sequence_overlap import sites
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderTop:
+    """The decoder that reads an encoder.
+
+    Attributes:
+        read: what turns the encoder's last layer into the memory.
+        declaration: of the decoder.
+        trace: of the decoder, both passes.
+        top: where its own last gradient comes from; None: it is a fresh Gaussian tensor.
+    """
+
+    read: Chain
+    declaration: Chain
+    trace: Trace
+    top: Any = None
+
+    def alike(self, trace: Trace, modes: Modes, batch: int) -> tuple[Array, Array]:
+        """Response of the encoder's last gradient to its signal, and covariance of its modes.
+
+        As `HeadTop.alike`; `trace` is the encoder's.
+        """
+        decoder, top = self.trace, self.top
+        if decoder.stream()[0].signal.resolved:
+            decoder = averaged(decoder)
+            top = None if top is None else AsAlike(top, self.trace)
+        layers = [_alike(part) for part in self.declaration.parts if isinstance(part, Layer)]
+        own = course(layers, decoder, batch, top)
+        asked = _Reading(self.read, trace, modes, batch, own.steps.pull.shape[1:-2])
+        sent = _sent(layers, decoder, own.modes, asked)
+        whole = np.add.reduce([one.added for one in sent.values()])
+        last = _times(asked.back, whole[:3])
+        gradient, size = last[0] @ modes.average, whole[0] @ modes.average
+        covariance = down(_beside(own, sent, size, asked))[0][..., 2:, 2:]
+        through = asked.back[0] * (size / gradient)[..., None, None]
+        response = (last[1:] - last[0]) / (STEP * gradient[..., None])
+        return np.moveaxis(response, 0, -1), through @ covariance @ transposed(through)
+
+    def by_token(self, trace: Trace, batch: int) -> tuple[Array, Response]:
+        """The encoder's last gradient (..., L, L), and how it answers to the decoder.
+
+        As `HeadTop.by_token`.
+        """
+        last = trace.stream()[-1]
+        assert last.gradient is not None
+        kernel, received = last.signal.second_moment().pairs, last.gradient.kernel.pairs
+        unit = np.trace(received, axis1=-2, axis2=-1)
+        modes = Modes(last.signal.seq_len)
+        sequences = received.shape[-1] // modes.seq_len
+        response, covariance = self.alike(trace, modes, batch * sequences)
+        relative = in_units(received, unit)
+        return relative, OfModes(response, batch * covariance, relative, kernel, modes)
+
+
+class _Sent(NamedTuple):
+    """What a part's cross-attention sends to the memory.
+
+    Attributes:
+        returned: (..., 2, 2) map from the modes of the gradient that the part receives.
+        variance: (...,) of the gradient that the part receives.
+        added: (5, ..., 2) modes sent: at the means, at either mode of the encoder's last signal a
+            little larger, and of the signal that enters the part.
+        noise: (..., 2, 2) covariance that the part's matrices add, in units of the modes sent.
+    """
+
+    returned: Array
+    variance: Array
+    added: Array
+    noise: Array
+
+
+class _Reading:
+    """The memory at the encoder's last signal, and at slightly larger modes of it."""
+
+    def __init__(
+        self, read: Chain, trace: Trace, modes: Modes, batch: int, shape: tuple[int, ...]
+    ) -> None:
+        signal = trace.stream()[-1].signal
+        if signal.resolved:
+            signal = averaged(trace).stream()[-1].signal
+        base = np.broadcast_to(modes.of(signal.kernel), (*shape, 2))
+        axes = (1,) * (base.ndim - 1)
+        steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
+        self.modes, self.batch, self.width, self.shape = modes, batch, signal.width, shape
+        kernel = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
+        self.memory, back = forward(read, self.signal(kernel), Trace())
+        basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
+        pulled = modes.of(back(Gradient(basis, modes.seq_len)).kernel)
+        shape = np.broadcast_shapes(pulled.shape, (2, 5, *base.shape))
+        self.back = np.moveaxis(np.broadcast_to(pulled, shape), 0, -1)[:3]
+
+    def signal(self, kernel: Kernel) -> Signal:
+        return Signal(kernel, self.modes.seq_len, width=self.width, spread=kernel.scaled(0.0))
+
+
+def _sent(layers: Sequence[Layer], trace: Trace, modes: Modes, asked: _Reading) -> dict[int, _Sent]:
+    """By the number of the part, from the first one on."""
+    found: dict[int, _Sent] = {}
+    starts = part_starts(layers)
+    width = trace.stream()[0].signal.width
+    for index, (layer, points) in enumerate(zip(layers, sites(layers, trace), strict=True)):
+        for position, part in enumerate(parts_of(layer)):
+            if cross_attention_of(part) is not None:
+                kernel, gradient = points[position][0], points[position + 1][1]
+                one = _of_part(part, kernel, gradient, width, modes, asked)
+                found[starts[index] + position] = one
+    return found
+
+
+def _of_part(
+    part: Component,
+    kernel: Kernel,
+    gradient: Kernel,
+    width: Array,
+    modes: Modes,
+    asked: _Reading,
+) -> _Sent:
+    base, received = (
+        np.broadcast_to(modes.of(one), (*asked.shape, 2)) for one in (kernel, gradient)
+    )
+    axes = (1,) * (base.ndim - 1)
+    steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
+    nudged = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
+    basis = Gradient(modes.kernel(np.eye(2).reshape(2, 1, *axes, 2)), modes.seq_len)
+    scale, node = 1.0, part
+    if isinstance(part, Residual):
+        scale, node = part.branch_scale**2, part.branch
+    for path in paths(node):
+        attention = cross_attention_of(path)
+        if attention is None:
+            continue
+        inner = Trace(memory=asked.memory)
+        signal = Signal(nudged, modes.seq_len, width=width, spread=nudged.scaled(0.0))
+        _, back = forward(path, signal, inner)
+        back(basis)
+        sent = asked.modes.of(inner.memory_gradients[0].kernel)
+        sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
+        returned = scale * np.moveaxis(sent, 0, -1)
+        before = path.parts.index(attention)
+        asking = nudged if not before else inner.points[before - 1].signal.kernel
+        noise = _noise(attention, returned[0], received, _first(asking), asked, modes)
+        return _Sent(returned[0], received @ modes.average, _times(returned, received), noise)
+    raise AssertionError("the part has no cross-attention")
+
+
+def _noise(
+    attention: CrossAttention,
+    returned: Array,
+    received: Array,
+    asking: Kernel,
+    asked: _Reading,
+    modes: Modes,
+) -> Array:
+    """Of the output projection, of the value projection and of the heads' realised weights."""
+    inner, width = attention.heads * attention.d_head, attention.memory_width
+    stage = returned * (2 / inner * received**2 / modes.count)[..., None, :]
+    noise = stage @ transposed(returned)
+    direct = np.stack(
+        [_times(returned, received)[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1
+    )
+    noise = noise + (2 * direct**2 / width / asked.modes.count)[..., None] * np.eye(2)
+    tokens = _first(asked.memory.second_moment())
+    law = logit_law(attention, asking, tokens, (attention.d_model, width))
+    own = law.keys.kernel.diagonal - law.keys.kernel.pairs
+    theta = np.clip(4 * law.scale * law.queries.kernel.diagonal * own, 0.0, THETA_MAX)
+    squares = SquareTable.load().at_length(asked.modes.seq_len).single(theta).sum_square
+    share = 2 / attention.heads * (squares + 1 / width)
+    noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
+    return noise / asked.batch
+
+
+def _beside(own: Course, sent: dict[int, _Sent], size: Array, asked: _Reading) -> Course:
+    """The decoder's course with z behind the gradient's modes, in units of z's variance."""
+    steps = own.steps
+    shape = steps.pull.shape[:-2]
+    pull, noise = np.zeros((*shape, 4, 4)), np.zeros((*shape, 4, 4))
+    exposure, logits = np.zeros((*shape, 4, 2)), np.zeros((*shape, 4))
+    pull[..., :2, :2], noise[..., :2, :2] = steps.pull, own.gradient_noise
+    pull[..., 2:, 2:], exposure[..., :2, :] = np.eye(2), steps.exposure
+    logits[..., :2] = steps.logits.gradient
+    carried: Array = 0.0
+    for k in sorted(sent, reverse=True):
+        one = sent[k]
+        added = one.added[0] / size[..., None]
+        pull[k][..., 2:, :2] = one.returned * (one.variance / size)[..., None, None]
+        change = (one.added[3:] - one.added[0]) / (STEP * size[..., None])
+        exposure[k][..., 2:, :] = np.moveaxis(change, 0, -1)
+        cross = 4 * carried * added / asked.width / (asked.modes.count * asked.batch)
+        own_noise = one.noise / (size**2)[..., None, None]
+        noise[k][..., 2:, 2:] = own_noise + cross[..., None] * np.eye(2)
+        carried = carried + added
+    grown = [np.zeros((*shape[1:], 4, 4)), np.zeros((*shape[1:], 4, 2))]
+    grown[0][..., :2, :2], grown[1][..., :2, :] = own.received, own.exposed
+    steps = steps._replace(
+        pull=pull, exposure=exposure, logits=steps.logits._replace(gradient=logits)
+    )
+    return own._replace(steps=steps, gradient_noise=noise, received=grown[0], exposed=grown[1])
+
+
+def _alike(component: Any) -> Any:
+    """The component with every token seeing every other, wherever it stands."""
+    if isinstance(component, SelfAttention):
+        return dataclasses.replace(
+            component,
+            causal=False,
+            window=None,
+            rotary=None,
+            alibi=False,
+            relative_bias=None,
+            padding=None,
+            sequences=1,
+        )
+    if isinstance(component, CrossAttention):
+        return dataclasses.replace(component, padding=None, sequences=1)
+    if isinstance(component, tuple):
+        return tuple(_alike(part) for part in component)
+    if isinstance(component, Component):
+        inner = {
+            f.name: _alike(getattr(component, f.name))
+            for f in dataclasses.fields(component)  # type: ignore[arg-type]
+            if isinstance(getattr(component, f.name), Component | tuple)
+        }
+        return dataclasses.replace(component, **inner)  # type: ignore[type-var]
+    return component
+
+
+def _times(matrix: Array, vector: Array) -> Array:
+    return (matrix @ vector[..., None])[..., 0]
+
+
+def _first(kernel: Kernel) -> Kernel:
+    return Kernel(kernel.diagonal[0], kernel.pairs[0])

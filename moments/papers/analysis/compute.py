@@ -1,0 +1,116 @@
+"""Parameters and compute of deep, narrow models at constant N d^2 (Kedia et al., Table 23)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...formulas.checks import check_count
+from .results import Result
+
+# (layers, width, parameters in millions, compute, extra compute in percent) as printed.
+PRINTED: tuple[tuple[int, int, int, float, float | None], ...] = (
+    (12, 1024, 185, 1.06e20, None),
+    (48, 512, 168, 1.03e20, -2.5),
+    (192, 256, 160, 1.12e20, 6.3),
+    (784, 128, 156, 1.38e20, 30.6),
+    (24, 1024, 336, 1.92e20, None),
+    (96, 512, 319, 1.96e20, 2.3),
+    (384, 128, 311, 2.19e20, 14.5),
+)
+# Two shapes are misprints: their own parameter counts belong to 768 layers, and to width 256.
+CORRECTED = {(784, 128): (768, 128), (384, 128): (384, 256)}
+
+
+def parameter_count(
+    layers: int, d_model: int, *, vocab_size: int, positions: int, d_ff: int | None = None
+) -> int:
+    """Weights, biases and norms of a BERT-like encoder whose head is tied to its embedding.
+
+    Per layer 4 d^2 + 4 d of attention, 2 d d_ff + d_ff + d of feed-forward and two norms of 2 d;
+    the token and position tables.
+    """
+    d_ff = 4 * d_model if d_ff is None else d_ff
+    layer = 4 * d_model**2 + 2 * d_model * d_ff + d_ff + 9 * d_model
+    return layers * layer + (vocab_size + positions) * d_model
+
+
+def matmul_flops(
+    layers: int, d_model: int, *, seq_len: int, vocab_size: int, d_ff: int | None = None
+) -> int:
+    """Multiplications and additions of a forward pass's matrix products, per token.
+
+    2 per weight and token, 4 L d per layer for the logits and the weighted averages, the head.
+    """
+    d_ff = 4 * d_model if d_ff is None else d_ff
+    layer = 2 * (4 * d_model**2 + 2 * d_model * d_ff) + 4 * seq_len * d_model
+    return layers * layer + 2 * d_model * vocab_size
+
+
+@dataclass(frozen=True)
+class ComputeTable(Result):
+    """Parameters and compute of several shapes; each beside the first with the same N d^2.
+
+    `rows`: layers, d_model, parameters, flops (per token, forward), extra (percent over the first
+    shape with the same N d^2), and what Table 23 prints for the shape.
+    """
+
+    seq_len: int
+    vocab_size: int
+    rows: tuple[Mapping[str, Any], ...]
+
+    @property
+    def heading(self) -> str:
+        return (
+            f"constant N d^2: parameters and forward compute per token, {self.seq_len} tokens, "
+            f"vocabulary {self.vocab_size}; matrix products only"
+        )
+
+    def _rows(self) -> list[Mapping[str, Any]]:
+        return list(self.rows)
+
+
+def compute_table(
+    shapes: Iterable[tuple[int, int]] | None = None,
+    *,
+    seq_len: int = 512,
+    vocab_size: int = 32768,
+    positions: int = 512,
+) -> ComputeTable:
+    """Table 23 of Kedia et al., recomputed, or the same for other shapes.
+
+    Sequence length, vocabulary and positions are not printed beside the table; at the defaults its
+    parameters are met, rounded down to the million. The elementwise operations that its compute
+    also counts are left out here: the percentages then differ by less than one.
+
+    Args:
+        shapes: (layers, d_model) pairs; None: the table's, its two misprinted shapes mended.
+        seq_len, vocab_size, positions: of the model.
+    """
+    for name, value in (("seq_len", seq_len), ("vocab_size", vocab_size)):
+        check_count(name, value)
+    mended = {CORRECTED.get(row[:2], row[:2]): row for row in PRINTED}
+    rows: list[Mapping[str, Any]] = []
+    first: dict[int, int] = {}
+    for layers, d_model in list(mended) if shapes is None else shapes:
+        check_count("layers", layers)
+        check_count("d_model", d_model)
+        flops = matmul_flops(layers, d_model, seq_len=seq_len, vocab_size=vocab_size)
+        base = first.setdefault(layers * d_model**2, flops)
+        printed = mended.get((layers, d_model))
+        rows.append(
+            {
+                "layers": layers,
+                "d_model": d_model,
+                "parameters": parameter_count(
+                    layers, d_model, vocab_size=vocab_size, positions=positions
+                ),
+                "flops": flops,
+                "extra": 100 * (flops / base - 1),
+                "printed shape": None if printed is None else f"{printed[0]} x {printed[1]}",
+                "printed parameters": None if printed is None else printed[2] * 10**6,
+                "printed extra": None if printed is None else printed[4],
+            }
+        )
+    return ComputeTable(seq_len, vocab_size, tuple(rows))

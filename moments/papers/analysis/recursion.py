@@ -1,0 +1,179 @@
+"""A prediction re-accumulated with blocks that correlate with the stream, as training makes them.
+
+At initialisation a block's last matrix is independent of the stream, so the two are uncorrelated.
+Both papers' statements about training turn on their correlation (Sun et al.'s rho_1 and rho_2,
+Kedia et al.'s 3.5, E.5 and E.6): one number each for the signal and the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import domain_error
+from ...formulas.checks import check_in
+from ...formulas.kedia_chain import CORRELATED_RESIDUAL
+from ...formulas.symbols import CORRELATION
+from ...prediction.result import Prediction
+from .blocks import Block, blocks
+from .results import Result
+
+
+@dataclass(frozen=True)
+class VarianceRecursion(Result):
+    """Variances along the stream where blocks correlate with it.
+
+    Attributes:
+        prediction: at initialisation, where they do not.
+        branch_correlation: of every block's output with the stream it is added to.
+        grad_branch_correlation: of the gradient that returns through a block with the one past it.
+        variance, grad_variance: of the stream, (N + 1,).
+        cosine: between the two ends of every block, (2 N,), in order.
+    """
+
+    prediction: Prediction
+    branch_correlation: float
+    grad_branch_correlation: float
+    variance: np.ndarray
+    grad_variance: np.ndarray
+    cosine: np.ndarray
+
+    @property
+    def heading(self) -> str:
+        fall = self.grad_variance[0] / self.grad_variance[-1]
+        return (
+            f"branch correlation {self.branch_correlation:g}, of gradients "
+            f"{self.grad_branch_correlation:g}: variance x "
+            f"{self.variance[-1] / self.variance[0]:.4g}, gradient variance x {fall:.4g} down to "
+            "the input"
+        )
+
+    def _rows(self) -> list[Mapping[str, Any]]:
+        columns = {
+            "variance": self.variance,
+            "variance, uncorrelated": self.prediction.variance,
+            "grad_variance": self.grad_variance,
+            "grad_variance, uncorrelated": self.prediction.grad_variance,
+        }
+        return [
+            {"layer": n, **{name: float(values[n]) for name, values in columns.items()}}
+            for n in range(len(self.variance))
+        ]
+
+
+def variance_recursion(
+    prediction: Prediction,
+    branch_correlation: float = 0.0,
+    grad_branch_correlation: float = 0.0,
+) -> VarianceRecursion:
+    """Variances of signal and gradient where every block correlates with the stream.
+
+    Block outputs keep the variances of the prediction, which normalised inputs fix; a block's
+    returned gradient scales with one over the variance its normalisation divides by. Token
+    correlations are held at the prediction's.
+
+    Args:
+        prediction: of a single configuration, Pre-LN or Post-LN.
+        branch_correlation, grad_branch_correlation: in [-1, 1].
+
+    Raises:
+        DomainError: a correlation outside [-1, 1], another norm, or several configurations.
+    """
+    check_in("branch_correlation", branch_correlation, CORRELATION)
+    check_in("grad_branch_correlation", grad_branch_correlation, CORRELATION)
+    norm = prediction.model.norm
+    if norm not in ("pre", "post"):
+        raise domain_error("norm", norm, "'pre' or 'post', whose blocks see normalised inputs")
+    if prediction.model.normalization not in ("layernorm", "rmsnorm"):
+        raise domain_error(
+            "normalization",
+            prediction.model.normalization,
+            "'layernorm' or 'rmsnorm', whose output does not depend on the stream's variance",
+        )
+    if prediction.variance.ndim != 1:
+        raise domain_error("prediction", prediction, "of a single configuration")
+    parts = blocks(prediction)
+    post = norm == "post"
+    entering, totals = _forward(parts, float(prediction.variance[0]), branch_correlation, post)
+    leaving = [b.leaving for b in parts] if post else totals
+    gradients = _backward(
+        parts,
+        entering,
+        totals,
+        float(prediction.grad_variance[-1]),
+        grad_branch_correlation,
+        post,
+    )
+    cosine = [
+        (np.sqrt(b.skip_square * v) + branch_correlation * np.sqrt(b.branch_square * b.added))
+        / np.sqrt(total)
+        if total
+        else 1.0
+        for b, v, total in zip(parts, entering, totals, strict=True)
+    ]
+    return VarianceRecursion(
+        prediction,
+        branch_correlation,
+        grad_branch_correlation,
+        np.array([entering[0], *leaving[1::2]]),
+        np.array(gradients[::2]),
+        np.array(cosine),
+    )
+
+
+def _forward(
+    parts: list[Block], variance: float, correlation: float, post: bool
+) -> tuple[list[float], list[float]]:
+    """Signal variance that enters every block, and after its addition."""
+    law = CORRELATED_RESIDUAL.law("variance")
+    entering, totals = [], []
+    for block in parts:
+        entering.append(variance)
+        total = law.of(
+            {
+                "skip_square": block.skip_square,
+                "branch_square": block.branch_square,
+                "x_variance": variance,
+                "branch_variance": block.added,
+                "branch_correlation": correlation,
+            }
+        )
+        totals.append(float(total))
+        variance = block.leaving if post else totals[-1]
+    return entering, totals
+
+
+def _backward(
+    parts: list[Block],
+    entering: list[float],
+    totals: list[float],
+    gradient: float,
+    correlation: float,
+    post: bool,
+) -> list[float]:
+    """Gradient variance at the input of every block, and at the last block's output."""
+    law = CORRELATED_RESIDUAL.law("grad_variance")
+    found = [gradient]
+    for block, variance, total in zip(parts[::-1], entering[::-1], totals[::-1], strict=True):
+        returned = block.returned
+        if post:
+            # The norm above divides by the new sum instead of the predicted one.
+            gradient *= block.grad_total / block.grad_leaving * block.total / total
+        else:
+            returned *= block.entering / variance
+        gradient = float(
+            law.of(
+                {
+                    "skip_square": block.skip_square,
+                    "branch_square": block.branch_square,
+                    "grad_variance": gradient,
+                    "grad_branch_variance": returned * gradient,
+                    "grad_branch_correlation": correlation,
+                }
+            )
+        )
+        found.insert(0, gradient)
+    return found

@@ -1,0 +1,198 @@
+"""`draw`: a figure's predictions as lines, its stored simulations as points over them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .catalogue import setup
+from .points import key, stored
+from .setup import HeatMap, Line, Panel, Setup
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+COLORS = ("#1b6ca8", "#c8553d", "#3a8f5c", "#8d5bb0")
+MARKERS = dict(zip(COLORS, "os^D", strict=True))
+MOST_POINTS = 25
+
+
+def draw(name: str, path: str | Path | None = None) -> Figure:
+    """Redraw one figure.
+
+    Args:
+        name: one of `names()`, such as "kedia-3".
+        path: where to save it, as its ending .png, .svg or .pdf says; None: it is only returned.
+
+    Returns:
+        The figure; points are simulations, with bars of two standard errors over draws.
+
+    Raises:
+        DomainError: there is no such figure or format, or it cannot be saved there.
+    """
+    from ...show.plot import Picture, save
+
+    found = setup(name)
+    count = found.columns or len(found.panels)
+    lines = -(-len(found.panels) // count)
+    width = 4.0 if isinstance(found.panels[0], HeatMap) else 5.2
+    figure = Picture(
+        figsize=(max(1.2 + width * count, 6.4), 0.8 + 4.0 * lines), layout="constrained"
+    )
+    for index, panel in enumerate(found.panels):
+        ax = figure.add_subplot(lines, count, index + 1)
+        if isinstance(panel, HeatMap):
+            image = _heat_map(ax, panel)
+            if index == count - 1:
+                label = "angular distance (0 alike, .5 unrelated)"
+                figure.colorbar(image, ax=figure.axes, label=label, shrink=0.9)
+        else:
+            _panel(ax, found, index, panel)
+    for column in range(count if lines > 1 else 0):
+        _alike(figure.axes[column::count])
+    figure.suptitle(f"{found.title}\n{found.source}", x=0.01, ha="left", fontsize=11)
+    text = ". ".join((found.settings, *_about_points(found)))
+    wrapped = textwrap.fill(text, int(15 * figure.get_figwidth()))
+    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=8, color="#555555")
+    if path is not None:
+        save(figure, path, dpi=120)
+    return figure
+
+
+def _simulated(found: Setup) -> list[tuple[Line, str]]:
+    """Lines that points belong over, and where they are stored."""
+    return [
+        (line, key(found.name, index, line.label))
+        for index, panel in enumerate(found.panels)
+        for line in panel.lines
+        if line.points
+    ]
+
+
+def _about_points(found: Setup) -> list[str]:
+    """What points and bars are; and which lines have none."""
+    lines = _simulated(found)
+    missing = sum(where not in stored() for _, where in lines)
+    if missing:
+        return [f"NOT SIMULATED yet: {missing} lines"]
+    draws = sorted({stored()[where]["made"]["seeds"] for _, where in lines})
+    if not draws:
+        return []
+    counted = " or ".join(map(str, draws))
+    text = f"Lines: predictions. Points: simulations, {counted} draws, two standard errors"
+    if all(line.site is None for line, _ in lines):
+        return [f"{text}; a line's points share their draws, and so the side they lie on"]
+    return [text]
+
+
+def _heat_map(ax: Axes, panel: HeatMap) -> AxesImage:
+    values = panel.distances()
+    count = len(values)
+    # Row n starts at n layers further, so that cells are centred on whole numbers.
+    edges = (-0.5, count - 0.5, 0.5, count + 0.5)
+    image = ax.imshow(
+        values, origin="lower", extent=edges, cmap="viridis_r", vmin=0, vmax=0.5, aspect="auto"
+    )
+    ax.set_title(panel.title, loc="left", fontsize=10)
+    ax.set_xlabel("from layer (0 enters layer 1)")
+    ax.set_ylabel("layers further")
+    return image
+
+
+def _alike(axes: list[Axes]) -> None:
+    """One scale for panels above each other."""
+    ends = [ax.get_ylim() for ax in axes]
+    for ax in axes:
+        ax.set_ylim(min(low for low, _ in ends), max(high for _, high in ends))
+
+
+def typeset(text: str) -> str:
+    """Greek letters, written out where lines are stored by name, with their powers and indices."""
+    return re.sub(r"\b(alpha|beta|gamma|lambda|sigma)\b([\^_]\w)?", r"$\\\1\2$", text)
+
+
+def _darker(color: str) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    return tuple(0.5 * part for part in to_rgb(color))
+
+
+def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
+    from ...show.plot import round_ticks
+
+    ends: list[np.ndarray] = []
+    if panel.diagonal:
+        ax.plot([0, 1], [0, 1], color="#bbbbbb", linewidth=1, zorder=0)
+    colored = 0
+    for line in panel.lines:
+        x, values = line.predicted()
+        if line.points:
+            color = COLORS[colored % len(COLORS)]
+            colored += 1
+            ends.append(values)
+        dash = "-" if line.points else (0, (5, 2))
+        # Later lines are thinner, so that one that covers another shows both.
+        width = 2.8 - 0.5 * colored if line.points else 1.4
+        # What is held beside a prediction is drawn over it, where the two coincide too.
+        shade, order = (color, 2) if line.points else (_darker(color), 4)
+        style = {"linestyle": dash, "linewidth": width, "zorder": order}
+        (drawn,) = ax.plot(x, values, color=shade, label=typeset(line.label))
+        drawn.set(**style)
+        if line.points:
+            _points(ax, line, key(found.name, index, line.label), color, panel)
+    ax.set_title(panel.title, loc="left", fontsize=10)
+    ax.set_xlabel(panel.x)
+    ax.set_ylabel(panel.y)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+    if panel.log_x:
+        ax.set_xscale("symlog", linthresh=1, linscale=0.4)
+        ax.set_xlim(left=0)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if panel.log:
+        ax.set_yscale("log")
+        round_ticks(ax)
+    else:
+        ax.margins(y=0.08)
+        ax.set_ylim(bottom=min(0.0, *(float(v.min()) for v in ends)))
+    if len(panel.lines) > 1:
+        ax.legend(frameon=False, fontsize=8.5)
+
+
+def _shown(count: int, log: bool) -> np.ndarray:
+    """Indices of at most MOST_POINTS points, evenly along their axis."""
+    if log:
+        return np.unique(np.rint(np.geomspace(1, count, MOST_POINTS)).astype(int) - 1)
+    return np.arange(0, count, max(1, count // MOST_POINTS))
+
+
+def _points(ax: Axes, line: Line, where: str, color: str, panel: Panel) -> None:
+    points = stored().get(where)
+    if points is None:
+        return
+    chosen = _shown(len(points["x"]), panel.log_x)
+    x, value, stderr = (np.array(points[name])[chosen] for name in ("x", "value", "stderr"))
+    bar = 2 * np.nan_to_num(stderr)
+    if panel.log:  # of the logarithm: a bar of the value itself would reach below zero
+        factor = np.exp(bar / value)
+        low, high = value * (1 - 1 / factor), value * (factor - 1)
+    else:
+        low, high = bar, bar
+    ax.errorbar(
+        x,
+        value,
+        yerr=np.stack([low, high]),
+        fmt=MARKERS[color],
+        markersize=4.2,
+        color=color,
+        markeredgecolor="white",
+        markeredgewidth=0.5,
+        elinewidth=0.8,
+        zorder=3,
+    )

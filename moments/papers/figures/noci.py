@@ -1,0 +1,95 @@
+"""Figures 8 to 10 of Noci et al."""
+
+from __future__ import annotations
+
+import math
+
+from ...formulas.law import Source
+from ...formulas.references import NOCI
+from ...model.transformer import Transformer
+from .setup import SQUARED_NORM, Line, Panel, Setup
+
+DEPTH = 32
+WHITE = {"correlation": 0.0}
+
+
+def linear(depth_scaled: bool, layers: int = DEPTH) -> Transformer:
+    """Linear, without normalisation, attention uniform as in Assumption 3.1: queries are zero."""
+    model = Transformer(layers, 128, 1, 32, d_ff=128, norm="none", activation="identity")
+    assert model.weights is not None
+    gain = 1 / math.sqrt(layers) if depth_scaled else 1.0
+    return model.replace(weights=model.weights.replace(query=0.0), branch_scale=gain)
+
+
+def _norms() -> Setup:
+    made = {"alpha = 1": linear(False), "alpha = 1/sqrt(L)": linear(True)}
+    panels = (
+        Panel(
+            "",
+            tuple(Line(k, m, "variance", WHITE, over="first") for k, m in made.items()),
+            y="squared norm of the sequence, over the input's",
+            log=True,
+        ),
+        Panel(
+            "",
+            tuple(Line(k, m, "correlation", WHITE) for k, m in made.items()),
+            y="token correlation",
+        ),
+    )
+    settings = (
+        "linear activations, no normalisation, uniform attention; 32 layers, d = d_ff = 128, one "
+        "head, 32 tokens, white input, Xavier weights are ours"
+    )
+    title = "Residual scaling keeps norm and correlation, however deep"
+    return Setup("noci-8", title, Source(NOCI, "Figure 8"), settings, panels)
+
+
+def _gradients() -> Setup:
+    model = Transformer(12, 32, 4, 50, d_ff=128, norm="pre")
+    inputs = {"correlation": 0.2}
+    weights = ("value", "query", "key")
+    panels = (
+        Panel(
+            "",
+            (Line("stream", model, "correlation", inputs, seeds=50),),
+            y="token correlation",
+        ),
+        Panel(
+            "",
+            tuple(Line(w, model, SQUARED_NORM + w, inputs, seeds=50) for w in weights),
+            x="layer",
+            y="squared gradient norm",
+            log=True,
+        ),
+    )
+    settings = (
+        "Table 2: Pre-LN, d_model 32, d_ff 128, 4 heads, 50 tokens, ReLU, 50 runs; 12 layers, "
+        "Xavier weights, input correlation .2 and a white gradient of variance 1 at the output "
+        "are ours"
+    )
+    title = "Pre-LN: correlation, and gradients of values, queries and keys"
+    return Setup("noci-9", title, Source(NOCI, "Figure 9"), settings, panels)
+
+
+def _activations() -> Setup:
+    panels = []
+    for activation, name in (("identity", "linear"), ("relu", "ReLU")):
+        lines = []
+        for norm, scaled in (("post", False), ("post", True), ("pre", False)):
+            gain = 1 / math.sqrt(DEPTH) if scaled else 1.0
+            model = Transformer(
+                DEPTH, 128, 1, 32, d_ff=128, norm=norm, activation=activation, branch_scale=gain
+            )
+            label = f"{norm.title()}-LN" + (", 1/sqrt(L)" if scaled else "")
+            lines.append(Line(label, model, "correlation", WHITE))
+        panels.append(Panel(name, tuple(lines), y="token correlation"))
+    settings = (
+        "32 layers, d = d_ff = 128, one head, 32 tokens, white input and Xavier weights are ours"
+    )
+    title = "Correlation rises faster under ReLU than in a linear network"
+    return Setup("noci-10", title, Source(NOCI, "Figure 10"), settings, tuple(panels))
+
+
+def figures() -> tuple[Setup, ...]:
+    """Those this module declares."""
+    return _norms(), _gradients(), _activations()

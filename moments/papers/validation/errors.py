@@ -1,0 +1,234 @@
+"""Errors of the theories over the stored grid, per configuration and per class of them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import DomainError, ValidityWarning, domain_error
+from ...formulas.law import THEORIES, Theory
+from ...prediction.predict import predict
+from ...prediction.result import Prediction
+from .grid import FACTORS, GRID, Configuration
+from .store import Stored, load
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Array = NDArray[np.float64]
+
+FIRST_POSITION = 4
+"""Profiles are compared from this token on, counted from 0: the first few hold most of the gradient
+and are in `grad_variance` already."""
+
+DEEP_POST = 36
+"""Beyond so many layers of Post-LN the mean over draws is ruled by rare draws: see `typical`."""
+
+MEASURES: dict[str, str] = {
+    "grad": "mean over layers of |log(predicted / simulated)| of the gradient variance",
+    "grad_beyond": "the part of `grad` beyond two standard errors",
+    "grad_bias": "as `grad`, with its sign: positive where too much is predicted",
+    "variance": "mean over layers of |predicted / simulated - 1| of the forward variance",
+    "variance_beyond": "the part of `variance` beyond two standard errors",
+    "correlation": "mean over layers of |predicted - simulated| token correlation",
+    "correlation_beyond": "the part of `correlation` beyond two standard errors",
+    "typical": "as `grad`, of the geometric mean over draws; Post-LN deeper than 36 layers only",
+    "typical_beyond": "the part of `typical` beyond two standard errors",
+    "profile": "as `grad`, over tokens from the fifth on, at layers 0 and N // 2; causal only",
+    "profile_beyond": "the part of `profile` beyond two standard errors",
+}
+"""What the columns of `errors` hold. An imposed end (forward index 0, gradient index N) counts in
+no mean; a measure that a theory does not offer is NaN."""
+
+CLASS = ("norm", "mask", "layers")
+
+
+def predicted(configuration: Configuration, theory: Theory) -> Prediction:
+    """The prediction under test; validity warnings stay in its `warnings`.
+
+    Raises:
+        DomainError: the theory's numbers overflow.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        return predict(configuration.model, **configuration.ends, theory=theory)
+
+
+def _log_ratio(prediction: Array, simulated: Array) -> Array:
+    return np.log(np.maximum(prediction, np.finfo(float).tiny) / simulated)
+
+
+def _beyond(error: Array, stderr: Array) -> Array:
+    return np.maximum(error - 2 * stderr, 0.0)
+
+
+def by_layer(configuration: Configuration, prediction: Prediction, stored: Stored) -> pd.DataFrame:
+    """Every index of the stream: predicted, simulated, stderr and error of each quantity.
+
+    Columns: layer, then for `grad`, `variance`, `correlation` and, where judged, `typical`: the
+    four numbers, such as `grad_predicted`, `grad_simulated`, `grad_stderr` and `grad`. Standard
+    errors are those of the error: relative for variances, of the mean logarithm for `typical`.
+    """
+    import pandas as pd
+
+    columns: dict[str, Any] = {"layer": np.arange(configuration.layers + 1)}
+
+    def add(name: str, prediction: Array, simulated: Array, stderr: Array, error: Array) -> None:
+        columns[f"{name}_predicted"], columns[f"{name}_simulated"] = prediction, simulated
+        columns[f"{name}_stderr"], columns[name] = stderr, error
+
+    values, stderr = stored.values, stored.stderr
+    grad, variance = values["grad_variance"], values["variance"]
+    add(
+        "grad",
+        prediction.grad_variance,
+        grad,
+        stderr["grad_variance"] / grad,
+        np.abs(_log_ratio(prediction.grad_variance, grad)),
+    )
+    add(
+        "variance",
+        prediction.variance,
+        variance,
+        stderr["variance"] / variance,
+        np.abs(prediction.variance / variance - 1),
+    )
+    add(
+        "correlation",
+        prediction.correlation,
+        values["correlation"],
+        stderr["correlation"],
+        np.abs(prediction.correlation - values["correlation"]),
+    )
+    typical = _typical(configuration, prediction)
+    if typical is not None:
+        simulated = np.exp(values["log_grad_variance"])
+        error = np.abs(_log_ratio(typical, simulated))
+        add("typical", typical, simulated, stderr["log_grad_variance"], error)
+    return pd.DataFrame(columns)
+
+
+def _typical(configuration: Configuration, prediction: Prediction) -> Array | None:
+    """The predicted geometric mean, None where it is not judged or the theory has none."""
+    if configuration.norm != "post" or configuration.layers <= DEEP_POST:
+        return None
+    try:
+        return prediction.grad_variance_typical
+    except DomainError:
+        return None
+
+
+def _profile(prediction: Prediction, stored: Stored) -> tuple[float, float]:
+    """Mean error of the gradient variance by token, and the part beyond two standard errors."""
+    tokens = prediction.token_grad_variance
+    if tokens is None or not stored.profile:
+        return float("nan"), float("nan")
+    errors, beyond = [], []
+    for layer, simulated in stored.profile.items():
+        kept = slice(FIRST_POSITION, None)
+        error = np.abs(_log_ratio(tokens[layer][kept], simulated[kept]))
+        errors.append(error)
+        beyond.append(_beyond(error, stored.profile_stderr[layer][kept] / simulated[kept]))
+    return float(np.mean(errors)), float(np.mean(beyond))
+
+
+def measure(
+    configuration: Configuration, prediction: Prediction, stored: Stored
+) -> dict[str, float]:
+    """All MEASURES of one prediction, and `noise`, the mean relative stderr of `grad`."""
+    frame = by_layer(configuration, prediction, stored)
+    above_input, below_output = frame.iloc[1:], frame.iloc[:-1]
+    parts = {"variance": above_input, "correlation": above_input}
+    parts |= {"grad": below_output, "typical": below_output}
+    result = dict.fromkeys(MEASURES, float("nan"))
+    for name, part in parts.items():
+        if name in part:
+            error, stderr = part[name].to_numpy(), part[f"{name}_stderr"].to_numpy()
+            result[name] = float(error.mean())
+            result[f"{name}_beyond"] = float(_beyond(error, stderr).mean())
+    signed = _log_ratio(prediction.grad_variance, stored.values["grad_variance"])
+    result["grad_bias"] = float(signed[:-1].mean())
+    result["profile"], result["profile_beyond"] = _profile(prediction, stored)
+    return result | {"noise": float(below_output["grad_stderr"].mean())}
+
+
+def errors(
+    theories: Sequence[Theory] = THEORIES,
+    configurations: Iterable[Configuration] = GRID,
+    stored: Mapping[str, Stored] | None = None,
+    progress: Callable[[Configuration], None] | None = None,
+) -> pd.DataFrame:
+    """Hold theories against the stored simulations: one row per configuration and theory.
+
+    Args:
+        theories: which formulas.
+        configurations: which part of the grid.
+        stored: simulations by name; None: those that come with the package.
+        progress: called as each configuration is done.
+
+    Returns:
+        Columns: name, mask, the factors of the grid, theory, failure (the error where the theory
+        gave no numbers, else empty), warned (whether it said that it left its validity), seconds of
+        the prediction, seeds and simulated_seconds of the simulation, noise and MEASURES.
+
+    Raises:
+        DomainError: a configuration was not simulated as the grid now has it.
+    """
+    import pandas as pd
+
+    stored = load() if stored is None else stored
+    rows: list[dict[str, Any]] = []
+    configurations = tuple(configurations)
+    for c in configurations:  # before any work that one that is missing would waste
+        entry = stored.get(c.name)
+        if entry is None or entry.digest != c.digest or not entry.covers(c):
+            raise domain_error("configuration", c.name, "simulated first", "moments validate --run")
+    for c in configurations:
+        entry = stored[c.name]
+        described = {"name": c.name, "mask": "causal" if c.causal else "full"}
+        described |= {factor: getattr(c, factor) for factor in FACTORS}
+        for theory in theories:
+            row: dict[str, Any] = {**described, "theory": theory, "failure": "", "warned": False}
+            row |= {"seeds": entry.seeds, "simulated_seconds": entry.seconds}
+            began = time.perf_counter()
+            try:
+                prediction = predicted(c, theory)
+            except DomainError as error:
+                row |= {"failure": str(error), "seconds": time.perf_counter() - began}
+                row |= dict.fromkeys(["noise", *MEASURES], float("nan"))
+            else:
+                row |= {"seconds": time.perf_counter() - began, "warned": bool(prediction.warnings)}
+                row |= measure(c, prediction, entry)
+            rows.append(row)
+        if progress is not None:
+            progress(c)
+    return pd.DataFrame(rows)
+
+
+def by_class(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> pd.DataFrame:
+    """Means of the measures over configurations of a class that gave numbers.
+
+    Columns: `keys`, theory, runs, failed, noise and MEASURES. Measures are means over the runs that
+    did not fail: read them with `failed` beside them.
+    """
+    grouped = frame.groupby([*keys, "theory"], sort=False)
+    result = grouped[["noise", *MEASURES]].mean()
+    result.insert(0, "failed", grouped["failure"].agg(lambda messages: int((messages != "").sum())))
+    result.insert(0, "runs", grouped.size())
+    order = {theory: place for place, theory in enumerate(THEORIES)}
+    result = result.reset_index()
+    result["_order"] = result["theory"].map(order)
+    result = result.sort_values([*keys, "_order"], ignore_index=True)
+    return result.drop(columns="_order")
+
+
+def worst(frame: pd.DataFrame, theory: Theory = "refined", count: int = 5) -> pd.DataFrame:
+    """The configurations of the largest `grad_beyond` under one theory, failures first."""
+    rows = frame[frame["theory"] == theory].copy()
+    rows["grad_beyond"] = rows["grad_beyond"].where(rows["failure"] == "", np.inf)
+    return rows.nlargest(count, "grad_beyond")

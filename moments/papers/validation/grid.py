@@ -1,0 +1,263 @@
+"""The grid of whole models that predictions are held against: an orthogonal array and baselines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from ...errors import domain_error
+from ...model.transformer import Transformer
+from ...model.weights import Weights
+from .design import orthogonal_array
+
+DESIGN_SEED = 20240
+
+FACTORIAL: dict[str, tuple[Any, ...]] = {
+    "norm": ("pre", "post"),
+    "causal": (False, True),
+    "layers": (12, 24, 36, 96),
+    "weights": ("xavier", "doubled-qk", "dslm", "lns"),
+}
+"""Crossed in full: each combination once."""
+
+FRACTIONAL: dict[str, tuple[Any, ...]] = {
+    "activation": ("relu", "gelu"),
+    "dropout": (0.0, 0.1),
+    "grad_correlation": (0.0, 0.4),
+    "d_model": (128, 192, 256, 512),
+    "heads": (2, 4, 4, 8),
+    "seq_len": (32, 64, 128, 256),
+    "correlation": (0.25, 0.1, 0.25, 0.5),
+}
+"""Every level meets all pairs of levels of two factors above, and every level of one other factor
+here, equally often; see `orthogonal_array`. A level listed twice occurs twice as often."""
+
+FACTORS = FACTORIAL | FRACTIONAL
+
+
+# Entries of Weights that say nothing: a matrix that is not there, Gaussian entries.
+_USUAL = (None, "normal")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One whole model with the moments at its two ends; input and last gradient have variance 1.
+
+    Attributes:
+        norm, causal, layers, activation, dropout, d_model, heads, seq_len: as in `Transformer`;
+            `dropout` acts on attention weights too, and d_ff is 4 * d_model.
+        weights: "xavier"; "doubled-qk", Xavier with query and key variances doubled; "dslm", with
+            its scales; "lns", Xavier with layernorm scaling.
+        correlation: between tokens entering layer 1.
+        grad_correlation: between tokens of the gradient at the last layer's output.
+    """
+
+    norm: str
+    causal: bool
+    layers: int
+    weights: str
+    activation: str
+    dropout: float
+    grad_correlation: float
+    d_model: int
+    heads: int
+    seq_len: int
+    correlation: float
+
+    @property
+    def name(self) -> str:
+        """All factors in one word, `post-full-N24-xavier-relu-p0.1-g0-d256-h4-L128-r0.25`."""
+        mask = "causal" if self.causal else "full"
+        return (
+            f"{self.norm}-{mask}-N{self.layers}-{self.weights}-{self.activation}-p{self.dropout:g}"
+            f"-g{self.grad_correlation:g}-d{self.d_model}-h{self.heads}-L{self.seq_len}"
+            f"-r{self.correlation:g}"
+        )
+
+    @property
+    def model(self) -> Transformer:
+        """The declaration."""
+        return Transformer(
+            layers=self.layers,
+            d_model=self.d_model,
+            heads=self.heads,
+            seq_len=self.seq_len,
+            norm=self.norm,
+            activation=self.activation,
+            dropout=self.dropout,
+            causal=self.causal,
+            **_WEIGHTS[self.weights](self),
+        )
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """The moments at both ends, as `predict` and `simulate` take them."""
+        return {
+            "variance": 1.0,
+            "correlation": self.correlation,
+            "grad_variance": 1.0,
+            "grad_correlation": self.grad_correlation,
+        }
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that decides the simulated law, weight variances included."""
+        model = self.model
+        assert model.weights is not None
+        numbers = {
+            "weights": {k: v for k, v in model.weights.to_dict().items() if v not in _USUAL},
+            "skip_scale": model.skip_scale,
+            "branch_scale": model.branch_scale,
+            "layernorm_scaling": bool(model.layernorm_scaling),
+        }
+        text = json.dumps([asdict(self), _rounded(numbers)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def cost(self) -> float:
+        """Time of one draw, roughly, in units of one narrow layer.
+
+        Drawing matrices grows as d_model^2; beyond 128 tokens the products do as seq_len.
+        """
+        return self.layers * (1 + (self.d_model / 256) ** 2) * max(1.0, self.seq_len / 128)
+
+    @property
+    def seeds(self) -> int:
+        """Draws of the weights: 16, and up to 64 where they are cheap.
+
+        Post-LN gets twice the time, since its gradient spreads more from draw to draw.
+        """
+        budget = 2000 if self.norm == "post" else 1000
+        return min(64, max(16, round(budget / self.cost)))
+
+
+def _rounded(value: Any) -> Any:
+    """Ten digits: equal on every platform whose libm differs in the last one."""
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(entry) for entry in value]
+    return value
+
+
+def _xavier(c: Configuration) -> dict[str, Any]:
+    return {"weights": Weights.xavier(c.d_model, c.heads)}
+
+
+def _doubled(c: Configuration) -> dict[str, Any]:
+    xavier = Weights.xavier(c.d_model, c.heads)
+    assert isinstance(xavier.query, float)
+    assert isinstance(xavier.key, float)
+    return {"weights": xavier.replace(query=2 * xavier.query, key=2 * xavier.key)}
+
+
+def _lns(c: Configuration) -> dict[str, Any]:
+    return _xavier(c) | {"layernorm_scaling": True}
+
+
+def _dslm(c: Configuration) -> dict[str, Any]:
+    """Kedia et al.'s DeepScaleLM, with the correlation that enters each layer.
+
+    Each block is given unit output variance: (1 - p)/r for attention, whose value path has variance
+    d^2 s_v s_o r/(1 - p), and (1 - p)/2 for the feed-forward one. The papers' recursion starts
+    after embedding dropout, which this grid has not: here it starts from the declared correlation.
+    It is their ReLU recursion without a mask, used as it stands for GeLU and causal models too.
+    """
+    d, p = c.d_model, c.dropout
+    branch = 2 / c.layers
+    skip = 1 - branch
+    entering, r = [], c.correlation
+    for _ in range(c.layers):
+        entering.append(r)
+        r = skip * r + branch * (1 - p)
+        ffn = r + math.sqrt(1 - r**2) / math.pi - r * math.acos(r) / math.pi
+        r = skip * r + branch * (1 - p) * ffn
+    attention = [math.sqrt((1 - p) / correlation) / d for correlation in entering]
+    ffn_matrix = math.sqrt((1 - p) / 2) / d
+    return {
+        "weights": Weights(1 / d, 1 / d, attention, attention, ffn_matrix, ffn_matrix),
+        "skip_scale": math.sqrt(skip),
+        "branch_scale": math.sqrt(branch),
+    }
+
+
+_WEIGHTS: dict[str, Callable[[Configuration], dict[str, Any]]] = {
+    "xavier": _xavier,
+    "doubled-qk": _doubled,
+    "dslm": _dslm,
+    "lns": _lns,
+}
+
+
+def _baseline(norm: str, layers: int = 24, **changes: Any) -> Configuration:
+    common: dict[str, Any] = {
+        "causal": False,
+        "weights": "xavier",
+        "activation": "relu",
+        "dropout": 0.1,
+        "grad_correlation": 0.0,
+        "d_model": 256,
+        "heads": 4,
+        "seq_len": 128,
+        "correlation": 0.25,
+    }
+    return Configuration(norm=norm, layers=layers, **(common | changes))
+
+
+ARRAY = tuple(Configuration(**row) for row in orthogonal_array(FACTORIAL, FRACTIONAL, DESIGN_SEED))
+"""The 64 runs of the orthogonal array."""
+
+BASELINES = (
+    _baseline("pre"),
+    _baseline("pre", 96),
+    _baseline("post"),
+    _baseline("post", 96),
+    _baseline("post", activation="gelu"),
+    _baseline("pre", causal=True),
+    _baseline("post", causal=True),
+    _baseline("post", weights="doubled-qk"),
+)
+"""Eight ordinary models at one width, which differ from each other in one or two factors."""
+
+GRID = (*BASELINES, *ARRAY)
+
+QUICK = tuple(
+    min(
+        (c for c in ARRAY if (c.norm, c.causal) == (norm, causal) and c.layers <= 24),
+        key=lambda c: (c.cost * c.seq_len, c.name),
+    )
+    for norm in ("pre", "post")
+    for causal in (False, True)
+)
+"""The cheapest run of the array, by cost and tokens, of each norm placement and mask."""
+
+SUBSETS: dict[str, tuple[Configuration, ...]] = {
+    "all": GRID,
+    "baselines": BASELINES,
+    "array": ARRAY,
+    "quick": QUICK,
+}
+
+
+def subset(name: str) -> tuple[Configuration, ...]:
+    """The configurations of a named subset, or those whose name a shell pattern matches.
+
+    Raises:
+        DomainError: neither a subset nor a pattern that matches anything.
+    """
+    found = SUBSETS.get(name) or tuple(c for c in GRID if fnmatch(c.name, name))
+    if not found:
+        raise domain_error(
+            "subset",
+            name,
+            f"one of {', '.join(SUBSETS)}, or a pattern that matches configurations",
+            "try 'post-causal-*'",
+        )
+    return found

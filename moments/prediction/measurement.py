@@ -1,0 +1,275 @@
+"""What a network was seen to do: moments at every point, with standard errors over draws."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import MomentsError, domain_error
+from .draws import (
+    CENTRED_SITES,
+    OUTPUT_SITES,
+    STREAM,
+    Array,
+    Draw,
+    Place,
+    RawMoments,
+    Statistic,
+    WeightGradient,
+    mean_over_draws,
+    moments_over_draws,
+    typical_over_draws,
+)
+
+if TYPE_CHECKING:
+    import pandas
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Measurement:
+    """Signal and gradient moments of a network that was run, over draws of its weights.
+
+    The arrays are those of a `Prediction`: index 0 is the tensor entering layer 1, index n the one
+    leaving layer n. Each `*_stderr` is the standard error over draws, nan where `seeds` is 1.
+
+    Attributes:
+        layers, seq_len: N and L.
+        seeds, batch: draws, and sequences that shared each draw's weights.
+        source: what was run, in words.
+        variance, correlation, grad_variance, grad_correlation: (N + 1,). A correlation is the mean
+            pair covariance over the mean variance, 0 where there is no pair or no variance.
+        grad_variance_typical: (N + 1,) geometric mean over draws.
+        token_variance, token_grad_variance: (N + 1, L).
+        samples: variance, correlation, grad_variance and grad_correlation by draw, (seeds, N + 1).
+        loss, logit_variance: means over draws, None where there is no loss or no head.
+        encoder: of the model whose output cross-attention read, None where there is none.
+    """
+
+    layers: int
+    seq_len: int
+    seeds: int
+    batch: int
+    source: str
+    variance: Array
+    variance_stderr: Array
+    correlation: Array
+    correlation_stderr: Array
+    grad_variance: Array
+    grad_variance_stderr: Array
+    grad_correlation: Array
+    grad_correlation_stderr: Array
+    grad_variance_typical: Array
+    grad_variance_typical_stderr: Array
+    token_variance: Array
+    token_variance_stderr: Array
+    token_grad_variance: Array
+    token_grad_variance_stderr: Array
+    samples: Mapping[str, Array]
+    loss: float | None
+    loss_stderr: float | None
+    logit_variance: float | None
+    logit_variance_stderr: float | None
+    site_rows: tuple[Mapping[str, Any], ...]
+    weight_gradient_rows: tuple[Mapping[str, Any], ...]
+    encoder: Measurement | None = None
+
+    @classmethod
+    def from_draws(cls, draws: Sequence[Draw], *, batch: int, source: str) -> Measurement:
+        """Assemble the statistics of one or more draws.
+
+        Raises:
+            MomentsError: the draws hold different places, or the stream of some layer is missing.
+        """
+        places = sorted(draws[0].signal, key=lambda place: place[0])
+        if any(set(draw.signal) != set(places) for draw in draws):
+            raise MomentsError("the draws passed different sites: each must run the same network")
+        layers = max(layer for layer, site in places if site not in OUTPUT_SITES)
+        if missing := [n for n in range(layers + 1) if (n, STREAM) not in draws[0].signal]:
+            raise MomentsError(f"no '{STREAM}' was seen at layers {missing}; map one to each layer")
+
+        rows: list[dict[str, Any]] = []
+        stream: dict[str, list[Statistic]] = {}
+        for layer, site in places:
+            place = (layer, site)
+            signal = moments_over_draws([d.signal[place] for d in draws], site in CENTRED_SITES)
+            gradient = moments_over_draws([d.gradient[place] for d in draws], centred=False)
+            statistics = signal | {
+                "grad_variance": gradient["variance"],
+                "grad_correlation": gradient["correlation"],
+            }
+            row: dict[str, Any] = {"layer": layer, "site": site}
+            for name, statistic in statistics.items():
+                row[name], row[f"{name}_stderr"] = statistic.value, statistic.stderr
+            rows.append(row)
+            if site == STREAM:
+                typical = typical_over_draws(gradient["variance"].samples)
+                for name, statistic in (statistics | {"grad_variance_typical": typical}).items():
+                    stream.setdefault(name, []).append(statistic)
+
+        def array(name: str, part: str) -> Array:
+            return np.array([getattr(statistic, part) for statistic in stream[name]])
+
+        def by_token(moments: Callable[[Draw], Mapping[Place, RawMoments]]) -> tuple[Array, Array]:
+            tokens = np.array(
+                [[moments(d)[n, STREAM].token_square for n in range(layers + 1)] for d in draws]
+            )
+            if len(draws) == 1:
+                return tokens[0], np.full_like(tokens[0], math.nan)
+            return tokens.mean(0), tokens.std(0, ddof=1) / math.sqrt(len(draws))
+
+        def scalar(values: list[float | None]) -> tuple[float | None, float | None]:
+            known = [value for value in values if value is not None]
+            if not known:
+                return None, None
+            statistic = mean_over_draws(np.array(known))
+            return statistic.value, statistic.stderr
+
+        weight_rows = []
+        for weight in draws[0].weight_gradients:
+            norm = mean_over_draws(np.array([draw.weight_gradients[weight] for draw in draws]))
+            weight_rows.append(
+                weight._asdict() | {"squared_norm": norm.value, "squared_norm_stderr": norm.stderr}
+            )
+        token_variance, token_variance_stderr = by_token(lambda draw: draw.signal)
+        token_grad_variance, token_grad_variance_stderr = by_token(lambda draw: draw.gradient)
+        read = [draw.encoder for draw in draws if draw.encoder is not None]
+        encoder = None
+        if read:
+            encoder = cls.from_draws(read, batch=batch, source=f"the encoder of {source}")
+        loss, loss_stderr = scalar([draw.loss for draw in draws])
+        logit_variance, logit_variance_stderr = scalar([draw.logit_variance for draw in draws])
+        sampled = ("variance", "correlation", "grad_variance", "grad_correlation")
+        return cls(
+            layers=layers,
+            seq_len=token_variance.shape[1],
+            seeds=len(draws),
+            batch=batch,
+            source=source,
+            **{
+                f"{name}{suffix}": array(name, part)
+                for name in (*sampled, "grad_variance_typical")
+                for suffix, part in (("", "value"), ("_stderr", "stderr"))
+            },
+            token_variance=token_variance,
+            token_variance_stderr=token_variance_stderr,
+            token_grad_variance=token_grad_variance,
+            token_grad_variance_stderr=token_grad_variance_stderr,
+            samples={name: array(name, "samples").T for name in sampled},
+            loss=loss,
+            loss_stderr=loss_stderr,
+            logit_variance=logit_variance,
+            logit_variance_stderr=logit_variance_stderr,
+            site_rows=tuple(rows),
+            weight_gradient_rows=tuple(weight_rows),
+            encoder=encoder,
+        )
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per point inside the network, in the order the signal passes them.
+
+        Columns: layer, site, then mean, variance, correlation, grad_variance and grad_correlation,
+        each followed by its `_stderr`.
+        """
+        import pandas
+
+        return pandas.DataFrame(list(self.site_rows))
+
+    def weight_gradients(self) -> pandas.DataFrame:
+        """Squared gradient norm of every parameter.
+
+        Columns: layer (0 before the first, N + 1 after the last), weight (query, key, value,
+        output, ffn_in, ffn_out, ... or the parameter's own name), parameter, squared_norm,
+        squared_norm_stderr. A simulated loss, several texts and a measured module give the norm of
+        the whole batch's gradient, a simulation with an injected gradient that per sequence. A
+        simulated table that layers share has a row for what each layer sends, and one in layer 0.
+        """
+        import pandas
+
+        columns = [*WeightGradient._fields, "squared_norm", "squared_norm_stderr"]
+        return pandas.DataFrame(list(self.weight_gradient_rows), columns=columns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, with a format version; nan becomes None."""
+        fields = {name: _plain(value) for name, value in vars(self).items()}
+        return {"format_version": FORMAT_VERSION} | fields
+
+    def to_json(self) -> str:
+        """`to_dict` as one JSON object."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Measurement:
+        """Read back what `to_dict` wrote.
+
+        Raises:
+            DomainError: written in another format version.
+        """
+        fields = dict(stored)
+        version = fields.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise domain_error("format_version", version, f"{FORMAT_VERSION}", "measure again")
+        for name, value in fields.items():
+            if isinstance(value, list) and not name.endswith("_rows"):
+                fields[name] = np.array(value, dtype=float)
+        fields["samples"] = {k: np.array(v, dtype=float) for k, v in fields["samples"].items()}
+        for name in ("site_rows", "weight_gradient_rows"):
+            fields[name] = tuple(
+                {k: math.nan if v is None else v for k, v in row.items()} for row in fields[name]
+            )
+        if fields.get("encoder") is not None:
+            fields["encoder"] = cls.from_dict(fields["encoder"])
+        for name in ("loss", "logit_variance"):
+            if fields[name] is not None and fields[f"{name}_stderr"] is None:
+                fields[f"{name}_stderr"] = math.nan
+        return cls(**fields)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Measurement of {self.source}: {self.layers} layers, {self.seq_len} tokens, "
+            f"{self.seeds} draw{'s' if self.seeds > 1 else ''}, batch {self.batch}"
+        ]
+        quantities = ("variance", "correlation", "grad_variance", "grad_correlation")
+        lines.append("layer" + "".join(f"{name:>25}" for name in quantities))
+        for n in _some(self.layers + 1):
+            cells = "".join(
+                f"{_with_error(getattr(self, q)[n], getattr(self, f'{q}_stderr')[n]):>25}"
+                for q in quantities
+            )
+            lines.append(f"{n:>5}{cells}")
+        if self.loss is not None and self.loss_stderr is not None:
+            lines.append(f"loss {_with_error(self.loss, self.loss_stderr)}")
+        if self.logit_variance is not None and self.logit_variance_stderr is not None:
+            lines.append(
+                f"logit variance {_with_error(self.logit_variance, self.logit_variance_stderr)}"
+            )
+        return "\n".join([*lines, *([] if self.encoder is None else [repr(self.encoder)])])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Measurement):
+        return value.to_dict()
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value
+
+
+def _some(count: int, most: int = 13) -> list[int]:
+    """At most `most` indices, evenly spread, both ends among them."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most))})
+
+
+def _with_error(value: float, stderr: float) -> str:
+    return f"{value:.5g}" if math.isnan(stderr) else f"{value:.5g} +- {stderr:.2g}"

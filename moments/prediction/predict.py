@@ -1,0 +1,328 @@
+"""`predict`: one pass forward and one backward through a declared model, without running it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings as _warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..engine.classes import PositionClasses
+from ..engine.propagate import Trace
+from ..engine.state import Gradient, Kernel
+from ..errors import DomainError, ValidityWarning, domain_error
+from ..formulas.checks import check_choice, check_count, check_flag
+from ..formulas.law import THEORIES, Theory
+from ..model.transformer import Transformer
+from ..transfer.architecture import declare, declare_output
+from .gate import computing
+from .inputs import configurations, given_shape
+from .result import Prediction
+from .stack import Inputs, Outcome, Stack, head_top, last_gradient
+
+INPUTS = (
+    "variance",
+    "correlation",
+    "token_ids",
+    "segment_ids",
+    "pixels",
+    "kernel",
+    "attention_mask",
+    "document_ids",
+)
+
+
+def predict(
+    model: Transformer,
+    *,
+    variance: Any = None,
+    correlation: Any = None,
+    grad_variance: Any = None,
+    grad_correlation: Any = None,
+    theory: Theory = "refined",
+    tokens: bool | None = None,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+    pixels: Any = None,
+    targets: Any = None,
+    kernel: Any = None,
+    grad_kernel: Any = None,
+    attention_mask: Any = None,
+    document_ids: Any = None,
+    encoder_inputs: Mapping[str, Any] | None = None,
+    batch: int = 1,
+    progress: bool = False,
+) -> Prediction:
+    """Predict every layer's moments at initialisation.
+
+    Args:
+        model: the declaration.
+        variance, correlation: of the tensor that enters layer 1, scalars or arrays that broadcast;
+            None: from the embedding where one is declared, else 1 and 0.
+        grad_variance, grad_correlation: of the loss gradient at the last layer's output; None: from
+            the head's loss where one is declared, else 1 and 0.
+        theory: "refined", "published" (the papers' full forms) or "simplified" (their Tables 1
+            and 2).
+        tokens: how finely tokens are told apart under the refined theory. True: each by itself,
+            at a cost that grows with the cube of the length. False: not at all. None: by classes
+            of positions (`moments.engine.classes`) where the mask is causal and nothing else but
+            dropout tells tokens apart, at any length; token by token where positions enter
+            attention, or for a text, an image, a mask or a kernel; and else not at all.
+            `Prediction.resolution` says which.
+        token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
+            tokens, as one batch; None: Zipf's law.
+        segment_ids: likewise for the segment table; None with token_ids: one segment.
+        pixels: images of shape (B, C, H, W) for a patch embedding.
+        targets: token ids of the loss, shaped as token_ids, -100 where there is none; classes (B,)
+            for a classifier. None: the next token of the sequence (or document) for a causal head,
+            else chosen at random.
+        kernel: second moments E[x_i x_j] per feature of the tensor that enters layer 1, shape
+            (..., L, L), instead of variance and correlation.
+        grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
+        attention_mask: shape (L,) or (B, L), 1 for a real token and 0 for padding, which no token
+            attends to and which neither averages nor the loss count; None: all are real.
+        document_ids: shape (L,) or (B, L), which document each token of a packed row belongs to, a
+            run of one number each (of lengths: numpy.repeat(numpy.arange(len(lengths)), lengths)).
+            A token sees its own document alone, embedded positions restart with each, a causal head
+            predicts none across, and correlations are those of pairs of one document. None: every
+            row is one.
+        encoder_inputs: for a model with an encoder, those of `variance`, `correlation`,
+            `token_ids`, `segment_ids`, `kernel` and `attention_mask` that describe its input.
+        batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a
+            head, also those that the loss averages over. Sequences or images given one by one are
+            counted already: 1 and their number mean the same.
+        progress: whether to show a bar on standard error, layer by layer.
+
+    Raises:
+        DomainError: a bad argument, a feature the theory does not cover, or numbers that overflow.
+
+    Warns:
+        ValidityWarning: where a formula leaves the regime it was validated in; also in `warnings`.
+    """
+    if not isinstance(model, Transformer):
+        raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
+    check_choice("theory", theory, THEORIES)
+    check_count("batch", batch)
+    own = Inputs(
+        variance,
+        correlation,
+        token_ids,
+        segment_ids,
+        pixels,
+        kernel,
+        attention_mask,
+        document_ids,
+    )
+    other = _encoder_inputs(model, encoder_inputs)
+    resolved = _resolution(model, theory, tokens, own, other, grad_kernel)
+    received = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
+    shapes = {name: given_shape(value) for name, value in received.items()}
+    shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
+    shape = configurations(inputs=own.shape, encoder_inputs=other.shape, **shapes)
+    stack = Stack(model, theory, own, resolved, shape)
+    if stack.layout.classes is not None and _falls_steeply(model):
+        stack.notes += (
+            "norms on the stream let gradients fall by orders of magnitude from one position to "
+            "the next: those of single tokens, by classes, are off by factors (measured: 1.2 at "
+            "36 layers, 4 at 96), their mean is not; tokens=True resolves each",
+        )
+    stacks = [stack]
+    if model.encoder is not None:
+        stacks.insert(0, Stack(model.encoder, theory, other, resolved, shape))
+    if stack.layout.sequences > 1:
+        batch = _counted(batch, stack.layout.sequences)
+    traces = [s.trace for s in stacks]
+    with (
+        computing(theory, traces),
+        collector_paused(),
+        _layer_bar(traces, sum(s.model.layers for s in stacks), progress),
+    ):
+        if model.encoder is not None:
+            stacks[0].forward()
+            stack.trace.memory = stacks[0].read()
+        signal = stack.forward()
+        outcome = last_gradient(
+            stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
+        )
+        stack.backward(outcome.gradient)
+        if outcome.output is not None and outcome.output.radial is not None:
+            # What a last normalisation's own pullback would have projected out is there to
+            # be measured all the same.
+            last = stack.trace.stream()[-1]
+            last.gradient = Gradient(outcome.gradient.kernel + outcome.output.radial, model.seq_len)
+        if model.encoder is not None:
+            stacks[0].backward(stacks[0].returned(stack.trace.memory_gradients))
+    encoder = None
+    if model.encoder is not None:
+        read = functools.partial(_read_by, stacks[0], stack, outcome)
+        encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
+    found = stack.prediction(batch, outcome, encoder)
+    for note in found.warnings:
+        _warnings.warn(note, ValidityWarning, stacklevel=2)
+    return found
+
+
+def _read_by(encoder: Stack, decoder: Stack, outcome: Outcome) -> Any:
+    """What the band of an encoder's gradient has to know of its decoder."""
+    from ..noise.memory_spread import DecoderTop
+
+    layout, model = decoder.layout, decoder.model
+    declaration = declare(model, decoder.theory, layout.padding, layout.sequences)
+    read = declare_output(encoder.model, encoder.theory)
+    return DecoderTop(read, declaration, decoder.trace, head_top(outcome.output))
+
+
+def stack_of(model: Transformer, **inputs: Any) -> Stack:
+    """A model's stack of layers on the inputs that `predict` takes, under the refined theory.
+
+    Raises:
+        DomainError: as `predict`.
+    """
+    own = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
+    resolved = _resolution(model, "refined", inputs.get("tokens"), own, Inputs(), None)
+    return Stack(model, "refined", own, resolved, own.shape)
+
+
+def _counted(batch: int, sequences: int) -> int:
+    """1: sequences that are given one by one are those that the loss averages over."""
+    if batch not in (1, sequences):
+        remedy = "the sequences given are counted already"
+        raise domain_error("batch", batch, f"1 or {sequences}", remedy)
+    return 1
+
+
+def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inputs:
+    if given is None:
+        return Inputs()
+    if model.encoder is None:
+        raise DomainError("encoder_inputs describe an encoder's input: declare model.encoder")
+    known = [name for name in INPUTS if name != "document_ids"]
+    for name in given:
+        if name not in known:
+            raise DomainError(f"encoder_inputs has no {name!r}: one of {', '.join(known)}")
+    return Inputs(**given)
+
+
+def _resolution(
+    model: Transformer,
+    theory: Theory,
+    tokens: bool | None,
+    own: Inputs,
+    other: Inputs,
+    grad_kernel: Any,
+) -> bool | PositionClasses:
+    """Whether moments are resolved by token, or by which classes of positions.
+
+    Raises:
+        DomainError: what the user asks for is not what the theory, the mask or the input allow.
+    """
+    if tokens is not None:
+        check_flag("tokens", tokens)
+    encoder = model.encoder
+    placed = positional(model) or (encoder is not None and positional(encoder))
+    given = own.by_token or other.by_token or grad_kernel is not None
+    if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
+        # The laws of tokens alike are those of a token and its pairs.
+        if theory != "refined":
+            raise domain_error(
+                "seq_len", 1, f"2 at least under theory {theory!r}", 'use theory="refined"'
+            )
+        given, tokens = True, None
+    resolved = (theory == "refined" and (placed or given)) if tokens is None else tokens
+    if resolved and theory != "refined":
+        raise DomainError(
+            f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
+        )
+    kernels = (own.kernel, grad_kernel, own.attention_mask, own.document_ids, own.pixels)
+    if not resolved and any(value is not None for value in kernels):
+        raise DomainError(
+            "kernel, grad_kernel, pixels, attention_mask and document_ids are resolved by token: "
+            'leave tokens=False out, under theory="refined"'
+        )
+    if not resolved and theory == "refined" and placed:
+        raise DomainError(
+            "tokens=False: under a causal mask, a window or positions in attention tokens are not "
+            'alike; leave tokens out, or use theory="published", which ignores the mask'
+        )
+    if resolved and tokens is None and not given and by_position(model):
+        return PositionClasses.of(model.seq_len)
+    return bool(resolved)
+
+
+LEAST_LENGTH = 32
+"""Sequences shorter than this are resolved by token: classes would be hardly fewer."""
+
+DEEPEST_POST, LONGEST_POST = 12, 512
+"""Norms on the stream that are as many as this are resolved by token up to that length: gradients
+there fall by orders of magnitude from one position to the next. Of 96 such layers under doubled
+logits the mean gradient by classes is within its standard error, and that of single tokens off by
+1.3 in its logarithm where by token it is off by .6; of 36, by .2 for .1."""
+
+
+def by_position(model: Transformer) -> bool:
+    """Whether tokens are alike but for how many they see, so that classes of positions serve."""
+    placed = model.rotary or model.alibi or model.relative_bias
+    windowed = any(window is not None and window < model.seq_len for window in model.windows)
+    # Queries and keys of a kernel of their own.
+    biases = model.biases
+    shifted = biases is not None and (np.any(biases.query) or np.any(biases.key))
+    apart = model.qk_norm is not None or shifted or "hybrid" in model.placements
+    waves = getattr(model.embedding, "positions", None) == "sinusoidal"
+    return (
+        model.causal
+        and model.seq_len >= LEAST_LENGTH
+        and not (placed or windowed or apart or waves or model.encoder)
+        and (model.head is None or model.head.loss in (None, "causal"))
+        and not (_falls_steeply(model) and model.seq_len <= LONGEST_POST)
+    )
+
+
+def _falls_steeply(model: Transformer) -> bool:
+    """Whether so many norms sit on the stream that a causal gradient gathers on first tokens."""
+    return sum(placement in ("post", "b2t") for placement in model.placements) > DEEPEST_POST
+
+
+def positional(model: Transformer) -> bool:
+    """Whether attention tells tokens apart by where they are."""
+    marks = (model.causal, model.rotary, model.alibi, model.relative_bias, any(model.windows))
+    return any(marks)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection while a trace grows: many small objects, and no cycles among them.
+
+    What was made then is handed to the oldest generation as it is: frozen and thawed at once, which
+    moves lists instead of walking through all of it. A program that froze objects of its own keeps
+    them so, and pays for the walk.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _layer_bar(traces: list[Trace], layers: int, shown: bool) -> Iterator[None]:
+    """A progress bar over the layers of both passes, while the traces are being written."""
+    if not shown:
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("layers, forward and backward", total=2 * layers)
+        for trace in traces:
+            trace.on_layer = lambda: bar.advance(task)
+        yield

@@ -1,0 +1,332 @@
+"""What a user holds: the predicted moments of every layer, and what can be asked of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..engine.layout import Layout
+from ..engine.propagate import Trace
+from ..errors import DomainError, ValidityWarning
+from ..formulas.law import Theory
+from ..model.transformer import Transformer
+from ..transfer.architecture import declare
+from .gate import Gate, computing
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from ..engine.composition import Chain
+    from ..noise.overlap import Overlaps
+    from ..step.result import FirstStep
+
+
+class Read(NamedTuple):
+    """What a prediction was made on.
+
+    Attributes:
+        inputs: what entered (`stack.Inputs`).
+        targets: of the loss, as they were given.
+        ending: what stands before the matrix to the logits, and that.
+    """
+
+    inputs: Any
+    targets: Any
+    ending: tuple[Any, Any]
+
+
+POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_correlation")
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Moments of the residual stream and of every site inside the network.
+
+    Stream arrays have shape (..., N + 1): index 0 enters layer 1, index n leaves layer n. Leading
+    axes are those of the moments given to `predict`.
+
+    Attributes:
+        model: the declaration.
+        theory: "refined", "published" or "simplified".
+        variance, correlation: of the signal; correlation between different tokens.
+        grad_variance, grad_correlation: of dLoss/dx, means over draws of the weights.
+        token_variance, token_grad_variance: by token, (..., N + 1, L) where resolved, else None.
+        warnings: where a formula left its validity.
+        loss, loss_stderr: at initialisation, and the deviation of one draw of the weights from it;
+            None without a head. Where several configurations are predicted, arrays of their shape.
+        logit_variance: likewise, mean square of the output logits.
+        encoder: the encoder's own prediction; None without one.
+        top: gives what the band has to know of what sends the last gradient; None: nothing.
+        read: what the loss was predicted on, which the first step of an optimizer needs; None
+            without a loss.
+    """
+
+    model: Transformer
+    theory: Theory
+    variance: np.ndarray
+    correlation: np.ndarray
+    grad_variance: np.ndarray
+    grad_correlation: np.ndarray
+    token_variance: np.ndarray | None
+    token_grad_variance: np.ndarray | None
+    warnings: tuple[str, ...]
+    trace: Trace = field(repr=False)
+    layout: Layout = field(default_factory=Layout, repr=False)
+    batch: int = field(default=1, repr=False)
+    loss: Any = None
+    loss_stderr: Any = None
+    logit_variance: Any = None
+    encoder: Prediction | None = field(default=None, repr=False)
+    outer_weights: Callable[[], list[tuple[int, str, Any]]] = field(default=list, repr=False)
+    top: Callable[[], Any] | None = field(default=None, repr=False)
+    read: Read | None = field(default=None, repr=False)
+
+    @property
+    def resolution(self) -> str:
+        """How finely tokens were told apart: "tokens alike", "17 classes of positions", "by
+        token"."""
+        if self.layout.classes is not None:
+            return f"{len(self.layout.classes.nodes)} classes of positions"
+        return "tokens alike" if self.token_variance is None else "by token"
+
+    @property
+    def grad_variance_typical(self) -> np.ndarray:
+        """What one draw of the weights looks like, (..., N + 1): the geometric mean over draws.
+
+        Raises:
+            DomainError: the theory is not "refined".
+        """
+        return self._spread_of_draws()[0]
+
+    @property
+    def grad_variance_band(self) -> np.ndarray:
+        """Where one draw of the weights falls 95 % of the time, (2, ..., N + 1).
+
+        It is that of `batch` sequences which share the weights. Resolved by token it follows the
+        token kernels themselves, but for a decoder as its encoder meets it, whose tokens are taken
+        alike. What one draw makes of a head's loss is in it, and of what a decoder sends to its
+        encoder; what it covers of simulated draws is in `moments.noise.band`.
+
+        Warns:
+            ValidityWarning: where fluctuations are too large to follow.
+
+        Raises:
+            DomainError: the theory is not "refined".
+        """
+        return self._spread_of_draws()[1]
+
+    def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.theory != "refined":
+            raise DomainError(
+                f"theory {self.theory!r} gives means over draws only; "
+                'use theory="refined" for what one draw does'
+            )
+        return self._draws[:2]
+
+    @functools.cached_property
+    def _draws(self) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+        """Typical value, ends of the band, and notes on both."""
+        from ..noise.band import band, first_order, log_variance
+
+        batch = max(self.batch, self.layout.sequences)
+        with computing(self.theory, [self.trace]):
+            top = None if self.top is None else self.top()
+            spread = log_variance(self._declaration(), self.trace, batch, top)
+            spread, notes = first_order(spread)
+            typical, ends = band(self.grad_variance, spread)
+        for note in notes:
+            warnings.warn(note, ValidityWarning, stacklevel=5)
+        gate, what = self._gate(), "the gradient variance of one draw"
+        return gate.variance(what, typical), gate.variance(what, ends), notes
+
+    def _gate(self) -> Gate:
+        return Gate(self.theory, self.warnings, self.layout.fewest(self.model.seq_len))
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per point inside the network: layer, site and its moments.
+
+        Where several configurations were predicted at once, a column `configuration` counts them.
+        """
+        import pandas as pd
+
+        shape, moments = self.variance.shape[:-1], self.layout.moments
+        frames = []
+        for index in np.ndindex(shape):
+            rows = [
+                (point.layer, point.site, *(_at(v, shape, index) for v in moments(point)))
+                for point in self.trace.points
+            ]
+            frame = pd.DataFrame(rows, columns=["layer", "site", *POINT_COLUMNS])
+            if shape:
+                frame.insert(0, "configuration", np.ravel_multi_index(index, shape))
+            frames.append(frame)
+        return pd.concat(frames, ignore_index=True)
+
+    def weight_gradients(self) -> pd.DataFrame:
+        """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
+
+        What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
+        `token_ids`; else for one sequence. Layer 0 holds embedding tables, layer N + 1 the head.
+        Theories that state no query or key gradient have no such rows.
+
+        Raises:
+            DomainError: several configurations were predicted at once.
+        """
+        import pandas as pd
+
+        shape = self.variance.shape[:-1]
+        if shape:
+            raise DomainError("weight_gradients needs a single configuration, not a batch of them")
+        with computing(self.theory, [self.trace]):
+            rows = sorted([*self._inner_weights(), *self.outer_weights()], key=lambda row: row[0])
+            norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
+        gate = self._gate()
+        norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)
+        for note in gate.notes:
+            warnings.warn(note, ValidityWarning, stacklevel=2)
+        names = [(layer, weight) for layer, weight, _ in rows]
+        frame = pd.DataFrame(names, columns=["layer", "weight"])
+        return frame.assign(squared_norm=norms)
+
+    def _inner_weights(self) -> list[tuple[int, str, Any]]:
+        if self.theory != "refined":
+            return self.trace.weights()
+        overlaps = self._overlaps
+        return [
+            (layer, name, norm * overlaps.growth.get((layer, name), 1.0))
+            for layer, name, norm in self.trace.weights(overlaps.attended)
+        ]
+
+    @functools.cached_property
+    def _overlaps(self) -> Overlaps:
+        """How much two tokens' overlap varies at every attention (refined theory)."""
+        from ..noise.overlap import stack_overlaps
+
+        memory = None if self.encoder is None else self.encoder._overlaps.last
+        return stack_overlaps(self._declaration(), self.trace, memory)
+
+    def _declaration(self) -> Chain:
+        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+
+    @functools.cached_property
+    def _stepping(self) -> Any:
+        """What first steps of all rates share."""
+        from ..step.stepping import Stepping
+
+        return Stepping.of(self)
+
+    def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
+        """The network after the first step of an optimizer on the batch that was predicted.
+
+        In training mode, dropout's masks being those of the pass that gave the gradient. Kernels
+        of signal and gradient are those of this prediction, so that nothing is run; how right it
+        is on real modules is measured in docs/first-step.md.
+
+        Args:
+            optimizer: "sgd", "adam", "adamw", "lion", "sign" (signum's and Adam's without eps) or
+                "muon" (every hidden matrix by itself; all else by Adam at the same rate).
+            learning_rate: positive.
+            options: betas (which a first step does not depend on), eps, weight_decay (of every
+                parameter, beside the step), momentum and nesterov (SGD), adjust (of Muon:
+                "original", "match_rms_adamw" or "spectral"), and multipliers of the learning rate,
+                by parameter ("query", "token", "ffn_in.bias", ...) or by group: "matrices"
+                (hidden), "embedding" (tables and patches; a tied head is one), "head", "vectors"
+                (gains and biases).
+
+        Raises:
+            DomainError: the prediction is not that of a batch with a loss (give `token_ids`, or
+                `pixels` and `targets`), the model has what a step does not cover (an encoder
+                beside a decoder, norms of queries and keys, ...; the message names it), or an
+                option is out of range.
+
+        Warns:
+            ValidityWarning: where the step is too large for the theory.
+        """
+        found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
+        for note in found.warnings:
+            warnings.warn(note, ValidityWarning, stacklevel=2)
+        return found
+
+    def attention(self) -> pd.DataFrame:
+        """What attention does in every layer, averaged over rows (refined theory).
+
+        Columns: layer, logit_variance (within a row), square_sum (E sum_j a_ij^2),
+        distance_to_uniform (E sum_j (a_ij - 1/n)^2 over a row's n keys) and entropy (nats).
+        """
+        import pandas as pd
+
+        rows = [
+            {
+                "layer": point.layer,
+                **{
+                    name: float(np.mean(point.signal.kernel.average(values)))
+                    for name, values in point.signal.facts.items()
+                },
+            }
+            for point in self.trace.points
+            if point.signal.facts is not None
+        ]
+        columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def table(self) -> str:
+        """The stream, layer by layer, as text."""
+        from ..show.report import prediction_table, render
+
+        return render(prediction_table(self))
+
+    def plot(self, name: str | None = None) -> Figure:
+        """Four panels: variance and correlation of signal and gradient along the depth.
+
+        `name`, the model's, heads the title.
+        """
+        from ..show.plot import plot_prediction
+
+        return plot_prediction(self, name)
+
+    def to_json(self) -> str:
+        """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
+        quantities, notes = list(POINT_COLUMNS[1:]), self.warnings
+        if self.theory == "refined":
+            quantities += ["grad_variance_typical", "grad_variance_band"]
+            notes += self._draws[2]
+        data = {
+            "model": self.model.to_dict(),
+            "theory": self.theory,
+            **{name: getattr(self, name).tolist() for name in quantities},
+            "warnings": list(notes),
+        }
+        if self.loss is not None:
+            for name in ("loss", "loss_stderr", "logit_variance"):
+                data[name] = np.asarray(getattr(self, name)).tolist()
+        if self.encoder is not None:
+            data["encoder"] = json.loads(self.encoder.to_json())
+        return json.dumps(data, indent=2, allow_nan=False)
+
+    def __repr__(self) -> str:
+        first, last = self.variance[..., 0], self.variance[..., -1]
+        if self.variance.ndim > 1:
+            return f"Prediction({self.variance.shape[:-1]} configurations, {self.theory})"
+        sent = self.grad_variance[-1]
+        growth = f"x {self.grad_variance[0] / sent:.4g} down to the input" if sent else "0"
+        return (
+            f"Prediction({self.model.layers} layers, {self.theory}: variance x {last / first:.4g}, "
+            f"correlation {self.correlation[0]:.3f} to {self.correlation[-1]:.3f}, "
+            f"gradient variance {growth})"
+        )
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
+
+
+def _at(value: Any, shape: tuple[int, ...], index: tuple[int, ...]) -> float:
+    return float(np.broadcast_to(value, shape)[index])

@@ -1,0 +1,381 @@
+"""One stack of layers with its embedding and head: what enters, the trace, and the way back."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..engine.classes import PositionClasses
+from ..engine.layout import Layout
+from ..engine.packing import check_documents
+from ..engine.propagate import BackwardPass, Trace, forward, start
+from ..engine.state import Array, Gradient, Kernel, Signal
+from ..errors import DomainError
+from ..formulas.law import Theory
+from ..model.embedding import Embedding
+from ..model.patches import PatchEmbedding
+from ..model.transformer import Transformer
+from ..transfer.architecture import declare, declare_embedding, declare_output
+from ..transfer.embedding import check_ids, embedding_gradients, fixed_positions
+from ..transfer.head.output import OutputMoments, output_moments
+from ..transfer.images import image_gradients, image_kernel
+from .gate import Gate, breakdown
+from .inputs import (
+    check_mask,
+    check_memory,
+    configurations,
+    first_kernel,
+    gaussian,
+    given_shape,
+    last_kernel,
+)
+from .result import Prediction, Read
+from .validity import validity_warnings
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the user says of the tensor that enters layer 1."""
+
+    variance: Any = None
+    correlation: Any = None
+    token_ids: Any = None
+    segment_ids: Any = None
+    pixels: Any = None
+    kernel: Any = None
+    attention_mask: Any = None
+    document_ids: Any = None
+
+    @property
+    def by_token(self) -> bool:
+        marks = (self.attention_mask, self.document_ids)
+        given = (self.token_ids, self.pixels, self.kernel, *marks)
+        return any(value is not None for value in given)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the configurations that are described."""
+        if self.kernel is not None:
+            return given_shape(self.kernel)[:-2]
+        given = {"variance": self.variance, "correlation": self.correlation}
+        return configurations(**{name: given_shape(v) for name, v in given.items()})
+
+    @property
+    def sequences(self) -> int:
+        """Of the text or images."""
+        for name, rank in (("token_ids", 2), ("pixels", 4)):
+            shape = given_shape(getattr(self, name))
+            if len(shape) == rank:
+                return shape[0]
+        return 1
+
+    @property
+    def moments(self) -> bool:
+        """Whether the tensor itself is described, and not what an embedding reads."""
+        return any(v is not None for v in (self.variance, self.correlation, self.kernel))
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The gradient at the last layer's output, and what the head says where there is one."""
+
+    gradient: Gradient
+    output: OutputMoments | None = None
+    targets: Any = None
+
+
+class Stack:
+    """One stack of layers with its embedding, its trace and the way back."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        theory: Theory,
+        inputs: Inputs,
+        resolved: bool | PositionClasses,
+        shape: tuple[int, ...] = (),
+    ) -> None:
+        """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
+        self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
+        self.trace = Trace()
+        self.notes: tuple[str, ...] = ()
+        tokens = model.seq_len * (inputs.sequences if resolved else 1)
+        if isinstance(resolved, PositionClasses):
+            tokens = len(resolved.nodes)
+        check_memory(model, bool(resolved), math.prod(shape), tokens)
+        mask = inputs.attention_mask
+        real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
+        self.documents = _documents(model, inputs, real)
+        self.first = self._first()
+        if resolved and self.first.pairs.shape[:-2] != shape:
+            first = self.first
+            if inputs.sequences > 1:
+                raise DomainError(
+                    f"gradients of {math.prod(shape)} configurations for {inputs.sequences} "
+                    "sequences that share the weights: give one grad_variance, or one sequence"
+                )
+            own = np.broadcast_to(first.diagonal, (*shape, first.diagonal.shape[-1]))
+            pairs = np.broadcast_to(first.pairs, (*shape, *first.pairs.shape[-2:]))
+            self.first = Kernel(own, pairs, first.resolved)
+        sequences = 1
+        if resolved is True and inputs.kernel is None:
+            sequences = self.first.pairs.shape[-1] // model.seq_len
+        classes = resolved if isinstance(resolved, PositionClasses) else None
+        self.layout = Layout(sequences, real, self.documents, classes)
+
+    def _first(self) -> Kernel:
+        """What the user, a text, an image or the embedding says of what enters the network."""
+        inputs, model = self.inputs, self.model
+        if inputs.pixels is not None:
+            return _of_image(model, inputs)
+        return first_kernel(
+            model,
+            self.theory,
+            self.resolved,
+            inputs.variance,
+            inputs.correlation,
+            inputs.token_ids,
+            inputs.segment_ids,
+            inputs.kernel,
+            self.documents,
+        )
+
+    def enter(self) -> Signal:
+        """What enters layer 1."""
+        model, theory = self.model, self.theory
+        fixed = None
+        read = model.embedding is not None and not self.inputs.moments
+        if read and isinstance(model.embedding, Embedding):
+            sequences = self.layout.sequences if self.resolved else None
+            length, width, packed = model.seq_len, model.d_model, self.documents
+            fixed = fixed_positions(model.embedding, length, width, sequences, packed)
+        signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
+        self._embedded: BackwardPass | None = None
+        if model.embedding is not None and read:
+            rest = declare_embedding(model.embedding, model, theory)
+            signal, self._embedded = forward(rest, signal, self.trace)
+        return signal
+
+    def forward(self) -> Signal:
+        """The last layer's output."""
+        model, theory, trace = self.model, self.theory, self.trace
+        signal = self.enter()
+        start(signal, trace)
+        stack = declare(model, theory, self.layout.padding, self.layout.sequences)
+        signal, self._layers = forward(stack, signal, trace)
+        return signal
+
+    def backward(self, gradient: Gradient) -> None:
+        """Carry the gradient at the last layer's output to the embedding tables."""
+        found = self._layers(gradient)
+        self.trace.stream()[0].gradient = found
+        if self._embedded is not None:
+            self.received: Gradient | None = self._embedded(found)
+        else:
+            self.received = None
+
+    def read(self) -> Signal:
+        """What a decoder's cross-attention reads."""
+        signal = self.trace.stream()[-1].signal
+        self.trace.layer = self.model.layers + 1
+        output, self._read = forward(declare_output(self.model, self.theory), signal, self.trace)
+        return output
+
+    def returned(self, gradients: list[Gradient]) -> Gradient:
+        """The gradient at an encoder's last layer, from those at all that read its output."""
+        total = gradients[0].kernel
+        for gradient in gradients[1:]:
+            total = total + gradient.kernel
+        return self._read(Gradient(total, self.model.seq_len))
+
+    def prediction(
+        self, batch: int, outcome: Outcome, encoder: Prediction | None, top: Any = None
+    ) -> Prediction:
+        """What both passes found, the gradient at the last layer coming from `top` if any."""
+        stream, layout = self.trace.stream(), self.layout
+        columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
+        moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
+        if not np.all(np.isfinite(moments)):
+            raise breakdown(self.theory, [self.trace])
+        notes = validity_warnings(self.model, self.theory, self.trace) + self.notes
+        output = outcome.output
+        if output is not None:
+            notes += output.notes
+        gate = Gate(self.theory, notes, layout.fewest(self.model.seq_len))
+        variance, correlation, grad_variance, grad_correlation = moments
+        gate.variance("the variance of the stream", variance)
+        correlation = gate.correlation("the correlation of the stream", correlation)
+        grad_variance = gate.variance("the gradient variance of the stream", grad_variance)
+        grad_correlation = gate.correlation("the gradient correlation", grad_correlation)
+        gate.sites(self.trace.points)
+        token_variance, token_grad_variance = None, None
+        if self.resolved:
+            token_variance, token_grad_variance = _by_token(stream, layout)
+            gate.parts("the variance of single tokens", token_variance)
+            token_grad_variance = gate.parts("single tokens' gradients", token_grad_variance)
+        loss, loss_stderr, logit_variance = None, None, None
+        if output is not None:
+            loss = _each(gate.variance("the loss", output.loss))
+            loss_stderr = _each(gate.variance("the loss's deviation", output.loss_stderr))
+            logit_variance = _each(gate.variance("the logit variance", output.logit_variance))
+        notes += tuple(gate.notes)
+        if encoder is not None:
+            notes = (*(f"encoder, {note}" for note in encoder.warnings), *notes)
+        return Prediction(
+            self.model,
+            self.theory,
+            variance,
+            correlation,
+            grad_variance,
+            grad_correlation,
+            token_variance,
+            token_grad_variance,
+            notes,
+            self.trace,
+            layout,
+            batch,
+            loss=loss,
+            loss_stderr=loss_stderr,
+            logit_variance=logit_variance,
+            encoder=encoder,
+            outer_weights=self._outer_weights(outcome),
+            top=top if output is None else functools.partial(head_top, output),
+            read=_read(self.inputs, outcome),
+        )
+
+    def _outer_weights(self, outcome: Outcome) -> Callable[[], list[tuple[int, str, Array]]]:
+        """Squared gradient norms of what lies outside the layers: the embedding and the head."""
+        model, inputs = self.model, self.inputs
+        embedding, received = model.embedding, self.received
+        output = outcome.output
+
+        def rows() -> list[tuple[int, str, Array]]:
+            norms: dict[str, Array] = {}
+            if embedding is None or received is None:
+                norms = {}
+            elif inputs.pixels is not None:
+                norms = image_gradients(embedding, inputs.pixels, model.d_model, received.kernel)
+            elif isinstance(embedding, Embedding):
+                norms = embedding_gradients(
+                    embedding,
+                    model.seq_len,
+                    model.d_model,
+                    received.kernel,
+                    inputs.token_ids,
+                    inputs.segment_ids,
+                    self.documents,
+                )
+            if output is not None and "token" in norms:
+                norms["token"] = norms["token"] + output.table()
+            found = [(0, name, norm) for name, norm in norms.items()]
+            if output is not None:
+                found += [(model.layers + 1, name, n) for name, n in output.weights().items()]
+            return found
+
+        return rows
+
+
+def last_gradient(
+    stack: Stack,
+    signal: Signal,
+    variance: Any,
+    correlation: Any,
+    kernel: Any,
+    targets: Any,
+    batch: int,
+) -> Outcome:
+    model, layout = stack.model, stack.layout
+    given = any(value is not None for value in (variance, correlation, kernel))
+    if model.head is not None and stack.theory == "refined":
+        output = output_moments(
+            model,
+            signal,
+            trace=stack.trace,
+            token_ids=stack.inputs.token_ids,
+            targets=targets,
+            real=layout.numbers,
+            batch=batch,
+        )
+        if output.gradient is not None and not given:
+            stack.trace.points.extend(output.points)
+            return Outcome(output.gradient, output, targets)
+    elif targets is not None:
+        raise DomainError("targets are what a head predicts: declare model.head")
+    last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
+    leading = np.shape(stack.first.pairs)[:-2]
+    if stack.resolved and leading != last.pairs.shape[:-2]:
+        own = np.broadcast_to(last.diagonal, (*leading, last.diagonal.shape[-1]))
+        pairs = np.broadcast_to(last.pairs, (*leading, *last.pairs.shape[-2:]))
+        last = Kernel(own, pairs, last.resolved)
+    if layout.real is not None:
+        real = layout.real.reshape(-1) if layout.sequences > 1 else layout.real
+        real = real[0] if real.ndim == 2 else real
+        last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
+    return Outcome(Gradient(last, model.seq_len))
+
+
+def _read(inputs: Inputs, outcome: Outcome) -> Read | None:
+    output = outcome.output
+    if output is None or output.ending is None:
+        return None
+    return Read(inputs, outcome.targets, output.ending)
+
+
+def head_top(output: OutputMoments | None) -> Any:
+    """What the band has to know of the head whose loss sends the last gradient."""
+    if output is None or output.ending is None:
+        return None
+    from ..noise.top_spread import HeadTop
+
+    return HeadTop(*output.ending)
+
+
+def _documents(model: Transformer, inputs: Inputs, real: np.ndarray | None) -> np.ndarray | None:
+    """The document of every token; None where each row is one."""
+    if inputs.document_ids is None:
+        return None
+    pooled = model.head is not None and model.head.loss == "classification"
+    for present, other in ((model.encoder is not None, "an encoder"), (pooled, "a classifier")):
+        if present:
+            raise DomainError(f"document_ids pack texts of one stack by token: not beside {other}")
+    if inputs.pixels is not None:
+        raise DomainError("document_ids pack texts: leave pixels out")
+    shape: tuple[int, ...] = (model.seq_len,)
+    if inputs.token_ids is not None:
+        shape = check_ids(inputs.token_ids, model.seq_len, "token_ids").shape
+    return check_documents(inputs.document_ids, shape, real)
+
+
+def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
+    if not isinstance(model.embedding, PatchEmbedding):
+        raise DomainError("pixels are read by a patch embedding: declare model.embedding")
+    if inputs.moments or inputs.token_ids is not None:
+        raise DomainError("pixels replace variance, correlation, kernel and token_ids: give one")
+    if model.embedding.seq_len != model.seq_len:
+        raise DomainError(
+            f"seq_len = {model.seq_len}: the image has {model.embedding.seq_len} tokens; use "
+            f"model.replace(seq_len={model.embedding.seq_len})"
+        )
+    return image_kernel(model.embedding, inputs.pixels)
+
+
+def _each(value: Array) -> Any:
+    """A number, or one per configuration."""
+    return float(value) if np.ndim(value) == 0 else np.asarray(value, dtype=float)
+
+
+def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Variances of signal and gradient, shape (..., N + 1, L)."""
+    gradients = [point.gradient.kernel.diagonal for point in stream if point.gradient is not None]
+    shape = np.broadcast_shapes(*(np.shape(g) for g in gradients))
+    both = []
+    for diagonals in ([point.signal.kernel.diagonal for point in stream], gradients):
+        stacked = np.stack([np.broadcast_to(d, shape) for d in diagonals], axis=-2)
+        classes = stream[0].signal.kernel.classes
+        both.append(layout.by_token(stacked) if classes is None else classes.spread_out(stacked))
+    return both[0], both[1]

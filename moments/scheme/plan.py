@@ -1,0 +1,169 @@
+"""`solve`: a plan from a scheme's name or an objective, with the residual of what was asked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ValidityWarning, domain_error, unknown_name
+from ..formulas.checks import check_in
+from ..formulas.symbols import POSITIVE
+from ..model.transformer import Transformer
+from ..prediction.predict import collector_paused
+from ..solver.entering import check_inputs, entered
+from ..solver.layerwise import reached
+from ..solver.plan import Plan
+from ..solver.solve import objectives, solve_objective
+from .dslm import constants_hold
+from .registry import scheme, schemes
+
+EXACT = 1e-9
+
+FAR = 0.1
+"""Distance to 1 of the predicted forward variance from which constants that miss it are named."""
+
+
+def solve(
+    model: Transformer,
+    objective: str | Sequence[tuple[str, float]],
+    *,
+    target: float | Sequence[float] = 1.0,
+    free: str | Sequence[str] | None = None,
+    bound: tuple[str, float] | None = None,
+    tolerance: float = 1e-9,
+    options: dict[str, Any] | None = None,
+    progress: bool = False,
+    **inputs: Any,
+) -> Plan:
+    """Weight variances and scales that give a model what is asked for.
+
+    Args:
+        model: the declaration; what is not free stays as it is, and so does its encoder.
+        objective: a scheme's name (`moments.schemes()`), or one of `moments.solver.objectives()`:
+            "stream_variance" after every layer (its blocks take even steps there) and
+            "block_variance" of every block's output, solved block by block;
+            "final_variance", "gradient_ratio" (first over last), "query_value_balance" (geometric
+            mean over layers) and "final_correlation" (at most the target), each one number;
+            "flat_gradient" (gradient variance at every layer's input over that at its output) and
+            "query_value_balance_per_layer", each one number per layer; "largest_k",
+            "largest_depth". Or several of the one-number ones as (objective, target), which are
+            solved together by least squares.
+        target: the wanted value; one per layer where the objective is per layer.
+        free: what to solve for: names of weight variances, "branch_scale", "skip_scale",
+            "norm_gain", "temperature", or "k" (branch_scale^2 = k/N, skip_scale^2 = 1 - k/N). They
+            share one factor on their variances (in every layer, where the objective is per layer;
+            within a block, block by block); of several objectives each has its own. None: each
+            objective's own.
+        bound: for the largest: (objective, most), such as ("final_correlation", 0.9).
+        tolerance: of the plan's residual, relative.
+        options: of a scheme.
+        progress: whether a search for the largest depth tells standard error how far it is.
+        inputs: what `predict` takes to describe the input and the gradient.
+
+    Returns:
+        A Plan; where the target cannot be met it says so, and carries the nearest model.
+
+    Raises:
+        DomainError: an unknown objective, target, input or free variable, or one without influence.
+
+    Warns:
+        ValidityWarning: the target is infeasible, or constants of a scheme miss what they promise.
+    """
+    if not isinstance(model, Transformer):
+        raise domain_error("model", type(model).__name__, "a moments.Transformer")
+    check_in("tolerance", tolerance, POSITIVE)
+    check_inputs(inputs)
+    known = [scheme.name for scheme in schemes()]
+    if isinstance(objective, str) and objective in known:
+        with collector_paused():
+            plan = _from_scheme(model, objective, options or {}, inputs)
+    elif isinstance(objective, str) and objective not in objectives():
+        raise unknown_name("objective", objective, [*objectives(), *known])
+    else:
+        plan = solve_objective(
+            model,
+            objective,
+            target=target,
+            free=free,
+            bound=bound,
+            tolerance=tolerance,
+            progress=progress,
+            **inputs,
+        )
+    if not plan.feasible:
+        text = f"{plan.title} is not feasible; {plan.missed}"
+        warnings.warn(text, ValidityWarning, stacklevel=2)
+    return plan
+
+
+def _from_scheme(
+    model: Transformer, name: str, options: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> Plan:
+    """What `model.with_scheme` makes of a model, on the input that is described.
+
+    Options that the inputs stand for need not be given twice: a scheme's `correlation`, and of
+    "dslm" `input_correlation`, which is the input's before its dropout, or `inputs`.
+
+    Warns:
+        ValidityWarning: constants of "dslm" that leave the forward variance far from 1.
+    """
+    known, given = scheme(name).options, dict(options)
+    if name == "dslm":
+        return _dslm(model, given, inputs)
+    given |= {key: v for key, v in inputs.items() if key in known and key not in given}
+    return Plan(
+        model.with_scheme(name, **given), name, f"scheme {name}", tolerance=None, inputs=inputs
+    )
+
+
+def _dslm(model: Transformer, options: dict[str, Any], inputs: Mapping[str, Any]) -> Plan:
+    variant = options.get("variant") or ("released" if constants_hold(model) else "solved")
+    kept = 1 - (model.dropout if model.embedding is None else model.embedding.dropout)
+    seen = dict(inputs)
+    if variant == "solved" and inputs and "inputs" not in options:
+        options["inputs"] = dict(inputs)
+    elif inputs.get("correlation") is not None and "input_correlation" not in options:
+        options["input_correlation"] = inputs["correlation"] / kept
+    given = options.get("input_correlation")
+    if given is not None and not inputs:
+        seen = {"variance": 1.0, "correlation": kept * given}
+    solved = model.with_scheme("dslm", **options)
+    outputs, stream = _reached(solved, seen)
+    if variant != "solved":
+        _warn_where_far(variant, stream, solved.seq_len)
+    return Plan(
+        solved,
+        "dslm",
+        "scheme dslm: variance of every block's output = 1",
+        1.0,
+        residual=float(np.max(np.abs(outputs - 1))),
+        tolerance=EXACT if variant == "solved" and not options.get("simplified") else None,
+        inputs=seen,
+    )
+
+
+def _reached(model: Transformer, inputs: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Variances, averaged over tokens: of every block's output, and of the stream after a layer."""
+    stack, _ = entered(model, inputs)
+    stack.forward()
+    layout = stack.layout
+    outputs = [row.output for row in reached(stack.trace, layout)]
+    stream = [float(layout.token_average(p.signal.kernel)[0]) for p in stack.trace.stream()[1:]]
+    return np.array(outputs), np.array(stream)
+
+
+def _warn_where_far(variant: str, stream: np.ndarray, seq_len: int) -> None:
+    """Say where the scheme's constants miss what it promises, and what does not."""
+    layer = int(np.abs(stream - 1).argmax())
+    if abs(stream[layer] - 1) <= FAR:
+        return
+    warnings.warn(
+        f"dslm: the {variant} constants are those of many tokens that correlate; on this input of "
+        f"{seq_len} they leave the predicted forward variance at {stream[layer]:.3g} after layer "
+        f"{layer + 1}, not 1: pass options={{'variant': 'solved'}}",
+        ValidityWarning,
+        stacklevel=5,  # of whoever calls `solve`
+    )

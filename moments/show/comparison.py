@@ -1,0 +1,312 @@
+"""A prediction beside a measurement, point by point, with the measurement's standard errors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from ..errors import DomainError
+from ..formulas.checks import check_in
+from ..formulas.symbols import NONNEGATIVE
+from ..noise.band import NORMAL_95
+from ..prediction.measured import last_gradient
+from ..prediction.measurement import Measurement
+from ..prediction.result import Prediction
+from ..step.measured import StepMeasurement
+from ..step.result import FirstStep
+from .expected import TOLERANCE, Expected, expected
+from .gradient_norms import side_by_side
+from .step import StepComparison, compare_steps
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+__all__ = ["QUANTITIES", "Comparison", "compare", "last_gradient"]
+
+QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What was predicted against what was measured, at every site both know.
+
+    Attributes:
+        prediction, measurement: the two.
+        same_weights: whether the measurement's draws differ in dropout alone.
+        tolerance: relative error of the theory itself, one standard deviation.
+        encoder: that of the encoders; None where there is none.
+    """
+
+    prediction: Prediction
+    measurement: Measurement
+    same_weights: bool = False
+    tolerance: float = TOLERANCE
+    encoder: Comparison | None = None
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per site and quantity.
+
+        Columns: layer, site, quantity, predicted, measured, stderr, error (relative for variances,
+        absolute for correlations) and excess (the part of |error| beyond twice the standard error).
+        """
+        import pandas as pd
+
+        both = self.prediction.to_frame().merge(
+            self.measurement.to_frame(), on=["layer", "site"], suffixes=("_predicted", "_measured")
+        )
+        blocks = []
+        for quantity in QUANTITIES:
+            block = both[["layer", "site"]].copy()
+            block["quantity"] = quantity
+            block["predicted"] = both[f"{quantity}_predicted"].to_numpy(float)
+            block["measured"] = both[f"{quantity}_measured"].to_numpy(float)
+            block["stderr"] = both[f"{quantity}_stderr"].to_numpy(float)
+            blocks.append(block[block["predicted"].notna() & block["measured"].notna()])
+        frame = pd.concat(blocks, ignore_index=True)
+        scale = np.where(
+            frame["quantity"].str.endswith("correlation"), 1.0, frame["measured"].abs()
+        )
+        scale = np.where(scale == 0, 1.0, scale)
+        frame["error"] = (frame["predicted"] - frame["measured"]) / scale
+        noise = 2 * np.nan_to_num(frame["stderr"].to_numpy(float)) / scale
+        frame["excess"] = np.maximum(frame["error"].abs().to_numpy() - noise, 0.0)
+        return frame
+
+    def summary(self) -> pd.DataFrame:
+        """Errors per quantity over the stream, over block outputs and over every other site.
+
+        Columns: points, quantity, mean, median, max (of |error|), excess (mean of the part beyond
+        twice the standard error) and r_squared of predicted against measured (NaN where the
+        measured values do not vary).
+        """
+        import pandas as pd
+
+        frame = self.to_frame()
+        group = np.select(
+            [frame["site"] == "stream", frame["site"].isin(["attention.dropout", "ffn.dropout"])],
+            ["stream", "block outputs"],
+            "inside blocks",
+        )
+        rows = []
+        for points in ("stream", "block outputs", "inside blocks"):
+            for quantity in QUANTITIES:
+                part = frame[(group == points) & (frame["quantity"] == quantity)]
+                if part.empty:
+                    continue
+                error = part["error"].abs()
+                rows.append(
+                    {
+                        "points": points,
+                        "quantity": quantity,
+                        "mean": error.mean(),
+                        "median": error.median(),
+                        "max": error.max(),
+                        "excess": part["excess"].mean(),
+                        "r_squared": _r_squared(part["predicted"], part["measured"]),
+                    }
+                )
+        return pd.DataFrame(rows)
+
+    @functools.cached_property
+    def ranges(self) -> dict[str, Expected]:
+        """Where "variance" and "grad_variance" are expected, (N + 1,) each."""
+        return expected(
+            self.prediction,
+            self.measurement,
+            same_weights=self.same_weights,
+            tolerance=self.tolerance,
+        )
+
+    def points(self) -> pd.DataFrame:
+        """Every point of the stream, the encoder's first, beside the band in which it is expected.
+
+        Columns: stack ("" or "encoder."), layer, quantity ("variance" or "grad_variance"),
+        predicted, measured, error (relative, as in `to_frame`), low and high (95 % of
+        measurements of as many draws; of one draw and without `tolerance` they are
+        `grad_variance_band`), deviations (standard deviations from what is expected) and inside.
+        Under theories that state no spread the measured standard error takes its place; with one
+        draw nothing is known, and deviations are nan.
+        """
+        import pandas as pd
+
+        frames = []
+        if self.encoder is not None:
+            frames.append(self.encoder.points().assign(stack="encoder."))
+        for quantity, range_ in self.ranges.items():
+            measured = np.asarray(getattr(self.measurement, quantity))
+            predicted = range_.mean
+            deviations = range_.deviations(measured)
+            scale = np.where(measured > 0, measured, 1.0)
+            frames.append(
+                pd.DataFrame(
+                    {
+                        "stack": "",
+                        "layer": np.arange(predicted.size),
+                        "quantity": quantity,
+                        "predicted": predicted,
+                        "measured": measured,
+                        "error": (predicted - measured) / scale,
+                        "low": range_.low,
+                        "high": range_.high,
+                        "deviations": deviations,
+                        "inside": ~(np.abs(deviations) > NORMAL_95),
+                    }
+                )
+            )
+        return pd.concat(frames, ignore_index=True)
+
+    def outliers(self, deviations: float = NORMAL_95) -> pd.DataFrame:
+        """The rows of `points` that lie further out than so many standard deviations.
+
+        1.96, the default, is the 95 % band, out of which one point in twenty of a right model
+        falls (neighbours together).
+        """
+        frame = self.points()
+        return frame[frame["deviations"].abs() > deviations].reset_index(drop=True)
+
+    def outputs(self) -> pd.DataFrame:
+        """The loss, the logits and the whole gradient, as far as both are known.
+
+        Columns: quantity ("loss", "logit_variance", "gradient_norm", the norm of the gradient with
+        respect to all parameters that both know), predicted, measured, stderr (measured, nan from
+        one draw) and deviations: of the loss in units of its predicted scatter over draws, of the
+        others of the measured standard error and `tolerance`; nan where neither is known.
+        """
+        import pandas as pd
+
+        p, m = self.prediction, self.measurement
+        rows = []
+        if p.loss is not None and m.loss is not None:
+            draws = 1 if self.same_weights else m.seeds
+            noise = np.fmax((p.loss_stderr or 0.0) / math.sqrt(draws), m.loss_stderr or 0.0)
+            rows.append(("loss", p.loss, m.loss, m.loss_stderr, noise))
+        if p.logit_variance is not None and m.logit_variance is not None:
+            stderr = math.nan if m.logit_variance_stderr is None else m.logit_variance_stderr
+            noise = math.hypot(stderr, self.tolerance * p.logit_variance)
+            rows.append(("logit_variance", p.logit_variance, m.logit_variance, stderr, noise))
+        norms = self.weight_gradients()
+        if len(norms):
+            square, seen = norms["predicted"].sum(), norms["measured"].sum()
+            rows.append(("gradient_norm", math.sqrt(square), math.sqrt(seen), math.nan, math.nan))
+        frame = pd.DataFrame(rows, columns=["quantity", "predicted", "measured", "stderr", "noise"])
+        noise = frame.pop("noise").astype(float)
+        frame["deviations"] = (frame["measured"] - frame["predicted"]) / noise.where(noise > 0)
+        return frame
+
+    def weight_gradients(self) -> pd.DataFrame:
+        """Squared gradient norm of every parameter that both know, the encoder's first.
+
+        Columns: stack, layer, weight, predicted, measured, stderr, error (relative).
+        """
+        import pandas as pd
+
+        if self.prediction.variance.ndim > 1:
+            raise DomainError("weight_gradients needs a prediction of a single configuration")
+        frames = [] if self.encoder is None else [self.encoder.weight_gradients()]
+        frames = [frame.assign(stack="encoder.") for frame in frames]
+        own = side_by_side(self.prediction, self.measurement)
+        own.insert(0, "stack", "")
+        return pd.concat([*frames, own], ignore_index=True)
+
+    def verdict(self) -> str:
+        """Whether the growth along the depth is what the model is expected to do, in a sentence."""
+        from .verdict import verdict
+
+        return verdict(self)
+
+    def table(self) -> str:
+        """The verdict, stream points side by side, the loss, then the errors, as text."""
+        from .report import comparison_tables, render, summary_table
+
+        tables = (*comparison_tables(self), summary_table(self))
+        return "\n\n".join([self.verdict(), *map(render, tables)])
+
+    def plot(self, name: str | None = None) -> Figure:
+        """The prediction as lines, the measurement as points; `name`, the model's, in the title."""
+        from .plot import plot_comparison
+
+        return plot_comparison(self, name)
+
+    def __repr__(self) -> str:
+        stream = self.summary().query("points == 'stream'").set_index("quantity")["mean"]
+        parts = ", ".join(f"{name} {value:.3g}" for name, value in stream.items())
+        return f"Comparison(mean error along the stream: {parts})"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.table())}</pre>"
+
+
+def _r_squared(predicted: pd.Series, measured: pd.Series) -> float:
+    spread = float(((measured - measured.mean()) ** 2).sum())
+    if spread <= 1e-24 * float((measured**2).sum()):
+        return float("nan")
+    return 1.0 - float(((predicted - measured) ** 2).sum()) / spread
+
+
+@overload
+def compare(prediction: FirstStep, measurement: StepMeasurement) -> StepComparison: ...
+
+
+@overload
+def compare(
+    prediction: Prediction,
+    measurement: Measurement,
+    *,
+    same_weights: bool = False,
+    tolerance: float = TOLERANCE,
+) -> Comparison: ...
+
+
+def compare(
+    prediction: Any,
+    measurement: Any,
+    *,
+    same_weights: bool = False,
+    tolerance: float = TOLERANCE,
+) -> Comparison | StepComparison:
+    """Put a measurement beside a prediction of the same model.
+
+    Args:
+        prediction: of a single configuration, or a first step (`Prediction.after`).
+        measurement: by `simulate` or `moments.torch.measure`; of a step by
+            `moments.torch.measure_step`.
+        same_weights: whether the measurement's draws share their weights, as those of a module (and
+            not of a factory) do: then they are one draw.
+        tolerance: relative error that is granted to the theory itself, one standard deviation, on
+            top of the scatter over draws.
+
+    Raises:
+        DomainError: not a Prediction and a Measurement, of different depths, or a negative
+            tolerance.
+    """
+    if isinstance(prediction, FirstStep):
+        return compare_steps(prediction, measurement)
+    if not isinstance(prediction, Prediction) or not isinstance(measurement, Measurement):
+        raise DomainError(
+            "compare needs a Prediction and a Measurement, got "
+            f"{type(prediction).__name__} and {type(measurement).__name__}"
+        )
+    check_in("tolerance", tolerance, NONNEGATIVE)
+    if prediction.variance.ndim != 1:
+        raise DomainError("compare needs a prediction of a single configuration")
+    if prediction.variance.shape != measurement.variance.shape:
+        raise DomainError(
+            f"the prediction has {len(prediction.variance) - 1} layers, "
+            f"the measurement {len(measurement.variance) - 1}"
+        )
+    encoder = None
+    if prediction.encoder is not None and measurement.encoder is not None:
+        encoder = compare(
+            prediction.encoder,
+            measurement.encoder,
+            same_weights=same_weights,
+            tolerance=tolerance,
+        )
+    return Comparison(prediction, measurement, same_weights, tolerance, encoder)

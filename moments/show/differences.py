@@ -1,0 +1,307 @@
+"""In which features two declarations differ, each one a change that can be made alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import DomainError
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES, Biases, Weights
+from ..prediction.measurement import Measurement
+from .difference_words import each, numbers, pair, positions, quotient, ratio, where
+
+SAMPLING = 5.0
+"""Standard deviations of a matrix's own mean square by which its variance must be off."""
+
+SCALE = 1e-3
+"""Relative difference from which two multipliers are two."""
+
+BLOCKS = ("attention", "feed-forward")
+
+_SCALES = {
+    "skip_scale": "skip multiplier (lambda)",
+    "branch_scale": "branch multiplier (beta)",
+    "norm_gain": "norm gain",
+}
+_PARTS = {"embedding": "embedding", "head": "head"}
+_ALONE = {*_SCALES, *_PARTS, "weights", "biases", "encoder", "layers", "d_model", "seq_len"}
+_TRAINABLE = {"norm_affine", "norm_bias"}  # say what has a gradient, and leave the moments alone
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what `predict` is told of its input and gradient, and a network to hold it against.
+
+    Attributes:
+        model: the declaration.
+        inputs: arguments of `predict`.
+        measurement: of the network with something taken out of it that no declaration can say;
+            None: of the network as it is.
+    """
+
+    model: Transformer
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measurement: Measurement | None = None
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One difference.
+
+    Attributes:
+        name: of what differs: "ffn_out", "branch_scale attention", "causal", "input", ...
+        words: with the numbers of both sides.
+        ratio: found over declared where they are numbers (of a list the geometric mean), else nan.
+        layers: the layers where they differ; empty where the feature has no layers.
+        apply: gives a case this one feature of the other.
+    """
+
+    name: str
+    words: str
+    ratio: float
+    layers: tuple[int, ...]
+    apply: Callable[[Case], Case]
+
+
+def differences(declared: Transformer, found: Transformer) -> list[Feature]:
+    """Features in which `found` is not as `declared`, those of an encoder included.
+
+    A matrix counts as different where its variance is off by more than five standard deviations of
+    its own mean square, in one layer or on average over all; so does a bias.
+    """
+    features = list(_stack(declared, found, ""))
+    if declared.encoder is not None and found.encoder is not None:
+        features += _stack(declared.encoder, found.encoder, "encoder ")
+    return features
+
+
+def _stack(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
+    if declared.layers != found.layers:
+        return
+    yield from _weights(declared, found, stack)
+    yield from _biases(declared, found, stack)
+    yield from _multipliers(declared, found, stack)
+    for part, words in _PARTS.items():
+        yield from _outside(declared, found, stack, part, words)
+    for field in dataclasses.fields(Transformer):
+        if field.init and field.name not in _ALONE | _TRAINABLE:
+            yield from _field(declared, found, stack, field.name)
+
+
+def _changing(stack: str, change: Callable[[Transformer], Transformer]) -> Callable[[Case], Case]:
+    """A change of one stack's model as a change of the case."""
+
+    def apply(case: Case) -> Case:
+        if not stack:
+            return dataclasses.replace(case, model=change(case.model))
+        assert case.model.encoder is not None
+        model = case.model.replace(encoder=change(case.model.encoder))
+        return dataclasses.replace(case, model=model)
+
+    return apply
+
+
+def fan_product(model: Transformer, matrix: str) -> int:
+    """Entries of a weight matrix."""
+    d_ff = model.d_ff or 4 * model.d_model
+    d_head = model.d_head or model.d_model // model.heads
+    kind = matrix.removeprefix("cross_")
+    if kind in ("ffn_in", "ffn_out", "gate"):
+        return model.d_model * d_ff
+    heads = (model.kv_heads or model.heads) if kind in ("key", "value") else model.heads
+    return model.d_model * heads * d_head
+
+
+def _weights(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
+    first, second = declared.weights, found.weights
+    assert first is not None
+    assert second is not None
+    for matrix in MATRICES:
+        if matrix.startswith("cross") and declared.encoder is None:
+            continue
+        if matrix == "gate" and not declared.gated:
+            continue
+        one, other = (each(w.of(matrix), declared.layers) for w in (first, second))
+        noise = SAMPLING * math.sqrt(2 / fan_product(declared, matrix))
+        different = _apart(one, other, noise)
+        if not different:
+            continue
+
+        def change(model: Transformer, matrix: str = matrix, other: Any = other) -> Transformer:
+            assert isinstance(model.weights, Weights)
+            weights = model.weights.replace(**{matrix: [float(v) for v in other]})
+            return model.replace(weights=weights)
+
+        yield Feature(
+            stack + matrix,
+            f"{stack}{matrix}{where(different, declared.layers)}: variance "
+            f"{numbers(one, other, different)}",
+            ratio(one, other, different),
+            different,
+            _changing(stack, change),
+        )
+
+
+def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
+    """Layers (from 1) that differ by more than the noise; all where their average does."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.where(one == other, 0.0, np.log(other / one))
+    far = np.abs(logs) > noise
+    if not np.any(far) and np.all(np.isfinite(logs)):
+        far = np.full(far.shape, abs(logs.mean()) > noise / math.sqrt(logs.size))
+    return tuple(int(n) for n in np.flatnonzero(far) + 1)
+
+
+def _biases(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
+    rows: dict[str, str] = {}
+    for name in (f.name for f in dataclasses.fields(Biases)):
+        if name == "gate" and not declared.gated:
+            continue
+        one, other = (each(_bias(side, name), side.layers) for side in (declared, found))
+        different = _apart(one, other, SAMPLING * math.sqrt(2 / _bias_entries(declared, name)))
+        if different:
+            at = positions(different)
+            has, said = (float(np.mean(side[at])) for side in (other, one))
+            rows[name] = f"{name} {has:.3g} (declared {said:.3g})"
+    if not rows:
+        return
+
+    def change(model: Transformer) -> Transformer:
+        of = {f.name: _bias(model, f.name, None) for f in dataclasses.fields(Biases)}
+        of |= {name: _bias(found, name, None) for name in rows}
+        return model.replace(biases=Biases(**of))
+
+    yield Feature(
+        stack + "biases",
+        f"{stack}biases: variance of {', '.join(rows.values())}",
+        math.nan,
+        (),
+        _changing(stack, change),
+    )
+
+
+def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
+    """Variance of a matrix's bias; one that is absent adds as much as one of zeros."""
+    value = None if model.biases is None else getattr(model.biases, matrix)
+    return absent if value is None else value
+
+
+def _bias_entries(model: Transformer, matrix: str) -> int:
+    """Entries of a matrix's bias: one per output."""
+    if matrix in ("output", "ffn_out"):
+        return model.d_model
+    return fan_product(model, matrix) // model.d_model
+
+
+def _multipliers(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
+    for field in _SCALES:
+        one, other = (model.by_block(field).astype(float) for model in (declared, found))
+        off = [_apart(one[:, c], other[:, c], SCALE) for c in (0, 1)]
+        same = np.array_equal(one[:, 0], one[:, 1]) and np.allclose(other[:, 0], other[:, 1])
+        if same and off[0]:
+            yield _multiplier(stack, field, (0, 1), off[0], one, other)
+            continue
+        for column, different in enumerate(off):
+            if different:
+                yield _multiplier(stack, field, (column,), different, one, other)
+
+
+def _multiplier(
+    stack: str,
+    field: str,
+    columns: tuple[int, ...],
+    different: tuple[int, ...],
+    one: np.ndarray,
+    other: np.ndarray,
+) -> Feature:
+    """One scale of one block, or of both where they agree."""
+    block = "" if len(columns) > 1 else f" of the {BLOCKS[columns[0]]} block"
+    name = field if len(columns) > 1 else f"{field} {BLOCKS[columns[0]]}"
+    first, second = one[:, columns[0]], other[:, columns[0]]
+    gone = bool(np.all(np.abs(second[positions(different)] - 1) < SCALE))
+
+    def change(model: Transformer) -> Transformer:
+        values = model.by_block(field).astype(float).copy()
+        values[:, columns] = other[:, columns]
+        return model.replace(**{field: [tuple(map(float, row)) for row in values]})
+
+    return Feature(
+        stack + name,
+        f"{'missing ' if gone else ''}{stack}{_SCALES[field]}{block}"
+        f"{where(different, one.shape[0])}: {numbers(first, second, different)}",
+        ratio(first, second, different),
+        different,
+        _changing(stack, change),
+    )
+
+
+def _outside(
+    declared: Transformer, found: Transformer, stack: str, part: str, words: str
+) -> Iterator[Feature]:
+    one, other = getattr(declared, part), getattr(found, part)
+    if one is None or other is None or type(one) is not type(other):
+        return
+    for field in dataclasses.fields(one):
+        values = [getattr(side, field.name) for side in (one, other)]
+        if not field.init or _alike(*values):
+            continue
+        if field.name.endswith("_variance") and all(isinstance(v, float) and v for v in values):
+            entries = declared.d_model * max(2, getattr(one, "vocab_size", 2) or 2)
+            if field.name not in ("token_variance", "weight_variance"):
+                entries = declared.d_model * 2
+            if abs(math.log(values[1] / values[0])) < SAMPLING * math.sqrt(2 / entries):
+                continue
+
+        def change(model: Transformer, name: str = field.name, value: Any = values[1]) -> Any:
+            return model.replace(**{part: getattr(model, part).replace(**{name: value})})
+
+        yield Feature(
+            f"{stack}{part}.{field.name}",
+            f"{stack}{words}, {field.name.replace('_', ' ')}: {pair(*values)}",
+            quotient(*values),
+            (),
+            _changing(stack, change),
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """The same, or two numbers no further apart than two multipliers that count as one."""
+    numbers = all(isinstance(v, float) for v in (one, other))
+    return one == other or (numbers and math.isclose(one, other, rel_tol=SCALE))
+
+
+def _field(declared: Transformer, found: Transformer, stack: str, name: str) -> Iterator[Feature]:
+    one, other = getattr(declared, name), getattr(found, name)
+    if _alike(one, other):
+        return
+    if name == "attention_dropout" and other == found.dropout and one == declared.dropout:
+        return  # it follows dropout
+    words = f"{stack}{name.replace('_', ' ')}: {pair(one, other)}"
+    if name == "causal":
+        masks = {True: "causal", False: "full"}
+        words = f"{stack}attention mask: {masks[other]}, declared {masks[one]}"
+    yield Feature(
+        stack + name,
+        words,
+        quotient(one, other),
+        (),
+        _changing(stack, lambda model: model.replace(**{name: other})),
+    )
+
+
+def applied(case: Case, features: list[Feature]) -> tuple[Case, list[Feature]]:
+    """The case with all features, and those of them that could be applied one after the other."""
+    done = []
+    for feature in features:
+        try:
+            case = feature.apply(case)
+        except DomainError:
+            continue
+        done.append(feature)
+    return case, done

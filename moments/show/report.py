@@ -1,0 +1,212 @@
+"""Tables for people: predictions and comparisons as rich tables and as text."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..prediction.result import Prediction
+    from .comparison import Comparison
+
+STREAM_QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
+_HEADS = {"variance": "variance", "correlation": "corr."}
+TITLES = {
+    "variance": "variance",
+    "correlation": "token correlation",
+    "grad_variance": "gradient variance",
+    "grad_correlation": "gradient correlation",
+}
+
+
+def render(table: Table, width: int = 120) -> str:
+    """A rich table as plain text."""
+    buffer = io.StringIO()
+    Console(file=buffer, width=width, color_system=None).print(table)
+    return buffer.getvalue().rstrip()
+
+
+def number(value: float) -> str:
+    """Four significant digits, scientific only where it helps."""
+    return f"{value:.4g}"
+
+
+def _caption(prediction: Prediction) -> str:
+    text = "index 0 enters layer 1; gradients are means over draws of the weights"
+    if prediction.loss is None:
+        return text
+    return (
+        f"{text}\nloss {prediction.loss:.4g} +- {prediction.loss_stderr:.2g} (one draw), "
+        f"logit variance {number(prediction.logit_variance or 0.0)}; gradients are of this loss"
+    )
+
+
+def prediction_table(prediction: Prediction) -> Table:
+    """The stream layer by layer; for a batch, one row per configuration."""
+    if prediction.variance.ndim > 1:
+        return _batch_table(prediction)
+    model = prediction.model
+    table = Table(
+        title=(
+            f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}, "
+            f"{prediction.resolution}"
+        ),
+        caption=_caption(prediction),
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("layer", justify="right")
+    for name in STREAM_QUANTITIES:
+        table.add_column(TITLES[name], justify="right")
+    for index in range(model.layers + 1):
+        cells = [number(getattr(prediction, name)[index]) for name in STREAM_QUANTITIES]
+        table.add_row(str(index), *cells)
+    return table
+
+
+def _batch_table(prediction: Prediction) -> Table:
+    table = Table(title=f"input and output of {prediction.model.layers} layers")
+    table.add_column("configuration", justify="right")
+    for name in STREAM_QUANTITIES:
+        table.add_column(f"{TITLES[name]}, first", justify="right")
+        table.add_column("last", justify="right")
+    rows = [
+        getattr(prediction, name).reshape(-1, prediction.model.layers + 1)
+        for name in STREAM_QUANTITIES
+    ]
+    for index in range(rows[0].shape[0]):
+        cells = [number(r[index, end]) for r in rows for end in (0, -1)]
+        table.add_row(str(index), *cells)
+    return table
+
+
+def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
+    """Stream points, predicted beside measured: the signal and its gradient, the encoder's first,
+    then the loss where there is one."""
+    tables: list[Table] = []
+    for name, part in (("encoder, ", comparison.encoder), ("", comparison)):
+        if part is not None:
+            frame = part.to_frame()
+            frame = frame[frame["site"] == "stream"].merge(
+                _inside(part), on=["layer", "quantity"], how="left"
+            )
+            title = "{}{} along the residual stream"
+            signal, gradient = STREAM_QUANTITIES[:2], STREAM_QUANTITIES[2:]
+            tables.append(_side_by_side(frame, signal, title.format(name, "signal")))
+            tables.append(_side_by_side(frame, gradient, title.format(name, "gradient")))
+    outputs = comparison.outputs()
+    if len(outputs):
+        tables.append(_outputs_table(outputs))
+    return tuple(tables)
+
+
+def _inside(comparison: Comparison) -> Any:
+    """Whether the stream's points lie in their band."""
+    points = comparison.points()
+    return points[points["stack"] == ""][["layer", "quantity", "inside"]]
+
+
+def _outputs_table(outputs: Any) -> Table:
+    table = Table(
+        title="at the output",
+        caption="deviations: measured from predicted, in units of the scatter expected",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("")
+    for name in ("predicted", "measured", "error", "deviations"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in outputs.to_dict("records"):
+        error = row["predicted"] / row["measured"] - 1 if row["measured"] else math.nan
+        table.add_row(
+            row["quantity"].replace("_", " "),
+            number(row["predicted"]),
+            _measured(row["measured"], row["stderr"], 4),
+            f"{100 * error:+.2f}%",
+            f"{row['deviations']:+.1f}" if math.isfinite(row["deviations"]) else "-",
+        )
+    return table
+
+
+def _measured(value: float, stderr: float | None, digits: int = 3) -> str:
+    """With its standard error where there is one."""
+    text = _short(value, digits)
+    return text if stderr is None or math.isnan(stderr) else f"{text} ±{_short(stderr, 1)}"
+
+
+def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table:
+    table = Table(
+        title=title,
+        caption="measured ± one standard error over seeds; error of the prediction, of "
+        "correlations absolute; * out of its 95 % band",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("layer", justify="right")
+    for name in quantities:
+        table.add_column(_HEADS[name.removeprefix("grad_")], justify="right", no_wrap=True)
+        table.add_column("measured", justify="right", no_wrap=True)
+        table.add_column("error", justify="right", no_wrap=True)
+    for layer, rows in stream.groupby("layer"):
+        cells: list[str] = []
+        for name in quantities:
+            row = rows[rows["quantity"] == name].iloc[0]
+            mark = "*" if row["inside"] == 0 else ""  # nan where nothing is expected
+            measured = _measured(row["measured"], row["stderr"])
+            cells += [_short(row["predicted"]), measured, _error(name, row["error"]) + mark]
+        table.add_row(str(layer), *cells)
+    return table
+
+
+def _fit(r_squared: float) -> str:
+    """R², which says nothing where the measured values do not vary beyond their noise."""
+    if not math.isfinite(r_squared):
+        return "-"
+    return f"{r_squared:.2f}" if r_squared >= 0 else "< 0"
+
+
+def _short(value: float, digits: int = 3) -> str:
+    """Few significant digits; an exponent without its padding zero."""
+    text = f"{value:.{digits}g}" if 1e-3 <= abs(value) < 1e4 else f"{value:.{digits - 1}e}"
+    return text.replace("e-0", "e-").replace("e+0", "e")
+
+
+def _error(quantity: str, error: float) -> str:
+    if quantity.endswith("correlation"):
+        return f"{error:+.3f}"
+    return f"{100 * error:+.1f}%"
+
+
+def summary_table(comparison: Comparison) -> Table:
+    """Errors per quantity, over the stream and over all sites inside the layers."""
+    table = Table(
+        title="mean, median and largest error; mean of what exceeds two standard errors",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for name in ("points", "quantity"):
+        table.add_column(name, no_wrap=True)
+    for name in ("mean", "median", "max", "excess", "R²"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in comparison.summary().to_dict("records"):
+        absolute = row["quantity"].endswith("correlation")
+        show: Any = (lambda v: f"{v:.3f}") if absolute else (lambda v: f"{100 * v:.2f}%")
+        table.add_row(
+            row["points"],
+            TITLES[row["quantity"]],
+            *(show(row[name]) for name in ("mean", "median", "max", "excess")),
+            _fit(row["r_squared"]),
+        )
+    return table

@@ -1,0 +1,124 @@
+"""The picture of a comparison of schemes: a row of panels per family, three quantities each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..scheme import Scheme
+from ..scheme.registry import scheme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from .scheme_table import SchemeComparison
+
+MOST = 6
+"""Lines that one panel tells apart."""
+
+COLORS = ("#1b6ca8", "#c8553d", "#3a8f5c", "#8d5bb0", "#c98a12", "#3d3d3d")
+DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (1, 1)), (0, (9, 3)))
+QUANTITIES = ("variance", "correlation", "gradient")
+TITLES = {
+    "variance": "signal variance, over the input's",
+    "correlation": "token correlation",
+    "gradient": "gradient variance, over the output's",
+}
+FAMILIES = ("weights", "residual scales", "normalisation")
+
+
+def family(found: Scheme) -> str:
+    """What a scheme is about: weights alone, scales of the residual sum, or normalisation."""
+    if {"branch_scale", "skip_scale", "identity_attention"} & set(found.sets):
+        return "residual scales"
+    return "weights" if "weights" in found.sets else "normalisation"
+
+
+def rows(names: list[str]) -> list[tuple[str, list[str]]]:
+    """Names by family, at most MOST in a row and evenly divided."""
+    found = []
+    for title in FAMILIES:
+        members = [name for name in names if family(scheme(name)) == title]
+        if members:
+            parts = np.array_split(members, -(-len(members) // MOST))
+            found += [(title, part.tolist()) for part in parts]
+    return found
+
+
+def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figure:
+    """Every scheme along the depth; those of other rows in grey, for comparison."""
+    from matplotlib.ticker import MaxNLocator
+
+    from .plot import Picture
+
+    parts = rows(list(comparison.predictions))
+    curves = {one: _curves(found) for one, found in comparison.predictions.items()}
+    figure = Picture(figsize=(12.5, 2.5 * len(parts) + 0.7), layout="constrained")
+    axes = figure.subplots(len(parts), 3, sharex=True, sharey="col", squeeze=False)
+    for line, (title, names) in zip(axes, parts, strict=True):
+        for ax, quantity in zip(line, QUANTITIES, strict=True):
+            _panel(ax, quantity, names, curves)
+        line[0].set_ylabel(title, fontsize=10, fontweight="bold")
+        line[2].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    for ax, quantity in zip(axes[0], QUANTITIES, strict=True):
+        ax.set_title(TITLES[quantity], loc="left", fontsize=10.5)
+    for ax in axes[-1]:
+        ax.set_xlabel("layer (0 enters layer 1)")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for column, quantity in enumerate(QUANTITIES):
+        _scale(axes[0, column], quantity, [c[quantity] for c in curves.values()])
+    model = comparison.model
+    figure.suptitle(
+        f"{name or 'a declared model'}, {len(curves)} schemes: {model.layers} layers, "
+        f"d_model {model.d_model}, {model.seq_len} tokens, {model.activation}, "
+        f"dropout {model.dropout:g}",
+        x=0.01,
+        ha="left",
+        fontsize=12,
+    )
+    figure.supxlabel(
+        "Predictions at initialisation, each scheme at its authors' placement. "
+        "Grey: the schemes of the other rows; a line that leaves a panel is off its scale.",
+        x=0.01,
+        ha="left",
+        fontsize=9,
+        color="#555555",
+    )
+    return figure
+
+
+def _curves(found: Any) -> dict[str, np.ndarray]:
+    return {
+        "variance": found.variance / found.variance[0],
+        "correlation": found.correlation,
+        "gradient": found.grad_variance / found.grad_variance[-1],
+    }
+
+
+def _panel(ax: Axes, quantity: str, names: list[str], curves: dict[str, Any]) -> None:
+    for name, curve in curves.items():
+        if name not in names:
+            ax.plot(curve[quantity], color="#dddddd", linewidth=0.8, zorder=1)
+    for name, color, dash in zip(names, COLORS, DASHES, strict=False):
+        # Later lines are thinner and dashed, so that one that covers another shows both.
+        width = 2.4 - 0.2 * names.index(name)
+        ax.plot(curves[name][quantity], color=color, linestyle=dash, linewidth=width, label=name)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _scale(ax: Axes, quantity: str, curves: list[np.ndarray]) -> None:
+    if quantity == "correlation":
+        ax.set_ylim(min(0.0, min(c.min() for c in curves)), 1.02)
+        return
+    from .plot import round_ticks
+
+    ax.set_yscale("log")
+    # A line that leaves the others by many orders must not flatten them.
+    ends = np.log10(np.array([[c.min(), c.max()] for c in curves]))
+    low, high = np.quantile(ends[:, 0], 0.04), np.quantile(ends[:, 1], 0.96)
+    margin = 0.1 * max(high - low, 1.0)
+    ax.set_ylim(10 ** (low - margin), 10 ** (high + margin))
+    round_ticks(ax)

@@ -1,0 +1,209 @@
+"""`compare_schemes`: every published scheme on one model, side by side."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import DomainError, ValidityWarning, domain_error, unknown_name
+from ..model.transformer import Transformer
+from ..prediction.predict import predict
+from ..prediction.result import Prediction
+from ..scheme import Scheme
+from ..scheme import schemes as every_scheme
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+COLUMNS = (
+    "scheme",
+    "norm",
+    "variance_growth",
+    "gradient_ratio",
+    "final_correlation",
+    "sensitivity",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SchemeComparison:
+    """What each scheme makes of a model.
+
+    Attributes:
+        model: the one they were applied to, each at its authors' placement where it has one.
+        predictions: by name of the scheme.
+        left_out: why a scheme is missing, by its name.
+    """
+
+    model: Transformer
+    predictions: Mapping[str, Prediction]
+    left_out: Mapping[str, str]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per scheme.
+
+        Columns: scheme, norm, variance_growth (last over first), gradient_ratio (gradient variance
+        at the first layer's input over that at the last layer's output), final_correlation and
+        sensitivity (median over blocks of N sigma_block^2 / sigma_skip^2).
+        """
+        import pandas as pd
+
+        rows = [(name, *_numbers(found)) for name, found in self.predictions.items()]
+        return pd.DataFrame(rows, columns=list(COLUMNS))
+
+    def plot(self, name: str | None = None) -> Figure:
+        """Variance, correlation and gradient along the depth, one row of panels per family.
+
+        `name`, the model's, heads the title.
+
+        Raises:
+            DomainError: no scheme could be applied to the model.
+        """
+        from .scheme_plot import plot_schemes
+
+        if not self.predictions:
+            raise DomainError("nothing to draw: no scheme could be applied to the model")
+        return plot_schemes(self, name)
+
+    def __str__(self) -> str:
+        shown = self.to_frame().to_string(index=False, float_format=lambda value: f"{value:.3g}")
+        model = self.model
+        head = (
+            f"{len(self.predictions)} schemes at {model.layers} layers, d_model {model.d_model}, "
+            "at initialisation, each at its authors' placement\n"
+            "variance_growth: last layer over input; gradient_ratio: gradient variance at the\n"
+            "input over that at the last layer; sensitivity: median over blocks of N times the\n"
+            "variance that a block adds over that of the skip connection"
+        )
+        missing = "".join(f"\nwithout {name}: {why}" for name, why in self.left_out.items())
+        return f"{head}\n\n{shown}{missing}"
+
+    def __repr__(self) -> str:
+        without = f", without {', '.join(self.left_out)}" if self.left_out else ""
+        names = ", ".join(self.predictions)
+        return f"SchemeComparison({self.model.layers} layers: {names}{without})"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def _numbers(found: Prediction) -> tuple[str, float, float, float, float]:
+    return (
+        found.model.norm,
+        float(found.variance[-1] / found.variance[0]),
+        float(found.grad_variance[0] / found.grad_variance[-1]),
+        float(found.correlation[-1]),
+        _sensitivity(found),
+    )
+
+
+def _sensitivity(found: Prediction) -> float:
+    """Median over residual sums of N sigma_block^2 / sigma_skip^2, scales included.
+
+    What enters a sum is its last block's output, the point before it in the trace, times the branch
+    scale; the rest came by the skip connection.
+
+    Source: Davis et al. 2021 in the form of Kedia et al. 4.6, and its robust median.
+    """
+    scales, points = found.model.by_block("branch_scale"), found.trace.points
+    ratios = []
+    for block, total in itertools.pairwise(points):
+        if total.site in ("attention.sum", "cross.sum", "ffn.sum"):
+            square = scales[total.layer - 1, int(total.site == "ffn.sum")] ** 2
+            added = square * found.layout.moments(block)[1]
+            ratios.append(added / (found.layout.moments(total)[1] - added))
+    return float(np.median(ratios)) * found.model.layers
+
+
+def compare_schemes(
+    model: Transformer,
+    schemes: str | Sequence[str] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    **inputs: Any,
+) -> SchemeComparison:
+    """Apply schemes to a model, with their authors' options, and predict each.
+
+    Args:
+        model: shape, activation, dropout, embedding and head; its placement stays where a scheme
+            does not ask for another.
+        schemes: one name or several; None: all.
+        options: other than their authors', of every one of these schemes that has them.
+        inputs: what `predict` takes to describe input and gradient. Schemes whose constants depend
+            on the input get its correlation too.
+
+    Returns:
+        A SchemeComparison; schemes that cannot be applied to the model are in `left_out`.
+
+    Raises:
+        DomainError: no such scheme, an option that none of them has, or one input for all that
+            `predict` refuses.
+    """
+    if not isinstance(model, Transformer):
+        raise domain_error("model", type(model).__name__, "a moments.Transformer")
+    known = {scheme.name: scheme for scheme in every_scheme()}
+    names = list(known) if schemes is None else [schemes] if isinstance(schemes, str) else schemes
+    for name in names:
+        if name not in known:
+            raise unknown_name("scheme", name, known)
+    for option in options or ():
+        if not any(option in known[name].options for name in names):
+            every = sorted({option for name in names for option in known[name].options})
+            raise domain_error("option", option, f"one of {', '.join(every) or 'none: no options'}")
+    predictions: dict[str, Prediction] = {}
+    left_out: dict[str, str] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        for name in names:
+            try:
+                predictions[name] = predict(
+                    scheme_model(model, known[name], inputs, options), **inputs
+                )
+            except DomainError as error:
+                left_out[name] = str(error)
+    return SchemeComparison(model, predictions, left_out)
+
+
+def scheme_model(
+    model: Transformer,
+    scheme: Scheme,
+    inputs: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+) -> Transformer:
+    """The model with a scheme at its authors' placement, for an input as `predict` takes it.
+
+    Options that the scheme does not have are left out.
+    """
+    if scheme.placements and model.norm not in scheme.placements:
+        model = model.replace(
+            norm=scheme.placements[0],
+            post_layers=0,
+            layernorm_scaling=model.layernorm_scaling if scheme.placements[0] != "none" else False,
+        )
+    own = {name: value for name, value in (options or {}).items() if name in scheme.options}
+    return scheme.apply(model, **input_options(model, scheme, inputs) | own)
+
+
+def input_options(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by which a scheme learns of the input; what it does not ask for is left out."""
+    correlation = inputs.get("correlation")
+    if "correlation" in scheme.options and correlation is not None:
+        return {"correlation": correlation}
+    if "inputs" not in scheme.options:
+        return {}
+    names = ("correlation", "token_ids", "segment_ids", "kernel", "pixels", "encoder_inputs")
+    given = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    if model.embedding is None and set(given) <= {"correlation"} and given.get("correlation"):
+        # The correlation is that after the embedding's dropout, as `predict` takes it.
+        return {"input_correlation": given["correlation"] / (1 - model.dropout)}
+    if model.embedding is None:
+        return {"variant": "solved", "inputs": {"correlation": 0.0, **given}}
+    return {"variant": "solved", "inputs": given} if given else {}

@@ -1,0 +1,48 @@
+"""Real torch modules: measure, initialise, audit, fold and describe them.
+
+`roles` says which role every parameter plays, `hook_points` and `structure` where residual sums,
+branches and norms sit, `scales` sets residual and norm scales as hooks, `expectation` is what a
+model says of every role, `wrappers` what stands around a module, `draft` the names and sites of one
+that no family knows.
+
+The only folder beside `simulation` that imports torch; nothing but the commands imports it. Start
+with `measure`, then `audit`.
+"""
+
+from __future__ import annotations
+
+from ..optional import optional
+
+with optional("torch", "torch"):
+    from .audit import AuditReport, audit
+    from .describe import describe, weight_statistics
+    from .diagnose import diagnose
+    from .draft import Draft, draft
+    from .fold import fold
+    from .hook_points import HookPoint, hook_points
+    from .initialize import Initialization, attach, initialize
+    from .measure import measure
+    from .scales import AppliedScales
+    from .snippet import snippet, tensor_table
+    from .step import measure_step
+
+__all__ = [
+    "AppliedScales",
+    "AuditReport",
+    "Draft",
+    "HookPoint",
+    "Initialization",
+    "attach",
+    "audit",
+    "describe",
+    "diagnose",
+    "draft",
+    "fold",
+    "hook_points",
+    "initialize",
+    "measure",
+    "measure_step",
+    "snippet",
+    "tensor_table",
+    "weight_statistics",
+]

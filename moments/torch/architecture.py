@@ -1,0 +1,201 @@
+"""The architecture that a torch module declares by itself, with its framework's initialisation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import DomainError, MomentsError, ValidityWarning
+from ..model.head import Head
+from ..model.huggingface.config import from_huggingface
+from ..model.transformer import Transformer
+from ..model.weights import Biases, Weights
+from ..optional import optional
+from .expectation import model_of
+from .hook_points import stacks_of
+from .roles import roles_of, tensors_of
+from .structure import ENCODER
+
+with optional("torch", "torch"):
+    from torch import nn
+
+SEQ_LEN = 128
+"""Tokens assumed where a module does not limit them."""
+
+_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
+
+
+def resolve(
+    module: nn.Module,
+    plan: Any,
+    names: Mapping[str, str] | None,
+    architecture: Transformer | None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Transformer, Transformer | None]:
+    """The model that a plan means for a module, and the module's own architecture where known.
+
+    Raises:
+        DomainError: no plan, or a scheme for a module whose architecture is not known.
+    """
+    described = architecture
+    if described is None and names is None:
+        try:
+            described = architecture_of(module)
+        except DomainError:
+            if isinstance(plan, str):  # only a scheme cannot do without it
+                raise
+    if described is None and names is None and isinstance(plan, str):
+        described = read_architecture(module)
+    return model_of(plan, described, options), described
+
+
+def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
+    """The module's architecture; None where neither a config nor its layers tell it.
+
+    Variances of weights, biases and tables are those of the framework's own initialisation, not
+    those that the module holds.
+
+    Args:
+        module: a Hugging Face module, or one with nn.TransformerEncoderLayers, or with these and
+            nn.TransformerDecoderLayers, which are taken for causal.
+        seq_len: tokens per sequence; None: what the config allows, or 128.
+
+    Raises:
+        DomainError: a config that `moments.from_huggingface` does not read.
+    """
+    config = getattr(module, "config", None)
+    if hasattr(config, "to_dict"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ValidityWarning)
+            model = from_huggingface(config, seq_len=seq_len)
+        alone = model.encoder is not None and ENCODER not in stacks_of(module)
+        return model.encoder if alone else model
+    stacks = {
+        stack: [module.get_submodule(path) for path, _ in rows]
+        for stack, rows in stacks_of(module).items()
+    }
+    main, encoder = stacks[""], stacks.get(ENCODER)
+    kinds = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+    if not isinstance(main[0], kinds) or not _activation(main[0]):
+        return None
+    if isinstance(main[0], nn.TransformerEncoderLayer):
+        return _of_torch(main, seq_len, together=False)
+    if encoder is None:
+        return None  # what such a decoder reads, nothing in it says
+    both = isinstance(module, nn.Transformer)
+    normed = any(
+        part.norm is not None
+        for part in module.modules()
+        if isinstance(part, nn.TransformerEncoder)
+    )
+    read = _of_torch(encoder, seq_len, together=both)
+    read = read.replace(head=Head(norm=normed, loss=None))
+    return _of_torch(main, seq_len, together=both).replace(encoder=read, causal=True)
+
+
+_HEADS = ("n_head", "num_heads", "n_heads", "num_attention_heads", "heads", "nhead")
+_MODULES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
+
+
+def read_architecture(module: nn.Module) -> Transformer | None:
+    """What the layers of a module of one's own show: shapes, norms, activation, dropout.
+
+    Its matrices and biases are declared as nn.Linear draws them; of its tables and its head nothing
+    is said, since nothing in the module tells how they are meant to be drawn. None where its layers
+    are not those of a known layout, or have no number of heads.
+    """
+    try:
+        found = roles_of(module)
+    except MomentsError:
+        return None
+    query, inner = found.named("query"), found.named("ffn_in")
+    layers = [module.get_submodule(path) for path, _ in stacks_of(module)[""]]
+    parts = list(layers[0].modules())
+    holders = [*parts, getattr(module, "config", None)]
+    heads = next((getattr(p, n) for n in _HEADS for p in holders if hasattr(p, n)), None)
+    kinds = (_MODULES[kind] for part in parts for kind in _MODULES if type(part) is kind)
+    activation = next(kinds, None)
+    if not (query and inner and isinstance(heads, int) and activation and found.blocks):
+        return None
+    d_model, d_ff = query[0].fan_in, inner[0].fan_out
+    block = found.blocks[0]
+    norm = None if block.norm is None else module.get_submodule(block.norm)
+    position = found.named("position")
+    length = len(tensors_of(module)[position[0].parameter]) if position else SEQ_LEN
+    drops = {b.name: getattr(module.get_submodule(b.branch.path), "p", 0.0) for b in found.blocks}
+    own = {role.name.removesuffix(".bias") for role in found.roles if role.name.endswith(".bias")}
+    drawn = Biases.torch_default(d_model, d_ff).to_dict()
+    biases = {name: drawn[name] for name in drawn if name in own}
+    return Transformer(
+        layers=found.layers,
+        d_model=d_model,
+        heads=heads,
+        seq_len=length,
+        d_ff=d_ff,
+        norm=block.placement,
+        normalization="rmsnorm" if "rms" in type(norm).__name__.lower() else "layernorm",
+        activation=activation,
+        dropout=drops.get("attention", 0.0),
+        causal=True,  # the known layouts without a config of their own are GPTs
+        weights=Weights.torch_default(d_model, d_ff),
+        biases=Biases.of().replace(**biases) if biases else None,
+        norm_affine=True,
+        norm_epsilon=float(getattr(norm, "eps", None) or 0.0),
+    )
+
+
+def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Transformer:
+    """A stack of torch's own encoder or decoder layers, which are alike.
+
+    Args:
+        layers: of the stack.
+        seq_len: tokens per sequence.
+        together: whether nn.Transformer drew the weights, every matrix by Xavier's rule.
+    """
+    layer = layers[0]
+    d_model, d_ff = layer.self_attn.embed_dim, layer.linear1.out_features
+    fused = 2 / (d_model + 3 * d_model)  # in_proj_weight is one (3 d, d) matrix to its initialiser
+    if together:
+        square, hidden = 1 / d_model, 2 / (d_model + d_ff)
+        weights = Weights(fused, fused, fused, square, hidden, hidden, distribution="uniform")
+    else:
+        rest = Weights.torch_default(d_model, d_ff)
+        weights = rest.replace(query=fused, key=fused, value=fused)
+    dropouts = [part.p for name, part in layer.named_children() if name.startswith("dropout")]
+    return Transformer(
+        layers=len(layers),
+        d_model=d_model,
+        heads=layer.self_attn.num_heads,
+        seq_len=SEQ_LEN if seq_len is None else seq_len,
+        d_ff=d_ff,
+        norm="pre" if layer.norm_first else "post",
+        activation=_activation(layer) or "",
+        dropout=layer.dropout1.p,
+        attention_dropout=layer.self_attn.dropout,
+        activation_dropout=layer.dropout.p,
+        ffn_dropout=dropouts[-1],  # dropout2 of an encoder's layer, dropout3 of a decoder's
+        weights=weights,
+        biases=_biases(layer),
+        norm_epsilon=layer.norm1.eps,
+        norm_affine=layer.norm1.elementwise_affine,
+        norm_bias=layer.norm1.bias is not None,
+    )
+
+
+def _biases(layer: Any) -> Biases | None:
+    """Of one of torch's layers: zero in attention, nn.Linear's own elsewhere."""
+    attention = 0.0 if layer.self_attn.in_proj_bias is not None else None
+    drawn = Biases.torch_default(layer.linear1.in_features, layer.linear1.out_features)
+    ffn = {
+        name: getattr(drawn, name) if part.bias is not None else None
+        for name, part in (("ffn_in", layer.linear1), ("ffn_out", layer.linear2))
+    }
+    found = Biases(attention, attention, attention, attention, **ffn, gate=None)
+    return found if any(value is not None for value in found.to_dict().values()) else None
+
+
+def _activation(layer: Any) -> str | None:
+    """Of one of torch's layers, which holds a function or a module."""
+    name = getattr(layer.activation, "__name__", type(layer.activation).__name__).lower()
+    return name if name in _ACTIVATIONS else None

@@ -1,0 +1,155 @@
+"""Where real weights are not what the theory takes them for: independent, centred, Gaussian-like.
+
+Every departure is held against what independent entries of the same variance would show, and named
+with the number found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..optional import optional
+from .entries import Entries
+from .roles import Role
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor
+
+DEVIATIONS = 6
+"""Standard errors beyond which a departure is named."""
+
+POWER_STEPS = 40
+
+
+@dataclass(frozen=True)
+class WeightStatistics:
+    """One matrix against independent entries.
+
+    Attributes:
+        role: which matrix.
+        entries: moments of its entries.
+        spectral: largest squared singular value over the expected (sqrt m + sqrt n)^2 variance.
+        spectral_error: the Tracy-Widom scale of that ratio for independent entries.
+        stable_rank: squared Frobenius norm over largest squared singular value.
+    """
+
+    role: Role
+    entries: Entries
+    spectral: float
+    spectral_error: float
+    stable_rank: float
+
+    @classmethod
+    def of(cls, role: Role, block: Tensor) -> WeightStatistics:
+        """Of a matrix, stored either way round."""
+        entries = Entries.of(block)
+        matrix = block.detach().float().reshape(-1, block.shape[-1])
+        rows, columns = (math.sqrt(n) for n in matrix.shape)
+        edge = (rows + columns) ** 2 * entries.square
+        top = _largest_square(matrix)
+        # Johnstone 2001: scale (sqrt m + sqrt n)(1/sqrt m + 1/sqrt n)^(1/3) of the top eigenvalue.
+        error = (1 / rows + 1 / columns) ** (1 / 3) / (rows + columns)
+        total = entries.square * entries.count
+        return cls(
+            role,
+            entries,
+            top / edge if edge else 0.0,
+            error,
+            total / top if top else 0.0,
+        )
+
+
+def _largest_square(matrix: Tensor) -> float:
+    """Largest squared singular value, by power iteration from below."""
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(matrix.shape[1], generator=generator).to(matrix.device)
+    square = 0.0
+    for _ in range(POWER_STEPS):
+        norm = float(v.norm())
+        if norm == 0 or not math.isfinite(norm):
+            return square
+        v = matrix.T @ (matrix @ (v / norm))
+        square = float(v.norm())
+    return square
+
+
+def notes(matrices: Iterable[WeightStatistics]) -> Iterator[str]:
+    """Broken assumptions of the matrices, one sentence per role and kind, worst layer first."""
+    groups: dict[str, list[WeightStatistics]] = {}
+    for found in matrices:
+        groups.setdefault(found.role.full_name, []).append(found)
+    for name, group in groups.items():
+        yield from _matrix_notes(name, [found for found in group if found.entries.square > 0])
+
+
+def _matrix_notes(name: str, group: list[WeightStatistics]) -> Iterator[str]:
+    def worst(kind: list[tuple[float, WeightStatistics]]) -> tuple[float, str]:
+        value, found = max(kind, key=lambda pair: abs(pair[0]))
+        many = f" and {len(kind) - 1} more" if len(kind) > 1 else ""
+        return value, f"{found.role.label}{many}"
+
+    shifted, tailed, spiked = [], [], []
+    for found in group:
+        e = found.entries
+        share = e.mean / math.sqrt(e.square)
+        if abs(share) * math.sqrt(e.count) > DEVIATIONS and abs(share) > 0.01:
+            shifted.append((share, found))
+        if e.kurtosis - 3 > max(DEVIATIONS * math.sqrt(24 / e.count), 0.3):
+            tailed.append((e.kurtosis, found))
+        if found.spectral > 1 + DEVIATIONS * found.spectral_error:
+            spiked.append((found.spectral, found))
+    if shifted:
+        value, where = worst(shifted)
+        yield f"{name}: entries have a mean of {value:.2g} root mean squares, not 0 ({where})"
+    if tailed:
+        value, where = worst(tailed)
+        yield f"{name}: heavy tails, kurtosis {value:.3g} against a normal's 3 ({where})"
+    if spiked:
+        value, where = worst(spiked)
+        rank = min(found.stable_rank for _, found in spiked)
+        yield (
+            f"{name}: the largest squared singular value is {value:.3g} times that of independent "
+            f"entries, stable rank down to {rank:.3g} ({where})"
+        )
+
+
+def alignment_note(query: list[tuple[Role, Tensor]], key: list[tuple[Role, Tensor]]) -> list[str]:
+    """Correlation of the entries of query and key matrices of the same layer and shape."""
+    found = []
+    for (role, q), (_, k) in zip(query, key, strict=False):
+        if q.shape != k.shape:
+            continue
+        q, k = q.detach().double(), k.detach().double()
+        size = float(q.norm() * k.norm())
+        if size:
+            found.append((float((q * k).sum()) / size, q.numel(), role.layer))
+    off = [row for row in found if abs(row[0]) * math.sqrt(row[1]) > DEVIATIONS]
+    if not off:
+        return []
+    value, _, layer = max(off, key=lambda row: abs(row[0]))
+    return [
+        f"query and key are not independent: their entries correlate by {value:.3g} in layer "
+        f"{layer}, in {len(off)} layers beyond chance"
+    ]
+
+
+def gain_notes(gains: list[tuple[Role, Tensor]]) -> list[str]:
+    """Norm gains that differ from feature to feature."""
+    spreads = []
+    for role, gain in gains:
+        g = gain.detach().double()
+        size = float(g.square().mean().sqrt())
+        if size:
+            spreads.append((float(g.std(correction=0)) / size, role.parameter))
+    wide = [row for row in spreads if row[0] > 0.01]
+    if not wide:
+        return []
+    value, where = max(wide)
+    more = f" and {len(wide) - 1} more" if len(wide) > 1 else ""
+    return [
+        f"norm gains differ between features, by {value:.2g} of their root mean square ({where}"
+        f"{more}); one gain for all is assumed"
+    ]

@@ -1,0 +1,242 @@
+"""What a module really has against what a plan says, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import domain_error
+from ..model.transformer import Transformer
+from ..optional import optional
+from .advice import Advice, advise
+from .architecture import resolve
+from .causes import Convention, conventions
+from .copies import Copies, copies, copy_findings, copy_notes
+from .entries import Entries
+from .expectation import check_fits, scales_of
+from .findings import (
+    Finding,
+    Measured,
+    measure_roles,
+    norm_findings,
+    scale_findings,
+    slope_finding,
+    unchecked,
+    unprobed_findings,
+    variance_findings,
+)
+from .logits import logits_path, measured_scale
+from .probe import default_batch, probe_or_why
+from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .scales import FOLDED
+from .temperature import temperature_findings
+from .units import gain_of
+from .wrappers import unwrapped
+
+with optional("torch", "torch"):
+    from torch import nn
+
+if TYPE_CHECKING:
+    import pandas
+
+_FOLDED = "the module was folded: its weights carry the plan's scales; audit it before folding"
+
+_COLUMNS = (
+    "layer",
+    "role",
+    "parameter",
+    "quantity",
+    "expected",
+    "measured",
+    "ratio",
+    "stderr",
+    "probability",
+    "passed",
+    "note",
+)
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What `audit` found.
+
+    Attributes:
+        findings: every check, offenders first, the worst of them at the top.
+        advice: likely causes, a sentence each.
+        unidentified: parameters whose role no rule knows; they are not checked.
+        undeclared: parameters whose role is known but of which the plan says nothing.
+        source: what was audited, in words.
+        unchecked: what of the plan was not held against the module, a phrase each; `passed` says
+            nothing of it.
+    """
+
+    findings: tuple[Finding, ...]
+    advice: tuple[str, ...]
+    unidentified: tuple[str, ...]
+    undeclared: tuple[str, ...]
+    source: str
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed. What could not be checked is no failure: see `unchecked`."""
+        return all(finding.passed is not False for finding in self.findings)
+
+    @property
+    def offenders(self) -> tuple[Finding, ...]:
+        """The checks that failed, the worst first."""
+        return tuple(finding for finding in self.findings if finding.passed is False)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per check: layer, role, parameter, quantity, expected, measured, ratio, stderr
+        (of the measured number in a right module), probability (of so large a deviation in a right
+        module), passed (None where it could not be checked) and note.
+        """
+        import pandas
+
+        rows = [{name: getattr(f, name) for name in _COLUMNS} for f in self.findings]
+        return pandas.DataFrame(rows, columns=list(_COLUMNS))
+
+    def __str__(self) -> str:
+        from .audit_text import text
+
+        return text(self)
+
+    def __repr__(self) -> str:
+        state = "passed" if self.passed else f"failed, {len(self.offenders)} offenders"
+        if self.unchecked:
+            state += f", {len(self.unchecked)} things not checked"
+        return f"AuditReport({self.source}: {state}, {len(self.findings)} checks)"
+
+
+def audit(
+    module: nn.Module,
+    plan: Any,
+    *,
+    batch: Any = None,
+    names: Mapping[str, str] | None = None,
+    sites: Iterable[Any] | None = None,
+    architecture: Transformer | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> AuditReport:
+    """Compare a freshly initialised module with a plan.
+
+    Every matrix's mean square is held against the plan's variance with its own sampling error (from
+    the kurtosis of its entries), every role once more over all layers together, entries' means
+    against zero, norms' gains and biases against what they are set to; no layer may hold another
+    one's entries. The module is then run once, in evaluation mode, and the multipliers of its
+    residual sums and norms are measured by regression, whatever code applies them. A right module
+    fails with probability 1e-5, all checks together.
+
+    Args:
+        module: a module of a known family, or any with `names`. It is left as it was. Compiled and
+            data-parallel modules are audited as what they hold.
+        plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
+            the module's own architecture.
+        batch: what to run the module on, as in `moments.torch.measure`; None: random input, where
+            the module says what it takes.
+        names, sites, architecture: for a module of one's own, as in `initialize`.
+        options: of the scheme, where the plan is a scheme's name.
+
+    Returns:
+        A report: `passed`, `unchecked`, `str(report)`, `to_frame()`.
+
+    Raises:
+        DomainError: a plan of another depth, width or number of heads.
+        MomentsError: the module is of no known family and `names` is None.
+    """
+    module = unwrapped(module)
+    if not isinstance(module, nn.Module):
+        raise domain_error("module", type(module).__name__, "an nn.Module")
+    found = roles_of(module, names, sites)
+    model, described = resolve(module, plan, names, architecture, options)
+    check_fits(model, found, described, placement=False)
+    measured, repeated, findings = _weights(module, found, model)
+    probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
+    findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
+    reads = default_batch(module, found) if batch is None and probes else batch
+    findings += temperature_findings(module, found, model, described, None if why else reads)
+    findings += [] if why else _logits(module, found, model, batch)
+    findings.sort(key=lambda finding: -finding.severity)
+    readings = conventions(plan, options, model)
+    undeclared = tuple(m.role.label for m in measured if m.expected is None)
+    folded = any(f.passed is False for f in findings) and getattr(module, FOLDED, False)
+    return AuditReport(
+        findings=tuple(findings),
+        advice=(
+            *((_FOLDED,) if folded else ()),
+            *copy_notes(repeated),
+            *advise(findings, measured, model, described, readings).sentences,
+        ),
+        unidentified=found.unidentified,
+        undeclared=undeclared,
+        source=type(module).__name__,
+        unchecked=unchecked(model, found, probes, why, findings),
+    )
+
+
+def _weights(
+    module: nn.Module, found: ModuleRoles, model: Transformer
+) -> tuple[list[Measured], list[Copies], list[Finding]]:
+    """Every tensor's entries, those that are another one's, and what is wrong with them."""
+    tensors = tensors_of(module)
+    repeated = copies((role, block_of(tensors, role)) for role in found.roles)
+    measured = measure_roles(
+        model, [(role, _entries(module, role, tensors)) for role in found.roles]
+    )
+    findings = variance_findings(measured, {role for c in repeated for role in c.roles[1:]})
+    findings += copy_findings(repeated)
+    findings += norm_findings(measured, _carried(model))
+    return measured, repeated, findings
+
+
+def weight_advice(
+    module: nn.Module,
+    found: ModuleRoles,
+    model: Transformer,
+    described: Transformer | None,
+    readings: Sequence[Convention] = (),
+) -> Advice:
+    """Likely causes of what is wrong with a module's weights, without running it.
+
+    Args:
+        found: the module's roles.
+        model: what it is meant to be.
+        described: its own architecture, with its framework's initialisation.
+        readings: other ones of the plan.
+    """
+    measured, _, findings = _weights(module, found, model)
+    return advise(findings, measured, model, described, readings)
+
+
+def _logits(module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any) -> list[Finding]:
+    """What multiplies the logits against the head's output scale."""
+    path = logits_path(module, found)
+    if path is None or model.head is None:
+        return []
+    batch = default_batch(module, found) if batch is None else batch
+    wanted = model.head.output_scale
+    slope = measured_scale(module, found, model, batch)
+    return [slope_finding(model.layers + 1, "head", path, "output_scale", slope, wanted)]
+
+
+def _entries(module: nn.Module, role: Role, tensors: Mapping[str, Any]) -> Entries:
+    block = block_of(tensors, role)
+    if role.name.endswith("norm.gain"):
+        block = gain_of(module, role, block)
+    padding = getattr(module.get_submodule(role.parameter.rpartition(".")[0]), "padding_idx", None)
+    if padding is not None and not bool(block[padding].any()):
+        keep = [row for row in range(len(block)) if row != padding % len(block)]
+        block = block[keep]
+    return Entries.of(block)
+
+
+def _carried(model: Transformer) -> dict[tuple[int, str], float]:
+    """LayerNorm Scaling may sit in a norm's gain."""
+    return {
+        (layer, f"{stack}{block}.norm"): float(factor)
+        for stack, scales in scales_of(model).items()
+        for layer, row in enumerate(scales.norm_output, start=1)
+        for block, factor in zip(("attention", "ffn"), row, strict=True)
+    }

@@ -1,0 +1,130 @@
+"""A real module's batch, as `predict` is told of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..engine.packing import restarted
+from ..model.embedding import Embedding
+from ..model.patches import PatchEmbedding
+from ..model.transformer import Transformer
+from ..prediction.measured import last_gradient
+from ..prediction.measurement import Measurement
+from ..prediction.predict import positional
+
+NO_TARGET = -100
+
+
+def shifted_right(labels: np.ndarray, start: int = 0) -> np.ndarray:
+    """What an encoder-decoder's decoder reads to predict `labels`, (B, L)."""
+    read = np.concatenate([np.full((len(labels), 1), start), labels[:, :-1]], axis=1)
+    return np.where(read == NO_TARGET, start, read)
+
+
+def shifted_left(labels: np.ndarray) -> np.ndarray:
+    """Target of every token of a causal module that shifts its labels itself, (B, L)."""
+    none = np.full((len(labels), 1), NO_TARGET)
+    return np.concatenate([labels[:, 1:], none], axis=1)
+
+
+def inputs_of(model: Transformer, batch: Mapping[str, Any], *, start: int = 0) -> dict[str, Any]:
+    """What a text or a batch of pictures is to the model, as keyword arguments of `predict`.
+
+    Args:
+        model: with the embedding that reads it.
+        batch: keyword arguments of a Hugging Face module, as numpy arrays.
+        start: the token a decoder begins with.
+
+    Returns:
+        Empty where the model has no embedding for what the batch holds.
+    """
+    labels = batch.get("labels")
+    head = model.head is not None and model.head.loss is not None
+    if "pixel_values" in batch and isinstance(model.embedding, PatchEmbedding):
+        given: dict[str, Any] = {"pixels": np.asarray(batch["pixel_values"], dtype=float)}
+        return given | ({"targets": labels} if head and labels is not None else {})
+    if "input_ids" not in batch or not isinstance(model.embedding, Embedding):
+        return {}
+    if model.encoder is not None:
+        read = batch.get("decoder_input_ids")
+        if read is None and labels is not None:
+            read = shifted_right(labels, start)
+        if read is None:
+            return {}
+        other = _text(batch["input_ids"], batch.get("attention_mask"), None)
+        given = _text(read, batch.get("decoder_attention_mask"), None) | {"encoder_inputs": other}
+        return given | ({"targets": labels} if head and labels is not None else {})
+    segments = batch.get("token_type_ids")
+    given = _text(batch["input_ids"], batch.get("attention_mask"), segments)
+    given["tokens"] = True
+    if (places := batch.get("position_ids")) is not None:
+        documents = restarted(places, batch.get("attention_mask"))
+        if documents is not None:
+            given["document_ids"] = np.broadcast_to(documents, given["token_ids"].shape)
+    if head and labels is not None:
+        assert model.head is not None
+        causal = model.head.loss == "causal"
+        given["targets"] = shifted_left(labels) if causal else labels
+    return given
+
+
+def _text(ids: Any, mask: Any, segments: Any) -> dict[str, Any]:
+    given = {"token_ids": np.atleast_2d(ids)}
+    if mask is not None and np.ndim(mask) == 2 and not np.all(mask):
+        given["attention_mask"] = np.asarray(mask)
+    if segments is not None:
+        given["segment_ids"] = np.atleast_2d(segments)
+    return given
+
+
+def measured_moments(measurement: Measurement) -> dict[str, Any]:
+    """The tensor that entered layer 1, tokens alike: its variance and token correlation."""
+    least = -1 / max(measurement.seq_len - 1, 1)
+    return {
+        "variance": float(measurement.variance[0]),
+        "correlation": float(np.clip(measurement.correlation[0], least, 1.0)),
+    }
+
+
+def measured_gradient(
+    model: Transformer, measurement: Measurement, inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The gradient that entered the last layer, by token where the prediction is."""
+    by_token = any(name in inputs for name in ("token_ids", "pixels", "kernel"))
+    if by_token or positional(model):
+        return {"grad_kernel": last_gradient(measurement)}
+    least = -1 / max(measurement.seq_len - 1, 1)
+    return {
+        "grad_variance": float(measurement.grad_variance[-1]),
+        "grad_correlation": float(np.clip(measurement.grad_correlation[-1], least, 1.0)),
+    }
+
+
+def measured_dropout(measurement: Measurement) -> tuple[float, float] | None:
+    """Probability with which entries of the blocks' outputs were dropped, and its standard error.
+
+    None where blocks have no sites on both sides of it.
+
+    Kept entries are divided by 1 - p, so that dropout divides the variance by 1 - p.
+    """
+    import pandas as pd
+
+    frame = measurement.to_frame()
+    table = pd.pivot_table(frame, index="layer", columns="site", values="variance", dropna=False)
+    ratios = []
+    for before, after in (
+        ("attention.projection", "attention.dropout"),
+        ("ffn.out", "ffn.dropout"),
+    ):
+        if before in table and after in table:
+            both = table[[before, after]].dropna()
+            both = both[(both > 0).all(axis=1)]
+            ratios += (both[before] / both[after]).tolist()
+    if len(ratios) < 2:
+        return None
+    stderr = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios))
+    return max(0.0, 1 - float(np.mean(ratios))), stderr

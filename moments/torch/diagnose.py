@@ -1,0 +1,414 @@
+"""Why a live module does not do what it was declared to do: measured, described, ranked."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import DomainError, MomentsError, domain_error
+from ..model.embedding import Embedding
+from ..model.transformer import Transformer
+from ..optional import optional
+from ..prediction.measurement import Measurement
+from ..show.diagnosis import TOKENS, Diagnosis, diagnose_case, say
+from ..show.differences import Case, Feature, differences
+from ..show.expected import TOLERANCE
+from .architecture import architecture_of, read_architecture
+from .audit import weight_advice
+from .batches import inputs_of, measured_dropout, measured_gradient, measured_moments
+from .causes import conventions
+from .copies import Copies, copies, copy_notes, shuffle, shuffled
+from .describe import describe
+from .entering import first_stream, ids_read, sees_ahead, targets_read
+from .expectation import model_of
+from .findings import unchecked
+from .probe import probe_or_why
+from .roles import block_of, roles_of, tensors_of
+from .structure import ENCODER
+from .wrappers import unwrapped
+
+with optional("torch", "torch"):
+    import torch
+    from torch import nn
+
+Loss = Callable[[Any, Any], "torch.Tensor"]
+
+LARGE = 1e10
+"""Parameters times tokens times draws from which a diagnosis tells how far it is."""
+
+DROPOUT = 0.02
+"""Difference in probability from which dropout is taken to be another than declared."""
+
+
+def diagnose(
+    module: nn.Module | Callable[[int], nn.Module],
+    batch: Any,
+    model: Any = None,
+    *,
+    loss: Loss | None = None,
+    seeds: int = 1,
+    seed: int = 0,
+    inputs: Mapping[str, Any] | None = None,
+    sites: Iterable[Any] | None = None,
+    names: Mapping[str, str] | None = None,
+    tolerance: float = TOLERANCE,
+    progress: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """Measure a live module, hold it against its declaration, and find the likeliest causes.
+
+    The module is described as it is: the variances of its weights, its residual multipliers and
+    gains, its mask and dropout, layers that are copies, and what enters it. Every feature in which
+    that is not as declared is put into the declaration by itself (copies are drawn anew in the
+    module, which is measured once more); what removes most of the difference is the likeliest
+    cause. A text or pictures, and the module's own loss, are predicted from the model's embedding
+    and head where it declares them, whatever the module's arguments are called; else the measured
+    moments of the tensor entering layer 1, and of the gradient at the last layer, are where the
+    prediction begins, and the diagnosis says that these were not checked.
+
+    Args:
+        module, batch, loss, seeds, seed, sites: as of `moments.torch.measure`. With a factory the
+            module described is that of `seed`.
+        model: what the module is meant to be: a Transformer, a plan of `moments.solve`, or the name
+            of a scheme, which is applied to the module's own architecture. None: that architecture
+            with the initialisation of its framework.
+        inputs: arguments of `predict` that describe the input, where the batch shall not.
+        names: as of `moments.torch.describe`, for a module of one's own.
+        tolerance: as of `moments.compare`.
+        progress: write what is done, the verdict as soon as it is known, and how long the rest will
+            take to standard error; None: where it is more than small.
+        options: of the scheme, where the model is a scheme's name.
+
+    Returns:
+        A Diagnosis: `str(...)`, `expected`, `causes`, `unchecked`, `to_frame()`.
+
+    Raises:
+        DomainError: a model of another depth, or none for a module that does not say what it is
+            meant to be.
+        MomentsError: as `moments.torch.measure`.
+    """
+    from .measure import measure
+
+    sites = None if sites is None else list(sites)
+    fixed = isinstance(module, nn.Module)
+    target = unwrapped(module if isinstance(module, nn.Module) else module(seed))
+    if sites is None and names is None:
+        roles_of(target)  # a module that is not known is refused with a draft
+    if progress is None:
+        progress = _large(target, batch, seeds)
+    if progress:
+        say(f"measuring {type(target).__name__}, {seeds} draw{'s' * (seeds > 1)}")
+
+    def measured(at: nn.Module | Callable[[int], nn.Module]) -> Measurement:
+        return measure(
+            at, batch, loss=loss, seeds=seeds, seed=seed, sites=sites, progress=bool(progress)
+        )
+
+    measurement = measured(module)
+    own = _architecture(target, measurement, names)
+    if model is None and own is None:
+        raise _meant(read_architecture(target) if names is None else None)
+    read = read_architecture(target) if own is None and names is None else own
+    declared = _at_length(own if model is None else model_of(model, read, options), measurement)
+    if declared.layers != measurement.layers:
+        raise domain_error("layers of the model", declared.layers, f"{measurement.layers}")
+    found, notes = _described(target, batch, measurement, own or declared, names, sites)
+    if model is None and found is not None and not hasattr(target, "config"):
+        # torch's own layers draw theirs: what is there is one draw of the framework's.
+        declared = declared.replace(biases=found.biases)
+    text = _Text.of(target, declared, batch, loss)
+    case, features = _case(declared, text, measurement, inputs)
+    unseen = _unseen(target, case, measurement, inputs)
+    advice: tuple[str, ...] = ()
+    if found is not None:
+        roles = roles_of(target, names, sites)
+        ahead = sees_ahead(target, batch, sites, declared.layers, text.ids)
+        changed = _with_mask(found, ahead)
+        changed = _with_dropout(changed, declared, measurement)
+        likely = weight_advice(target, roles, declared, read, conventions(model, options, declared))
+        own_features = _reasoned(differences(declared, changed), likely.reasons)
+        advice = likely.crossed
+        repeated = copies((role, block_of(tensors_of(target), role)) for role in roles.roles)
+        if repeated:
+            notes = [note for note in notes if note not in set(copy_notes(repeated))]
+
+            def again() -> Measurement:
+                if not isinstance(module, nn.Module):
+                    return measured(lambda draw: shuffle(unwrapped(module(draw)), repeated, draw))
+                with shuffled(target, repeated, seed):
+                    return measured(module)
+
+            own_features.append(_copied(repeated, again, text, inputs))
+        features = [*own_features, *features]
+        probes, why = probe_or_why(target, roles, batch, epsilon=declared.norm_epsilon)
+        unseen = [*unchecked(declared, roles, probes, why), *unseen]
+        unseen += ["the attention mask"] if ahead is None else []
+    else:
+        unseen.insert(0, "its weights, scales and norms")
+    if "token_ids" not in case.inputs and "pixels" not in case.inputs:
+        features += _tokens(first_stream(target, batch, sites), case, measurement)
+    if progress:
+        say(f"predicting {declared.layers} layers at {declared.seq_len} tokens")
+    return diagnose_case(
+        case,
+        measurement,
+        features,
+        same_weights=fixed,
+        tolerance=tolerance,
+        notes=notes,
+        advice=advice,
+        unchecked=unseen,
+        progress=bool(progress),
+    )
+
+
+def _large(module: nn.Module, batch: Any, seeds: int) -> bool:
+    """Whether a diagnosis is likely to take more than a few seconds."""
+    given = batch.values() if isinstance(batch, Mapping) else [batch]
+    tokens = max((int(np.prod(np.shape(v)[:2])) for v in given if np.ndim(v) >= 2), default=1)
+    return seeds * tokens * sum(int(p.numel()) for p in module.parameters()) > float(LARGE)
+
+
+def _meant(read: Transformer | None) -> DomainError:
+    """What to pass for a module that does not say how it is meant to be drawn."""
+    remedy = ""
+    if read is not None:
+        fields = ("layers", "d_model", "heads", "seq_len", "d_ff", "norm", "activation", "dropout")
+        given = ", ".join(f"{name}={getattr(read, name)!r}" for name in fields)
+        remedy = (
+            f": moments.Transformer({given}, causal=True, weights=moments.Weights(...), "
+            "embedding=moments.Embedding(...), head=moments.Head()), or the name of a scheme"
+        )
+    return DomainError(
+        "nothing in the module says how it is meant to be drawn: pass the model that it is meant "
+        f"to be{remedy}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Text:
+    """What a module reads and predicts.
+
+    Attributes:
+        arrays: the batch, its token ids as "input_ids" where they could be found.
+        ids: (B, L) of a text, None where there is none or two stacks read one.
+        targets: what the loss holds every token against, where its value shows it; of a module
+            whose arguments are Hugging Face's, its labels say so.
+        predicted: whether the loss can be predicted from the head.
+    """
+
+    arrays: dict[str, Any]
+    ids: np.ndarray | None
+    targets: np.ndarray | None
+    predicted: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, model: Transformer, batch: Any, loss: Loss | None) -> _Text:
+        arrays = _arrays(batch)
+        known = hasattr(getattr(module, "config", None), "to_dict")
+        if model.encoder is not None or not isinstance(model.embedding, Embedding):
+            return cls(arrays, None, None, known and loss is None)
+        ids = ids_read(module, batch, model.embedding.vocab_size)
+        if ids is None:
+            ids = arrays.get("input_ids")
+        elif not known:
+            arrays = arrays | {"input_ids": ids}
+        targets = None
+        if ids is not None and (loss is not None or not known):
+            targets = targets_read(module, batch, ids, loss)
+        return cls(arrays, ids, targets, targets is not None or (known and loss is None))
+
+
+def _unseen(
+    module: nn.Module, case: Case, measurement: Measurement, inputs: Mapping[str, Any] | None
+) -> list[str]:
+    """What stands before the first layer and behind the last, where no prediction begins there."""
+    found, declared = [], case.model
+    tables = any(isinstance(part, nn.Embedding) for part in module.modules())
+    if inputs is None and tables and not {"token_ids", "pixels"} & set(case.inputs):
+        why = "the model declares none"
+        if declared.embedding is not None:
+            why = "what it reads could not be found"
+        found.append(f"the embedding (what enters layer 1 was measured, not predicted: {why})")
+    given = () if inputs is None else inputs
+    measured = [n for n in case.inputs if n.startswith("grad_") and n not in given]
+    if measured and measurement.loss is not None:
+        why = "the model declares none"
+        if declared.head is not None and declared.head.loss is not None:
+            why = "the loss is not the declared one of any targets in the batch"
+        found.append(
+            f"head and loss (the last layer's gradient was measured, not predicted: {why})"
+        )
+    return found
+
+
+def _reasoned(features: list[Feature], reasons: Mapping[str, tuple[str, ...]]) -> list[Feature]:
+    """Features of matrices with what is likely to have made them so."""
+    found = []
+    for feature in features:
+        likely = reasons.get(feature.name.replace("encoder ", ENCODER), ())
+        words = f"{feature.words}; {'; or '.join(likely)}" if likely else feature.words
+        found.append(dataclasses.replace(feature, words=words))
+    return found
+
+
+def _copied(
+    repeated: list[Copies], again: Callable[[], Measurement], text: _Text, inputs: Any
+) -> Feature:
+    """Layers that are copies, as a difference: taken out of the network, which is measured anew."""
+    seen = functools.cache(again)
+
+    def apply(case: Case) -> Case:
+        fresh, _ = _case(case.model, text, seen(), inputs)
+        given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
+        given |= {name: v for name, v in fresh.inputs.items() if name.startswith("grad_")}
+        return dataclasses.replace(case, inputs=given, measurement=seen())
+
+    words = "; ".join(sentence.partition(":")[0] for sentence in copy_notes(repeated))
+    layers = tuple(sorted({layer for group in repeated for layer in group.layers}))
+    return Feature("copied layers", f"{words}, declared independent", math.nan, layers, apply)
+
+
+def _architecture(
+    module: nn.Module, measurement: Measurement, names: Mapping[str, str] | None
+) -> Transformer | None:
+    if names is not None:
+        return None
+    try:
+        return architecture_of(module, measurement.seq_len)
+    except MomentsError:
+        return None
+
+
+def _at_length(model: Transformer | None, measurement: Measurement) -> Transformer:
+    """The model for as many tokens as were seen."""
+    assert model is not None
+    if model.encoder is not None and measurement.encoder is not None:
+        model = model.replace(encoder=_at_length(model.encoder, measurement.encoder))
+    if model.seq_len == measurement.seq_len:
+        return model
+    return model.replace(seq_len=measurement.seq_len)
+
+
+def _described(
+    module: nn.Module,
+    batch: Any,
+    measurement: Measurement,
+    architecture: Transformer,
+    names: Mapping[str, str] | None,
+    sites: list[Any] | None,
+) -> tuple[Transformer | None, list[str]]:
+    """The module as it is, and what was said about it; None where it cannot be read."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = describe(
+                module,
+                batch=batch,
+                names=names,
+                sites=sites,
+                architecture=_at_length(architecture, measurement),
+            )
+        except MomentsError as error:
+            return None, [f"weights and scales of the module could not be read: {error}"]
+    return found, list(dict.fromkeys(str(w.message) for w in caught))
+
+
+def _arrays(batch: Any) -> dict[str, Any]:
+    """The batch as numpy arrays; integers alone are token ids."""
+    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    arrays = {
+        name: value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
+    if "input_ids" in arrays and np.asarray(arrays["input_ids"]).dtype.kind == "f":
+        del arrays["input_ids"]
+    return arrays
+
+
+def _case(
+    declared: Transformer,
+    text: _Text,
+    measurement: Measurement,
+    inputs: Mapping[str, Any] | None,
+) -> tuple[Case, list[Feature]]:
+    """The declared model on the batch, and how its input differs from what the user says."""
+    measured = measured_moments(measurement)
+    given = inputs_of(declared, text.arrays) if inputs is None else dict(inputs)
+    features = []
+    if not given:
+        given = dict(measured)
+    elif {"variance", "correlation"} & set(given):
+        features = _moments(given, measured)
+    head = declared.head is not None and declared.head.loss is not None
+    if text.targets is not None and inputs is None:
+        given["targets"] = text.targets
+    if measurement.loss is None or not text.predicted or not head:
+        given.pop("targets", None)
+        if not any(name.startswith("grad_") for name in given):
+            given |= measured_gradient(declared, measurement, given)
+    return Case(declared, given), features
+
+
+def _moments(given: Mapping[str, Any], measured: dict[str, Any]) -> list[Feature]:
+    variance, correlation = given.get("variance", 1.0), given.get("correlation", 0.0)
+    words = (
+        f"input: variance {measured['variance']:.3g}, declared {variance:.3g}; token correlation "
+        f"{measured['correlation']:.3g}, declared {correlation:.3g}"
+    )
+
+    def apply(case: Case) -> Case:
+        return dataclasses.replace(case, inputs=case.inputs | measured)
+
+    return [Feature("input", words, measured["variance"] / variance, (), apply)]
+
+
+def _tokens(first: np.ndarray | None, case: Case, measurement: Measurement) -> list[Feature]:
+    """Tokens that are not alike, as the kernel of what entered layer 1."""
+    if first is None or "kernel" in case.inputs or first.shape[1] != measurement.seq_len:
+        return []
+    wide = first.astype(float)
+    kernel = np.einsum("bid,bjd->ij", wide, wide) / (len(wide) * wide.shape[-1])
+    by_token = np.diag(kernel)
+    if by_token.min() <= 0:
+        return []
+    kurtosis = float((wide**4).mean() / (wide**2).mean() ** 2)
+    words = (
+        f"input: token variances from {by_token.min():.3g} to {by_token.max():.3g} and kurtosis "
+        f"{kurtosis:.3g}, declared alike and Gaussian (3)"
+    )
+
+    def apply(case: Case) -> Case:
+        rest = {k: v for k, v in case.inputs.items() if k not in ("variance", "correlation")}
+        return dataclasses.replace(case, inputs=rest | {"kernel": kernel})
+
+    return [Feature(TOKENS, words, float("nan"), (), apply)]
+
+
+def _with_mask(model: Transformer, ahead: bool | None) -> Transformer:
+    """The model with the mask that was seen to act; None: not seen."""
+    if ahead is None or ahead is not model.causal:
+        return model
+    try:
+        return model.replace(causal=not ahead)
+    except DomainError:
+        return model
+
+
+def _with_dropout(
+    model: Transformer, declared: Transformer, measurement: Measurement
+) -> Transformer:
+    seen = measured_dropout(measurement)
+    if seen is None:
+        return model
+    value, stderr = seen
+    unclear = max(DROPOUT, 4 * stderr)
+    if abs(value - declared.dropout) < unclear:
+        return model.replace(dropout=declared.dropout)
+    return model.replace(dropout=round(value, 3) if value >= unclear else 0.0)

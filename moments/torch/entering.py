@@ -1,0 +1,184 @@
+"""What enters a module's first layer, and whether its tokens see later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from ..errors import MomentsError
+from ..optional import optional
+from ..prediction.draws import STREAM
+from .batches import shifted_left
+from .hook_points import HookPoint, hook_points
+from .probe import on_device, run
+from .tensors import first_tensor, own_logits, own_loss
+from .watch import training
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
+
+UNSEEN = 1e-6
+"""Relative change below which a token has not noticed another; single precision rounds to 1e-7."""
+
+
+def first_stream(
+    module: nn.Module, batch: Any, sites: Iterable[Any] | None = None
+) -> np.ndarray | None:
+    """The tensor that enters layer 1 without dropout, (B, L, d_model); None where it is no such."""
+    return _stream(module, batch, sites, 0)
+
+
+def sees_ahead(
+    module: nn.Module,
+    batch: Any,
+    sites: Iterable[Any] | None,
+    layers: int,
+    ids: np.ndarray | None = None,
+) -> bool | None:
+    """Whether a token's output depends on a later token: the second is changed, the first read.
+
+    `ids` are the token ids in the batch, where they are known.
+
+    None where that cannot be told: a module of pictures, two stacks, one token.
+    """
+    changed = _changed(batch, _batch_first(module), ids)
+    if changed is None:
+        return None
+    one, other = (_stream(module, given, sites, layers) for given in (batch, changed))
+    if one is None or other is None or one.shape != other.shape or one.shape[1] < 2:
+        return None
+    moved = np.abs(one - other).max((0, 2)) / max(float(np.abs(one).max()), 1e-30)
+    return bool(moved[0] > UNSEEN) if moved[1] > UNSEEN else None
+
+
+def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | None:
+    """The token ids that a table of so many rows looks up, (B, L), whatever they are called.
+
+    None where no table of that size is read, or more than once.
+    """
+    seen: list[Tensor] = []
+
+    def before(_: nn.Module, positional: Any, named: Any) -> None:
+        seen.append(first_tensor([*positional, *named.values()]).detach())
+
+    _evaluated(
+        module,
+        batch,
+        [
+            part.register_forward_pre_hook(before, with_kwargs=True)
+            for part in module.modules()
+            if isinstance(part, nn.Embedding) and part.num_embeddings == vocab_size
+        ],
+    )
+    texts = [ids for ids in seen if ids.ndim == 2 and ids.shape[1] > 1]
+    return np.asarray(texts[0].cpu().numpy()) if len(texts) == 1 else None
+
+
+def targets_read(
+    module: nn.Module,
+    batch: Any,
+    ids: np.ndarray,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+) -> np.ndarray | None:
+    """What every token's logits are held against, (B, L), -100 where nothing.
+
+    Of the arrays in the batch, as they are and shifted by one, that whose mean cross-entropy with
+    the module's logits is its loss; None where there is none.
+    """
+    if not isinstance(batch, Mapping) or (output := _evaluated(module, batch, [])) is None:
+        return None
+    tensors = {name: on_device(value, None) for name, value in batch.items()}
+    logits = own_logits(output)
+    value = own_loss(output) if loss is None else loss(output, tensors)
+    if logits is None or value is None or logits.shape[:2] != ids.shape:
+        return None
+    for given in tensors.values():
+        if not isinstance(given, Tensor) or given.shape != ids.shape or given.is_floating_point():
+            continue
+        labels = given.cpu().numpy().astype(np.int64)
+        for targets in (labels, shifted_left(labels)):
+            if targets.max() >= logits.shape[-1] or not np.any(targets >= 0):
+                continue
+            flat = torch.as_tensor(targets, device=logits.device).flatten()
+            found = nn.functional.cross_entropy(logits.flatten(0, 1).float(), flat)
+            if abs(float(found) - float(value)) < 1e-4 * abs(float(value)):
+                return np.asarray(targets)
+    return None
+
+
+def _evaluated(module: nn.Module, batch: Any, hooks: list[RemovableHandle]) -> Any:
+    """What a module makes of a batch without dropout; None where it cannot be run."""
+    with training(module), ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        module.eval()
+        try:
+            return run(module, batch)
+        except (RuntimeError, ValueError, IndexError, MomentsError):
+            return None
+
+
+def _changed(batch: Any, batch_first: bool, ids: np.ndarray | None) -> Any:
+    """The batch with another second token in every sequence."""
+    if not isinstance(batch, Mapping):
+        return _another(batch, batch_first)
+    if "decoder_input_ids" in batch or "pixel_values" in batch:
+        return None
+    read = [name for name in batch if ids is not None and np.array_equal(batch[name], ids)]
+    read += [name for name, v in batch.items() if np.ndim(v) == 3 and "mask" not in name]
+    name = "input_ids" if "input_ids" in batch else next(iter(read), None)
+    return None if name is None else {**batch, name: _another(batch[name], batch_first)}
+
+
+def _another(tokens: Any, batch_first: bool) -> Tensor:
+    """(B, L) ids or (B, L, features), or (L, B, features)."""
+    given = torch.as_tensor(tokens).clone()
+    if given.ndim < 2:
+        return given
+    rows = given if batch_first or given.ndim == 2 else given.transpose(0, 1)
+    if rows.shape[1] > 2:
+        # Another token stands in for the second, so that no id leaves the vocabulary.
+        rows[:, 1] = -rows[:, 1] if rows.is_floating_point() else _different(rows)
+    return given
+
+
+def _different(ids: Tensor) -> Tensor:
+    second = ids[:, 1]
+    other = torch.where(ids[:, 2] != second, ids[:, 2], ids[:, 0])
+    return torch.where(other != second, other, (second - 1).clamp(min=0))
+
+
+def _stream(
+    module: nn.Module, batch: Any, sites: Iterable[Any] | None, layer: int
+) -> np.ndarray | None:
+    points = hook_points(module) if sites is None else [HookPoint(*site) for site in sites]
+    if any(point.site.startswith("encoder.") for point in points):
+        return None
+    point = next(p for p in points if (p.layer, p.site) == (layer, STREAM))
+    seen: list[Tensor] = []
+
+    def before(_: nn.Module, positional: Any, named: Any) -> None:
+        seen.append(first_tensor([*positional, *named.values()]).detach())
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        seen.append(first_tensor(output).detach())
+
+    part = module.get_submodule(point.path)
+    if point.side == "input":
+        hook = part.register_forward_pre_hook(before, with_kwargs=True)
+    else:
+        hook = part.register_forward_hook(after)
+    _evaluated(module, batch, [hook])
+    if not seen or seen[0].ndim != 3:
+        return None
+    tensor = seen[0] if _batch_first(module) else seen[0].transpose(0, 1)
+    return np.asarray(tensor.double().cpu().numpy())
+
+
+def _batch_first(module: nn.Module) -> bool:
+    return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))

@@ -1,0 +1,89 @@
+"""Statistics of a tensor's entries, and whether they are those of a stated variance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..optional import optional
+from .truncation import TRUNCATION, truncated_kurtosis, truncated_variance
+
+with optional("torch", "torch"):
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Moments of the entries of one matrix or vector.
+
+    Attributes:
+        count: entries.
+        mean: of them.
+        square: their mean square.
+        kurtosis: E w^4 / (E w^2)^2, nan where all are 0.
+        peak: largest magnitude over the root mean square.
+        zeros: share that is exactly 0.
+    """
+
+    count: int
+    mean: float
+    square: float
+    kurtosis: float
+    peak: float
+    zeros: float
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Entries:
+        """Of a tensor with at least one entry, in double precision."""
+        w = tensor.detach().reshape(-1).double()
+        squares = w.square()
+        square = float(squares.mean())
+        return cls(
+            count=w.numel(),
+            mean=float(w.mean()),
+            square=square,
+            kurtosis=float(squares.square().mean()) / square**2 if square > 0 else math.nan,
+            peak=float(w.abs().max()) / math.sqrt(square) if square > 0 else math.nan,
+            zeros=float((w == 0).double().mean()),
+        )
+
+    @property
+    def spread(self) -> float:
+        """Relative standard error of the mean square as an estimate: sqrt((kurtosis - 1) / n)."""
+        if not math.isfinite(self.kurtosis):
+            return math.nan
+        return math.sqrt(max(self.kurtosis - 1, 1e-3) / self.count)
+
+    @property
+    def distribution(self) -> str:
+        """What the entries look like, in words; the kurtosis of a sample decides.
+
+        A kurtosis is 3 for a normal, 1.8 for a uniform, and that of a normal cut at two of its
+        deviations in between; its standard error is about sqrt(24 / n).
+        """
+        if not math.isfinite(self.kurtosis):
+            return "zero"
+        error = 4 * math.sqrt(24 / self.count)
+        cut = TRUNCATION / math.sqrt(truncated_variance(TRUNCATION))
+        known = (
+            ("uniform", 1.8, self.peak < math.sqrt(3) * 1.001),
+            ("truncated", truncated_kurtosis(TRUNCATION), self.peak < cut * 1.05),
+            ("normal", 3.0, True),
+        )
+        for name, kurtosis, fits in known:
+            if fits and abs(self.kurtosis - kurtosis) < max(error, 0.05):
+                return name
+        return f"kurtosis {self.kurtosis:.2f}"
+
+
+def tail_probability(ratio: float, spread: float) -> float:
+    """Two-sided probability of a mean square this far from its expectation.
+
+    A mean square of n entries of kurtosis k is close to chi-square over its degrees of freedom
+    2 n / (k - 1), exactly so for normal entries.
+    """
+    from scipy.special import gammainc, gammaincc
+
+    half = 1 / spread**2  # half the degrees of freedom
+    lower, upper = gammainc(half, half * ratio), gammaincc(half, half * ratio)
+    return float(min(1.0, 2 * min(lower, upper)))

@@ -1,0 +1,217 @@
+"""What a declared model says about a module: the plan itself, and the variance of every role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import DomainError, domain_error
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES, Biases
+from ..prediction.draws import Array
+from ..scheme.registry import scheme
+from .roles import ModuleRoles, Role
+from .structure import ENCODER
+
+_OUTSIDE = {
+    "token": ("embedding", "token_variance"),
+    "position": ("embedding", "position_variance"),
+    "segment": ("embedding", "segment_variance"),
+    "patch": ("embedding", "patch_variance"),
+    "class": ("embedding", "class_variance"),
+    "relative_bias": ("relative_bias", "variance"),
+    "head": ("head", "weight_variance"),
+    "head.transform": ("head", "transform_variance"),
+}
+"""Role -> field of the model, and where the variance is in it."""
+
+_VECTORS = {
+    "patch.bias": ("embedding", "bias_variance"),
+    "head.transform.bias": ("head", "transform_bias_variance"),
+}
+
+
+def model_of(
+    plan: Any, described: Transformer | None = None, options: Mapping[str, Any] | None = None
+) -> Transformer:
+    """The model that a plan carries, a Transformer itself, or a scheme's upon a described one.
+
+    Args:
+        options: of the scheme, where the plan is a scheme's name.
+
+    Raises:
+        DomainError: none of these, or a scheme for a module whose architecture is not known.
+    """
+    if options and not isinstance(plan, str):
+        raise domain_error("options", dict(options), "for a scheme by its name, nothing else")
+    if isinstance(plan, Transformer):
+        return plan
+    if isinstance(plan, str):
+        if described is None:
+            raise DomainError(
+                f"scheme {plan!r} needs the module's architecture, which is not known: pass "
+                "architecture=moments.Transformer(...), or the model itself"
+            )
+        scheme(plan)  # an unknown name is told as such
+        try:
+            return with_zero_biases(described).with_scheme(plan, **(options or {}))
+        except DomainError as error:
+            raise DomainError(
+                f"{error}; to give the scheme your input, pass plan = "
+                f"moments.solve(model, {plan!r}, ...) instead of its name"
+            ) from None
+    model = getattr(plan, "model", None)
+    if isinstance(model, Transformer):
+        return model
+    raise domain_error(
+        "plan", type(plan).__name__, "a plan of moments.solve, a Transformer or a scheme's name"
+    )
+
+
+def with_zero_biases(model: Transformer) -> Transformer:
+    """The model with biases that start at zero, as schemes have them."""
+    changes: dict[str, Any] = {}
+    if model.biases is not None:
+        there = {name: value for name, value in model.biases.to_dict().items() if value is not None}
+        changes["biases"] = Biases.of(*there)
+    if model.encoder is not None:
+        changes["encoder"] = with_zero_biases(model.encoder)
+    return model.replace(**changes)
+
+
+_SHAPE = (
+    "d_model",
+    "d_ff",
+    "d_head",
+    "heads",
+    "kv_heads",
+    "activation",
+    "gated",
+    "normalization",
+    "norm_groups",
+    "qk_norm",
+)
+"""Fields that weights and hooks cannot change."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Multipliers by layer and block, each (N, 2): attention and cross-attention, feed-forward.
+
+    LayerNorm Scaling's factor is resolved into where it acts.
+    """
+
+    skip: Array
+    branch: Array
+    norm_input: Array
+    norm_output: Array
+
+    @classmethod
+    def of(cls, model: Transformer) -> Scales:
+        """The scales of a model."""
+        skip, branch = (model.by_block(name).copy() for name in ("skip_scale", "branch_scale"))
+        before, after = np.ones_like(skip), np.ones_like(skip)
+        factor = model.norm_scales[:, None]
+        where = model.layernorm_scaling
+        if where in (True, "after-norm"):
+            after = after * factor
+        elif where in ("attention-only", "ffn-only"):
+            column = int(where == "ffn-only")
+            after[:, column] *= factor[:, 0]
+        elif where == "before-norm":
+            before = before * factor
+        elif where == "after-block":
+            branch = branch * factor
+        elif where == "after-residual":
+            skip, branch = skip * factor, branch * factor
+        return cls(skip, branch, before, after)
+
+    def at(self, layer: int, column: int) -> tuple[float, float, float, float]:
+        """Skip, branch, norm input and norm output of one block."""
+        values = (self.skip, self.branch, self.norm_input, self.norm_output)
+        return tuple(float(v[layer - 1, column]) for v in values)  # type: ignore[return-value]
+
+
+def scales_of(model: Transformer) -> dict[str, Scales]:
+    """The scales of every stack."""
+    found = {"": Scales.of(model)}
+    if model.encoder is not None:
+        found[ENCODER] = Scales.of(model.encoder)
+    return found
+
+
+def expected_variance(model: Transformer, role: Role) -> float | None:
+    """Mean square of the entries that a role shall have; None where the model says nothing.
+
+    Gains are 1 and biases 0 unless the model says otherwise.
+    """
+    matrix, _, kind = role.name.rpartition(".")
+    model = model_of_stack(model, role.stack)
+    if 1 <= role.layer <= model.layers:
+        if role.name in MATRICES:
+            return float(getattr(model.layer_weights(role.layer), role.name))
+        if kind == "bias":
+            biases = {} if model.biases is None else model.biases.layer(role.layer)
+            return float(biases.get(matrix, 0.0))
+        if role.name in ("attention.norm.gain", "cross.norm.gain", "ffn.norm.gain"):
+            column = int(matrix.startswith("ffn"))
+            return float(model.norm_gains[role.layer - 1, column]) ** 2
+    if role.name in _OUTSIDE:
+        return _positive(model, *_OUTSIDE[role.name])
+    if kind == "gain":
+        after = role.name == "final.norm.gain" and model.head is not None
+        return float(model.head.norm_gain) ** 2 if after else 1.0
+    if role.name in _VECTORS:
+        return _positive(model, *_VECTORS[role.name]) or 0.0
+    return 0.0 if kind == "bias" else None
+
+
+def model_of_stack(model: Transformer, stack: str) -> Transformer:
+    """The model, or its encoder."""
+    if not stack:
+        return model
+    if model.encoder is None:
+        raise DomainError("the module has an encoder beside its main stack, the plan has none")
+    return model.encoder
+
+
+def _positive(model: Transformer, part: str, name: str) -> float | None:
+    """A table that the model does not declare has variance 0 or none: nothing is said of it."""
+    variance = getattr(getattr(model, part), name, None)
+    return float(variance) if variance else None
+
+
+def check_fits(
+    model: Transformer,
+    found: ModuleRoles,
+    described: Transformer | None,
+    *,
+    placement: bool = True,
+) -> None:
+    """Raise a DomainError where a model is not one of this module's architecture."""
+    if model.layers != found.layers:
+        raise domain_error("layers of the plan", model.layers, f"the module's {found.layers}")
+    for block in found.blocks:
+        own = model_of_stack(model, block.stack)
+        if block.layer > own.layers:
+            raise domain_error("layers of the plan's encoder", own.layers, "the module's")
+        wanted = own.placements[block.layer - 1]
+        if placement and wanted != block.placement:
+            raise domain_error(
+                "norm of the plan",
+                wanted,
+                f"{block.placement!r}, as layer {block.layer} of the module has it",
+                "build the module with norms where the plan wants them",
+            )
+        if placement and own.parallel != block.parallel:
+            raise domain_error("parallel of the plan", own.parallel, f"{block.parallel}")
+    for name in _SHAPE:
+        has = None if described is None else getattr(described, name)
+        if has is not None and has != getattr(model, name):
+            raise domain_error(f"{name} of the plan", getattr(model, name), f"the module's {has}")
+    widths = {role.fan_in for role in found.named("query")}
+    if widths and widths != {model.d_model}:
+        raise domain_error("d_model of the plan", model.d_model, f"the module's {min(widths)}")

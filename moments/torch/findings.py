@@ -1,0 +1,358 @@
+"""One comparison each: what a module has, what the plan says, and whether they agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES
+from .entries import Entries, tail_probability
+from .expectation import expected_variance, model_of_stack, scales_of
+from .probe import BlockProbe, Slope
+from .roles import ModuleRoles, Role
+
+FALSE_ALARM = 1e-5
+"""Probability that an audit of a correct module fails at all, over all its checks together."""
+
+SLACK = 2e-3
+"""Relative error of a probed multiplier that single precision and rounding may leave."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check.
+
+    Attributes:
+        layer: from 1; 0 before the layers; 0 too for what concerns all of them.
+        role: "value", "attention.norm.gain", "ffn branch", ...
+        parameter: the tensor, or the submodule of a sum or norm.
+        quantity: "variance", "mean", "gain", "skip_scale", "branch_scale", "norm_output_scale", ...
+        expected, measured: numbers.
+        stderr: sampling error of the measured number if the module is right.
+        probability: of a deviation this large in a right module; 0 where there is no chance in it.
+        passed: None where it could not be checked.
+        note: why not, or what the entries look like.
+    """
+
+    layer: int
+    role: str
+    parameter: str
+    quantity: str
+    expected: float
+    measured: float
+    stderr: float
+    probability: float
+    passed: bool | None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Measured over expected."""
+        return self.measured / self.expected if self.expected else math.nan
+
+    @property
+    def severity(self) -> float:
+        """By which offenders are put in order: size of the logarithm of the ratio."""
+        if self.passed is not False:
+            return -1.0 if self.passed else -0.5
+        if not self.expected or not self.measured or not math.isfinite(self.ratio):
+            return math.inf
+        return abs(math.log(abs(self.ratio))) if self.ratio > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A role, its entries and what the model expects of their mean square."""
+
+    role: Role
+    entries: Entries
+    expected: float | None
+
+
+def threshold(checks: int) -> float:
+    """Bonferroni: the probability below which one of so many checks fails."""
+    return FALSE_ALARM / max(1, checks)
+
+
+def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()) -> list[Finding]:
+    """Mean square and mean of every tensor, and the mean square of a role over all layers.
+
+    Args:
+        copied: tensors that are another one's, which add nothing to what all layers say together.
+    """
+    drawn = [m for m in measured if m.expected is not None and _is_drawn(m)]
+    groups: dict[tuple[str, bool], list[Measured]] = {}
+    for m in drawn:
+        if m.role not in copied:
+            groups.setdefault((m.role.full_name, m.role.layer > 0), []).append(m)
+    several = [group for group in groups.values() if len(group) > 1]
+    limit = threshold(2 * len(drawn) + len(several))
+    findings = [_variance(m, limit) for m in drawn]
+    findings += [f for m in drawn if (f := _mean(m, limit)) is not None]
+    failed = {(f.role, f.quantity) for f in findings if f.passed is False}
+    for group in several:
+        pooled = _pooled(group, limit)
+        if pooled is not None and (pooled.role, "variance") not in failed:
+            findings.append(pooled)
+    return findings
+
+
+def _is_drawn(m: Measured) -> bool:
+    return not m.role.name.endswith(("norm.gain", "norm.bias"))
+
+
+def _variance(m: Measured, limit: float) -> Finding:
+    expected, found = float(m.expected or 0.0), m.entries
+    base = (m.role.layer, m.role.full_name, m.role.label, "variance", expected, found.square)
+    if not math.isfinite(found.square):
+        return Finding(*base, math.nan, 0.0, False, "entries are not finite")
+    if expected == 0:
+        return Finding(*base, 0.0, float(found.square == 0), found.square == 0, found.distribution)
+    if found.square == 0:
+        return Finding(*base, 0.0, 0.0, False, "every entry is 0")
+    probability = tail_probability(found.square / expected, found.spread)
+    stderr = expected * found.spread
+    return Finding(*base, stderr, probability, probability >= limit, found.distribution)
+
+
+def _mean(m: Measured, limit: float) -> Finding | None:
+    """Entries of mean zero; None where there are none to speak of."""
+    found = m.entries
+    if not m.expected or not found.square or not math.isfinite(found.square):
+        return None
+    stderr = math.sqrt(found.square / found.count)
+    probability = math.erfc(abs(found.mean) / stderr / math.sqrt(2))
+    return Finding(
+        m.role.layer,
+        m.role.full_name,
+        m.role.label,
+        "mean",
+        0.0,
+        found.mean,
+        stderr,
+        probability,
+        probability >= limit,
+        found.distribution,
+    )
+
+
+def _pooled(group: list[Measured], limit: float) -> Finding | None:
+    """All layers of one role at once: a small common factor that no single tensor shows."""
+    usable = [m for m in group if m.expected and m.entries.square > 0]
+    if len(usable) < 2:
+        return None
+    count = sum(m.entries.count for m in usable)
+    ratio = sum(m.entries.count * m.entries.square / float(m.expected or 1) for m in usable) / count
+    variance = sum((m.entries.count * m.entries.spread) ** 2 for m in usable) / count**2
+    spread = math.sqrt(variance)
+    probability = tail_probability(ratio, spread)
+    first, last = usable[0].role, usable[-1].role
+    return Finding(
+        0,
+        first.full_name,
+        f"{first.label} ... {last.label}",
+        "variance over its expectation",
+        1.0,
+        ratio,
+        spread,
+        probability,
+        probability >= limit,
+        f"{len(usable)} layers together",
+    )
+
+
+def norm_findings(
+    measured: Iterable[Measured], carried: dict[tuple[int, str], float]
+) -> Iterator[Finding]:
+    """Gains and biases of norms, which are set, not drawn.
+
+    Args:
+        carried: factors that a norm's gain may also hold, LayerNorm Scaling's, by layer and site.
+    """
+    for m in measured:
+        name = m.role.name
+        if not name.endswith(("norm.gain", "norm.bias")):
+            continue
+        expected = 0.0 if m.expected is None else m.expected
+        quantity, value = "mean square", m.entries.square
+        if name.endswith("gain"):
+            quantity, value, expected = "gain", math.sqrt(value), math.sqrt(expected)
+            factor = carried.get((m.role.layer, m.role.full_name.removesuffix(".gain")), 1.0)
+            if abs(value - expected * factor) <= SLACK * expected:
+                expected *= factor
+        passed = abs(value - expected) <= SLACK * max(expected, 0.0) + 1e-12
+        yield Finding(
+            m.role.layer,
+            m.role.full_name,
+            m.role.label,
+            quantity,
+            expected,
+            value,
+            0.0,
+            float(passed),
+            passed,
+        )
+
+
+def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator[Finding]:
+    """Residual multipliers, norm factors, the norm's kind and the form of the sum itself."""
+    scales = scales_of(model)
+    for p in probes:
+        block = p.block
+        own = model_of_stack(model, block.stack)
+        skip, branch, entering, output = scales[block.stack].at(block.layer, block.column)
+        where = f"{block.stack}{block.name} sum"
+        wanted = own.placements[block.layer - 1]
+        place = 1.0 if wanted == block.placement else 0.0
+        if not place:
+            note = f"the norm sits {block.placement!r}, the plan wants {wanted!r}"
+            yield Finding(
+                block.layer, where, block.path, "norm placement", 1, 0, 0, 0.0, False, note
+            )
+        if p.unseen:
+            names = ", ".join(path or "the module itself" for path in p.unseen)
+            note = f"no tensor passes {names}: its code goes another way"
+            yield Finding(
+                block.layer, where, block.path, "norm placement", 1, 0, 0, 0.0, False, note
+            )
+            continue
+        if p.skip is not None and not p.skip.unexplained < 0.02:
+            note = "not lambda x + beta f: norms or sums sit elsewhere than in this family"
+            yield Finding(
+                block.layer,
+                where,
+                block.path,
+                "unexplained share of the sum",
+                0.0,
+                p.skip.unexplained,
+                0.0,
+                0.0,
+                False,
+                note,
+            )
+            continue
+        for quantity, slope, target in (
+            ("skip_scale", p.skip, skip),
+            ("branch_scale", p.branch, branch),
+        ):
+            path = block.branch.path if quantity == "branch_scale" else block.path
+            yield slope_finding(
+                block.layer, block.stack + block.name, path, quantity, slope, target
+            )
+        if block.norm is not None and block.placement == wanted:
+            output *= float(own.norm_gains[block.layer - 1, block.column])
+            norm = f"{block.stack}{block.name}.norm"
+            yield slope_finding(
+                block.layer, norm, block.norm, "norm_output_scale", p.norm_output, output
+            )
+            if entering != 1 or (p.norm_input is not None and abs(p.norm_input.value - 1) > SLACK):
+                yield slope_finding(
+                    block.layer,
+                    norm,
+                    block.norm,
+                    "norm_input_scale",
+                    p.norm_input,
+                    entering,
+                )
+
+
+def slope_finding(
+    layer: int, role: str, path: str, quantity: str, slope: Slope | None, expected: float
+) -> Finding:
+    """A probed multiplier against the one that is wanted."""
+    if slope is None:
+        note = "what it multiplies is 0 throughout, so that it cannot be measured"
+        return Finding(layer, role, path, quantity, expected, math.nan, math.nan, 1.0, None, note)
+    error = abs(slope.value - expected)
+    passed = error <= SLACK * abs(expected) + 6 * slope.stderr + 1e-9
+    return Finding(
+        layer, role, path, quantity, expected, slope.value, slope.stderr, float(passed), passed
+    )
+
+
+def unprobed_findings(model: Transformer, why: str) -> Iterator[Finding]:
+    """Scales that are not 1 in a plan, where no run of the module could show them, and why."""
+    note = f"not checked: {why}"
+    for stack, scales in scales_of(model).items():
+        for quantity, values in vars(scales).items():
+            for layer, row in enumerate(values, start=1):
+                for block, target in zip(("attention", "ffn"), row, strict=True):
+                    if target != 1:
+                        base = (layer, stack + block, "", f"{quantity}_scale", float(target))
+                        yield Finding(*base, math.nan, 0.0, 0.0, False, note)
+
+
+def unchecked(
+    model: Transformer,
+    found: ModuleRoles,
+    probes: Iterable[BlockProbe],
+    why: str,
+    findings: Iterable[Finding] = (),
+) -> tuple[str, ...]:
+    """What of a model was not held against the module, a phrase each.
+
+    Args:
+        found: the module's parameters and branches.
+        probes: of its branches.
+        why: there are none.
+        findings: checks, some of which could not be made.
+    """
+    seen = {(p.block.stack, p.block.layer, p.block.name) for p in probes}
+    words = list(_unprobed(model, seen, why))
+    for stack in scales_of(model):
+        own = model_of_stack(model, stack)
+        there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
+        for name in MATRICES:
+            cross, gate = name.startswith("cross_"), name == "gate"
+            if (cross and own.encoder is None) or (gate and not own.gated):
+                continue
+            lacking = [n for n in range(1, own.layers + 1) if (n, name) not in there]
+            if lacking:
+                where = in_layers(lacking, own.layers)
+                words.append(f"{stack}{name}{where} (no parameter has this role)")
+    silent = dict.fromkeys(
+        role.full_name for role in found.roles if expected_variance(model, role) is None
+    )
+    if silent:
+        words.append(f"{', '.join(silent)} (the plan says nothing of it)")
+    if count := len(found.unidentified):
+        words.append(f"{count} parameter{'s' * (count > 1)} of unknown role")
+    told = {f.quantity: f.note for f in findings if f.passed is None}
+    words += [f"some {quantity.replace('_', ' ')}s ({note})" for quantity, note in told.items()]
+    return tuple(words)
+
+
+def _unprobed(
+    model: Transformer, probed: Container[tuple[str, int, str]], why: str
+) -> Iterator[str]:
+    """Blocks whose sums and norms were not measured."""
+    for stack in scales_of(model):
+        own = model_of_stack(model, stack)
+        names = ("attention", "ffn") if own.encoder is None else ("attention", "cross", "ffn")
+        by_layers: dict[tuple[int, ...], list[str]] = {}
+        for name in names:
+            layers = [n for n in range(1, own.layers + 1) if (stack, n, name) not in probed]
+            if layers:
+                by_layers.setdefault(tuple(layers), []).append(f"{stack}{name}")
+        for lacking, blocks in by_layers.items():
+            where = in_layers(list(lacking), own.layers)
+            whole = len(blocks) == len(names)
+            of = f"{stack}blocks" if whole else f"{' and '.join(blocks)} blocks"
+            reason = why or "no sites inside them"
+            yield f"residual multipliers, norm factors and norm placement of {of}{where} ({reason})"
+
+
+def in_layers(layers: list[int], total: int) -> str:
+    """Which of so many layers, in words; 0 stands for what has none."""
+    if layers == [0]:
+        return ""
+    if len(layers) == total and total > 1:
+        return " in every layer"
+    return f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
+
+def measure_roles(model: Transformer, tensors: Iterable[tuple[Role, Entries]]) -> list[Measured]:
+    """Every role beside its expectation."""
+    return [Measured(role, entries, expected_variance(model, role)) for role, entries in tensors]

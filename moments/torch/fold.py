@@ -1,0 +1,256 @@
+"""Absorb residual and norm scales into weights, gains and epsilons, so that plain code needs none.
+
+Pre-LN. Let L be the product of all skip scales so far and z = y / L the stream of plain code. Then
+z' = z + (beta / L') f(norm(y)) with L' = lambda L, and norm(y) at epsilon e equals norm(z) at
+e / L^2. Branches take beta / L', norms e / L^2, the final norm included, and nothing else changes.
+
+Post-LN. norm(lambda x + beta f) at e equals norm(x + (beta / lambda) f) at e / lambda^2; L is 1
+again behind it.
+
+LayerNorm Scaling behind a norm goes into that norm's gain and bias, a factor on the logits into the
+head's matrix, or, where that is the token table, into the norm before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..errors import DomainError, domain_error
+from ..model.transformer import Transformer
+from ..optional import optional
+from .architecture import resolve
+from .expectation import Scales, check_fits, scales_of
+from .logits import LogitFactor, logit_factor
+from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
+from .structure import Block
+from .units import unit_gain
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+_OUTPUTS = {"attention": "output", "cross": "cross_output", "ffn": "ffn_out"}
+
+Step = Callable[[], None]
+
+
+def fold(
+    module: nn.Module,
+    plan: Any,
+    *,
+    names: Mapping[str, str] | None = None,
+    sites: Iterable[Any] | None = None,
+    architecture: Transformer | None = None,
+) -> nn.Module:
+    """Absorb a plan's scales into a module, in place, for inference; its output stays the same.
+
+    The hooks of `initialize` are taken off. Hidden states between layers are then those of the
+    plain code, the declared ones up to a factor each; training would go on differently. Epsilons of
+    norms are adapted, and are in no state_dict: a module rebuilt from stored weights has its own.
+
+    Args:
+        module: initialised with the plan, trained or not.
+        plan, names, sites, architecture: as given to `initialize`.
+
+    Returns:
+        The module.
+
+    Raises:
+        DomainError: the scales cannot be absorbed, with the reason (no norm to make the stream's
+            size irrelevant, no gain to hold a factor), or the module was folded before; nothing is
+            changed then.
+    """
+    if not isinstance(module, nn.Module):
+        raise domain_error("module", type(module).__name__, "an nn.Module")
+    if getattr(module, FOLDED, False):
+        raise DomainError("the module was folded before: fold a copy of the unfolded one")
+    found = roles_of(module, names, sites)
+    model, described = resolve(module, plan, names, architecture)
+    check_fits(model, found, described)
+    if not found.blocks:
+        raise DomainError("sites are needed: where the module's sums and norms sit is not known")
+    logits = logit_factor(module, found, model, described)
+    _check_hooks(module, model, logits)
+    steps = [
+        step
+        for stack, scales in scales_of(model).items()
+        for step in _Plan(module, found, stack, scales).steps()
+    ]
+    if logits is not None:
+        steps += list(_Plan(module, found, "", scales_of(model)[""]).logits(logits.factor))
+    remove_scales(module)
+    with torch.no_grad():
+        for step in steps:
+            step()
+    setattr(module, FOLDED, True)
+    return module
+
+
+def _check_hooks(module: nn.Module, model: Transformer, logits: LogitFactor | None) -> None:
+    """The hooks at work, if any, must be the plan's."""
+    applied = applied_scales(module)
+    if applied is None:
+        return
+    if applied.logits != 1 and (logits is None or applied.logits != logits.factor):
+        planned = 1.0 if logits is None else logits.factor
+        raise domain_error(
+            "factor on the logits",
+            planned,
+            f"the {applied.logits:g} that the module's hook applies",
+        )
+    scales = scales_of(model)
+    for row in applied.rows:
+        wanted = scales[row.stack].at(row.layer, int(row.block == "ffn"))
+        for name, wants in zip(ScaleRow._fields[3:], wanted, strict=True):
+            has = getattr(row, name)
+            if has not in (1.0, wants):
+                raise domain_error(
+                    f"{name} scale of the plan, layer {row.layer}",
+                    wants,
+                    f"the {has:g} that the module's hooks apply",
+                )
+
+
+class _Plan:
+    """The changes, decided before the first is made."""
+
+    def __init__(self, module: nn.Module, found: ModuleRoles, stack: str, scales: Scales) -> None:
+        self.module, self.scales = module, scales
+        self.blocks = [block for block in found.blocks if block.stack == stack]
+        self.held = found.scales if not stack else ()
+        self.last = max((block.layer for block in self.blocks), default=0)
+        self.tensors = tensors_of(module)
+        self.roles = {(role.layer, role.name): role for role in found.roles if role.stack == stack}
+        self.seen: set[str] = set()
+
+    def steps(self) -> Iterable[Step]:
+        size = 1.0  # L
+        for place, block in enumerate(self.blocks):
+            skip, branch, before, after = self.scales.at(block.layer, block.column)
+            branch /= native_branch(self.module.get_submodule(block.path))
+            if block.placement == "none" and skip * size != 1:
+                raise DomainError(
+                    f"layer {block.layer}, {block.name}: without a norm the block's output depends "
+                    "on the size of the stream, so that a skip scale cannot be absorbed"
+                )
+            grown = size * skip
+            if block.norm is not None:
+                entering = grown if block.placement == "post" else size
+                yield from self._norm(block, before * entering, after)
+            yield from self._branch(block, branch / grown)
+            follows = self.blocks[place + 1] if place + 1 < len(self.blocks) else None
+            shares = block.parallel and follows is not None and follows.layer == block.layer
+            if not shares:
+                size = 1.0 if block.placement == "post" else grown
+        if size != 1:
+            yield from self._final(size)
+        for role in self.held:
+            yield self._fill(block_of(self.tensors, role), 1.0)
+
+    def _norm(self, block: Block, entering: float, after: float) -> Iterable[Step]:
+        """`entering`: its input is that of plain code times this."""
+        assert block.norm is not None
+        if block.norm in self.seen:
+            return
+        self.seen.add(block.norm)
+        if entering != 1:
+            yield self._epsilon(block.norm, entering)
+        if after != 1:
+            where = f"layer {block.layer}, {block.name}"
+            yield from self._gain(block.layer, f"{block.name}.norm", after, where)
+
+    def _branch(self, block: Block, factor: float) -> Iterable[Step]:
+        if factor == 1:
+            return
+        where = f"layer {block.layer}, {block.name}"
+        if block.placement == "sandwich":
+            yield from self._gain(block.layer, f"{block.name}.post_norm", factor, where)
+            return
+        name = _OUTPUTS[block.name]
+        role = self.roles.get((block.layer, name))
+        if role is None:
+            raise DomainError(f"{where}: no {name} matrix that could hold the branch scale")
+        yield self._multiply(block_of(self.tensors, role), factor)
+        bias = self.roles.get((block.layer, f"{name}.bias"))
+        if bias is not None:
+            yield self._multiply(block_of(self.tensors, bias), factor)
+
+    def _final(self, size: float) -> Iterable[Step]:
+        role = self.roles.get((self.last + 1, "final.norm.gain"))
+        if role is None:
+            raise DomainError(
+                "no final norm with a gain was found behind the last layer, so that the size of "
+                "the stream, which the skip scales set, would be lost"
+            )
+        yield self._epsilon(role.parameter.rpartition(".")[0], size)
+
+    def logits(self, factor: float) -> Iterable[Step]:
+        """Into the head's own matrix; where that is the token table, into the norm before it."""
+        after = self.last + 1
+        bias = self.roles.get((after, "head.bias"))
+        if bias is not None:
+            yield self._multiply(block_of(self.tensors, bias), factor)
+        own = self.roles.get((after, "head"))
+        if own is not None:
+            yield self._multiply(block_of(self.tensors, own), factor)
+            return
+        named = ((after, f"{site}.norm.gain") for site in ("head", "final"))
+        gain = next((self.roles[key] for key in named if key in self.roles), None)
+        if gain is None:
+            raise DomainError(
+                "the head's matrix is the token table and no norm with a gain stands before it, so "
+                f"that the factor {factor:g} on the logits has no place"
+            )
+        yield self._scaled_gain(gain, factor)
+        norm_bias = self.roles.get((after, gain.name.replace(".gain", ".bias")))
+        if norm_bias is not None:
+            yield self._multiply(block_of(self.tensors, norm_bias), factor)
+
+    def _epsilon(self, path: str, size: float) -> Step:
+        norm = self.module.get_submodule(path)
+        name = next((n for n in ("eps", "variance_epsilon") if hasattr(norm, n)), None)
+        if name is None:
+            raise DomainError(f"{path}: a norm without an epsilon that could be adapted")
+        epsilon = getattr(norm, name)
+        if epsilon is None:
+            epsilon = torch.finfo(next(norm.parameters()).dtype).eps
+        return lambda: setattr(norm, name, float(epsilon) / size**2)
+
+    def _gain(self, layer: int, site: str, factor: float, where: str) -> Iterable[Step]:
+        gain = self.roles.get((layer, f"{site}.gain")) or (
+            self.roles.get((layer, "attention.norm.gain")) if site == "ffn.norm" else None
+        )
+        if gain is None:
+            raise DomainError(
+                f"{where}: its norm has no gain that could hold the factor {factor:g}"
+            )
+        yield self._scaled_gain(gain, factor)
+        bias = self.roles.get((layer, gain.name.replace(".gain", ".bias")))
+        if bias is not None:
+            yield self._multiply(block_of(self.tensors, bias), factor)
+
+    def _scaled_gain(self, role: Role, factor: float) -> Step:
+        weight, plain = block_of(self.tensors, role), unit_gain(self.module, role)
+
+        def step() -> None:
+            weight.mul_(factor)
+            if not plain:
+                weight.add_(factor - 1)
+
+        return step
+
+    @staticmethod
+    def _multiply(tensor: Tensor, factor: float) -> Step:
+        def step() -> None:
+            tensor.mul_(factor)
+
+        return step
+
+    @staticmethod
+    def _fill(tensor: Tensor, value: float) -> Step:
+        def step() -> None:
+            tensor.fill_(value)
+
+        return step

@@ -1,0 +1,206 @@
+"""Randomly initialised Hugging Face modules from a config, and what they read."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..errors import DomainError, MomentsError, brief, domain_error
+from ..formulas.checks import check_count
+from ..model.huggingface.config import family, read_config
+from ..model.huggingface.family import Family
+from ..model.huggingface.sizes import at_depth
+from ..optional import optional
+from ..prediction.measurement import Measurement
+from .text import Ids, mask_tokens, tokenize
+
+with optional("hf", "torch", "transformers"):
+    import torch
+    import transformers
+    from torch import nn
+
+_LOSSES = {"causal": "ForCausalLM", "masked": "ForMaskedLM"}
+
+
+# Entries that any config may have and that shape a module without choosing code or files.
+_SHAPING = frozenset(("id2label", "label2id", "num_labels", "is_encoder_decoder", "problem_type"))
+
+
+def settings_of(config: Any) -> tuple[Family, Any]:
+    """The family of a config, and the transformers config object that its module is built from.
+
+    Only entries that describe the architecture reach transformers: those that the family's own
+    config class declares, or its reader here, and labels. What chooses implementations, code,
+    precision or files (attn_implementation, auto_map, quantization_config, ...) does not.
+
+    Raises:
+        DomainError: an unknown family, or entries that it or transformers refuses.
+        MomentsError: torch or transformers is not installed.
+    """
+    entries = read_config(config)
+    kind = entries.pop("model_type", None)
+    found = family(kind)
+    with refused(f"config of type {kind!r}"):
+        made = transformers.CONFIG_MAPPING[kind]
+    own = set(inspect.signature(made.__init__).parameters)
+    own -= set(inspect.signature(transformers.PretrainedConfig.__init__).parameters)
+    allowed = own | _SHAPING | found.entries({"model_type": kind} | entries)
+    entries = {name: value for name, value in entries.items() if name in allowed}
+    if found.task == "translation":
+        entries.setdefault("decoder_start_token_id", 0)  # T5's, which its class leaves out
+    vocab_size = entries.get("vocab_size")
+    with refused(f"config of type {kind!r}"):
+        settings = made(**entries)
+    # The family's special tokens need not be in a small table of one's own.
+    if vocab_size is not None:
+        for name in _TOKENS:
+            token = getattr(settings, name, None)
+            if name not in entries and isinstance(token, int) and token >= vocab_size:
+                setattr(settings, name, None if name == "pad_token_id" else vocab_size - 1)
+    return found, settings
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """What another library raises over a user's config or file, as a bad input.
+
+    Raises:
+        DomainError: anything was raised inside the block.
+    """
+    try:
+        yield
+    except MomentsError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise DomainError(f"{what}: {brief(type(error).__name__ + ': ' + said)}") from error
+
+
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn.Module:
+    """A module with fresh weights, drawn by transformers' own initialisation of that family.
+
+    Args:
+        config: a path to config.json (or its folder), a dict, or a PretrainedConfig, of one of
+            `moments.model.huggingface.config.supported_model_types()`; the module is the one with
+            the head of the family's own task.
+        seed: of the weights; torch's random state is left as it was.
+        layers: replaces the config's depth (GPT-2's output projections follow it), of both stacks
+            where there are two.
+
+    Raises:
+        DomainError: an unreadable config, another `model_type`, or a bad entry.
+        MomentsError: torch or transformers is not installed.
+    """
+    check_count("seed", seed, least=0)
+    entries = read_config(config)
+    family(entries.get("model_type"))
+    found, settings = settings_of(entries if layers is None else at_depth(entries, layers))
+    if found.task in _LOSSES:
+        settings.loss_type = _LOSSES[found.task]
+    with torch.random.fork_rng(devices=[]), refused(f"config of type {settings.model_type!r}"):
+        torch.manual_seed(seed)
+        module: nn.Module = getattr(transformers, found.module)(settings)
+    return module
+
+
+def text_batch(
+    config: Any, *, seq_len: int, batch: int = 2, seed: int = 0, offset: int = 0
+) -> dict[str, Ids]:
+    """Input ids and labels of English text for the config's own training task.
+
+    A masked model's text is corrupted and its labels are the chosen positions; a causal model's
+    labels are its text; an encoder reads one stretch of text, and the decoder's labels are the
+    next. Segments are all the first one.
+
+    Returns:
+        "input_ids" and "labels", each (B, L) integers; a label of -100 is no target.
+
+    Raises:
+        DomainError: a config or an argument out of range, or a family that reads images.
+    """
+    found, settings = settings_of(config)
+    if found.task == "images":
+        raise domain_error("config", found.module, "a family that reads text", "use image_batch")
+    vocab_size = int(settings.vocab_size)
+    if found.task == "translation":
+        ids = tokenize(vocab_size, seq_len, 2 * batch, offset)
+        return {"input_ids": ids[::2].copy(), "labels": ids[1::2].copy()}
+    ids = tokenize(vocab_size, seq_len, batch, offset)
+    inputs, labels = mask_tokens(ids, vocab_size, seed) if found.task == "masked" else (ids, ids)
+    return {"input_ids": inputs, "labels": labels}
+
+
+def image_batch(config: Any, *, batch: int = 2, seed: int = 0) -> dict[str, Any]:
+    """Pictures and labels for a family that classifies images.
+
+    Pictures are smooth random fields with the power spectrum 1/f^2 of natural images (Field 1987),
+    each channel centred and of variance 1, as preprocessing leaves them.
+
+    Returns:
+        "pixel_values" (B, channels, height, width) and "labels" (B,).
+
+    Raises:
+        DomainError: a config or an argument out of range, or a family that reads text.
+    """
+    check_count("batch", batch)
+    check_count("seed", seed, least=0)
+    found, settings = settings_of(config)
+    if found.task != "images":
+        raise domain_error("config", found.module, "a family that reads images", "use text_batch")
+    size, channels = int(settings.image_size), int(settings.num_channels)
+    random = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None, :])
+    amplitude = np.divide(1.0, frequency, out=np.zeros_like(frequency), where=frequency > 0)
+    white = np.fft.rfft2(random.standard_normal((batch, channels, size, size)))
+    pixels = np.fft.irfft2(white * amplitude, s=(size, size))
+    pixels /= pixels.std((2, 3), keepdims=True)
+    labels = random.integers(0, settings.num_labels, batch)
+    return {"pixel_values": pixels.astype(np.float32), "labels": labels}
+
+
+def module_batch(
+    config: Any, *, seq_len: int | None = None, batch: int = 2, seed: int = 0
+) -> dict[str, Any]:
+    """What the config's own training task reads: text, or pictures."""
+    if family(read_config(config).get("model_type")).task == "images":
+        return image_batch(config, batch=batch, seed=seed)
+    if seq_len is None:
+        raise domain_error("seq_len", None, "given for a family that reads text")
+    return text_batch(config, seq_len=seq_len, batch=batch, seed=seed)
+
+
+def measure_config(
+    config: Any,
+    *,
+    layers: int | None = None,
+    seq_len: int | None = None,
+    batch: int = 2,
+    seeds: int = 4,
+    seed: int = 0,
+    progress: bool = False,
+) -> tuple[Measurement, Any]:
+    """Measure a config's module on text or pictures, with fresh weights in every draw.
+
+    The text and its corruption follow `seed` and stay the same from draw to draw.
+
+    Returns:
+        The measurement, and the ids (B, L) or pictures that the embedding read.
+
+    Raises:
+        DomainError: as `build_module` and `text_batch`.
+        MomentsError: an extra is not installed.
+    """
+    from .measure import measure
+
+    data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
+    build = functools.partial(build_module, config, layers=layers)
+    measurement = measure(build, data, seeds=seeds, seed=seed, progress=progress)
+    return measurement, data.get("input_ids", data.get("pixel_values"))

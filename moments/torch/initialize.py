@@ -1,0 +1,287 @@
+"""Write a plan into a module: every variance into its weights, every scale into its sums."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import DomainError, domain_error
+from ..formulas.checks import check_choice, check_count
+from ..model.transformer import Transformer
+from ..model.weights import DISTRIBUTIONS
+from ..optional import optional
+from .architecture import resolve
+from .dropouts import HeldDropout, held_dropouts
+from .expectation import Scales, check_fits, expected_variance, scales_of
+from .logits import logit_factor
+from .probe import drops_behind
+from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .scales import FOLDED, AppliedScales, applied_scales, apply_scales
+from .structure import Block
+from .temperature import factors
+from .units import unit_gain
+from .wrappers import unwrapped
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+    from ..simulation.parameters import draw
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """What `initialize` wrote.
+
+    Attributes:
+        rows: (layer, role, parameter, variance) of every matrix and vector written.
+        left: parameters that the plan says nothing of, or whose role is not known, as they were.
+        scales: the hooks that carry residual and norm scales, also at `module.moments_scales`;
+            None where the plan needs none.
+    """
+
+    rows: tuple[tuple[int, str, str, float], ...]
+    left: tuple[str, ...]
+    scales: AppliedScales | None
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per matrix or vector written: layer, role, parameter, variance."""
+        import pandas
+
+        return pandas.DataFrame(list(self.rows), columns=["layer", "role", "parameter", "variance"])
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.rows)} tensors written"]
+        if self.scales is not None:
+            lines.append(str(self.scales))
+        if self.left:
+            lines.append(f"left as they were: {', '.join(self.left)}")
+        return "\n".join(lines)
+
+
+def initialize(
+    module: nn.Module,
+    plan: Any,
+    seed: int = 0,
+    distribution: str | None = None,
+    *,
+    batch: Any = None,
+    names: Mapping[str, str] | None = None,
+    sites: Iterable[Any] | None = None,
+    architecture: Transformer | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Initialization:
+    """Write a plan's weights and scales into a module, in place.
+
+    Every matrix gets entries of mean zero and exactly the plan's variance, biases are zero (or as
+    the plan declares them), norms gain 1 and bias 0. Embedding tables, their padding rows kept at
+    zero, and an untied head are written where the plan declares them. Residual scales and LayerNorm
+    Scaling become forward hooks, held in `module.moments_scales`, unless the module has parameters
+    for them, and so does the head's output scale; a dropout that a layer applies inside a function
+    (OPT) moves into the hook. Attention temperatures go into the attention modules' `scaling`.
+
+    Args:
+        module: a module of a known family, or any with `names`.
+        plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
+            the module's own architecture.
+        seed: the same seed gives the same entries, for each parameter on its own.
+        distribution: "normal", "uniform", "truncated" or "orthogonal"; None: as the plan's weights
+            declare. Tables and biases are normal where it is "orthogonal".
+        batch: what the module may be run on, as in `moments.torch.measure`, to find out whether it
+            drops a block's output inside a function; None: random input, where it says what it
+            takes.
+        names, sites: for a module of one's own; see `moments.torch.roles.roles_of`.
+        architecture: what a scheme is applied to, where the module cannot tell it itself.
+        options: of the scheme, where the plan is a scheme's name.
+
+    Raises:
+        DomainError: a plan of another architecture, or something the module cannot carry, named
+            with the reason; nothing is written then.
+        MomentsError: the module is of no known family and `names` is None.
+    """
+    check_count("seed", seed, least=0)
+    module = unwrapped(module)
+    fitted = _Fitted.of(module, plan, names, sites, architecture, options)
+    found, model = fitted.found, fitted.model
+    chosen = (
+        (model.weights and model.weights.distribution) if distribution is None else distribution
+    )
+    check_choice("distribution", chosen, DISTRIBUTIONS)
+    tensors = tensors_of(module)
+    blocks = {role: block_of(tensors, role) for role in (*found.roles, *found.scales)}
+    applied = fitted.attach(module, batch)
+    scales = scales_of(model)[""]
+    rows = []
+    with torch.no_grad():
+        for role in found.roles:
+            variance = expected_variance(model, role)
+            if variance is None:
+                continue
+            _write(module, role, blocks[role], variance, seed, str(chosen))
+            rows.append((role.layer, role.full_name, role.label, variance))
+        for role in found.scales:
+            values = scales.skip if role.name.endswith("skip_scale") else scales.branch
+            blocks[role].fill_(float(values[role.layer - 1, _column(role)]))
+    written = {name for _, _, name, _ in rows} | {role.parameter for role in found.scales}
+    untouched = [role.label for role in found.roles if role.label not in written]
+    return Initialization(tuple(rows), (*untouched, *found.unidentified), applied)
+
+
+def attach(
+    module: nn.Module,
+    plan: Any,
+    *,
+    batch: Any = None,
+    names: Mapping[str, str] | None = None,
+    sites: Iterable[Any] | None = None,
+    architecture: Transformer | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> AppliedScales | None:
+    """Put a plan's scales onto a module whose weights are there already, and leave these alone.
+
+    For a module rebuilt from stored weights: hooks and attention temperatures are in no state_dict.
+
+    Args:
+        module, plan, batch, names, sites, architecture, options: as in `initialize`.
+
+    Returns:
+        The hooks, also at `module.moments_scales`; None where the plan needs none.
+
+    Raises:
+        DomainError: as `initialize`, or the module was folded: its weights carry the scales.
+        MomentsError: the module is of no known family and `names` is None.
+    """
+    module = unwrapped(module)
+    fitted = _Fitted.of(module, plan, names, sites, architecture, options)
+    if getattr(module, FOLDED, False):
+        raise DomainError("the module was folded: its weights carry the scales already")
+    return fitted.attach(module, batch)
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """A plan that fits a module, and what is known of the module itself."""
+
+    found: ModuleRoles
+    model: Transformer
+    described: Transformer | None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        plan: Any,
+        names: Mapping[str, str] | None,
+        sites: Iterable[Any] | None,
+        architecture: Transformer | None,
+        options: Mapping[str, Any] | None,
+    ) -> _Fitted:
+        if not isinstance(module, nn.Module):
+            raise domain_error("module", type(module).__name__, "an nn.Module")
+        if not getattr(plan, "feasible", True):
+            raise DomainError(
+                f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for "
+                "another target, or pass plan.model to take the nearest model all the same"
+            )
+        found = roles_of(module, names, sites)
+        model, described = resolve(module, plan, names, architecture, options)
+        check_fits(model, found, described)
+        return cls(found, model, described)
+
+    def attach(self, module: nn.Module, batch: Any) -> AppliedScales | None:
+        """Hooks and temperatures, decided before the first is placed."""
+        found, model, described = self.found, self.model, self.described
+        stacks = scales_of(model)
+        held = _check_scales(found, stacks[""])
+        scalings = factors(module, found, model, described)
+        dropped = (model if described is None else described).dropout > 0
+
+        def drops() -> dict[Block, HeldDropout | None]:
+            if not dropped:
+                return {}
+            before = applied_scales(module)
+            known = {} if before is None else before.dropouts
+            behind = drops_behind(module, found.blocks, batch)
+            known = known | held_dropouts(module, behind - set(known), batch)
+            return {block: known.get(block) for block in behind}
+
+        logits = logit_factor(module, found, model, described)
+        applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held, logits=logits)
+        if hasattr(module, FOLDED):
+            delattr(module, FOLDED)
+        for part, scaling in scalings:
+            part.scaling = scaling
+        return applied
+
+
+def _write(
+    module: nn.Module, role: Role, block: Tensor, variance: float, seed: int, distribution: str
+) -> None:
+    if role.name.endswith("norm.gain"):
+        block.fill_(variance**0.5 - (0.0 if unit_gain(module, role) else 1.0))
+        return
+    if variance == 0:
+        block.zero_()
+        return
+    generator = _generator(seed, role.label)
+    if not role.is_matrix and distribution == "orthogonal":
+        distribution = "normal"
+    rows, columns = block.numel() // block.shape[-1], block.shape[-1]
+    if role.is_matrix:
+        rows, columns = role.fan_out, role.fan_in
+        if role.transposed:
+            rows, columns = columns, rows
+    drawn = draw((rows, columns), variance, generator, torch.float32, distribution)
+    block.copy_(drawn.detach().reshape(block.shape))
+    padding = getattr(module.get_submodule(_owner(role)), "padding_idx", None)
+    if padding is not None:
+        block[padding].zero_()
+
+
+def _owner(role: Role) -> str:
+    return role.parameter.rpartition(".")[0]
+
+
+def _column(role: Role) -> int:
+    return int(role.name.startswith("ffn"))
+
+
+def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
+    """Blocks whose scales the module holds itself; refuse a scale that it has no place for."""
+    held: dict[tuple[int, int], set[str]] = {}
+    for role in found.scales:
+        columns = (0, 1) if role.name in ("skip_scale", "branch_scale") else (_column(role),)
+        for column in columns:
+            held.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
+    for layer, column in ((n + 1, c) for n in range(found.layers) for c in (0, 1)):
+        own = held.get((layer, column))
+        wanted = {
+            name: float(values[layer - 1, column])
+            for name, values in (("skip_scale", scales.skip), ("branch_scale", scales.branch))
+        }
+        norms = (scales.norm_input[layer - 1, column], scales.norm_output[layer - 1, column])
+        lacking = [name for name, value in wanted.items() if value != 1 and name not in (own or ())]
+        if own and lacking:
+            raise DomainError(
+                f"layer {layer}: the module has a parameter for {', '.join(own)} but none for "
+                f"{', '.join(lacking)}"
+            )
+        if not found.blocks and ((lacking and not own) or any(factor != 1 for factor in norms)):
+            raise DomainError(
+                f"layer {layer}: the plan scales residual sums or norms, and where they sit in "
+                f"this module is not known: pass sites=[(layer, site, path, side), ...]"
+            )
+    return set(held)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """One stream per seed and parameter, whatever else the module holds."""
+    state = np.random.SeedSequence((seed, zlib.crc32(name.encode()))).generate_state(2, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]) >> 1)

@@ -1,0 +1,95 @@
+"""The factor on a module's logits: what its code applies, measured, and what a hook must add."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from ..errors import MomentsError
+from ..model.transformer import Transformer
+from ..optional import optional
+from .hook_points import hook_points
+from .probe import Slope, in_mode, regress, run
+from .roles import ModuleRoles
+from .tensors import first_tensor
+
+with optional("torch", "torch"):
+    from torch import Tensor, nn
+
+EXPLAINED = 1e-3
+"""A tensor whose share left unexplained is below this is a multiple of another one."""
+
+
+class LogitFactor(NamedTuple):
+    """What a hook behind the matrix to logits multiplies by."""
+
+    path: str
+    factor: float
+
+
+def logits_path(module: nn.Module, found: ModuleRoles) -> str | None:
+    """Path of the submodule that gives the logits; None where the module has no head."""
+    try:
+        sites = [point.path for point in hook_points(module) if point.site == "logits"]
+    except MomentsError:
+        sites = []
+    heads = [role.parameter.rpartition(".")[0] for role in found.named("head")]
+    return next(iter([*sites, *heads]), None)
+
+
+def logit_factor(
+    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
+) -> LogitFactor | None:
+    """The hook that a model's output scale needs beside the module's own; None where none."""
+    path = logits_path(module, found)
+    if path is None or model.head is None:
+        return None
+    own = 1.0 if described is None or described.head is None else described.head.output_scale
+    factor = float(model.head.output_scale / own)
+    return None if abs(factor - 1) < 1e-12 else LogitFactor(path, factor)
+
+
+def measured_scale(
+    module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any
+) -> Slope | None:
+    """What really multiplies the logits, whatever code does it; None where it cannot be seen.
+
+    The product of two slopes: of the module's logits upon what the head's own matrix gives, and of
+    what that matrix reads upon the final norm's output where it is a multiple of it (T5).
+    """
+    path = logits_path(module, found)
+    if path is None or batch is None or model.head is None:
+        return None
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(_: nn.Module, given: Any, output: Any) -> None:
+            seen.setdefault("read", first_tensor(given).detach().double().clone())
+            seen[name] = first_tensor(output).detach().double().clone()
+
+        return hook
+
+    def keep_norm(_: nn.Module, __: Any, output: Any) -> None:
+        seen["norm"] = first_tensor(output).detach().double().clone()
+
+    with ExitStack() as stack:
+        stack.enter_context(in_mode(module, False))
+        head = module.get_submodule(path)
+        stack.callback(head.register_forward_hook(keep("own"), prepend=True).remove)
+        stack.callback(head.register_forward_hook(keep("hooked")).remove)
+        for role in found.named("final.norm.gain"):
+            norm = module.get_submodule(role.parameter.rpartition(".")[0])
+            stack.callback(norm.register_forward_hook(keep_norm).remove)
+        output = run(module, batch)
+    logits = getattr(output, "logits", None)
+    capped = model.head.logit_softcap is not None
+    if logits is None or capped or logits.shape != seen["own"].shape:
+        logits = seen["hooked"]
+    (behind,) = regress(logits.detach().double(), [seen["own"]])
+    if behind is None or not seen["own"].any():
+        return None
+    before = 1.0
+    if "norm" in seen and seen["norm"].shape == seen["read"].shape:
+        (slope,) = regress(seen["read"], [seen["norm"]])
+        before = slope.value if slope is not None and slope.unexplained < EXPLAINED else 1.0
+    return Slope(behind.value * before, behind.stderr * abs(before), behind.unexplained)

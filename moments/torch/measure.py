@@ -1,0 +1,291 @@
+"""A real module on a real input, measured by hooks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..engine.packing import restarted
+from ..errors import DomainError, domain_error
+from ..formulas.checks import check_count
+from ..optional import optional
+from ..prediction.draws import Draw, WeightGradient
+from ..prediction.measurement import Measurement
+from ..transfer.head.targets import NO_TARGET
+from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+    from ..simulation.collector import Collector, squared_norm
+    from .tensors import first_tensor, own_logits, own_loss
+    from .watch import training, watched
+    from .wrappers import unwrapped
+
+Loss = Callable[[Any, Any], Tensor]
+ENCODER = "encoder."
+_STACKS = ("", ENCODER)
+
+# Ends of class names whose forward makes no labels of its own -> what makes a batch for them
+_NEED_LABELS = {
+    ("ForMaskedLM", "ForPreTraining"): "moments.torch.text.mask_tokens",
+    ("ForConditionalGeneration", "ForImageClassification"): (
+        "moments.torch.huggingface_modules.module_batch"
+    ),
+}
+
+
+def measure(
+    module: nn.Module | Callable[[int], nn.Module],
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    seeds: int = 1,
+    seed: int = 0,
+    sites: Iterable[tuple[int, str, str, str]] | None = None,
+    progress: bool = False,
+) -> Measurement:
+    """Run a real module in training mode and measure every site, forward and backward.
+
+    The module is left as it was: its mode, its gradients and torch's random state are restored.
+
+    Args:
+        module: a Hugging Face module of a known family (see `moments.model.huggingface`), bare or
+            with its head, an nn.TransformerEncoder, or any module with `sites`; compiled and
+            data-parallel modules are measured as what they hold. With a module its
+            weights stay as they are and the draws differ in dropout alone, so that standard errors
+            say nothing about other weights; with a factory, called with seed, seed + 1, ...,
+            every draw has fresh weights.
+        batch: keyword arguments of the module as a mapping of arrays or tensors, or its one
+            positional argument. Tokens that `attention_mask` or `src_key_padding_mask` leave out
+            are left out of every moment; of a decoder beside an encoder, those that
+            `decoder_attention_mask` leaves out. Where `position_ids` restart, rows are packed:
+            token pairs are those of one document. What they see is the module's own matter: most
+            need a mask of shape (B, 1, L, L) beside.
+        loss: takes the module's output and the batch as tensors, returns a scalar. None: the
+            module's own loss, which may be the one scalar among its outputs; a causal head
+            without labels predicts the next token; a module without a loss gets a white gradient
+            of variance 1 at its output.
+        seeds: draws.
+        seed: of the draws; the same seed on the same device gives the same result.
+        sites: (layer, site, submodule path, "input" or "output") for each point of a module that is
+            not known; see `hook_points`, which shows them for one that is.
+        progress: write one line per draw to standard error.
+
+    Returns:
+        A Measurement, with the encoder's as its `encoder` where there are two stacks. Its
+        `logit_variance` is the mean squared logit; weight gradients, of every parameter, are of the
+        loss on the whole batch.
+
+    Raises:
+        DomainError: an argument out of range, a path that is not in the module, or a module whose
+            task needs labels without them.
+        MomentsError: the module's layers are not known, or a tensor is not differentiable.
+    """
+    check_count("seeds", seeds)
+    check_count("seed", seed, least=0)
+    given = None if sites is None else tuple(HookPoint(*site) for site in sites)  # type: ignore[arg-type]
+    draws, name, size = [], "", 0
+    for draw in range(seeds):
+        with torch.random.fork_rng():
+            target = module if isinstance(module, nn.Module) else _built(module, seed + draw)
+            target = unwrapped(target)
+            state = np.random.SeedSequence((seed, draw)).generate_state(1)[0]
+            torch.manual_seed(int(state))
+            result, size = _draw(target, batch, loss, given)
+        draws.append(result)
+        name = type(target).__name__
+        if progress:
+            print(f"draw {draw + 1} of {seeds}", file=sys.stderr)
+    return Measurement.from_draws(draws, batch=size, source=name)
+
+
+def _built(factory: Callable[[int], nn.Module], seed: int) -> nn.Module:
+    if not callable(factory):
+        raise domain_error("module", type(factory).__name__, "an nn.Module or factory(seed)")
+    module = factory(seed)
+    if not isinstance(module, nn.Module):
+        raise domain_error("module", type(module).__name__, "a factory that returns an nn.Module")
+    return module
+
+
+def _draw(
+    module: nn.Module, batch: Any, loss: Loss | None, sites: tuple[HookPoint, ...] | None
+) -> tuple[Draw, int]:
+    """One pass forward and backward, and the number of sequences it held."""
+    points = hook_points(module) if sites is None else sites
+    weights = weight_parts(module, sites)
+    inputs = _tensors(module, batch)
+    if loss is None:
+        _add_labels(module, inputs)
+    first = _batch_first(module)
+    seen = {stack: Collector(_kept(inputs, stack, points), batch_first=first) for stack in _STACKS}
+    with training(module), ExitStack() as hooks:
+        for stack, collector in seen.items():
+            hooks.enter_context(watched(module, _of_stack(points, stack), collector))
+        output = module(*inputs.positional, **inputs.named)
+        top, cotangent = _objective(output, inputs, loss)
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        ends = [*parameters.values(), *inputs.differentiable()]
+        gradients = torch.autograd.grad(top, ends, cotangent, allow_unused=True)
+    norms = _norms(weights, dict(zip(parameters, gradients, strict=False)))
+    logits = own_logits(output)
+    encoder = None
+    if (own := seen[ENCODER]).signal:
+        encoder = Draw(own.signal, own.gradient, _of_encoder(norms, True))
+    draw = Draw(
+        signal=seen[""].signal,
+        gradient=seen[""].gradient,
+        weight_gradients=_of_encoder(norms, False),
+        loss=float(top.detach()) if cotangent is None else None,
+        logit_variance=None if logits is None else squared_norm(logits) / logits.numel(),
+        encoder=encoder,
+    )
+    return draw, seen[""].sequences
+
+
+def _of_stack(points: Iterable[HookPoint], stack: str) -> list[HookPoint]:
+    """The points of one stack, without its prefix."""
+    return [
+        point._replace(site=point.site.removeprefix(ENCODER))
+        for point in points
+        if point.site.startswith(ENCODER) == bool(stack)
+    ]
+
+
+def _of_encoder(norms: Mapping[WeightGradient, float], wanted: bool) -> dict[WeightGradient, float]:
+    """Rows of the encoder's parameters, or of all others, without the prefix."""
+    return {
+        row._replace(weight=row.weight.removeprefix(ENCODER)): norm
+        for row, norm in norms.items()
+        if row.weight.startswith(ENCODER) == wanted
+    }
+
+
+@dataclass
+class _Inputs:
+    """The arguments of a module's forward."""
+
+    positional: list[Tensor]
+    named: dict[str, Any]
+
+    def differentiable(self) -> list[Tensor]:
+        values = [*self.positional, *self.named.values()]
+        return [v for v in values if isinstance(v, Tensor) and v.requires_grad]
+
+    @property
+    def as_given(self) -> Any:
+        return self.named or self.positional[0]
+
+
+def _tensors(module: nn.Module, batch: Any) -> _Inputs:
+    """The batch on the module's device; what is real-valued, masks excepted, gets a gradient."""
+    parameter = next(module.parameters(), None)
+    device = None if parameter is None else parameter.device
+
+    def tensor(value: Any, name: str) -> Any:
+        if not isinstance(value, Tensor | np.ndarray | list):
+            return value
+        moved = torch.as_tensor(value, device=device)
+        if moved.is_floating_point() and "mask" not in name:
+            # A clone is no leaf, so that the gradient can be watched on its way through.
+            return moved.detach().clone().requires_grad_().clone()
+        return moved
+
+    if isinstance(batch, Mapping):
+        return _Inputs([], {name: tensor(value, name) for name, value in batch.items()})
+    value = tensor(batch, "")
+    if not isinstance(value, Tensor):
+        raise domain_error("batch", type(batch).__name__, "an array, a tensor or a mapping of them")
+    return _Inputs([value], {})
+
+
+def _add_labels(module: nn.Module, inputs: _Inputs) -> None:
+    """Let a causal head predict the next token where the batch has no labels."""
+    kind = type(module).__name__
+    if "labels" in inputs.named:
+        return
+    if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        ids = inputs.named.get("input_ids", inputs.positional[0] if inputs.positional else None)
+        if ids is not None:
+            documents = _documents(inputs)
+            if documents is not None:
+                # No token predicts the first of the next document.
+                first = torch.ones_like(documents, dtype=torch.bool)
+                first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+                ids = ids.masked_fill(first, NO_TARGET)
+            inputs.named["labels"] = ids
+        return
+    for ends, maker in _NEED_LABELS.items():
+        if kind.endswith(ends):
+            raise DomainError(
+                f"batch has no 'labels' and {kind} cannot make its own: pass "
+                f"them beside the inputs, as {maker} makes them, or a loss"
+            )
+
+
+def _objective(output: Any, inputs: _Inputs, loss: Loss | None) -> tuple[Tensor, Tensor | None]:
+    """What to differentiate, and the gradient injected there; None for a scalar loss."""
+    if loss is not None:
+        scalar = loss(output, inputs.as_given)
+        if not isinstance(scalar, Tensor) or scalar.numel() != 1:
+            raise domain_error("loss", type(scalar).__name__, "a function returning one scalar")
+        return scalar, None
+    own = own_loss(output)
+    if own is not None:
+        return own, None
+    top = getattr(output, "last_hidden_state", None)
+    top = first_tensor(output) if top is None else top
+    return top, torch.randn_like(top)
+
+
+def _norms(
+    weights: list[tuple[WeightGradient, WeightPart]], gradients: Mapping[str, Tensor | None]
+) -> dict[WeightGradient, float]:
+    norms = {}
+    for row, part in weights:
+        gradient = gradients[row.parameter]
+        norms[row] = 0.0 if gradient is None else squared_norm(part.of(gradient))
+    return norms
+
+
+def _documents(inputs: _Inputs) -> Tensor | None:
+    """(batch, L) the documents of packed rows, whose `position_ids` restart; None: not packed."""
+    places, ids = inputs.named.get("position_ids"), inputs.named.get("input_ids")
+    if not isinstance(places, Tensor):
+        return None
+    mask = inputs.named.get("attention_mask")
+    known = mask.cpu().numpy() if isinstance(mask, Tensor) else None
+    found = restarted(places.cpu().numpy(), known)
+    if found is None:
+        return None
+    rows = len(found) if ids is None else len(ids)
+    return torch.as_tensor(
+        np.broadcast_to(found, (rows, found.shape[1])).copy(), device=places.device
+    )
+
+
+def _kept(inputs: _Inputs, stack: str, points: Iterable[HookPoint]) -> Tensor | None:
+    """(batch, L), false at padding of that stack, or documents of packed rows; None: neither."""
+    if (documents := _documents(inputs)) is not None:
+        return documents
+    two = any(point.site.startswith(ENCODER) for point in points)
+    mask = inputs.named.get("decoder_attention_mask" if two and not stack else "attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+        return mask.bool()
+    padding = inputs.named.get("src_key_padding_mask")
+    if isinstance(padding, Tensor):
+        return ~padding if padding.dtype == torch.bool else padding == 0
+    return None
+
+
+def _batch_first(module: nn.Module) -> bool:
+    return all(
+        part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention)
+    )

@@ -1,0 +1,337 @@
+"""What a module's residual sums and norms really compute: run it once and regress.
+
+At every sum y the numbers lambda and beta of y = lambda x + beta f are least squares over all
+tokens and features, with x the stream and f what the block's own matrix (or second norm) gave
+before anything scaled it. The same for every norm's output upon the normalised input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import MomentsError
+from ..optional import optional
+from .roles import ModuleRoles, roles_of
+from .structure import Block, Point
+from .tensors import first_tensor
+from .wrappers import eager
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+TOKENS = 16
+
+_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (nn.TransformerEncoder, ("src",)),
+    (nn.TransformerDecoder, ("tgt", "memory")),
+    (nn.Transformer, ("src", "tgt")),
+)
+"""torch's own modules and the arguments of their forward that hold tokens."""
+
+
+@dataclass(frozen=True)
+class Slope:
+    """A measured multiplier, its standard error, and the share of the target left unexplained."""
+
+    value: float
+    stderr: float
+    unexplained: float
+
+
+@dataclass(frozen=True)
+class BlockProbe:
+    """Multipliers of one block; None where a part of it is zero or absent.
+
+    Attributes:
+        skip, branch: lambda and beta.
+        norm_input, norm_output: factors before and behind the norm, beside its own gain.
+        normalization: "layernorm" or "rmsnorm", whichever the output is closer to.
+        unseen: paths of submodules that no tensor passed.
+    """
+
+    block: Block
+    skip: Slope | None
+    branch: Slope | None
+    norm_input: Slope | None
+    norm_output: Slope | None
+    normalization: str | None
+    unseen: tuple[str, ...] = ()
+
+
+def probe(
+    module: nn.Module,
+    blocks: tuple[Block, ...],
+    batch: Any,
+    *,
+    epsilon: float = 0.0,
+    training: bool = False,
+) -> list[BlockProbe]:
+    """Run a module once and measure every block's multipliers.
+
+    Args:
+        batch: as of `moments.torch.measure`.
+        epsilon: of norms that have no attribute for it.
+        training: whether dropout acts.
+    """
+    seen = _Seen()
+    parts = dict(module.named_modules())
+    with ExitStack() as stack:
+        stack.enter_context(in_mode(module, training))
+        for block in blocks:
+            for hook in _watch(parts, block, seen):
+                stack.callback(hook.remove)
+        run(module, batch)
+    return [_measured(parts, block, blocks, seen, epsilon) for block in blocks]
+
+
+def drops_behind(module: nn.Module, blocks: tuple[Block, ...], batch: Any = None) -> set[Block]:
+    """Blocks whose output passes dropout between its last hook and the sum.
+
+    In training mode their sum is not lambda x + beta f. A block that cannot be run, or whose
+    output is 0 throughout, counts as one.
+    """
+    parts = dict(module.named_modules())
+    doubtful = tuple(b for b in blocks if not isinstance(parts[b.branch.path], nn.Dropout))
+    if doubtful and batch is None:
+        batch = default_batch(module)
+    if not doubtful or batch is None:
+        return set(doubtful)
+    probes = probe(module, doubtful, batch, training=True)
+    return {
+        p.block for p in probes if p.skip is None or p.branch is None or p.skip.unexplained > 1e-3
+    }
+
+
+def default_batch(module: nn.Module, found: ModuleRoles | None = None) -> Any:
+    """Random input for a module that says what it takes; None where it does not.
+
+    Args:
+        found: its roles, where they are known; a token table takes token ids.
+    """
+    generator = torch.Generator().manual_seed(0)
+    config: Any = getattr(module, "config", None)
+    dtype = next(module.parameters()).dtype
+    if hasattr(config, "image_size") and hasattr(config, "num_channels"):
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        shape = (2, config.num_channels, height, width)
+        return {"pixel_values": torch.randn(shape, generator=generator).to(dtype)}
+    if hasattr(config, "vocab_size") and hasattr(config, "to_dict"):
+        ids = torch.randint(config.vocab_size, (2, TOKENS), generator=generator)
+        both = getattr(config, "is_encoder_decoder", False)
+        return {"input_ids": ids} | ({"decoder_input_ids": ids} if both else {})
+    attention = next((p for p in module.modules() if isinstance(p, nn.MultiheadAttention)), None)
+    names = next((given for kind, given in _TORCH if isinstance(module, kind)), ())
+    if attention is None or not names:
+        return _random_ids(module, found, generator)
+    tokens = (2, TOKENS, attention.embed_dim)
+    return {name: torch.randn(tokens, generator=generator).to(dtype) for name in names}
+
+
+def _random_ids(
+    module: nn.Module, found: ModuleRoles | None, generator: torch.Generator
+) -> Tensor | None:
+    """What a module's token table reads, as many as its table of positions has rows for."""
+    if found is None:
+        try:
+            found = roles_of(module)
+        except MomentsError:
+            return None
+    tensors = dict(module.named_parameters())
+    rows = {
+        name: len(tensors[role.parameter])
+        for name in ("token", "position")
+        for role in found.named(name)[:1]
+    }
+    if "token" not in rows:
+        return None
+    length = min(TOKENS, rows.get("position", TOKENS))
+    return torch.randint(rows["token"], (2, length), generator=generator)
+
+
+def probe_or_why(
+    module: nn.Module, found: ModuleRoles, batch: Any, *, epsilon: float = 0.0
+) -> tuple[list[BlockProbe], str]:
+    """The probes of every block whose sites are known; else none, and why, in words.
+
+    Args:
+        batch: as of `moments.torch.measure`; None: random input, whose failure is a reason, not an
+            error.
+    """
+    if not found.blocks:
+        return [], "no sites inside its layers are known (pass batch= and sites=)"
+    given = default_batch(module, found) if batch is None else batch
+    if given is None:
+        return [], "nothing in it says what it reads (pass batch=)"
+    try:
+        return probe(module, found.blocks, given, epsilon=epsilon), ""
+    except Exception as error:  # the module's own code, on input that it never asked for
+        if batch is not None or isinstance(error, MomentsError):
+            raise
+        return [], f"random input ends in {type(error).__name__} (pass batch=)"
+
+
+class _Seen:
+    """Tensors by what they are: (block, name) -> (entries,) in double precision."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[Block, str], Tensor] = {}
+
+    def keep(self, block: Block, name: str, value: Any) -> None:
+        self.tensors[block, name] = first_tensor(value).detach().to(torch.float64, copy=True)
+
+    def get(self, block: Block, name: str) -> Tensor | None:
+        return self.tensors.get((block, name))
+
+
+def _watch(parts: dict[str, nn.Module], block: Block, seen: _Seen) -> Iterator[Any]:
+    """Hooks at every tensor that the regression needs.
+
+    Own outputs are seen before other hooks change them (prepended), inputs of sums and of norms
+    as they arrive.
+    """
+
+    def hook(point: Point, name: str, first: bool) -> Any:
+        part = parts[point.path]
+        if point.side == "input":
+
+            def before(_: nn.Module, given: Any, named: Any) -> None:
+                seen.keep(block, name, [*given, *named.values()])
+
+            return part.register_forward_pre_hook(before, with_kwargs=True, prepend=first)
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            seen.keep(block, name, output)
+
+        return part.register_forward_hook(after, prepend=first)
+
+    for name, point in _points(block).items():
+        yield hook(point, name, name != "norm output" and (name == "raw" or point.side == "input"))
+    if block.norm is not None:
+        yield hook(Point(block.norm, "input"), "norm input", False)
+
+
+def _points(block: Block) -> dict[str, Point]:
+    """Every tensor of a block by its name."""
+    points = {"stream": block.stream, "raw": block.raw, "total": block.total}
+    if block.norm is not None:
+        points |= {
+            "norm before": Point(block.norm, "input"),
+            "norm output": Point(block.norm, "output"),
+        }
+    return points
+
+
+def _measured(
+    parts: dict[str, nn.Module],
+    block: Block,
+    blocks: tuple[Block, ...],
+    seen: _Seen,
+    epsilon: float,
+) -> BlockProbe:
+    together = [b for b in blocks if b.path == block.path] if block.parallel else [block]
+    total, x = seen.get(block, "total"), seen.get(together[0], "stream")
+    branches = [seen.get(b, "raw") for b in together]
+    slopes: list[Slope | None] = [None] * (1 + len(together))
+    if total is not None and x is not None and all(f is not None for f in branches):
+        slopes = regress(total, [x, *branches])  # type: ignore[list-item]
+    norm_input = norm_output = normalization = None
+    before, entering = seen.get(block, "norm before"), seen.get(block, "norm input")
+    output = seen.get(block, "norm output")
+    if block.norm is not None and before is not None and entering is not None:
+        (norm_input,) = regress(entering, [before])
+        if output is not None:
+            normalization, norm_output = _norm_slope(parts[block.norm], entering, output, epsilon)
+    unseen = (p.path for name, p in _points(block).items() if seen.get(block, name) is None)
+    return BlockProbe(
+        block,
+        slopes[0],
+        slopes[1 + together.index(block)],
+        norm_input,
+        norm_output,
+        normalization,
+        tuple(dict.fromkeys(unseen)),
+    )
+
+
+def _norm_slope(
+    norm: nn.Module, x: Tensor, output: Tensor, epsilon: float
+) -> tuple[str, Slope | None]:
+    """Output, less the norm's bias, upon the normalised input."""
+    epsilon = float(getattr(norm, "eps", getattr(norm, "variance_epsilon", epsilon)) or 0.0)
+    bias = getattr(norm, "bias", None)
+    if isinstance(bias, Tensor) and bias.numel() == output.shape[-1]:
+        output = output - bias.detach().double()
+    found: list[tuple[str, Slope | None]] = []
+    for name in ("layernorm", "rmsnorm"):
+        centred = x - x.mean(-1, keepdim=True) if name == "layernorm" else x
+        square = centred.square().mean(-1, keepdim=True)
+        (slope,) = regress(output, [centred * (square + epsilon).rsqrt()])
+        found.append((name, slope))
+    return min(found, key=lambda pair: math.inf if pair[1] is None else pair[1].unexplained)
+
+
+def regress(target: Tensor, columns: list[Tensor]) -> list[Slope | None]:
+    """Least squares without intercept; None for a column that is 0 throughout.
+
+    Entries that are not finite leave every slope nan.
+    """
+    if any(column.shape != target.shape for column in columns):
+        columns = [column.reshape(target.shape) for column in columns]
+    y = target.reshape(-1)
+    norms = [float(column.norm()) for column in columns]
+    used = [i for i, norm in enumerate(norms) if norm != 0]
+    if not used:
+        return [None] * len(columns)
+    design = torch.stack([columns[i].reshape(-1) / norms[i] for i in used], dim=1)
+    if not bool(torch.isfinite(design).all() and torch.isfinite(y).all()):
+        return [Slope(math.nan, math.nan, math.nan) if n else None for n in norms]
+    gram = design.T @ design
+    inverse = torch.linalg.pinv(gram)
+    solved = inverse @ (design.T @ y)
+    rest = y - design @ solved
+    variance = float(rest.square().sum()) / max(1, len(y) - len(used))
+    size = float(y.norm())
+    unexplained = float(rest.norm()) / size if size else 0.0
+    slopes: list[Slope | None] = [None] * len(columns)
+    for place, i in enumerate(used):
+        error = math.sqrt(variance * max(float(inverse[place, place]), 0.0))
+        slopes[i] = Slope(float(solved[place]) / norms[i], error / norms[i], unexplained)
+    return slopes
+
+
+def run(module: nn.Module, batch: Any) -> Any:
+    """What a module makes of a batch, on its own device and without a graph."""
+    parameter = next(module.parameters(), None)
+    device = None if parameter is None else parameter.device
+    with torch.no_grad():
+        if isinstance(batch, Mapping):
+            return module(**{name: on_device(value, device) for name, value in batch.items()})
+        return module(on_device(batch, device))
+
+
+def on_device(value: Any, device: torch.device | None) -> Any:
+    """Arrays as tensors of a device, anything else as it is."""
+    if isinstance(value, Tensor | np.ndarray | list):
+        return torch.as_tensor(value, device=device)
+    return value
+
+
+@contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """With or without dropout; afterwards modes and torch's random state are what they were."""
+    modes = {part: part.training for part in module.modules()}
+    module.train(training)
+    try:
+        with torch.random.fork_rng(devices=[]), eager():
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode

@@ -1,0 +1,260 @@
+"""Which role every parameter of a module plays: its layer, its matrix, the block it fills."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DomainError, MomentsError, domain_error
+from ..model.weights import MATRICES
+from ..optional import optional
+from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
+from .structure import ENCODER, Block, blocks_of
+
+with optional("torch", "torch"):
+    from torch import Tensor, nn
+
+SCALES = ("skip_scale", "branch_scale")
+"""Roles of a parameter or buffer that holds lambda or beta itself."""
+
+TABLES = ("token", "position", "segment", "class", "relative_bias")
+"""Roles that are looked up or added, not multiplied with."""
+
+_WORDS = (*MATRICES, *TABLES, "patch", "head", "head.transform")
+_ENDS = (".bias", "norm.gain", *SCALES)
+
+
+@dataclass(frozen=True)
+class Role:
+    """One matrix or vector of a module.
+
+    Attributes:
+        stack: "", or "encoder." of an encoder beside the main stack.
+        layer: from 1; 0 before the first layer, N + 1 behind the last.
+        name: "query", "query.bias", "attention.norm.gain", "token", "final.norm.gain", ...
+        part: the parameter, and the block of it.
+        fan_in, fan_out: features summed over, and features made; 0 for vectors.
+        transposed: whether the matrix is stored (fan_in, fan_out), as Conv1D stores it.
+        label: the parameter's name, with the block's where it is fused.
+    """
+
+    stack: str
+    layer: int
+    name: str
+    part: WeightPart
+    fan_in: int
+    fan_out: int
+    transposed: bool
+    label: str
+
+    @property
+    def full_name(self) -> str:
+        """The name with its stack's."""
+        return self.stack + self.name
+
+    @property
+    def parameter(self) -> str:
+        """Name of the whole parameter."""
+        return self.part.parameter
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it maps features to features."""
+        return self.fan_in > 0
+
+
+@dataclass(frozen=True)
+class ModuleRoles:
+    """A module's parameters by role, and its residual branches.
+
+    Attributes:
+        layers: N.
+        roles: one per matrix or vector.
+        unidentified: names of parameters that no rule knows.
+        blocks: the residual branches; empty where the module's sites are not known.
+        scales: parameters and buffers that hold a residual scale.
+    """
+
+    layers: int
+    roles: tuple[Role, ...]
+    unidentified: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    scales: tuple[Role, ...] = ()
+
+    def named(self, *names: str, stack: str = "") -> tuple[Role, ...]:
+        """The roles of these names in a stack, in the order of the layers."""
+        found = (role for role in self.roles if role.name in names and role.stack == stack)
+        return tuple(sorted(found, key=lambda role: role.layer))
+
+
+def roles_of(
+    module: nn.Module,
+    names: Mapping[str, str] | None = None,
+    sites: Iterable[Any] | None = None,
+) -> ModuleRoles:
+    """Every parameter of a module with its role.
+
+    Args:
+        module: of a known family, or any with `names`.
+        names: for a module of one's own, patterns of parameter (or buffer) names with {layer} in
+            them -> role: {"blocks.{layer}.wq.weight": "query", "embed.weight": "token"}. A fused
+            matrix of equal parts is "query+key+value". Roles are the names of moments.Weights,
+            those with ".bias", norms "attention.norm.gain", tables "token", ..., and "skip_scale",
+            "branch_scale" (of both blocks, or "attention.branch_scale").
+        sites: for a module of one's own, its hook points as in `moments.torch.measure`; needed
+            where residual scales are set or probed.
+
+    Raises:
+        MomentsError: the module is of no known family and `names` is None.
+        DomainError: a pattern that matches nothing, or an unknown role.
+    """
+    given = None if sites is None else [HookPoint(*site) for site in sites]
+    try:
+        found = _by_family(module) if names is None else _by_name(module, names)
+    except DomainError:
+        raise
+    except MomentsError as error:
+        raise MomentsError(f"{error}{_drafted(module)}") from None
+    if names is None and given is None:
+        given = list(hook_points(module))
+    owners = dict(module.named_modules())
+    absent = {path for path, part in owners.items() if isinstance(part, nn.Identity)}
+    blocks = () if given is None else blocks_of(given, absent)
+    tensors = tensors_of(module)
+    roles = [_role(owners, tensors, layer, part) for layer, part in found]
+    known = {role.parameter for role in roles}
+    numbers = [block.layer for block in blocks if not block.stack]
+    numbers += [role.layer for role in roles if role.name in MATRICES and not role.stack]
+    return ModuleRoles(
+        layers=max(numbers, default=0),
+        roles=tuple(role for role in roles if not role.name.endswith(SCALES)),
+        unidentified=tuple(name for name, _ in module.named_parameters() if name not in known),
+        blocks=blocks,
+        scales=tuple(role for role in roles if role.name.endswith(SCALES)),
+    )
+
+
+def _drafted(module: nn.Module) -> str:
+    """What a refusal adds: names and sites to correct."""
+    from .draft import draft
+
+    try:
+        return f"\n# a draft of names and sites to correct and pass on:\n{draft(module)}"
+    except Exception:  # a refusal does not fail over its hint
+        return ""
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _by_family(module: nn.Module) -> list[tuple[int, WeightPart]]:
+    """Parts that the module's family names; a frozen parameter has a role too."""
+    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        rows = weight_parts(module)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    return [
+        (row.layer, part._replace(weight=row.weight))
+        for row, part in rows
+        if row.weight != row.parameter  # its own name is the role of what no family names
+    ]
+
+
+def _by_name(module: nn.Module, names: Mapping[str, str]) -> list[tuple[int, WeightPart]]:
+    """Parts that the user's patterns name, layers numbered from 1 in the order of their index."""
+    tensors = tensors_of(module)
+    hits: list[tuple[int | None, str, str]] = []
+    for pattern, role in names.items():
+        _check_role(role)
+        expression = re.compile(re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)") + "$")
+        matches = [m for name in tensors if (m := expression.match(name))]
+        if not matches:
+            raise domain_error(
+                "names", pattern, "a pattern of parameter names", "see module.named_parameters()"
+            )
+        for match in matches:
+            index = match.groupdict().get("layer")
+            hits.append((None if index is None else int(index), match.string, role))
+    first = min((index for index, _, _ in hits if index is not None), default=0)
+    last = max((index for index, _, _ in hits if index is not None), default=-1) - first + 1
+    found = []
+    for index, name, role in hits:
+        fused = role.split("+")
+        layer = index - first + 1 if index is not None else 0
+        if index is None and role.startswith(("head", "final")):
+            layer = last + 1
+        axis = int(_transposed(module, name))
+        for place, single in enumerate(fused):
+            found.append((layer, _block(single, name, axis, place, fused, tensors[name])))
+    return found
+
+
+def _block(
+    role: str, name: str, axis: int, place: int, fused: list[str], tensor: Tensor
+) -> WeightPart:
+    if len(fused) == 1:
+        return WeightPart(role, name)
+    axis = axis if tensor.ndim > 1 else 0
+    if tensor.shape[axis] % len(fused):
+        raise domain_error(f"names: {name}", "+".join(fused), "equal parts of the parameter")
+    width = tensor.shape[axis] // len(fused)
+    return WeightPart(role, name, axis, place, (width,) * len(fused))
+
+
+def _check_role(role: str) -> None:
+    for single in role.split("+"):
+        plain = single.removeprefix(ENCODER)
+        if plain not in _WORDS and not plain.endswith(_ENDS):
+            allowed = (*_WORDS, "<matrix>.bias", "<site>.norm.gain", "<site>.norm.bias", *SCALES)
+            raise domain_error("names: role", single, f"one of {', '.join(allowed)}")
+
+
+def _role(
+    owners: Mapping[str, nn.Module],
+    tensors: Mapping[str, Tensor],
+    layer: int,
+    part: WeightPart,
+) -> Role:
+    path = part.parameter.rpartition(".")[0]
+    transposed = type(owners.get(path)).__name__ == "Conv1D"
+    stored = tensors[part.parameter]
+    block = part.of(stored)
+    stack = ENCODER if part.weight.startswith(ENCODER) else ""
+    name = part.weight.removeprefix(stack)
+    fan_in = fan_out = 0
+    if stored.ndim >= 2 and name not in TABLES:
+        fan_in = stored.shape[0] if transposed else stored[0].numel()
+        fan_out = block.numel() // fan_in
+    fused = block.numel() != stored.numel()
+    label = f"{part.parameter} [{name.removesuffix('.bias')}]" if fused else part.parameter
+    return Role(stack, layer, name, part, fan_in, fan_out, transposed, label)
+
+
+def _transposed(module: nn.Module, parameter: str) -> bool:
+    owner = dict(module.named_modules()).get(parameter.rpartition(".")[0])
+    return type(owner).__name__ == "Conv1D"
+
+
+def block_of(tensors: Mapping[str, Tensor], role: Role) -> Tensor:
+    """The role's block of its parameter, as a view.
+
+    Raises:
+        DomainError: the parameter has no storage (meta device) or no real entries.
+    """
+    tensor = tensors[role.parameter]
+    if tensor.is_meta:
+        raise DomainError(
+            f"{role.parameter} is on the meta device: give the module storage first, "
+            "with module.to_empty(device=...)"
+        )
+    if not tensor.is_floating_point():
+        raise domain_error(f"dtype of {role.parameter}", tensor.dtype, "a floating-point type")
+    return role.part.of(tensor.detach())

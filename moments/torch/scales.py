@@ -1,0 +1,261 @@
+"""Residual and norm scales in a module whose code has none: hooks that add exactly what is missing.
+
+A framework's layer computes x + f. With f replaced, where it leaves its block, by
+beta f + (lambda - 1) x, the same code computes lambda x + beta f: in Pre-LN and in Post-LN, behind
+the block's dropout, which therefore never touches the stream. A dropout that the layer applies
+inside a function is moved in front, into the hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..errors import DomainError
+from ..optional import optional
+from .dropouts import HeldDropout
+from .expectation import Scales
+from .logits import LogitFactor
+from .scale_hooks import ATTRIBUTE, Carried, Remember, ScaleBranch, ScaleInput, ScaleOutput
+from .structure import Block, Point
+
+with optional("torch", "torch"):
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+Drops = Callable[[], Mapping[Block, HeldDropout | None]]
+
+FOLDED = "moments_folded"
+"""Whether a module's scales are absorbed in its weights."""
+
+
+class ScaleRow(NamedTuple):
+    """What the hooks do to one block."""
+
+    stack: str
+    layer: int
+    block: str
+    skip: float
+    branch: float
+    norm_input: float
+    norm_output: float
+
+
+@dataclass
+class AppliedScales:
+    """The hooks that carry a model's scales; at `module.moments_scales`.
+
+    They survive deepcopy and pickle of the module, but are no part of its state_dict: a module
+    rebuilt from a state_dict needs them again.
+
+    Attributes:
+        rows: one per block whose sum or norm is scaled.
+        logits: what the logits are multiplied by.
+        dropouts: of blocks whose output the module's own code dropped and the hook drops now; the
+            submodule that holds the probability has it at 0 meanwhile.
+    """
+
+    rows: tuple[ScaleRow, ...]
+    handles: list[RemovableHandle]
+    logits: float = 1.0
+    dropouts: dict[Block, HeldDropout] = field(default_factory=dict)
+    holders: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+
+    def remove(self) -> None:
+        """Take every hook off; the module then runs as its own code says."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for held in self.dropouts.values():
+            setattr(self.holders[held.path], held.name, held.drop_prob)
+        self.rows, self.logits, self.dropouts, self.holders = (), 1.0, {}, {}
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.handles)} hooks scale {len(self.rows)} blocks"]
+        alike: dict[tuple[Any, ...], list[ScaleRow]] = {}
+        for row in self.rows:
+            alike.setdefault((row.stack, *row[3:]), []).append(row)
+        for rows in alike.values():
+            factors = zip(ScaleRow._fields[3:], rows[0][3:], strict=True)
+            words = ", ".join(f"{name} {value:.6g}" for name, value in factors if value != 1)
+            lines.append(f"  {_where(rows)}: {words}")
+        if self.logits != 1:
+            lines.append(f"  logits: {self.logits:.6g}")
+        return "\n".join(lines)
+
+
+def _where(rows: list[ScaleRow]) -> str:
+    """Layers and blocks of rows of one stack that are scaled alike."""
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    blocks = list(dict.fromkeys(row.block for row in rows))
+    stack, names = rows[0].stack, ", ".join(blocks)
+    if len(layers) == 1:
+        return f"{stack}layer {layers[0]} {names}"
+    if len(rows) == len(layers) * len(blocks) and layers[-1] - layers[0] == len(layers) - 1:
+        return f"{stack}layers {layers[0]} to {layers[-1]} {names}"
+    return ", ".join(f"{stack}layer {row.layer} {row.block}" for row in rows)
+
+
+def applied_scales(module: nn.Module) -> AppliedScales | None:
+    """The handle of a module's scale hooks; None where it has none."""
+    found = getattr(module, ATTRIBUTE, None)
+    return found if isinstance(found, AppliedScales) and found.handles else None
+
+
+def remove_scales(module: nn.Module) -> None:
+    """Take a module's scale hooks off, if it has any."""
+    found = getattr(module, ATTRIBUTE, None)
+    if isinstance(found, AppliedScales):
+        found.remove()
+        delattr(module, ATTRIBUTE)
+
+
+def apply_scales(
+    module: nn.Module,
+    blocks: Iterable[Block],
+    scales: Mapping[str, Scales],
+    *,
+    drops: Drops,
+    held: Iterable[tuple[int, int]] = (),
+    logits: LogitFactor | None = None,
+) -> AppliedScales | None:
+    """Hook a model's scales onto a module; None where there is nothing to scale.
+
+    Args:
+        blocks: the module's residual branches.
+        scales: by stack, of every layer and block.
+        drops: finds the blocks whose output passes a dropout behind every hook, and what holds its
+            probability; None where that is not known.
+        held: (layer, column) of blocks whose scales the module holds in parameters of its own.
+        logits: what the logits must be multiplied by, and where.
+
+    Raises:
+        DomainError: a scale that no hook can apply to this module, with the reason.
+    """
+    parts = dict(module.named_modules())
+    rows = _rows(parts, list(blocks), scales, set(held))
+    dropouts = _dropouts(parts, rows, drops)
+    planned = [
+        (row, hooks)
+        for block, row in rows.items()
+        if (hooks := _hooks(parts, block, row, dropouts.get(block)))
+    ]
+    remove_scales(module)
+    if not planned and logits is None:
+        return None
+    handles = [
+        _place(parts[point.path], point.side, hook) for _, hooks in planned for point, hook in hooks
+    ]
+    if logits is not None:
+        handles.append(_place(parts[logits.path], "output", ScaleOutput(logits.factor)))
+    factor = 1.0 if logits is None else logits.factor
+    holders = {held.path: parts[held.path] for held in dropouts.values()}
+    for taken in dropouts.values():
+        setattr(holders[taken.path], taken.name, 0.0)
+    placed = tuple(row for row, _ in planned)
+    applied = AppliedScales(placed, handles, factor, dropouts, holders)
+    setattr(module, ATTRIBUTE, applied)
+    return applied
+
+
+def _place(part: nn.Module, side: str, hook: Any) -> RemovableHandle:
+    if side == "input":
+        return part.register_forward_pre_hook(hook, with_kwargs=True)
+    return part.register_forward_hook(hook)
+
+
+def _rows(
+    parts: dict[str, nn.Module],
+    blocks: list[Block],
+    scales: Mapping[str, Scales],
+    held: set[tuple[int, int]],
+) -> dict[Block, ScaleRow]:
+    """What is to be done to every block, decided before the first hook is placed."""
+    rows = {}
+    summed: set[str] = set()
+    normed: set[str | None] = set()
+    for block in blocks:
+        skip, branch, before, after = scales[block.stack].at(block.layer, block.column)
+        if not block.stack and (block.layer, block.column) in held:
+            skip, branch = 1.0, native_branch(parts[block.path])
+        if block.parallel:  # one sum, and perhaps one norm, for both blocks
+            _check_one_skip(scales[block.stack], block.layer)
+            skip = 1.0 if block.path in summed else skip
+            before, after = (1.0, 1.0) if block.norm in normed else (before, after)
+        summed.add(block.path)
+        normed.add(block.norm)
+        rows[block] = ScaleRow(block.stack, block.layer, block.name, skip, branch, before, after)
+    return rows
+
+
+def _dropouts(
+    parts: dict[str, nn.Module], rows: Mapping[Block, ScaleRow], drops: Drops
+) -> dict[Block, HeldDropout]:
+    """The dropouts that hooks must take over: behind a hook that adds x, only the sum may follow.
+
+    Raises:
+        DomainError: such a dropout whose probability was not found.
+    """
+    adding = [
+        block
+        for block, row in rows.items()
+        if row.skip != 1 and not isinstance(parts[block.branch.path], nn.Dropout)
+    ]
+    if not adding:
+        return {}
+    found = drops()
+    for block in adding:
+        if block in found and found[block] is None:
+            raise DomainError(
+                f"layer {block.layer}, {block.name}: the module drops its output inside a "
+                "function, behind every point that a hook can reach, so that a skip scale would "
+                "pass through the dropout; build the module with dropout 0 or use a plan whose "
+                "skip scale is 1"
+            )
+    # A probability may be that of several blocks, which then all need the hook.
+    taken = {held[:2] for block in adding if (held := found.get(block)) is not None}
+    return {block: held for block, held in found.items() if held and held[:2] in taken}
+
+
+def _hooks(
+    parts: dict[str, nn.Module], block: Block, row: ScaleRow, dropout: HeldDropout | None
+) -> list[tuple[Point, Any]]:
+    """Of one block, in the order in which they must be placed.
+
+    Hooks of one module run in that order: a norm's output is scaled before a Post-LN layer's
+    stream is remembered, a norm's input behind a Pre-LN layer's.
+    """
+    hooks: list[tuple[Point, Any]] = []
+    if row.norm_output != 1:
+        hooks.append((Point(_norm(block), "output"), ScaleOutput(row.norm_output)))
+    native = native_branch(parts[block.path])
+    if (row.skip, row.branch) != (1.0, native) or dropout is not None:
+        carried = Carried() if row.skip != 1 else None
+        if carried is not None:
+            hooks.append((block.stream, Remember(carried, block.stream.side)))
+        drop_prob = 0.0 if dropout is None else dropout.drop_prob
+        hooks.append((block.branch, ScaleBranch(row.skip, row.branch, native, carried, drop_prob)))
+    if row.norm_input != 1:
+        hooks.append((Point(_norm(block), "input"), ScaleInput(row.norm_input)))
+    return hooks
+
+
+def native_branch(layer: nn.Module) -> float:
+    """What a layer's own code multiplies a block's output by."""
+    return float(getattr(layer, "residual_multiplier", 1.0))
+
+
+def _norm(block: Block) -> str:
+    if block.norm is None:
+        raise DomainError(f"layer {block.layer}, {block.name}: no norm that could be scaled")
+    return block.norm
+
+
+def _check_one_skip(scales: Scales, layer: int) -> None:
+    columns = scales.skip[layer - 1]
+    if columns[0] != columns[1]:
+        raise DomainError(
+            f"layer {layer}: attention and feed-forward block share one residual sum, which has "
+            "one skip scale, not two"
+        )

@@ -1,0 +1,182 @@
+"""From a declared Transformer to the composition of components that a theory propagates through."""
+
+from __future__ import annotations
+
+import functools
+
+from ..engine.composition import BottomToTop, Chain, Component, Layer, Parallel, Residual
+from ..engine.packing import Padding
+from ..formulas.law import Theory
+from ..model.embedding import Embedding
+from ..model.transformer import Transformer
+from .blocks import Blocks, check_coverage, dropout, norm, scale
+
+
+@functools.lru_cache(maxsize=32)
+def declare(
+    model: Transformer, theory: Theory, padding: Padding | None = None, sequences: int = 1
+) -> Chain:
+    """The stack of layers as components that hold the laws of `theory`.
+
+    Args:
+        model: the declaration.
+        theory: which laws.
+        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
+        sequences: how many sequences share one kernel, one after the other.
+
+    Raises:
+        DomainError: the theory does not cover a feature of the model.
+    """
+    check_coverage(model, theory)
+    layers = range(1, model.layers + 1)
+    return Chain(tuple(_Stack(model, theory, padding, sequences).layer(n) for n in layers))
+
+
+def declare_layer(
+    model: Transformer,
+    theory: Theory,
+    number: int,
+    padding: Padding | None = None,
+    sequences: int = 1,
+) -> Layer:
+    """One layer of `declare`, for a walk that does not hold them all."""
+    return _Stack(model, theory, padding, sequences).layer(number)
+
+
+def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) -> Chain:
+    """What follows the sum of the embedding tables."""
+    parts: list[Component] = []
+    if embedding.norm:
+        like = model.replace(norm_epsilon=embedding.norm_epsilon)
+        parts.append(norm(like, theory, "embedding.norm"))
+    parts.append(dropout(theory, "embedding", embedding.dropout))
+    return Chain(tuple(parts))
+
+
+def declare_output(model: Transformer, theory: Theory) -> Chain:
+    """What turns an encoder's last layer into what a decoder reads."""
+    normed, gain = model.placements[-1] not in ("post", "b2t", "none"), 1.0
+    if model.head is not None:
+        normed, gain = model.head.norm, model.head.norm_gain
+    parts: list[Component] = [norm(model, theory, "final.norm", gain)] if normed else []
+    drop_prob = getattr(model.head, "dropout", 0.0)
+    if drop_prob:
+        parts.append(dropout(theory, "final.dropout", drop_prob))
+    return Chain(tuple(parts))
+
+
+class _Stack:
+    """Puts blocks, norms and scales together as the model's placement says."""
+
+    def __init__(
+        self, model: Transformer, theory: Theory, padding: Padding | None, sequences: int
+    ) -> None:
+        self.model, self.theory = model, theory
+        self.padding, self.sequences = padding, sequences
+
+    def layer(self, number: int) -> Layer:
+        """Layer `number`, counted from 1."""
+        model = self.model
+        blocks = Blocks(model, self.theory, number, self.padding, self.sequences)
+        named = {"attention": blocks.attention(), "ffn": blocks.ffn()}
+        if model.encoder is not None:
+            named = {"attention": named["attention"], "cross": blocks.cross(), "ffn": named["ffn"]}
+        if model.parallel:
+            return Layer(self._parallel(named, number), number)
+        place = {
+            "pre": self._pre,
+            "none": self._none,
+            "post": self._post,
+            "sandwich": self._sandwich,
+            "hybrid": self._hybrid,
+        }
+        if model.placements[number - 1] == "b2t":
+            return Layer(self._b2t(named, number), number)
+        put = place[model.placements[number - 1]]
+        parts: list[Component] = []
+        for name, block in named.items():
+            parts += put(name, block, number)
+        return Layer(Chain(tuple(parts)), number)
+
+    # --- placements ----------------------------------------------------------------------------
+
+    def _pre(self, name: str, block: Chain, number: int) -> list[Component]:
+        return self._sum(name, Chain((*self._norm(name, number), *block.parts)), number)
+
+    def _none(self, name: str, block: Chain, number: int) -> list[Component]:
+        return self._sum(name, block, number)
+
+    def _post(self, name: str, block: Chain, number: int) -> list[Component]:
+        return [*self._sum(name, block, number), *self._norm(name, number)]
+
+    def _sandwich(self, name: str, block: Chain, number: int) -> list[Component]:
+        after = norm(self.model, self.theory, f"{name}.post_norm", self._gain(name, number))
+        branch = Chain((*self._norm(name, number), *block.parts, after))
+        return self._sum(name, branch, number)
+
+    def _hybrid(self, name: str, block: Chain, number: int) -> list[Component]:
+        # Queries, keys and values are normalised inside attention; see Blocks.attention.
+        total = self._sum(name, block, number)
+        return total if name == "attention" else [*self._norm(name, number), *total]
+
+    def _b2t(self, named: dict[str, Chain], number: int) -> Component:
+        attention = self._residual("attention", named["attention"], number)
+        inner = Chain(self._norm("attention", number))
+        ffn = self._residual("ffn", named["ffn"], number)
+        total = [BottomToTop(attention, inner, ffn), *self._sum_scale("ffn", number)]
+        return Chain((*total, *self._norm("ffn", number)))
+
+    def _parallel(self, named: dict[str, Chain], number: int) -> Component:
+        scales = self.model.by_block("branch_scale")[number - 1]
+        if scales[0] != scales[1]:
+            # The sum has the feed-forward block's scale.
+            own = scale(self.theory, "attention.scale", float(scales[0] / scales[1]) ** 2)
+            named = named | {"attention": Chain((*named["attention"].parts, own))}
+        norms = {name: self._norm(name, number) for name in named}
+        if self.model.norm == "none":
+            norms = dict.fromkeys(named, ())
+        if self.model.parallel_norms == 2:
+            both = [Chain((*norms[name], *block.parts)) for name, block in named.items()]
+            branch: Component = Parallel(tuple(both))
+        else:
+            branch = Chain((*norms["attention"], Parallel(tuple(named.values()))))
+        return Chain((*self._sum("ffn", branch, number),))
+
+    # --- norms and scales ----------------------------------------------------------------------
+
+    def _sum(self, name: str, branch: Component, number: int) -> list[Component]:
+        return [self._residual(name, branch, number), *self._sum_scale(name, number)]
+
+    def _sum_scale(self, name: str, number: int) -> tuple[Component, ...]:
+        if number == 1 or self.model.layernorm_scaling != "after-residual":
+            return ()
+        return (self._lns(f"{name}.sum_scale", number),)
+
+    def _residual(self, name: str, branch: Component, number: int) -> Residual:
+        if number > 1 and self.model.layernorm_scaling == "after-block":
+            branch = Chain((branch, self._lns(f"{name}.scale", number)))
+        which = int(name == "ffn")
+        skip = float(self.model.by_block("skip_scale")[number - 1, which])
+        amplitude = float(self.model.by_block("branch_scale")[number - 1, which])
+        return Residual(branch, skip, amplitude, f"{name}.sum")
+
+    def _gain(self, name: str, number: int) -> float:
+        return float(self.model.norm_gains[number - 1, int(name == "ffn")])
+
+    def _norm(self, name: str, number: int) -> tuple[Component, ...]:
+        where = self.model.layernorm_scaling
+        label = f"{name}.norm"
+        found = norm(self.model, self.theory, label, self._gain(name, number))
+        if number == 1:
+            return (found,)
+        if where == "before-norm":
+            return self._lns(f"{label}_scale", number), found
+        spared = {"attention-only": ("ffn",), "ffn-only": ("attention", "cross")}.get(
+            str(where), ()
+        )
+        if where in (True, "after-norm") or (spared and name not in spared):
+            return found, self._lns(f"{label}_scale", number)
+        return (found,)
+
+    def _lns(self, label: str, number: int) -> Component:
+        return scale(self.theory, label, float(self.model.norm_scales[number - 1]) ** 2)

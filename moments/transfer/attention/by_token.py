@@ -1,0 +1,391 @@
+"""Attention resolved by token: what an attention leaf declares, made into kernel operations."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.packing import one_document, places
+from ...engine.state import Array, Kernel, Signal, ratio_or_zero
+from ...errors import DomainError
+from ...model.positions import alibi_slopes
+from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
+from .kernels.exact_rows import THETA_PEAKED
+from .kernels.position_attention import PositionAttention
+from .logits import LogitLaw
+
+Mask = NDArray[np.bool_]
+
+LOGIT_VARIANCE_MAX = THETA_PEAKED
+"""Logit variance, averaged over a kernel's tokens, beyond which that variance stands in."""
+
+HEADS_RESOLVED = 4
+"""Heads of different distance penalties that are followed one by one; more are averaged by a Gauss
+rule of as many nodes in the penalty's logarithm."""
+
+BEYOND_TABLES = "some rows have a logit variance beyond 8, where attention by token is extrapolated"
+
+LOGIT_VARIANCE_NOTED = 12.0
+"""Logit variance beyond which a note says so."""
+
+
+def variance_notes(logit_variance: Array) -> tuple[str, ...]:
+    """Where the logits' variance leaves what the laws were measured at."""
+    largest = float(np.max(logit_variance))
+    if largest <= LOGIT_VARIANCE_NOTED:
+        return ()
+    text = (
+        f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_NOTED:g}: attention all but "
+        "picks one token, by the law of the largest logits (gradients of a layer within 5 % for "
+        "tokens alike, within a factor of 1.6 where their variances differ by 10)"
+    )
+    if largest > LOGIT_VARIANCE_MAX:
+        lost = (largest / LOGIT_VARIANCE_MAX) ** 0.5
+        text += (
+            f"; beyond {LOGIT_VARIANCE_MAX:g} that variance stands in, and what queries and keys "
+            f"send back is low by up to {lost:.2g} in each such layer"
+        )
+    return (text,)
+
+
+def attention_facts(
+    logit_variance: Array, square: Array, entropy: Array, keys: Array
+) -> dict[str, Array]:
+    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
+    return {
+        "logit_variance": logit_variance,
+        "square_sum": square,
+        "distance_to_uniform": square - 1 / keys,
+        "entropy": entropy,
+    }
+
+
+def positions(tokens: int, leaf: Any) -> Array:
+    """(tokens,) position of every token in its sequence, or in its document of a packed row."""
+    length = tokens // leaf.sequences
+    documents = np.ones((1, length)) if leaf.padding is None else np.asarray(leaf.padding)
+    if np.max(documents) < 2 or documents.shape[-1] != length:
+        documents = np.ones((1, length))
+    where = np.broadcast_to(places(documents), (leaf.sequences, length))
+    return where.reshape(-1).astype(np.float64)
+
+
+def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
+    """Which keys each query sees, one (n, n) mask for every kernel of n tokens.
+
+    A kernel holds `leaf.sequences` sequences one after the other, and a token sees its own alone.
+
+    Raises:
+        DomainError: the tokens are no whole number of sequences, or the padding fits neither the
+            sequences of one kernel nor the kernels.
+    """
+    if tokens % leaf.sequences:
+        raise DomainError(f"{tokens} tokens are not {leaf.sequences} sequences of one length")
+    length = tokens // leaf.sequences
+    offset = np.subtract.outer(np.arange(length), np.arange(length))
+    inside = np.ones((length, length), bool)
+    if leaf.causal:
+        inside &= offset >= 0
+    if leaf.window is not None:
+        inside &= np.abs(offset) < leaf.window
+    if leaf.padding is None:
+        return [_blocks([inside] * leaf.sequences)] * matrices
+    # A query that sees no real key keeps itself: padding before a causal text.
+    seen = [seeing_itself(inside & _visible(row)) for row in leaf.padding]
+    if leaf.sequences > 1:
+        if len(seen) != leaf.sequences:
+            raise DomainError(
+                f"padding is given for {len(seen)} sequences, and the kernel holds {leaf.sequences}"
+            )
+        return [_blocks(seen)] * matrices
+    return seen if len(seen) == matrices else seen * matrices
+
+
+def _visible(documents: Any) -> Mask:
+    """(L, L) real keys of a query's own document; of a padding query, all that are real."""
+    numbers = np.asarray(documents, dtype=np.int64)
+    return np.asarray(one_document(numbers) | ((numbers[:, None] == 0) & (numbers > 0)))
+
+
+def seeing_itself(mask: Mask) -> Mask:
+    """The mask, with queries that see nothing seeing themselves."""
+    return np.asarray(np.where(mask.any(-1, keepdims=True), mask, np.eye(len(mask), dtype=bool)))
+
+
+def _blocks(masks: list[Mask]) -> Mask:
+    if len(masks) == 1:
+        return masks[0]
+    whole = np.zeros((sum(len(one) for one in masks), sum(one.shape[1] for one in masks)), bool)
+    row = column = 0
+    for one in masks:
+        whole[row : row + len(one), column : column + one.shape[1]] = one
+        row, column = row + len(one), column + one.shape[1]
+    return whole
+
+
+def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
+    """(queries, keys) whether both tokens are of one sequence."""
+    ones = np.ones((queries // sequences, keys // sequences), bool)
+    return _blocks([ones] * sequences)
+
+
+def build(
+    leaf: Any,
+    law: LogitLaw,
+    memory: Kernel,
+    allowed: list[Mask],
+    norm_spread: Array,
+    separate_queries: bool,
+) -> tuple[list[HeadAverage], Array]:
+    """The layer on every kernel of a batch, and the variance its logits were to have in each.
+
+    Args:
+        leaf: `SelfAttention` or `CrossAttention`.
+        law: of the logits.
+        memory: (..., Lk, Lk) kernel of the tokens attended to.
+        allowed: a mask for every kernel.
+        norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
+        separate_queries: whether the queries are not the tokens attended to.
+    """
+    queries, keys = law.queries.kernel, law.keys.kernel
+    # What the tokens have of their own, which is what a row's logits vary with.
+    own = queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
+    wanted = law.scale * own
+    scales = law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300))
+    lead = memory.pairs.shape[:-2]
+    scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
+    heads: list[HeadAverage] = []
+    turned = leaf.rotary is not None
+    value_gain = memory_gain(leaf)
+    kernels = flat(queries), flat(keys), flat(memory)
+    matrices = zip(*kernels, allowed, scales, spreads, strict=True)
+    for asking, asked, values, mask, scale, spread in matrices:
+        where = [positions(len(one), leaf) for one in (asking, asked)]
+        # A common shift of all keys cancels in the softmax unless it is turned.
+        plain = law.keys.gain is None and (not turned or keys is memory)
+        settings = {
+            "logit_scale": float(scale),
+            "allowed": mask,
+            "drop_prob": leaf.drop_prob,
+            "d_model": leaf.memory_width,
+            "d_head": law.head_freedom,
+            "norm_spread": float(spread),
+            "query_kernel": None if plain and queries is memory else asking,
+            "key_kernel": None if plain else asked,
+            "rotation": _rotation(leaf, where) if turned else None,
+            "value_bias": leaf.value_bias / value_gain,
+            "separate_queries": separate_queries,
+        }
+        heads.append(_heads(leaf, values, where, settings))
+    return heads, wanted
+
+
+class Paths(NamedTuple):
+    """Gradient kernels at the tokens by path, before what stands between tokens and logits.
+
+    Attributes:
+        value, query, key: through those.
+        cross: correlation of the value and key paths.
+    """
+
+    value: Kernel
+    query: Kernel
+    key: Kernel
+    cross: Kernel
+
+
+class TokenLayer:
+    """One layer of self-attention on every kernel of a batch, by token."""
+
+    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array) -> None:
+        self._leaf, self._shape = leaf, tokens.pairs.shape
+        matrices = flat(tokens)
+        self._masks = self_masks(leaf, matrices.shape[-1], len(matrices))
+        self._rows, self.wanted = build(leaf, law, tokens, self._masks, norm_spread, False)
+        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+
+    def _kernel(self, matrices: list[Array]) -> Kernel:
+        return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
+
+    def _numbers(self, name: str) -> Array:
+        return np.stack([getattr(one, name) for one in self._rows])
+
+    def forward(self) -> Kernel:
+        """Second moments per feature of sum_j a_ij x_j."""
+        return self._kernel([one.forward() for one in self._rows])
+
+    def mean_output(self) -> Kernel:
+        """Overlap of the outputs of two heads that share keys and values."""
+        return self._kernel([one.mean_output() for one in self._rows])
+
+    def weights(self) -> Array:
+        """Mean attention."""
+        return self._numbers("mean_attention").reshape(self._shape)
+
+    @functools.cached_property
+    def sum_square(self) -> Array:
+        """E sum_j a_ij^2."""
+        return self._numbers("sum_square").reshape(self._shape[:-1])
+
+    def facts(self) -> dict[str, Array]:
+        """See `attention_facts`."""
+        keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
+        numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
+        return attention_facts(numbers[0], numbers[1], numbers[2], keys)
+
+    def backward(self, gained: Kernel) -> Paths:
+        """Of the gradient at sum_j a_ij x_j."""
+        parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
+        return Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
+
+    def tilt(self, gained: Kernel) -> Kernel:
+        """What the query path gains per unit of the relative variance of two tokens' overlap."""
+        found = [one.tilt * g for one, g in zip(self._rows, flat(gained), strict=True)]
+        return self._kernel(found)
+
+    def response(self) -> Kernel:
+        """What the query path is per unit of the gradient."""
+        return self._kernel([one.response for one in self._rows])
+
+    def table_gradient(self, gained: Kernel) -> Array | None:
+        """Of a table of relative biases."""
+        tables = [
+            one.noise.table_gradient(one.kernel, matrix)
+            for one, matrix in zip(self._rows, flat(gained), strict=True)
+            if one.noise is not None
+        ]
+        return self._leaf.d_model * np.reshape(tables, self._shape[:-2]) if tables else None
+
+
+class ClassLayer:
+    """`TokenLayer` on classes of positions."""
+
+    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array) -> None:
+        assert tokens.classes is not None
+        self._classes, self._shape = tokens.classes, tokens.pairs.shape
+        own = tokens.mean_diagonal() * (tokens.mean_diagonal() - tokens.mean_pairs())
+        self.wanted = law.scale * own
+        scales = law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(self.wanted, 1e-300))
+        lead = self._shape[:-2]
+        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
+        self._rows = [
+            PositionAttention(
+                diagonal,
+                pairs,
+                self._classes,
+                logit_scale=float(scale),
+                drop_prob=leaf.drop_prob,
+                d_model=leaf.d_model,
+                d_head=law.head_freedom,
+                norm_spread=float(spread),
+                value_bias=leaf.value_bias / memory_gain(leaf),
+            )
+            for (diagonal, pairs), scale, spread in zip(
+                self._flat(tokens), scales, spreads, strict=True
+            )
+        ]
+        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+
+    def _flat(self, kernel: Kernel) -> list[tuple[Array, Array]]:
+        size = self._shape[-1]
+        own = np.broadcast_to(kernel.diagonal, self._shape[:-1]).reshape(-1, size)
+        pairs = np.broadcast_to(kernel.pairs, self._shape).reshape(-1, size, size)
+        return list(zip(own, pairs, strict=True))
+
+    def _kernel(self, kernels: list[Any]) -> Kernel:
+        own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
+        return Kernel(own.reshape(self._shape[:-1]), pairs.reshape(self._shape), self._classes)
+
+    def _numbers(self, name: str) -> Array:
+        return np.stack([getattr(one, name) for one in self._rows]).reshape(self._shape[:-1])
+
+    def forward(self) -> Kernel:
+        return self._kernel([one.output for one in self._rows])
+
+    def mean_output(self) -> Kernel:
+        means = [one.mean_output() for one in self._rows]
+        return self._kernel([(np.diagonal(mean), mean) for mean in means])
+
+    def weights(self) -> Array:
+        return np.stack([one.weights for one in self._rows]).reshape(self._shape)
+
+    @functools.cached_property
+    def sum_square(self) -> Array:
+        return self._numbers("sum_square")
+
+    def facts(self) -> dict[str, Array]:
+        keys = self._classes.nodes.astype(float)
+        numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
+        return attention_facts(numbers[0], numbers[1], numbers[2], keys)
+
+    def backward(self, gained: Kernel) -> Paths:
+        given = zip(self._rows, self._flat(gained), strict=True)
+        parts = [one.backward(own, pairs) for one, (own, pairs) in given]
+        return Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
+
+    def tilt(self, gained: Kernel) -> Kernel:
+        given = zip(self._rows, self._flat(gained), strict=True)
+        found = [(one.tilt[0] * own, one.tilt[1] * pairs) for one, (own, pairs) in given]
+        return self._kernel(found)
+
+    def response(self) -> Kernel:
+        return self._kernel([one.response for one in self._rows])
+
+    def table_gradient(self, gained: Kernel) -> Array | None:
+        return None
+
+
+def self_attention(
+    leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array
+) -> TokenLayer | ClassLayer:
+    """The layer in the resolution of its tokens."""
+    if tokens.classes is None:
+        return TokenLayer(leaf, law, tokens, norm_spread)
+    return ClassLayer(leaf, law, tokens, norm_spread)
+
+
+def memory_gain(leaf: Any) -> float:
+    """Variance of a value per unit of the tokens' kernel, kept above 0."""
+    return float(max(leaf.memory_width * leaf.value, 1e-60))
+
+
+def _rotation(leaf: Any, where: list[Array]) -> Rotation:
+    frequencies, shares = leaf.rotary.frequencies(int(leaf.d_head))
+    return Rotation.of(frequencies, shares, *where)
+
+
+def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
+    offset = np.subtract.outer(where[1], where[0]).T  # key's position minus query's
+    if leaf.alibi:
+        every = leaf.alibi * alibi_slopes(int(leaf.heads))
+        slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
+        layers = [
+            KernelAttention(values, bias=-np.exp(slope) * np.abs(offset), **settings)
+            for slope in slopes
+        ]
+    else:
+        shares = np.ones(1)
+        layers = [KernelAttention(values, **settings)]
+    table = leaf.relative_bias
+    if table is None or table.variance == 0.0:
+        return HeadAverage(layers, shares)
+    bucket = table.bucket(offset, leaf.causal)
+    mean = HeadAverage(layers, shares).mean_attention
+    return HeadAverage(layers, shares, RelativeBiasNoise(mean, bucket, table.variance))
+
+
+def flat(kernel: Kernel) -> Array:
+    """(matrices, n, n)."""
+    return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
+
+
+def mean_spread(signal: Signal) -> Array:
+    """Var |x|^2 / E^2 |x|^2 of every configuration, averaged over its tokens; 0 where it is not
+    followed."""
+    if signal.spread is None:
+        return 0.0
+    relative = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
+    return signal.kernel.average(relative)

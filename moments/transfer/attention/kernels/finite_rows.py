@@ -1,0 +1,246 @@
+"""Exchangeable softmax rows of finite width, path by path, for queries of any correlation.
+
+The realised query products q_i.q_i'/d_head fluctuate: in distribution the sum and the difference of
+two queries have independent chi-square norms of relative variance 2/nu (`Widths.freedom`), less
+what tokens of fixed norm take away (`softmax.fixed_norms`, which also says at what covariance their
+keys' logits are to be read). Every exact statistic is averaged over two such rules. The terms of
+order 1/d_model and 1/d_head are those that `laws.attention_refined` derives for tokens alike, whose
+queries and keys share one fraction r of their second moment: here the queries correlate by rho, and
+of a key's second moment the fraction u = 1 - r is its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..softmax import PairStatistics, RowStatistics, chi_square_rule
+from ..softmax.fixed_norms import (
+    CORRECTED_MAX,
+    STIFFNESS_LEAST,
+    KeyCorrections,
+    key_corrections,
+    pair_spreads,
+)
+from . import exact_rows
+from .widths import Widths
+
+Array = NDArray[np.float64]
+
+
+class Tables(Protocol):
+    """Where exact statistics come from; as the functions of `exact_rows`."""
+
+    def tabulated(self, theta: Array) -> Array:
+        """The nearest variance at which there are statistics."""
+        ...
+
+    def rows(self, theta: Array, keys: Array) -> RowStatistics:
+        """Of single rows."""
+        ...
+
+    def pairs(self, theta: Array, keys: Array, rho: Array) -> PairStatistics:
+        """Of two alike rows: (m, s) variances and correlations, (m,) keys."""
+        ...
+
+
+class FiniteRows(NamedTuple):
+    """Statistics of m rows at s correlations; theta the logit variance, delta `Widths.deficit`.
+
+    Attributes:
+        overlap: (m, s) C2 = E sum_j a_j a'_j.
+        growth: (m, s) dC2/dlog theta at fixed correlation.
+        key: (m, s) E tr J J' with the logit covariance, in the key path.
+        query: (m, s) E tr J J' in the query path.
+        tilt, query_tilt: (m, s) E of two rows' shifts along the direction that both look in, over
+            their product, in the output and in the query path.
+        square, jacobian: (m,) P2 = E sum a^2; T2 = E tr J^2 at the logits that have this P2.
+        common: (m,) what the keys' own variance, fluctuating, adds to `query` of a row with itself.
+        stiffness: (m,) x, where fixed norms leave the fraction e^{-x (1 + rho)} of C2.
+        against: (m,) fraction of what two rows' keys share that fixed norms take away.
+        masks: (m,) relative change of what a dropped value weighs.
+        dropped_key, dropped_query, dropped_cross: (m,) response to dropped attention: in the paths
+            as `key` and `query`, and theta (2 P2 - 5 P3 + 3 P4).
+    """
+
+    overlap: Array
+    growth: Array
+    key: Array
+    query: Array
+    tilt: Array
+    query_tilt: Array
+    square: Array
+    jacobian: Array
+    common: Array
+    stiffness: Array
+    against: Array
+    masks: Array
+    dropped_key: Array
+    dropped_query: Array
+    dropped_cross: Array
+
+
+class _Pairs(NamedTuple):
+    """Statistics of two rows, averaged: (classes, r); `drive` those times the logit covariance."""
+
+    overlap: Array
+    jacobian: Array
+    radial: Array
+    growth: Array
+    drive: Array
+    drive_radial: Array
+
+
+class _Rows(NamedTuple):
+    """Statistics of one row, averaged: (classes,); `dropped` is theta (2 P2 - 5 P3 + 3 P4)."""
+
+    square: Array
+    cube: Array
+    fourth: Array
+    vacancy: Array
+    jacobian: Array
+    radial: Array
+    tilt: Array
+    weighted: Array
+    driven: Array
+    dropped: Array
+
+
+def finite_rows(
+    theta: Array,
+    keys: Array,
+    unshared: Array,
+    rho: Array,
+    widths: Widths,
+    tables: Tables = exact_rows,
+) -> FiniteRows:
+    """Statistics of rows, averaged over the widths' fluctuations; zero responses for one key.
+
+    Args:
+        theta, keys: (m,) logit variance within the tables and number of keys.
+        unshared: (m,) u.
+        rho: (m, s) correlations of the queries; the first is 1.
+        widths: of the layer.
+        tables: of exact statistics.
+    """
+    narrow, wide, deficit = 1.0 / widths.d_head, 1.0 / widths.d_model, widths.deficit
+    single = keys <= 1.0
+    dimension = 1.0 / (deficit * unshared**2 + STIFFNESS_LEAST) + 2.0
+    corrections = key_corrections(
+        lambda around: tables.rows(around, keys),
+        theta,
+        dimension,
+        CORRECTED_MAX,
+    )
+    pair, row = _averages(theta, keys, unshared, rho, widths, corrections, tables)
+    square = np.maximum(row.square, 1e-300)
+    jacobian = np.where(single, 1.0, np.maximum(row.jacobian, 1e-300))
+    curvature = np.where(single, 0.0, corrections.curvature) / jacobian
+    diagonal = (row.square - 2.0 * row.cube + row.fourth) / jacobian
+    stiff = unshared**2 * deficit
+    shared = np.maximum(1.0 - unshared, 0.0)
+    fluctuating = unshared * (wide - deficit)
+    between = 0.5 * (1.0 + rho)
+    straight = max(1.0 - 2.0 * wide - narrow, 0.0)
+
+    key = pair.drive * (1.0 - wide) + pair.drive_radial * wide
+    key = key * np.exp(-(stiff * curvature)[:, None] * between)
+    query = pair.jacobian * straight + pair.radial * (narrow + 3.0 * wide)
+    spent = diagonal[:, None] + curvature[:, None] * between
+    query = query * np.exp(-2.0 * stiff[:, None] * spent)
+    common = shared**2 * deficit * (4.0 * row.radial - 2.0 * row.jacobian)
+
+    masked = row.jacobian * straight + row.radial * (narrow + 2.0 * wide)
+    masked = masked * np.exp(-stiff * curvature)
+    masked = masked + fluctuating * jacobian * (2.0 * diagonal + curvature)
+    masked = masked + 2.0 * shared**2 * deficit * (row.radial - row.jacobian)
+    tilt, query_tilt = _tilts(pair, row, theta, rho)
+    skewness = np.minimum(theta, CORRECTED_MAX) * (1.0 - 3.0 * row.square + 2.0 * row.cube)
+    return FiniteRows(
+        pair.overlap,
+        pair.growth,
+        key,
+        query,
+        np.where(single[:, None], 1.0, tilt),
+        np.where(single[:, None], 1.0, query_tilt),
+        row.square,
+        np.where(single, 1.0, exact_rows.jacobian_square(row.square, keys)),
+        np.where(single, 0.0, common),
+        np.where(single, 0.0, stiff * row.dropped / square),
+        np.where(single, 0.0, deficit * unshared * (1.0 + unshared) * skewness),
+        np.where(single, 0.0, fluctuating * (row.weighted / square - 1.0)),
+        np.where(single, 0.0, row.driven * (1.0 + fluctuating * curvature)),
+        np.where(single, 0.0, masked),
+        np.where(single, 0.0, row.dropped),
+    )
+
+
+def _averages(
+    theta: Array,
+    keys: Array,
+    unshared: Array,
+    rho: Array,
+    widths: Widths,
+    corrections: KeyCorrections,
+    tables: Tables,
+) -> tuple[_Pairs, _Rows]:
+    """Averages over the norms of the sum and the difference of two queries, and over one's own."""
+    rule = chi_square_rule(widths.freedom)
+    count, share = len(rule.nodes), widths.deficit_share
+    first, second = np.repeat(rule.nodes, count), np.tile(rule.nodes, count)
+    shared = np.clip(1.0 - unshared, 0.0, 1.0)
+    spreads = pair_spreads(np.maximum(rho, 0.0), shared[:, None], share)
+    apart = np.maximum(spreads.difference - spreads.along**2 * spreads.total, 0.0)
+    total = np.sqrt(spreads.total)[..., None] * (first - 1.0)
+    apart = np.sqrt(apart)[..., None] * (second - 1.0)
+    plus = 0.5 * (1.0 + rho[..., None]) * np.maximum(1.0 + total, 0.0)
+    along = np.asarray(spreads.along)[..., None] * total
+    minus = 0.5 * (1.0 - rho[..., None]) * np.maximum(1.0 + apart + along, 0.0)
+    norm = np.maximum(plus + minus, 1e-12)
+    size = tables.tabulated(theta[:, None, None] * norm)
+    psi = size * (plus - minus) / norm
+    own = np.sqrt(1.0 + 2.0 * share * shared**2)[:, None] * (rule.nodes - 1.0)
+    own = np.maximum(1.0 + own, 0.0)
+    alone = tables.tabulated(theta[:, None] * own)
+    size_seen, psi_seen, alone_seen = size, psi, alone
+    if widths.deficit > 0.0:
+        lifted = corrections._replace(
+            dimension=corrections.dimension[:, None], share=corrections.share[:, None]
+        )
+        alone_seen = tables.tabulated(lifted.covariance(alone, alone))
+        lifted = corrections._replace(
+            dimension=corrections.dimension[:, None, None], share=corrections.share[:, None, None]
+        )
+        size_seen = tables.tabulated(lifted.covariance(size, size))
+        psi_seen = lifted.covariance(size, psi)
+    cosine = np.clip(psi_seen / size_seen, -1.0, 1.0)
+    flat = (len(theta), -1)
+    exact = tables.pairs(size_seen.reshape(flat), keys, cosine.reshape(flat))
+    weights = np.outer(rule.weights, rule.weights).ravel()
+    overlap, jacobian, radial, growth = (np.reshape(field, size.shape) for field in exact[:4])
+    fields = (overlap, jacobian, radial, growth, psi * jacobian, psi * radial)
+    pair = _Pairs(*[field @ weights for field in fields])
+    rows = tables.rows(alone_seen, keys[:, None])
+    cube, fourth = np.asarray(rows.sum_cube), np.asarray(rows.sum_fourth)
+    dropped = np.minimum(alone, CORRECTED_MAX) * (
+        2.0 * np.asarray(rows.sum_square) - 5.0 * cube + 3.0 * fourth
+    )
+    entries = (*rows[:6], rows.mean_logit_square, rows.weighted_logit_square)
+    driven = alone * np.asarray(rows.jacobian_square)
+    found = [np.asarray(one) @ rule.weights for one in (*entries, driven, dropped)]
+    return pair, _Rows(*found)
+
+
+def _tilts(pair: _Pairs, row: _Rows, theta: Array, rho: Array) -> tuple[Array, Array]:
+    """E of two rows' shifts over their product: E tr D tr D' and E (a'.a^2 - a.a' sum a^2)
+    interpolate between independent and equal rows."""
+    product = np.maximum((1.0 - row.square) ** 2, 1e-300)
+    own, cosine = row.vacancy / product, rho * rho
+    query = 1.0 + cosine * (own[:, None] - 1.0)
+    rest = 4.0 * (row.cube - (row.vacancy - 1.0 + 2.0 * row.square))
+    tilt = query + (pair.jacobian - rest[:, None]) / product[:, None]
+    # equal rows: exactly E (a.s)^2 - theta P2, logits averaged with it
+    exact = (row.tilt - row.square) / (theta * product)
+    return tilt + (exact - tilt[:, 0])[:, None] * cosine, query

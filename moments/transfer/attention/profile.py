@@ -1,0 +1,57 @@
+"""Attention statistics as functions of the token correlation alone.
+
+After a normalisation, layers with equal weights differ only in their tokens' correlation. One
+vectorised evaluation at Chebyshev nodes then serves all of them: a deep model costs little more
+than a shallow one. At logit scales up to 5 the moments of 24-layer models move by 1e-10; a test
+compares the interpolation with the statistics it stands for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from .statistics import AttentionStatistics, attention_statistics
+
+_NODES = 40
+
+
+class _Profile(NamedTuple):
+    """Chebyshev coefficients on correlations in [0, 1], one column a statistic."""
+
+    names: tuple[str, ...]
+    coefficients: np.ndarray
+    valid: bool
+
+
+@functools.lru_cache(maxsize=512)
+def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) -> _Profile:
+    angles = math.pi * (np.arange(_NODES) + 0.5) / _NODES
+    correlation = (1 + np.cos(angles)) / 2
+    found = attention_statistics(
+        np.full(_NODES, logit_scale), correlation, seq_len, d_model, d_head
+    )
+    columns = {**found.values, "entropy": found.entropy}
+    values = np.stack([np.broadcast_to(v, correlation.shape) for v in columns.values()], axis=-1)
+    transform = np.cos(np.outer(np.arange(_NODES), angles)) * (2 / _NODES)
+    transform[0] /= 2
+    return _Profile(tuple(columns), transform @ values, found.valid)
+
+
+_ORDERS = np.arange(_NODES)
+
+
+def profiled_statistics(
+    logit_scale: float, correlation: float, seq_len: int, d_model: float, d_head: float
+) -> AttentionStatistics:
+    """`attention_statistics` of one normalised layer, by interpolation in the correlation."""
+    if correlation < 0:
+        return attention_statistics(logit_scale, correlation, seq_len, d_model, d_head)
+    profile = _profile(logit_scale, seq_len, d_model, d_head)
+    basis = np.cos(_ORDERS * math.acos(2 * correlation - 1))
+    values = dict(zip(profile.names, (basis @ profile.coefficients).tolist(), strict=True))
+    entropy = values.pop("entropy")
+    return AttentionStatistics(values, (1 - correlation) * logit_scale, entropy, profile.valid)

@@ -1,0 +1,140 @@
+"""What fixing the tokens' norms takes from the fluctuations of an attention row's logits.
+
+A row's logits are w.x_j with w = W_k^T W_q x_i. Given w, logits of Gaussian tokens are Gaussian.
+Tokens whose norm is fixed, by a normalisation, lack the fluctuation 2/d of |x_j|^2, or the part
+2 delta of it: delta = 1/d - Var|x|^2 / (2 E^2|x|^2). To first order in delta, from the covariance
+of sample correlations (Isserlis' theorem for the inner products, the delta method for the norms),
+for keys that share the fraction k of their second moment,
+
+    the own logit variance, 1 - k, fluctuates with all overlaps: relative variance 2 k^2 delta;
+    own logits given that have fourth cumulant -6 (1-k)^2 delta times their variance squared;
+
+and the overlaps of two queries fluctuate less (`pair_spreads`). A fourth cumulant 3 z theta^2 acts
+as an independent fluctuation z of each key's own variance. On P_2 = 1 - 2 d/dtheta E log sum e^s
+that is, exactly,
+
+    dP_2 = -(z theta^2 / 4) d/dtheta (1 - 7 P_2 + 12 P_3 - 6 P_4).
+
+For many keys it replaces the logit covariance psi of two rows by log E e^{s+s'} - log E e^s -
+log E e^s', with s on a sphere. Finite rows are taken at that psi with its shift scaled by dP_2 over
+the limit of dP_2: first order is exact for P_2, and the limit of many keys for all statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .exact import RowStatistics
+
+STIFFNESS_LEAST = 1e-12
+"""Stands for a fourth cumulant of 0: Gaussian keys."""
+
+CORRECTED_MAX = 30.0
+"""Logit variance beyond which what is of first order in the widths stays as it is there."""
+
+_RELATIVE_STEP = 0.02
+_THETA_LEAST = 1e-4  # corrections vanish below
+
+
+class PairSpreads(NamedTuple):
+    """Variances of |p|^2 and |q|^2 over those of Gaussian queries, and their regression.
+
+    With w, w' = sqrt((1+rho)/2) p +- sqrt((1-rho)/2) q.
+
+    Attributes:
+        total, difference: of |p|^2 and of |q|^2.
+        along: covariance of the two over the variance of |p|^2.
+    """
+
+    total: Any
+    difference: Any
+    along: Any
+
+
+def pair_spreads(rho: Any, shared: Any, share: Any) -> PairSpreads:
+    """Fluctuations of two queries of correlation rho over keys that share the fraction k.
+
+    With o = x_i.x_k/d and phi the relative fluctuation of the keys' own variance, over delta:
+    Var phi = 2 k^2, Var o = (1 - rho^2)^2, Cov = -2 s^2 (1 - rho), where queries and keys correlate
+    by s; |p|^2 = (1+o)(1+phi)/(1+rho) and |q|^2 = (1-o)(1+phi)/(1-rho). Queries being tokens of the
+    same kind, s^2 = k rho stands for what they share with the keys: exact for tokens alike.
+
+    Args:
+        rho, shared: rho and k, in [0, 1].
+        share: delta over the relative variance of |w|^2 without it.
+    """
+    plus, minus, square, met = 1 + rho, 1 - rho, shared * shared, 4 * shared * rho
+    total = 1 + share * (minus**2 + 2 * square - met * minus / plus)
+    difference = 1 + share * (plus**2 + 2 * square + met)
+    along = share * (-plus * minus + 2 * square + met * rho / plus) / total
+    return PairSpreads(total, difference, along)
+
+
+def sphere(variance: Any, dimension: Any) -> Any:
+    """log E e^s for s of this variance, a coordinate of a point on a sphere: leading order in 1/D.
+
+    v/2 - v^2/(4 D) + ...: the saddle point of the Bessel integral.
+    """
+    stretch = 4 * variance / dimension
+    excess = stretch / (np.sqrt(1 + stretch) + 1)
+    return dimension / 2 * (excess - np.log1p(excess / 2))
+
+
+class KeyCorrections(NamedTuple):
+    """Corrections for keys of fixed norm.
+
+    Attributes:
+        dimension: of the sphere whose coordinates have the keys' fourth cumulant.
+        share: of the shift of many keys that finite rows see.
+        curvature: theta sum_l E d^2 (D^2)_ll / ds_l^2.
+    """
+
+    dimension: Any
+    share: Any
+    curvature: Any
+
+    def covariance(self, theta: Any, psi: Any) -> Any:
+        """The logit covariance at which Gaussian keys have these keys' statistics.
+
+        Rows that all but pick a key see no annealed sum: its relative shift stays what it is at
+        `CORRECTED_MAX`.
+        """
+        held = np.minimum(1.0, CORRECTED_MAX / np.maximum(theta, CORRECTED_MAX))
+        theta, psi = held * theta, held * psi
+        joint = sphere(2 * (theta + psi), self.dimension) - 2 * sphere(theta, self.dimension)
+        return (psi + self.share * (joint - psi)) / held
+
+
+def key_corrections(
+    single: Callable[[Any], RowStatistics], theta: Any, dimension: Any, theta_largest: float
+) -> KeyCorrections:
+    """The share and the curvature of rows, from derivatives of row moments in theta (shape (...,)).
+
+    The curvature is written in power sums S_m = sum a^m; its S_2 S_3 and S_2 S_4 are those of
+    dP_3/dtheta and dP_4/dtheta, which leaves P_5: the least value that P_2, P_3 and P_4 allow
+    stands for it.
+
+    Args:
+        single: row statistics at (3, ...) variances.
+        theta: logit variance.
+        dimension: of the sphere.
+        theta_largest: where the statistics' range ends, nearly.
+    """
+    theta = np.minimum(theta, theta_largest)
+    inside = np.maximum(theta, _THETA_LEAST)
+    h = _RELATIVE_STEP
+    around = single(np.stack([inside * (1 - h), inside, inside * (1 + h)]))
+    moments = np.stack([around.sum_square, around.sum_cube, around.sum_fourth])
+    p2, p3, p4 = moments[:, 1]
+    slope2, slope3, slope4 = (moments[:, 2] - moments[:, 0]) / (2 * h * inside)
+    share = 1 - (12 * slope3 - 6 * slope4) / (7 * np.maximum(slope2, 1e-300))
+    # a_j-weighted moments of a_j are 1, P2, P3, ...: their Hankel determinant is not negative.
+    p5 = p3**2 + (p4 - p2 * p3) ** 2 / np.maximum(p3 - p2**2, 1e-300)
+    square_square = np.asarray(around.trace_square)[1] - 1 + 2 * p2
+    curvature = (
+        4 * p2 - 18 * p3 + 18 * p4 - 10 / 3 * slope3 + 2 * slope4 + 4 * square_square - 8 * p5
+    )
+    return KeyCorrections(dimension, share, theta * curvature)

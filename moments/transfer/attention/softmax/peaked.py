@@ -1,0 +1,208 @@
+"""Softmax rows of logit variances beyond the tables, from the law of rows that all but pick a key.
+
+Adding Gumbel noise to logits and taking the largest draws a key from their softmax, so that
+C2(theta, rho) is the chance that two rows, each with noise of its own, pick one key: that of a hard
+maximum at a lower correlation. Lines of equal C2 run along d log rho/d log theta = -kappa/theta,
+kappa = (dC2/dlog theta)/(rho theta/theta dC2/drho) -> pi^2/6, Gumbel's variance, for many units of
+theta. With kappa = pi^2/6 + c/theta, c from the edge of the tables, they are followed back to
+there.
+
+Single rows. The two largest logits lie x apart with density f/sigma at x = 0, f = n (n - 1) int
+phi^2 Phi^(n-2), so that 1 - P2 = f/sigma to leading order; f less a part in 1/theta, which the edge
+gives, is what is taken. And the largest logits of many make a Poisson process of exponential
+intensity, whose softmax is Poisson and Dirichlet's of one parameter (Ruelle 1987), 1 - P2:
+
+    E tr J^2 = P2 (1 - P2)/3,   P3 = P2 (1 + P2)/2,   P4 = P3 (2 + P2)/3,
+
+from the chances of its partitions (Pitman 1995); beside it the edge's own ratio wanes as 1/theta.
+Beyond the line through equal rows at the edge (1 - C2)^2, nearly linear in 1 - rho, is Hermite's
+cubic up to equal rows. Derived here.
+
+Error of C2, of 1 - C2 and of dC2/drho beside the exact evaluator: `tests/test_peaked.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from .chebyshev import THETA_MAX
+from .exact import PairStatistics, RowStatistics
+from .laplace import Array
+
+GUMBEL = math.pi**2 / 6
+"""Variance of Gumbel noise."""
+
+
+@functools.lru_cache(maxsize=4096)
+def extremes(keys: float) -> tuple[float, float]:
+    """f, and E max^2, of n standard normals (any real n > 1)."""
+    from scipy.special import log_ndtr
+
+    x = np.linspace(-12.0, 12.0, 1201)
+    log_density = -0.5 * x * x - 0.5 * math.log(2 * math.pi)
+    below = log_ndtr(x)
+    step = x[1] - x[0]
+    gap = keys * (keys - 1.0) * np.exp(2 * log_density + (keys - 2.0) * below).sum() * step
+    top = keys * (x * x * np.exp(log_density + (keys - 1.0) * below)).sum() * step
+    return float(gap), float(top)
+
+
+def _powers(row: RowStatistics) -> tuple[Any, Any, Any]:
+    return row.sum_cube, row.sum_fourth, row.trace_square
+
+
+def _falling(theta: Array, gap: Array, edge: Array) -> Array:
+    """dP2/dlog theta of what `_apart` gives, by a difference: its law is smooth."""
+    step = 1e-4
+    return np.asarray((_apart(theta, gap, edge) - _apart(theta * (1 + step), gap, edge)) / step)
+
+
+def _of_keys(keys: Array) -> tuple[Array, Array]:
+    distinct, where = np.unique(keys, return_inverse=True)
+    found = np.array([extremes(max(n, 1.0 + 1e-6)) for n in distinct.tolist()])[where.ravel()]
+    found = found.reshape(*np.shape(keys), 2)
+    return found[..., 0], found[..., 1]
+
+
+def _apart(theta: Array, gap: Array, edge: Array) -> Array:
+    """1 - P2, given its value at the edge of the tables."""
+    sigma, first = np.sqrt(theta), math.sqrt(THETA_MAX)
+    own = edge * first
+    frozen = (gap - (gap - own) * THETA_MAX / theta) / sigma
+    # Rows of so many keys that none yet has a share: odds grow by sigma/f.
+    spread = 1.0 / (1.0 / edge + (sigma - first) / gap)
+    return np.where(gap < 1.5 * own, frozen, spread)
+
+
+def _partitions(square: Array) -> tuple[Array, Array, Array, Array]:
+    """E tr J^2, P3, P4 and E (1 - S)^2 of Poisson and Dirichlet's law of this P2.
+
+    E S^2 = [P2 (1 + P2)(2 + P2) + (1 - P2) P2^2]/6, keys drawn four times falling in one or two.
+    """
+    cube = square * (1 + square) / 2
+    fourth = cube * (2 + square) / 3
+    squares = fourth + (1 - square) * square**2 / 6
+    return square * (1 - square) / 3, cube, fourth, 1 - 2 * square + squares
+
+
+TIES = (math.pi**2 - 6) / 6
+"""theta U/E tr J^2 where two keys compete: x^2/2 averaged under (a (1 - a))^2 of their distance."""
+
+
+def _radial(theta: Array, edge: RowStatistics) -> Array:
+    """U/E tr J^2 of equal rows."""
+    jacobian = np.maximum(np.asarray(edge.jacobian_square), 1e-300)
+    before = THETA_MAX * np.asarray(edge.radial_square) / jacobian
+    return np.asarray((TIES + (before - TIES) * THETA_MAX / theta) / theta)
+
+
+def _curvature(theta: Array, apart: Array, edge: RowStatistics) -> Array:
+    """E tr J^2 where 1 - P2 is `apart`."""
+    square = np.asarray(edge.sum_square)
+    ratio = np.asarray(edge.jacobian_square) / np.maximum(_partitions(square)[0], 1e-300)
+    return np.asarray(_partitions(1 - apart)[0] * (1 + (ratio - 1) * THETA_MAX / theta))
+
+
+def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics:
+    """Single rows where theta > THETA_MAX, and `edge` elsewhere.
+
+    Args:
+        theta, keys: of one shape.
+        edge: at the lesser of theta and THETA_MAX.
+    """
+    gap, top = _of_keys(keys)
+    far = np.maximum(theta, THETA_MAX)
+    rest = np.maximum(1.0 - np.asarray(edge.sum_square), 1e-300)
+    apart = _apart(far, gap, rest)
+    share = apart / rest
+    jacobian = _curvature(far, apart, edge)
+    _, *before = _partitions(np.asarray(edge.sum_square))
+    _, *laws = _partitions(1 - apart)
+    cube, fourth, vacancy = (
+        law * (1 + (np.asarray(one) / np.maximum(was, 1e-300) - 1) * THETA_MAX / far)
+        for one, was, law in zip(_powers(edge), before, laws, strict=True)
+    )
+
+    def towards(value: Any, limit: Any) -> Array:
+        return np.asarray(limit + (np.asarray(value) - limit) * share)
+
+    found = RowStatistics(
+        sum_square=1.0 - apart,
+        sum_cube=np.minimum(cube, 1 - apart),
+        sum_fourth=np.minimum(fourth, 1 - apart),
+        trace_square=np.minimum(vacancy, apart),
+        jacobian_square=jacobian,
+        radial_square=_radial(far, edge) * jacobian,
+        sum_square_slope=_falling(far, gap, rest),
+        mean_logit_square=towards(edge.mean_logit_square, top),
+        weighted_logit_square=towards(edge.weighted_logit_square, top),
+        entropy=towards(edge.entropy, 0.0),
+        valid=edge.valid,
+    )
+    beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
+    fields = [np.where(beyond, a, b) for a, b in zip(found[:-1], edge[:-1], strict=True)]
+    return RowStatistics(*fields)._replace(valid=edge.valid)
+
+
+def at_edge(theta: Array, rho: Array, edge: RowStatistics) -> tuple[Array, Array]:
+    """Correlation at the edge of the tables with the same overlap, and its ratio to rho.
+
+    `edge` of single rows there; it broadcasts against theta and rho.
+    """
+    slope = np.asarray(edge.sum_square_slope)
+    kappa = slope / np.maximum(np.asarray(edge.jacobian_square), 1e-300)
+    far = np.maximum(theta, THETA_MAX)
+    shift = GUMBEL * (1 / THETA_MAX - 1 / far)
+    shift = shift + (kappa - GUMBEL) * (1 / THETA_MAX - THETA_MAX / far**2) / 2
+    stretch = np.exp(shift)
+    return rho * stretch, stretch
+
+
+def pairs_beyond(
+    theta: Array, keys: Array, rho: Array, edge: RowStatistics, found: PairStatistics
+) -> PairStatistics:
+    """Two alike rows where theta > THETA_MAX, and `found` elsewhere; all of one shape.
+
+    Args:
+        theta, keys, rho: logit variance, number of keys and correlation of the logits.
+        edge: single rows at THETA_MAX.
+        found: pairs at the lesser of theta and THETA_MAX, and at `at_edge`'s correlation, no
+            more than 1.
+    """
+    gap, _ = _of_keys(keys)
+    far = np.maximum(theta, THETA_MAX)
+    moved, stretch = at_edge(far, rho, edge)
+    rest = np.maximum(1.0 - np.asarray(edge.sum_square), 1e-300)
+    overlap = np.asarray(found.overlap)
+    slope = THETA_MAX * np.asarray(found.jacobian_overlap) * stretch  # dC2/drho
+    # Hermite's cubic of (1 - C2)^2 between the line of equal rows at the edge and equal rows
+    low, low_slope = 1 / stretch, THETA_MAX * np.asarray(edge.jacobian_square) * stretch
+    apart = _apart(far, gap, rest)
+    top_slope = far * _curvature(far, apart, edge)
+    width = np.maximum(1.0 - low, 1e-12)
+    at_low, at_top = rest**2, apart**2
+    rise = (at_top - at_low) / width
+    first = np.maximum(-2 * rest * low_slope, 3 * rise)
+    last = np.maximum(-2 * apart * top_slope, 3 * rise)
+    t = np.clip((rho - low) / width, 0.0, 1.0)
+    square = at_low * (1 + 2 * t) * (1 - t) ** 2 + at_top * t * t * (3 - 2 * t)
+    square = square + width * (first * t * (1 - t) ** 2 - last * t * t * (1 - t))
+    change = 6 * t * (1 - t) * rise + first * (1 - t) * (1 - 3 * t) + last * t * (3 * t - 2)
+    near = np.sqrt(np.maximum(square, 1e-300))
+    within = (moved > 1.0) & (width > 1e-7)  # nearer to the edge it is the edge
+    overlap = np.where(within, 1.0 - near, overlap)
+    slope = np.where(within, np.maximum(-change, 0.0) / (2 * near), slope)
+    jacobian = slope / far
+    before = np.maximum(np.asarray(found.jacobian_overlap), 1e-300)
+    own = np.asarray(edge.radial_square) / np.maximum(np.asarray(edge.jacobian_square), 1e-300)
+    fall = _radial(far, edge) / np.maximum(own, 1e-300)
+    radial = np.asarray(found.radial_overlap) * jacobian / before * fall
+    growth = np.asarray(found.overlap_slope) * jacobian / before
+    beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
+    fields = zip((overlap, jacobian, radial, growth), found[:4], strict=True)
+    overlap, jacobian, radial, growth = (np.where(beyond, a, b) for a, b in fields)
+    return PairStatistics(overlap, jacobian, radial, growth, found.valid)

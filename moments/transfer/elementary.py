@@ -1,0 +1,293 @@
+"""The leaves that hold laws: linear maps, activations, dropout, scales, and whole published blocks.
+
+Each takes its laws as data, so that a theory is a choice of laws and never a branch in the engine.
+Normalisation and refined attention, which need more than two laws, have modules of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..engine.composition import Leaf, Pullback, Pulled
+from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
+from ..engine.evaluation import Values, bind, evaluate
+from ..engine.realised import entrywise, mapped, scaled_shared
+from ..engine.state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+from ..errors import DomainError
+from ..formulas.algebra import FLOAT
+from ..formulas.law import ComponentLaws, Law, Theory
+from ..formulas.linear import BIASED_LINEAR, LINEAR
+
+
+@dataclass(frozen=True)
+class Lawful(Leaf):
+    """A leaf whose moments follow from its laws alone.
+
+    Attributes:
+        laws: the component's laws.
+        theory: which of them to use.
+        label: site name in a trace.
+        parameters: values of the laws' symbols that the signal does not carry, such as fan_in.
+        width: number of features of the output; None: that of the input.
+    """
+
+    laws: ComponentLaws
+    theory: Theory
+    label: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    width: Any = None
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        laws = self.laws.under(self.theory)
+        algebra, kernel = signal.algebra, signal.kernel
+        one, two = bind(signal, self.parameters)
+        variance = evaluate(laws["variance"], algebra, one) + 0 * kernel.diagonal
+        pairs = evaluate(laws["covariance"], algebra, two) + 0 * kernel.pairs
+        output = Signal(
+            Kernel.joined(variance, pairs, signal.resolved),
+            signal.seq_len,
+            mean=evaluate(laws["mean"], algebra, one),
+            width=signal.width if self.width is None else self.width,
+        )
+        limit = laws["variance"].domain.get("x_variance")
+        if (
+            limit is not None
+            and limit.upper < np.inf
+            and not limit.contains(kernel.mean_diagonal())
+        ):
+            output.notes = (
+                f"the input's variance is outside {limit}, where the laws are resolved",
+            )
+        if signal.spread is not None:
+            self._track(signal, output, one)
+        elif not signal.resolved and "hidden_covariance" in laws:
+            output.hidden_covariance = evaluate(laws["hidden_covariance"], algebra, one)
+
+        back, back_pairs = laws.get("grad_variance"), laws.get("grad_covariance")
+        if back is None or back_pairs is None:
+            raise DomainError(f"theory {self.theory!r} states no gradient of {self.laws.name}")
+        if signal.resolved:
+            # Matrices that the way back does not need are not kept.
+            kept = (*back.arguments, "x_variance")
+            one = {name: one[name] for name in kept if name in one}
+            two = {name: two[name] for name in back_pairs.arguments if name in two}
+
+        def pullback(gradient: Gradient) -> Pulled:
+            received = gradient.kernel
+            if gradient.resolved:
+                single = one | {"grad_variance": received.diagonal}
+                pair = two | {"grad_covariance": received.pairs}
+            else:
+                single = pair = one.copy()
+                single["grad_variance"] = received.diagonal
+                single["grad_covariance"] = received.pairs
+            variance = evaluate(back, algebra, single)
+            pairs = evaluate(back_pairs, algebra, pair)
+            sent = Kernel.joined(variance, pairs, gradient.resolved)
+            gradient_sent = self._sent(signal, output, gradient, sent, algebra, one)
+            return Pulled(gradient_sent, self._weights(signal, gradient))
+
+        return output, pullback
+
+    def _sent(
+        self,
+        signal: Signal,
+        output: Signal,
+        gradient: Gradient,
+        kernel: Kernel,
+        algebra: Any,
+        values: Values,
+    ) -> Gradient:
+        """The gradient at the input, of second moments `kernel`."""
+        return gradient.with_kernel(kernel)
+
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+        """Fill in what the refined theory follows besides the moments: the norms' spread."""
+
+    def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Linear(Lawful):
+    """A weight matrix, with a bias where `parameters` holds its `bias_variance`.
+
+    Attributes:
+        weight: its name in the table of weight gradients.
+        has_bias: whether there is a bias, of any variance, that receives a gradient.
+    """
+
+    weight: str = "weight"
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if "bias_variance" in self.parameters and self.laws is LINEAR:
+            object.__setattr__(self, "laws", BIASED_LINEAR)
+
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+        # Given x, y is Gaussian with covariance gain C + bias: |y_i|^2/width follows gain |x_i|^2
+        # and adds its own chi-square fluctuation, 2 B o B/width.
+        assert signal.spread is not None
+        gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
+        own = output.kernel * output.kernel
+        output.spread = signal.spread.mixed(gain * gain, own, 2 / output.width)
+        output.realised = mapped(signal, output, gain)
+
+    def _sent(
+        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
+    ) -> Gradient:
+        # x.W^T g = (W x).g: what g lacks along W x, W^T g lacks along x.
+        if not isotropic(gradient.radial):
+            kernel = without(kernel, signal, (1 - gradient.radial) / self.parameters["fan_in"])
+        return gradient.along(kernel)
+
+    def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values]:
+        # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
+        # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
+        def norm() -> Values:
+            size = self.parameters["fan_in"] * self.parameters["fan_out"]
+            tokens = signal.second_moment()
+            if signal.spread is not None:
+                tokens = shortened(tokens, signal.spread, gradient.norm_response)
+            overlap = (tokens * gradient.kernel).total(signal.seq_len)
+            norms = {self.weight: size * overlap}
+            if self.has_bias:
+                total = gradient.kernel.total(signal.seq_len)
+                norms[f"{self.weight}.bias"] = self.parameters["fan_out"] * total
+            return norms
+
+        return norm
+
+
+@dataclass(frozen=True)
+class Activation(Lawful):
+    """A function applied to every entry of a centred Gaussian input."""
+
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+        # Independent features fluctuate by their own kurtosis; what the input's norm had beyond
+        # independence passes on in proportion (exact for functions of degree 1).
+        assert signal.spread is not None
+        kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
+        if signal.resolved:
+            kurtosis = signal.kernel.average(kurtosis)
+        moment = output.second_moment()
+        shared = signal.spread.mixed(1.0, signal.kernel * signal.kernel, -2 / signal.width)
+        ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
+        own = (kurtosis - 1) / output.width
+        output.spread = (moment * moment).mixed(own, shared, ratio * ratio)
+        output.kurtosis = kurtosis
+        if signal.realised is not None:
+            moved = self._slope(signal, values)
+            output.realised = entrywise(signal, output, 2 / signal.width, moved)
+
+    def _slope(self, signal: Signal, values: Values) -> Array:
+        """Change of a covariance per change of the input's, at the mean correlation."""
+        law = self.laws.under(self.theory)["grad_covariance"]
+        kernel, mean = signal.kernel, signal.mean
+        own, pairs = kernel.mean_diagonal(), kernel.mean_pairs()
+        given = dict(self.parameters)
+        given["x_variance"] = given["x_other_variance"] = own
+        given["x_mean"] = given["x_other_mean"] = kernel.average(mean)
+        given["x_correlation"] = ratio_or_zero(pairs, own)
+        given["grad_covariance"] = 1.0
+        return evaluate(law, signal.algebra, given)
+
+    def _sent(
+        self,
+        signal: Signal,
+        output: Signal,
+        gradient: Gradient,
+        kernel: Kernel,
+        algebra: Any,
+        values: Values,
+    ) -> Gradient:
+        if output.spread is not None and knows_directions(gradient):
+            alignment = faintly(self.laws.under(self.theory)["alignment"], algebra, values)
+            kernel = realigned(kernel, output, gradient, alignment)
+        if not np.all(signal.kernel.diagonal):
+            kernel = self._at_rest(kernel, signal.kernel, algebra)
+        return gradient.with_kernel(kernel)
+
+    def _at_rest(self, kernel: Kernel, entering: Kernel, algebra: Any) -> Kernel:
+        """The gradient where inputs are 0: kinks have the slope of their flatter side there.
+
+        Laws have it in the limit of small inputs, which see both sides: with slopes l and u,
+        E f'(x)^2 = (l^2 + u^2)/2, and E f'(x) f'(-x) = l u. torch takes l of ReLU and its leaky
+        relatives.
+        """
+        laws = self.laws.under(self.theory)
+        still = dict(self.parameters) | {"x_variance": 0.0, "x_other_variance": 0.0}
+        still |= {"grad_variance": 1.0, "grad_covariance": 1.0, "x_correlation": -1.0}
+        square = float(evaluate(laws["grad_variance"], algebra, still))
+        product = float(evaluate(laws["grad_covariance"], algebra, still))
+        flat = square - max(square * square - product * product, 0.0) ** 0.5
+        mean = 0.5 * (square + product)  # ((l + u)/2)^2
+        nothing = np.asarray(entering.diagonal) == 0.0
+        own: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
+        one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
+        if algebra is FLOAT:
+            own, one = float(own), float(one)
+        first, second = entering.over_tokens(one)
+        return kernel.weighted(own, first * second)
+
+
+FAINT = 1e-30
+"""A variance that stands for none in ratios of a function's moments: their limit there."""
+
+
+def faintly(law: Law, algebra: Any, values: Values) -> Array:
+    """A law that is 0/0 without any input, as the limit of small ones."""
+    v = values["x_variance"]
+    least = max(v, FAINT) if algebra is FLOAT else np.maximum(v, FAINT)
+    return evaluate(law, algebra, values | {"x_variance": least})
+
+
+@dataclass(frozen=True)
+class Dropout(Lawful):
+    """Dropout with fresh masks for every token and entry."""
+
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+        # |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the
+        # masks' variance, p/q^3 times the fourth moment.
+        assert signal.spread is not None
+        drop_prob = self.parameters["drop_prob"]
+        kept = 1 - drop_prob
+        moment = signal.second_moment().diagonal
+        spread = signal.spread.scaled(1 / kept**2)
+        masks, _ = spread.lift(drop_prob / kept**3 * signal.kurtosis / signal.width)
+        output.spread = spread.with_diagonal(spread.diagonal + masks * moment * moment)
+        output.centred = signal.centred
+        if signal.realised is not None:
+            # Masks of different tokens are independent: E o o = (C_ii C_jj/q^2 + ...)/width.
+            overlaps = signal.realised.overlaps
+            one, _ = overlaps.lift(2 / signal.width * (1 / kept**2 - 1))
+            overlaps = overlaps.with_diagonal(overlaps.diagonal + one * moment * moment)
+            output.realised = Realised(overlaps, None, scaled_shared(signal, 1.0, 1 / kept))
+
+    def _sent(
+        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
+    ) -> Gradient:
+        # The masks of a signal are those of its gradient: x'.g' is what it was.
+        return gradient.along(kernel)
+
+
+@dataclass(frozen=True)
+class Scale(Lawful):
+    """Multiplication by a constant."""
+
+    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+        assert signal.spread is not None
+        factor = self.parameters["weight_variance"]
+        output.spread = signal.spread.scaled(factor * factor)
+        output.realised = None if signal.realised is None else signal.realised.scaled(factor)
+        output.centred = None if signal.centred is None else signal.centred.scaled(factor)
+        output.kurtosis = signal.kurtosis
+
+    def _sent(
+        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
+    ) -> Gradient:
+        return replace(gradient, kernel=kernel)

@@ -1,0 +1,316 @@
+"""Second moments of embedded text, and the gradients of the tables that it is read from."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..engine.packing import places
+from ..engine.state import Array, Kernel
+from ..errors import DomainError, domain_error
+from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
+from ..formulas.law import ComponentLaws, Theory
+from ..model.embedding import Embedding
+
+WIDEST = 2**16
+"""Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
+
+
+def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
+    """Share of ordered token pairs with the same id, averaged over sequences.
+
+    Raises:
+        DomainError: not integers of shape (L,) or (B, L).
+    """
+    matrix = check_ids(ids, seq_len, name)
+    same = (matrix[:, :, None] == matrix[:, None, :]).sum((1, 2)) - seq_len
+    return float(np.mean(same / (seq_len * (seq_len - 1))))
+
+
+def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
+    """Integers of shape (B, L)."""
+    allowed = f"{name} must be non-negative integers of shape (L,) or (B, L)"
+    try:
+        matrix = np.atleast_2d(np.asarray(ids))
+    except ValueError:
+        raise DomainError(f"{allowed}: pad shorter sequences") from None
+    whole = matrix.ndim == 2 and matrix.size and np.issubdtype(matrix.dtype, np.integer)
+    if not whole or matrix.min() < 0:
+        raise DomainError(allowed)
+    if matrix.shape[1] != seq_len:
+        raise domain_error(
+            name,
+            f"sequences of {matrix.shape[1]} tokens",
+            f"sequences of seq_len = {seq_len}",
+            f"use model.replace(seq_len={matrix.shape[1]})",
+        )
+    return matrix
+
+
+def embedded_alike(
+    embedding: Embedding,
+    seq_len: int,
+    theory: Theory,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+    d_model: int | None = None,
+) -> Kernel:
+    """Sum of the embedding tables for tokens alike, before the embedding's norm and dropout.
+
+    Without `token_ids` the text follows Zipf's law and segments split it uniformly; with them the
+    repetitions are counted, and a text without `segment_ids` is one segment.
+    """
+    token, segment = _patterns(embedding, seq_len, theory, token_ids, segment_ids)
+    tables = [
+        (TOKEN_EMBEDDING, embedding.scale**2 * embedding.token_variance, token),
+        (SEGMENT_EMBEDDING, embedding.segment_variance, segment),
+        (POSITION_EMBEDDING, embedding.position_variance, 0.0),
+    ]
+    total = Kernel(0.0, 0.0)
+    for laws, variance, pattern in tables:
+        values = {"table_variance": variance, "pattern_correlation": pattern}
+        total = total + Kernel(
+            float(laws.law("variance", theory).of(values)),
+            float(laws.law("covariance", theory).of(values)),
+        )
+    fixed = fixed_positions(embedding, seq_len, d_model)
+    return total if fixed is None else total + fixed.kernel
+
+
+def joint_kernel(
+    embedding: Embedding,
+    seq_len: int,
+    token_ids: Any,
+    segment_ids: Any = None,
+    d_model: int | None = None,
+    documents: np.ndarray | None = None,
+) -> Kernel:
+    """Sum of the embedding tables of a whole batch as one kernel, (B L, B L), sequence by sequence.
+
+    Two tokens share what the tables they look up share: E x_i x_j is a table's variance where the
+    two rows are one; tokens at the same position of two sequences share the position's row.
+
+    Args:
+        embedding: the tables.
+        seq_len: tokens per sequence L.
+        token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
+        d_model: width; needed for sinusoidal positions.
+        documents: of packed rows, (L,) or (B, L), see `packing`: positions restart with each.
+
+    Raises:
+        DomainError: ids of another shape or outside the table, or sinusoidal positions without
+            d_model.
+    """
+    ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
+    drawn = ids != embedding.padding_id if embedding.padding_id is not None else 1.0
+    matrix = (
+        embedding.scale**2 * embedding.token_variance * _same(ids) * drawn
+        + embedding.segment_variance * _same(segments)
+        + embedding.position_variance * _same(where)
+    )
+    fixed = fixed_positions(embedding, seq_len, d_model, len(ids) // seq_len, documents)
+    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
+
+
+class FixedPart(NamedTuple):
+    """What a tensor holds that no weight is drawn for.
+
+    Attributes:
+        kernel: p_i . p_j/d.
+        common: the product of two tokens' means over features, which centring removes.
+    """
+
+    kernel: Kernel
+    common: Kernel
+
+
+def fixed_positions(
+    embedding: Embedding,
+    seq_len: int,
+    d_model: int | None,
+    sequences: int | None = None,
+    documents: np.ndarray | None = None,
+) -> FixedPart | None:
+    """Sinusoidal positions; None where there are none.
+
+    Sines and cosines of one angle meet as cos(w_m (i - j)), so p_i . p_j/d averages that over the
+    d/2 frequencies w_m = 10000^(-2 m/d).
+
+    Args:
+        embedding: the declaration.
+        seq_len: tokens per sequence L.
+        d_model: width.
+        sequences: B for kernels of shape (B L, B L); None: tokens alike.
+        documents: of packed rows, (L,) or (B, L); None: each row is one.
+
+    Raises:
+        DomainError: sinusoidal positions of unknown or odd width.
+
+    Source:
+        Vaswani et al. 2017, section 3.5.
+    """
+    if embedding.positions != "sinusoidal":
+        return None
+    if d_model is None or d_model % 2 or d_model > WIDEST:
+        allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
+        raise domain_error("d_model", d_model, allowed)
+    frequencies = 10000.0 ** (-2 * np.arange(d_model // 2) / d_model)
+    if sequences is None:
+        return _fixed_alike(frequencies, seq_len)
+    angles = np.multiply.outer(np.arange(seq_len), frequencies)
+    rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    means = rows.mean(1)
+    both = rows @ rows.T / d_model, means[:, None] * means[None, :]
+    place = _places(seq_len, sequences, documents)
+    return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
+
+
+def _fixed_alike(frequencies: np.ndarray, seq_len: int) -> FixedPart:
+    """Averages over tokens and pairs of them, by geometric series over the positions t < L.
+
+    sum_ij p_i . p_j = sum_m |S(w_m)|^2 with S(w) = sum_t e^{iwt}. A token's mean over features is
+    sum_m (sin + cos)(w_m t)/d, and (sin + cos)(a) (sin + cos)(b) = cos(a - b) + sin(a + b).
+    """
+    d_model, count = 2 * len(frequencies), float(seq_len)
+    of_one = _positions_sum(frequencies, seq_len)
+    whole = float((np.abs(of_one) ** 2).sum()) / d_model
+    means = float((of_one.imag + of_one.real).sum()) / d_model
+    squares = sum(
+        float(_positions_sum(w - frequencies, seq_len).real.sum())
+        + float(_positions_sum(w + frequencies, seq_len).imag.sum())
+        for w in frequencies
+    )
+    squares /= d_model**2
+    pairs = count * (count - 1)
+    return FixedPart(
+        Kernel(0.5, (whole - count / 2) / pairs),
+        Kernel(squares / count, (means * means - squares) / pairs),
+    )
+
+
+def _positions_sum(frequency: np.ndarray, seq_len: int) -> np.ndarray:
+    """sum of e^{iwt} over t = 0 ... L - 1."""
+    half = frequency / 2
+    still = np.abs(half) < 1e-300
+    sine = np.sin(np.where(still, 1.0, half))
+    size = np.where(still, float(seq_len), np.sin(half * seq_len) / sine)
+    return np.asarray(size * np.exp(1j * half * (seq_len - 1)))
+
+
+def embedding_gradients(
+    embedding: Embedding,
+    seq_len: int,
+    d_model: int,
+    gradient: Kernel,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+    documents: np.ndarray | None = None,
+) -> dict[str, Array]:
+    """Squared gradient norms of the tables that have parameters.
+
+    A row gathers the gradients of the tokens that look it up, so that E |dTable|^2 = d sum of
+    G_ij over pairs of one row; the token rows' also times the embedding's scale squared. The
+    padding row has no gradient.
+
+    Args:
+        embedding: the tables.
+        seq_len: tokens per sequence L.
+        d_model: width.
+        gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or
+            of tokens alike, one sequence of them.
+        token_ids, segment_ids: the text; required where the gradient is resolved, unless it is of
+            one sequence, whose tokens then are taken to differ.
+
+    Returns:
+        "token", and "position" and "segment" where there are such tables.
+
+    Raises:
+        DomainError: ids that do not fit the gradient.
+    """
+    scale = embedding.scale**2
+    if gradient.resolved is not True:
+        token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
+        own = seq_len * gradient.mean_diagonal()
+        pairs = seq_len * (seq_len - 1) * gradient.mean_pairs()
+        found = {"token": scale * (own + token * pairs), "position": own}
+        found["segment"] = own + segment * pairs
+    else:
+        count = gradient.pairs.shape[-1]
+        if token_ids is None:
+            token_ids = np.arange(count).reshape(-1, seq_len) + embedding.vocab_size
+            where = _places(seq_len, count // seq_len, documents)
+            rows = (token_ids.reshape(-1), where, np.zeros(count))
+        else:
+            rows = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
+        ids, where, segments = rows
+        if ids.size != count:
+            raise domain_error("token_ids", f"{ids.size} tokens", f"{count}, as the gradient has")
+        real = ids != embedding.padding_id
+        found = {
+            "token": scale * (gradient.pairs * _same(ids) * real).sum((-2, -1)),
+            "position": (gradient.pairs * _same(where)).sum((-2, -1)),
+            "segment": (gradient.pairs * _same(segments)).sum((-2, -1)),
+        }
+    there = {
+        "token": True,
+        "position": embedding.position_variance > 0,
+        "segment": embedding.segment_variance > 0,
+    }
+    return {name: d_model * value for name, value in found.items() if there[name]}
+
+
+def table_rows(
+    embedding: Embedding,
+    seq_len: int,
+    token_ids: Any,
+    segment_ids: Any,
+    documents: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of the three tables that every token of a batch looks up, each (B L,)."""
+    ids = _text_ids(embedding, seq_len, token_ids)
+    segments = np.zeros_like(ids)
+    if segment_ids is not None:
+        segments = np.broadcast_to(check_ids(segment_ids, seq_len, "segment_ids"), ids.shape)
+    return ids.reshape(-1), _places(seq_len, len(ids), documents), segments.reshape(-1)
+
+
+def _places(seq_len: int, sequences: int, documents: np.ndarray | None) -> np.ndarray:
+    """(B L,) position of every token."""
+    one = np.ones(seq_len, dtype=np.int64) if documents is None else documents
+    return np.broadcast_to(places(one), (sequences, seq_len)).reshape(-1)
+
+
+def _same(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(rows[:, None] == rows[None, :])
+
+
+def _patterns(
+    embedding: Embedding, seq_len: int, theory: Theory, token_ids: Any, segment_ids: Any
+) -> tuple[float, float]:
+    """Shares of token pairs with one token row, and with one segment row; 0 without pairs."""
+    if seq_len == 1:
+        return 0.0, 0.0
+    if token_ids is None:
+        vocab_size = embedding.vocab_size
+        return (
+            _pattern(TOKEN_EMBEDDING, theory, vocab_size=vocab_size, seq_len=seq_len),
+            _pattern(SEGMENT_EMBEDDING, theory, seq_len=seq_len),
+        )
+    token = repeated_pairs(_text_ids(embedding, seq_len, token_ids), seq_len, "token_ids")
+    if segment_ids is None:
+        return token, 1.0
+    return token, repeated_pairs(segment_ids, seq_len, "segment_ids")
+
+
+def _text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
+    ids = check_ids(token_ids, seq_len, "token_ids")
+    if ids.max() >= embedding.vocab_size:
+        raise domain_error(
+            "token_ids", int(ids.max()), f"below vocab_size = {embedding.vocab_size}"
+        )
+    return ids
+
+
+def _pattern(laws: ComponentLaws, theory: Theory, **values: float) -> float:
+    return float(laws.law("pattern_correlation", theory).of(values))

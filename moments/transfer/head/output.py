@@ -1,0 +1,290 @@
+"""Moments at the network's end: from the last layer's output to the loss, and the gradient back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...engine.composition import Chain
+from ...engine.propagate import Point, Trace, forward
+from ...engine.state import Array, Gradient, Kernel, Signal
+from ...errors import DomainError
+from ...model.embedding import Embedding
+from ...model.head import Head
+from ...model.transformer import Transformer
+from .components import head_chain
+from .notes import output_notes
+from .readout import Readout
+from .targets import Targets, alike_targets, class_targets, position_targets, text_targets
+from .tied import cross_gradient
+
+
+class OutputMoments(NamedTuple):
+    """What the end of the network does.
+
+    Attributes:
+        loss: expected mean cross-entropy; None, as the next three, where the head has no loss.
+        loss_stderr: standard deviation of the loss over draws of the weights.
+        gradient: at the last layer's output, before the final normalisation. Where the layer ends
+            in a normalisation it is without `radial`.
+        radial: what a measured gradient has besides there, along the signal; None: nothing.
+        logit_variance: mean square of a logit.
+        weights: gives the squared gradient norms of the head's own parameters, by name.
+        table: gives what a tied matrix adds to the token table's squared gradient norm: its own
+            and twice the overlap with what the input reads; 0 where the head is not tied.
+        points: sites "final.norm", "head.transform", ..., "logits" with their moments; under
+            "classification" those after "head.pool" have one token per sequence.
+        notes: what makes the numbers less certain.
+        ending: what stands before the matrix to the logits, and that; None where there is no loss.
+    """
+
+    loss: Array
+    loss_stderr: Array
+    gradient: Gradient | None
+    radial: Kernel | None
+    logit_variance: Array
+    weights: Callable[[], Mapping[str, Array]]
+    table: Callable[[], Array]
+    points: tuple[Point, ...]
+    notes: tuple[str, ...]
+    ending: tuple[Chain, Readout] | None = None
+
+
+def output_moments(
+    model: Transformer,
+    signal: Signal,
+    *,
+    trace: Trace | None = None,
+    token_ids: Any = None,
+    targets: Any = None,
+    real: Any = None,
+    batch: int = 1,
+) -> OutputMoments:
+    """Carry the last layer's output to the loss, and the loss's gradient back to it.
+
+    Args:
+        model: the declaration; it has a head.
+        signal: the last layer's output, of tokens alike (one sequence) or resolved, all tokens of
+            the batch in one kernel (B L, B L).
+        trace: of the forward pass, which tells how much of the token's row the stream carries; a
+            tied head without hidden layer needs it where the stream is rescaled on its way.
+        token_ids: integers (L,) or (B, L), the text; None: unknown, by Zipf's law.
+        targets: shaped as token_ids, -100 for no target; for a classification labels (B,). None:
+            the next token where the loss is causal, else drawn at random.
+        real: (L,) or (B, L), the document of every token of packed rows, or 1, and 0 for padding.
+        batch: sequences that the loss averages over, beyond those that are resolved.
+
+    Raises:
+        DomainError: a tied head without a token table, or targets that do not fit.
+    """
+    head = model.head
+    if not isinstance(head, Head):
+        raise DomainError("the model has no head: declare model.head")
+    sequences = 1
+    if signal.resolved is True:
+        sequences = signal.kernel.pairs.shape[-1] // model.seq_len
+    own = Trace(layer=model.layers + 1)
+    chain = head_chain(model, head, sequences, real)
+    read, back = forward(chain, signal, own)
+    vocab_size, variance = _matrix(model, head)
+    carried = _carried_to_logits(model, head, signal, read, trace)
+    readout = Readout(
+        read.kernel,
+        read.seq_len,
+        model.d_model,
+        _targets(model, head, signal, vocab_size, token_ids, targets, real, batch, sequences),
+        vocab_size,
+        variance,
+        head.output_scale,
+        head.logit_softcap,
+        head.label_smoothing,
+        carried,
+        _normalised(model, head),
+        model.normalization == "layernorm",
+    )
+    logits = Point(own.layer, "logits", _logits(readout))
+    own.points.append(logits)
+    if head.loss is None:
+        nothing: Mapping[str, Array] = {}
+        square = readout.logit_square
+        points = tuple(own.points)
+        return OutputMoments(
+            None, None, None, None, square, lambda: nothing, lambda: 0.0, points, ()
+        )
+    logits.gradient = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
+    kernel = readout.gradient()
+    radial = None
+    if not readout.normalised:
+        kernel = kernel + readout.radial()
+    elif not own.points[:-1]:
+        radial = readout.radial()
+    gradient = back(Gradient(kernel, read.seq_len))
+
+    def weights() -> dict[str, Array]:
+        found = {name: value for _, name, value in own.weights()}
+        last = _last_norm(head)
+        if f"{last}.gain" in found:
+            # What the gain multiplies is what the readout multiplies, over the gain.
+            square = head.norm_gain**2 if last == "final.norm" else 1.0
+            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient() / square
+        if readout.normalised and f"{last}.bias" in found:
+            # `kernel` is without what the norm takes away, whose bias is behind it.
+            found[f"{last}.bias"] += model.d_model * readout.radial().total(readout.seq_len)
+        if not head.tied:
+            found["head"] = readout.matrix_gradient()
+        if head.bias:
+            found["head.bias"] = readout.bias_gradient()
+        return found
+
+    def table() -> Array:
+        if not head.tied:
+            return 0.0
+        return readout.matrix_gradient() + cross_gradient(readout)
+
+    return OutputMoments(
+        readout.loss,
+        np.sqrt(readout.loss_variance())[()],
+        gradient,
+        radial,
+        readout.logit_square,
+        weights,
+        table,
+        tuple(own.points),
+        output_notes(head, readout, signal),
+        (chain, readout),
+    )
+
+
+def carried_amplitude(model: Transformer, points: Sequence[Point]) -> Array:
+    """How much of the read token's own row is in the last layer's output, per token.
+
+    Skip connections multiply it by their scales; a norm on the stream divides it by the stream's
+    deviation there. What branches return is turned by random matrices and is not counted.
+
+    Args:
+        model: the declaration; its embedding reads a token table.
+        points: of the forward pass.
+    """
+    embedding: Embedding = model.embedding
+    amplitude: Array = embedding.scale
+    if embedding.norm:
+        variance = embedding.variance * (1 - 1 / model.d_model) + embedding.norm_epsilon
+        amplitude = amplitude / np.sqrt(variance)
+    skips, level, entering = model.by_block("skip_scale"), None, amplitude
+    for point in points:
+        block, _, kind = point.site.partition(".")
+        diagonal = point.signal.kernel.diagonal
+        if point.site == "stream":
+            level, entering = diagonal, amplitude
+        elif kind == "sum":
+            level = diagonal
+            amplitude = amplitude * skips[point.layer - 1, int(block == "ffn")]
+        elif kind == "bottom_to_top":
+            level, amplitude = diagonal, amplitude + entering
+        elif kind in _rescaling(model, point.layer, block):
+            amplitude = amplitude * np.sqrt(diagonal / level)
+            level = diagonal
+    return amplitude
+
+
+def _rescaling(model: Transformer, layer: int, block: str) -> tuple[str, ...]:
+    """Sites of a block that rescale the stream itself."""
+    if not 1 <= layer <= model.layers:
+        return ()
+    placement = model.placements[layer - 1]
+    if placement in ("post", "b2t") or (placement == "hybrid" and block == "ffn"):
+        return "norm", "norm_scale", "sum_scale"
+    return ("sum_scale",)
+
+
+def _carried_to_logits(
+    model: Transformer, head: Head, signal: Signal, read: Signal, trace: Trace | None
+) -> Array:
+    if not head.tied or head.transform is not None:
+        return 0.0
+    amplitude = carried_amplitude(model, () if trace is None else trace.points)
+    if not head.norm:
+        return amplitude
+    inner = signal.second_moment().diagonal
+    if model.normalization == "layernorm":
+        centred = 0.0 if signal.centred is None else signal.centred.diagonal
+        inner = inner - (inner - centred) / model.d_model
+    kept = 1 - head.dropout
+    return amplitude * np.sqrt(kept * read.kernel.diagonal / inner)
+
+
+def _normalised(model: Transformer, head: Head) -> bool:
+    """Whether what the matrix reads has a fixed length, up to dropout."""
+    if head.transform is not None:
+        return head.transform_norm
+    if head.loss == "classification" and head.pool == "mean":
+        return False
+    if model.normalization == "dyt":
+        return False
+    return head.norm or model.placements[-1] == "post"
+
+
+def _last_norm(head: Head) -> str:
+    """The norm whose output the matrix multiplies."""
+    if head.transform is not None:
+        return "head.norm"
+    mean = head.loss == "classification" and head.pool == "mean"
+    return "" if mean else "final.norm"
+
+
+def _matrix(model: Transformer, head: Head) -> tuple[int, float]:
+    """Rows of the matrix and the variance of its entries."""
+    embedding = model.embedding
+    if not head.tied:
+        rows = head.classes or head.vocab_size or getattr(embedding, "vocab_size", None)
+        if rows is None:
+            raise DomainError("head.vocab_size is missing: the model has no token table")
+        return rows, float(head.weight_variance or 0.0)
+    if not isinstance(embedding, Embedding):
+        raise DomainError("a tied head needs a token table: declare model.embedding, or tied=False")
+    if head.vocab_size not in (None, embedding.vocab_size):
+        raise DomainError(
+            f"head.vocab_size = {head.vocab_size}: a tied head has the token table's "
+            f"{embedding.vocab_size} rows; leave it out"
+        )
+    return embedding.vocab_size, embedding.token_variance
+
+
+def _targets(
+    model: Transformer,
+    head: Head,
+    signal: Signal,
+    vocab_size: int,
+    token_ids: Any,
+    targets: Any,
+    real: Any,
+    batch: int,
+    sequences: int,
+) -> Targets:
+    if head.loss == "classification":
+        if signal.resolved:
+            return class_targets(vocab_size, sequences, targets, batch)
+        one = Kernel(1.0, 0.0)
+        return Targets(float(batch), one.diagonal, one.pairs, 0.0, 0.0, 0.0, 0.0, 0.0)
+    if signal.resolved is not True:
+        if targets is not None:
+            raise DomainError("targets are resolved by token: leave tokens=False out")
+        if signal.kernel.classes is not None:
+            return position_targets(head, vocab_size, signal.kernel.classes, batch)
+        return alike_targets(head, vocab_size, model.seq_len, batch)
+    every = np.ones(sequences * model.seq_len)
+    if real is not None:
+        every = np.broadcast_to(real, (sequences, model.seq_len)).reshape(-1)
+    found = text_targets(head, vocab_size, model.seq_len, token_ids, targets, every)
+    return found.repeated(batch)
+
+
+def _logits(readout: Readout) -> Signal:
+    """Logits of different rows are independent given what is read."""
+    gain = readout.scale**2 * readout.width * readout.weight_variance
+    kernel = readout.kernel.scaled(gain)
+    return Signal(
+        kernel, readout.seq_len, mean=0.0 * kernel.diagonal, width=float(readout.vocab_size)
+    )

@@ -1,0 +1,292 @@
+"""Normalisation at finite width: centring, the constant under the root, and the norms' spread.
+
+And Dynamic Tanh, which stands where a normalisation would and is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..engine.composition import Leaf, Pullback, Pulled
+from ..engine.directions import at_tokens, of_pairs, relative_spread
+from ..engine.evaluation import Values, evaluate
+from ..engine.realised import rescaled, signed_root
+from ..engine.short_vectors import expected_cosine, expected_pull
+from ..engine.state import Array, Gradient, Kernel, Signal
+from ..formulas.algebra import FLOAT
+from ..formulas.law import ComponentLaws
+from ..formulas.normalization import DYT
+from .elementary import Activation
+
+
+@dataclass(frozen=True)
+class FiniteNormalization(Leaf):
+    """A normalisation over features.
+
+    Attributes:
+        laws: the component's laws, of which the refined ones are used.
+        label: site name in a trace.
+        epsilon: added to the variance under the root.
+        centres: whether the mean over features is removed (LayerNorm) or not (RMSNorm).
+        gain: root mean square of the gain, which multiplies what is normalised.
+        affine: whether the gain is a parameter per feature that receives a gradient.
+        bias: whether there is a bias too; it is zero.
+        groups: into how many groups of features, each normalised by itself.
+    """
+
+    laws: ComponentLaws
+    label: str
+    epsilon: Any = 0.0
+    centres: bool = True
+    gain: Any = 1.0
+    affine: bool = False
+    bias: bool = False
+    groups: Any = 1
+
+    normalises = True
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        laws, width = self.laws.under("refined"), signal.width
+        kernel = signal.second_moment()
+        if self.centres:
+            loose = kernel if signal.centred is None else kernel - signal.centred
+            kernel = kernel - loose.scaled(1 / width)
+            if self.groups > 1:
+                # A group's features need not average to zero where all of them do.
+                kernel = kernel - signal.second_moment().scaled((self.groups - 1) / width)
+        inner = Signal(kernel, signal.seq_len)
+        epsilon = self._epsilon(kernel)
+        one, two = self._bind(inner, self._spread(signal), epsilon)
+        algebra = inner.algebra
+        variance = evaluate(laws["variance"], algebra, one)
+        spreads = two
+        if self.groups > 1:  # whose norms fluctuate too much to expand
+            spreads = two | {name: 0.0 for name in two if name.endswith("norm_spread")}
+        pairs = evaluate(laws["covariance"], algebra, spreads)
+        if self.groups > 1:
+            pairs = pairs * expected_cosine(self.freedom(signal.width), two["x_correlation"])
+        varies = one["norm_spread"]
+        if np.any(varies > _EXPANDED):
+            normal = Kernel.joined(variance, pairs, kernel.resolved)
+            first, second = kernel.over_tokens(varies)
+            far = np.maximum(first, second) > _EXPANDED
+            held: Array = np.where(far, _possible(normal, inner), pairs)
+            pairs = float(held) if algebra is FLOAT else held
+        normal = Kernel.joined(variance, pairs, kernel.resolved)
+        square = self.gain * self.gain
+        scaled = normal.scaled(square)
+        output = Signal(
+            scaled,
+            signal.seq_len,
+            mean=0.0 * kernel.diagonal,
+            width=width,
+            spread=normal.scaled(0.0),
+            realised=rescaled(signal, kernel, self.epsilon, square),
+            centred=scaled if self.centres else None,
+            kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
+            notes=(_unexpandable(varies) if self.groups == 1 else ()) + _undefined(epsilon),
+        )
+
+        def pullback(gradient: Gradient) -> Pulled:
+            received = gradient.kernel.scaled(square)
+            radial, mean = self._lost_directions(gradient)
+            along, along_first, along_second = at_tokens(received, radial)
+            share = (along + received.lift(mean)[0]) / width
+            overlap = two["x_correlation"] ** 2
+            _, pair_share = received.lift(1 / width)
+            lost = of_pairs(along_first, along_second, overlap) + received.lift(mean)[1]
+            pair_share = pair_share * lost
+            single = one | {"grad_variance": received.diagonal, "removed_share": share}
+            pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}
+            variance = evaluate(laws["grad_variance"], algebra, single)
+            pairs = evaluate(laws["grad_covariance"], algebra, pair)
+            if self.groups > 1:
+                variance, pairs = self._by_group(signal, received, epsilon)
+            sent = Kernel.joined(variance, pairs, received.resolved)
+            # What is normalised has no scale, so its gradient is orthogonal to it.
+            centred = 1.0 if self.centres else gradient.centred_share
+            return Pulled(
+                Gradient(sent, gradient.seq_len, 0.0, centred, norm_response=1.0),
+                affine_gradients(self, width, normal, gradient),
+            )
+
+        return output, pullback
+
+    def freedom(self, width: Any) -> float:
+        """Degrees of freedom of a group's norm."""
+        return float(width / self.groups - (1.0 if self.centres else 0.0))
+
+    def _epsilon(self, kernel: Kernel) -> Array:
+        """Epsilon, to meet a diagonal. Infinite where neither it nor the token has any size:
+        nothing leaves then, and no gradient returns, where both would be 0/0."""
+        one, _ = kernel.lift(self.epsilon)
+        if np.all(kernel.diagonal + one):
+            return one
+        found = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
+        return float(found) if type(kernel.diagonal) is float else found
+
+    def _by_group(self, signal: Signal, received: Kernel, epsilon: Array) -> tuple[Array, Array]:
+        """The gradient behind small groups, whose norms fluctuate too much to expand.
+
+        A group's m Gaussian features leave a chi-square norm of n degrees of freedom: n = m, or
+        m - 1 about their mean.
+        """
+        tokens, n = signal.second_moment(), self.freedom(signal.width)
+        first, second = tokens.over_tokens(tokens.diagonal + epsilon)
+        scale = (first * second) ** 0.5
+        variance = received.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + epsilon)
+        pairs = received.pairs * expected_pull(n, signal.correlation()) / scale
+        if signal.spread is None:
+            return variance, pairs
+        # what all groups' norms share
+        own, common = relative_spread(signal, own=False)
+        v, w = tokens.over_tokens(own)
+        return variance * (1 + own), pairs * (1 + 0.375 * (v + w) + common / 4)
+
+    def _spread(self, signal: Signal) -> Kernel | None:
+        if signal.spread is None or not self.groups > 1:
+            return signal.spread
+        # Given the overlaps of earlier layers, features are independent: a group's norm has as
+        # many times the fluctuation 2 C o C/width as there are groups.
+        own = signal.kernel * signal.kernel
+        return signal.spread.mixed(1.0, own, 2 * (self.groups - 1) / signal.width)
+
+    def _bind(
+        self, inner: Signal, spread: Kernel | None, eps: Array
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        kernel = inner.kernel
+        first, second = kernel.over_tokens(kernel.diagonal)
+        eps_pairs = kernel.lift(self.epsilon)[1]
+        if np.any(np.isinf(eps)):
+            eps_pairs = np.maximum(*kernel.over_tokens(eps + 0.0 * kernel.diagonal))
+        one = {"x_variance": kernel.diagonal, "epsilon": eps}
+        two = {
+            "x_variance": first,
+            "x_other_variance": second,
+            "x_correlation": inner.correlation(),
+            "epsilon": eps_pairs,
+        }
+        if spread is None:
+            spread = kernel.scaled(0.0)
+        own = spread.diagonal / (kernel.diagonal + eps) ** 2
+        one["norm_spread"] = own
+        two["norm_spread"], two["other_norm_spread"] = kernel.over_tokens(own)
+        first, second = first + eps_pairs, second + eps_pairs
+        two["pair_norm_spread"] = spread.pairs / (first * second)
+        root = signed_root(spread, kernel)
+        one_root, other_root = root.over_tokens(root.diagonal)
+        both = one_root / first + other_root / second
+        two["overlap_norm_spread"] = 0.5 * both * root.pairs / (first * second) ** 0.5
+        return one, two
+
+    def _lost_directions(self, gradient: Gradient) -> tuple[Any, Any]:
+        """How many directions a token's gradient loses: the signal's own, the mean over features.
+
+        A gradient that is orthogonal or centred already loses nothing there. Of several groups'
+        directions, that takes away one.
+        """
+        radial = self.groups - 1.0 + gradient.radial
+        return radial, self.groups - gradient.centred_share if self.centres else 0.0
+
+
+_EXPANDED, _FAR = 0.05, 0.3  # relative variances of squared norms: small, and too large
+
+
+def _possible(normal: Kernel, inner: Signal) -> Array:
+    """Covariances no larger than the variances allow, and of the sign they had."""
+    first, second = normal.over_tokens(normal.diagonal)
+    sign = np.sign(inner.kernel.pairs)
+    pairs = sign * np.clip(sign * normal.pairs, 0.0, (first * second) ** 0.5)
+    return pairs if normal.resolved or np.ndim(pairs) else float(pairs)
+
+
+def _undefined(epsilon: Array) -> tuple[str, ...]:
+    if not np.any(np.isinf(epsilon)):
+        return ()
+    return (
+        "a token without variance is normalised with nothing under the root: its output and its "
+        "gradient are counted as 0; declare norm_epsilon",
+    )
+
+
+def _unexpandable(spread: Array) -> tuple[str, ...]:
+    varies = float(np.max(spread))
+    if varies <= _FAR:
+        return ()
+    return (
+        f"squared norms of the tokens vary by {varies:.2g} (relative variance), and normalisation "
+        "is expanded to second order in that",
+    )
+
+
+@dataclass(frozen=True)
+class DynamicTanh(Leaf):
+    """gain tanh(alpha x), entry by entry (DyT).
+
+    It keeps the scale of its input up to saturation, so that gradients do not become orthogonal.
+
+    Attributes:
+        label: site name in a trace.
+        alpha: multiplies the input; its own gradient is not given.
+        gain: root mean square of the gain, which multiplies the output.
+        affine: whether gain and bias are parameters per feature that receive gradients.
+        laws: the component's laws.
+    """
+
+    label: str
+    alpha: Any = 0.5
+    gain: Any = 1.0
+    affine: bool = False
+    laws: ComponentLaws = DYT
+
+    @property
+    def bias(self) -> bool:
+        """A bias comes with the gain."""
+        return self.affine
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        inner = Activation(self.laws, "refined", self.label, {"alpha": self.alpha})
+        output, back = inner.forward(signal)
+        limit = self.laws.law("variance").domain["x_variance"]  # where alpha is 1
+        if limit.contains(self.alpha * self.alpha * signal.kernel.mean_diagonal()):
+            output.notes = ()
+        else:
+            output.notes = (f"the variance of alpha x is outside {limit}, where laws are resolved",)
+        normal, square = output.kernel, self.gain * self.gain
+        output.kernel = normal.scaled(square)
+        if output.spread is not None:
+            output.spread = output.spread.scaled(square * square)
+        if output.realised is not None:
+            output.realised = output.realised.scaled(square)
+
+        def pullback(gradient: Gradient) -> Pulled:
+            pulled = back(gradient.with_kernel(gradient.kernel.scaled(square)))
+            weights = affine_gradients(self, signal.width, normal, gradient)
+            return Pulled(pulled.gradient, weights)
+
+        return output, pullback
+
+
+def affine_gradients(
+    norm: FiniteNormalization | DynamicTanh, width: Any, normal: Kernel, gradient: Gradient
+) -> Callable[[], Values] | None:
+    """Squared gradient norms of a gain and a bias per feature.
+
+    d gain_k = sum_i g_ik n_ik and d bias_k = sum_i g_ik, n what the gain multiplies: gradients and
+    signal are independent entry by entry, up to order 1/width where the gradient is orthogonal.
+    """
+    if not norm.affine:
+        return None
+
+    def norms() -> Values:
+        overlap = (normal * gradient.kernel).total(gradient.seq_len)
+        found = {f"{norm.label}.gain": width * overlap}
+        if norm.bias:
+            found[f"{norm.label}.bias"] = width * gradient.kernel.total(gradient.seq_len)
+        return found
+
+    return norms
