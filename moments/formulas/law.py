@@ -217,7 +217,8 @@ class ComponentLaws:
     """Every law of one component, in every theory.
 
     `laws` hold in all theories unless one overrides them; "simplified" also inherits what
-    "published" overrides. A quantity mapped to None is one the theory does not state.
+    "published" overrides. A quantity mapped to None is one the theory does not state. Of what acts
+    entry by entry, `entrywise` holds the function and its derivative, over a number system.
     """
 
     name: str
@@ -226,6 +227,7 @@ class ComponentLaws:
     refined: Mapping[str, Law | None] = field(default_factory=dict)
     published: Mapping[str, Law | None] = field(default_factory=dict)
     simplified: Mapping[str, Law | None] = field(default_factory=dict)
+    entrywise: tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]] | None = None
     _merged: dict[str, dict[str, Law]] = field(default_factory=dict, init=False, repr=False)
 
     def under(self, theory: Theory) -> dict[str, Law]:

@@ -44,6 +44,7 @@ class Rows:
         gain: of the value weights.
         keyed: what multiplies T's key path to give the package's.
         gradients: D at queries, keys and values, before any rotation.
+        sequences: that the tokens are, none of which sees another.
     """
 
     kernel: Array
@@ -52,6 +53,7 @@ class Rows:
     gain: float
     keyed: float
     gradients: Three
+    sequences: int = 1
 
     @classmethod
     def of(
@@ -63,19 +65,37 @@ class Rows:
         received: Array,
         paths: Three,
         gradients: Three,
+        sequences: int,
     ) -> Rows:
         """`received`: gradient behind the value weights; `paths`: its kernels at the tokens."""
-        plain = cls(kernel, weights, response, gain, 1.0, gradients)
+        plain = cls(kernel, weights, response, gain, 1.0, gradients, sequences)
         size = float((received * plain._product(kernel, kernel, kernel)).sum())
         keyed = float((kernel * paths.key).sum()) / size if size else 1.0
-        return cls(kernel, weights, response, gain, keyed, gradients)
+        return cls(kernel, weights, response, gain, keyed, gradients, sequences)
 
     def _joint(self, keys: Array, values: Array) -> Array:
-        w = self.weights
-        left, right = w @ keys, w @ values
-        crossed = (right * left) @ w.T
-        turned = ((keys @ w.T) * (values @ w.T)).T @ w.T
-        return w @ (keys * values) @ w.T - (crossed + turned.T) + (left @ w.T) * (right @ w.T)
+        mean = self._mean
+        left, right = mean(keys), mean(values)
+        crossed = mean((left * right).T).T
+        alike = values is keys or _symmetric(keys, values)
+        turned = crossed.T if alike else mean(mean(keys.T).T * mean(values.T).T)
+        both = mean(mean(keys * values).T).T
+        return both - crossed - turned + mean(left.T).T * mean(right.T).T
+
+    def _mean(self, tokens: Array) -> Array:
+        """W A, sequence by sequence."""
+        size = len(self.weights)
+        length = size // self.sequences
+        if self.sequences == 1:
+            return np.asarray(self.weights @ tokens)
+        return np.matmul(self._blocks, tokens.reshape(self.sequences, length, -1)).reshape(size, -1)
+
+    @functools.cached_property
+    def _blocks(self) -> Array:
+        count = self.sequences
+        length = len(self.weights) // count
+        shaped = self.weights.reshape(count, length, count, length)
+        return np.stack([shaped[k, :, k] for k in range(count)])
 
     @functools.cached_property
     def _factor(self) -> Array:
@@ -121,6 +141,10 @@ class Rows:
         sent = sum(parts[1:], parts[0])
         total = total + sent @ gradient @ sent.T - parts[0] @ gradient @ parts[0].T
         return Change(sent, gain * (moved.overlap + overlap), total)
+
+
+def _symmetric(first: Array, second: Array) -> bool:
+    return all(np.array_equal(one, one.T) for one in (first, second))
 
 
 _SMALL = 1e-9

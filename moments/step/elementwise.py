@@ -40,7 +40,7 @@ class Pairs:
         return cls(laws.under("refined"), dict(parameters))
 
     def _values(self, first: Array, second: Array, kernel: Array) -> dict[str, Any]:
-        a, b = first[:, None] + 0 * kernel, second[None, :] + 0 * kernel
+        a, b = first[:, None], second[None, :]
         scale = np.sqrt(a * b)
         correlation = np.divide(kernel, scale, out=np.zeros_like(kernel), where=scale > 0)
         return dict(self.parameters) | {

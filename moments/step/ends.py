@@ -242,7 +242,7 @@ class Ending:
         mean: (T, V') of the logits.
         variance: (T,) of a logit about that.
         change: mean square of the change of a logit, over tokens and rows.
-        before: mean square of a logit before.
+        after: mean square of a logit.
         effects: steps of the head's own parameters at learning rate 1, by name.
     """
 
@@ -250,7 +250,7 @@ class Ending:
     mean: Array
     variance: Array
     change: float
-    before: float
+    after: float
     effects: tuple[tuple[str, Effect], ...]
 
 
@@ -322,8 +322,8 @@ def ending(
         k = (np.asarray(readout.carried) + np.zeros(len(kernel))) * kept
         mean[every, words.read] += scale * d * variance * decay * k
     loss = _loss(mean, spread, words)
-    before = float(np.mean(scale**2 * d * variance * np.diag(kernel)))
-    return Ending(loss, mean, spread, changed, before, tuple(effects))
+    after = float(np.mean((mean**2 @ words.rows) / total_rows + spread))
+    return Ending(loss, mean, spread, changed, after, tuple(effects))
 
 
 def _mean(values: Array, words: Words) -> float:

@@ -18,6 +18,17 @@ from .sites import Reading, Site
 from .walk import Walk
 
 
+def still(reading: Reading, optimizer: Optimizer) -> float:
+    """The loss at learning rate 0, as `ending` has it."""
+    words = Words.of(reading)
+    kernel = np.asarray(reading.readout.kernel.pairs)
+    nothing = Change.none(len(kernel))
+    tied = tied_overlap(reading, words)
+    ones, zeros = np.ones(len(kernel)), np.zeros_like(kernel)
+    at_tables = np.zeros_like(reading.before)
+    return ending(reading, words, optimizer, 0.0, nothing, zeros, at_tables, tied, ones).loss
+
+
 class Stepped:
     """One step at one learning rate.
 
@@ -30,7 +41,17 @@ class Stepped:
     def __init__(self, reading: Reading, optimizer: Optimizer, rate: float) -> None:
         model, words = reading.model, Words.of(reading)
         tied = tied_overlap(reading, words)
-        walk = Walk(optimizer, rate, tied, reading.spectra, reading.rows)
+        walk = Walk(
+            optimizer,
+            rate,
+            tied,
+            reading.spectra,
+            reading.roots,
+            reading.signs,
+            reading.rows,
+            reading.neurons,
+            reading.points,
+        )
         at_tables = _at_tables(reading)
         first = entered(reading, words, optimizer, rate, at_tables, tied)
         points = iter(reading.points)

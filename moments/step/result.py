@@ -12,6 +12,7 @@ import numpy as np
 
 from .first import Stepped
 from .rules import Optimizer
+from .sites import Reading
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,26 +58,26 @@ class FirstStep:
     @classmethod
     def of(
         cls,
-        model: Transformer,
+        reading: Reading,
         optimizer: Optimizer,
         rate: float,
-        still: Stepped,
+        before: float,
         moved: Stepped,
-        loss: float,
     ) -> FirstStep:
-        """From the walks at rate 0 and at the rate itself; `loss` is the package's."""
+        """From the walk; `before` is the loss at rate 0 as the walk's end has it."""
+        model, loss = reading.model, reading.loss
         rows = []
         for point in moved.sites:
-            before = float(np.trace(point.kernel))
+            size = float(np.trace(point.kernel))
             sent = point.change.coherent @ point.gradient @ point.change.coherent.T
             changed = float(np.trace(point.change.total))
             rows.append(
                 {
                     "layer": point.layer,
                     "site": point.site,
-                    "variance_before": before / len(point.kernel),
+                    "variance_before": size / len(point.kernel),
                     "variance": float(np.trace(point.change.new(point.kernel))) / len(point.kernel),
-                    "relative_change": changed / before if before else math.nan,
+                    "relative_change": changed / size if size else math.nan,
                     "coherent": float(np.trace(sent)) / changed if changed else math.nan,
                 }
             )
@@ -85,9 +86,9 @@ class FirstStep:
             {
                 "layer": model.layers + 1,
                 "site": "logits",
-                "variance_before": end.before,
-                "variance": end.before + end.change,
-                "relative_change": end.change / end.before if end.before else math.nan,
+                "variance_before": reading.logit_variance,
+                "variance": end.after,
+                "relative_change": end.change / reading.logit_variance,
                 "coherent": math.nan,
             }
         )
@@ -104,7 +105,7 @@ class FirstStep:
             for one in sorted(moved.weights, key=lambda one: one.layer)
         ]
         stream = [row for row in rows if row["site"] == "stream"]
-        change = end.loss - still.end.loss
+        change = end.loss - before
         return cls(
             model,
             optimizer.name,

@@ -57,6 +57,36 @@ class Effect(NamedTuple):
     square: float
     aligned: float
 
+    def scaled(self, factor: float, rule: str) -> Effect:
+        """Of a gain before which the input is `factor` times what it was counted as: a gradient
+        is so much smaller, and under the sign rule a step is not."""
+        by_step = factor * factor if rule == "sgd" else factor
+        size = factor * factor if rule == "sgd" else 1.0
+        return Effect(
+            by_step * self.coherent,
+            by_step * by_step * self.total,
+            by_step * self.slope,
+            size * self.square,
+            self.aligned,
+        )
+
+
+class Root(NamedTuple):
+    """Roots of a kernel's eigenvalues and its eigenvectors, those that are not 0."""
+
+    values: Array
+    vectors: Array
+
+    @classmethod
+    def of(cls, kernel: Array) -> Root:
+        weights, vectors = np.linalg.eigh((kernel + kernel.T) / 2)
+        kept = weights > _RANGE * weights[-1]
+        return cls(np.sqrt(weights[kept]), vectors[:, kept])
+
+    def scaled(self, factor: float) -> Root:
+        """Of the kernel times the square of a factor."""
+        return Root(factor * self.values, self.vectors)
+
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
@@ -76,14 +106,18 @@ class Spectrum:
     values: Array
 
     @classmethod
-    def of(cls, kernel: Array, gradient: Array) -> Spectrum:
-        weights, vectors = np.linalg.eigh((kernel + kernel.T) / 2)
-        kept = weights > _RANGE * weights[-1]
-        roots, vectors = np.sqrt(weights[kept]), vectors[:, kept]
+    def of(cls, kernel: Array, gradient: Array, root: Root | None = None) -> Spectrum:
+        """`root`: of the kernel, where it is known."""
+        roots, vectors = Root.of(kernel) if root is None else root
         inner = roots[:, None] * (vectors.T @ gradient @ vectors) * roots
         values, turned = np.linalg.eigh((inner + inner.T) / 2)
         basis, dual = vectors @ (roots[:, None] * turned), vectors @ (turned / roots[:, None])
         return cls(kernel, gradient, basis, dual, np.clip(values, 0.0, None))
+
+    @functools.cached_property
+    def inverse(self) -> Array:
+        """K^+."""
+        return np.asarray(self.dual @ self.dual.T)
 
     @functools.cached_property
     def inverse_moments(self) -> tuple[float, Array, Array]:
@@ -106,6 +140,54 @@ class Spectrum:
         second = (s[:, None] * mean).sum(0) * step
         root = np.sqrt(scale)
         return root * float((share * first).sum()), first / root, second / scale
+
+
+class Signs(NamedTuple):
+    """What the sign of a gradient does at a matrix's output where its rows are not Gaussian.
+
+    Attributes:
+        mean: E rho over sqrt(E rho^2), of the rows or columns as they are.
+        coherent: P/(n sqrt(2/pi)) on the old input; None: the Gaussian one, scaled to the mean.
+        square: of it the kernel, over n (n - 1) 2/pi.
+    """
+
+    mean: float
+    coherent: Array | None
+    square: Array
+
+
+def sign_of_rows(kernel: Array, delta: Array) -> Signs:
+    """Rows of G given by draws (N, T) of delta across tokens, the input Gaussian of a kernel.
+
+    Given delta, E sign(G) x = sqrt(2/pi) K delta/rho.
+    """
+    onward = delta @ kernel
+    rho = np.sqrt(np.maximum((onward * delta).sum(1), 0.0))
+    size = float(np.sqrt((rho**2).mean())) or 1.0
+    alike = np.divide(onward, rho[:, None], out=np.zeros_like(onward), where=rho[:, None] > 0)
+    return Signs(float(rho.mean()) / size, None, alike.T @ alike / len(delta))
+
+
+def sign_of_columns(values: Array, gradient: Array, delta: Array) -> Signs:
+    """Columns of G given by draws (N, T) of the input's features, delta Gaussian of a kernel.
+
+    Given x, E sign(G) delta = sqrt(2/pi) D x/rho; the input's mean under the sign of G is taken
+    over two halves of the draws, whose product has no bias.
+
+    Args:
+        values: draws of a feature across tokens.
+        gradient: D.
+        delta: draws of its law.
+    """
+    rho = np.sqrt(np.maximum(((values @ gradient) * values).sum(1), 0.0))
+    size = float(np.sqrt((rho**2).mean())) or 1.0
+    alike = np.divide(values, rho[:, None], out=np.zeros_like(values), where=rho[:, None] > 0)
+    half = len(values) // 2
+    first, second = (
+        np.sign(delta @ part.T) @ part / len(part) for part in (values[:half], values[half:])
+    )
+    square = first.T @ second / len(delta) / SIGN_MEAN**2
+    return Signs(float(rho.mean()) / size, alike.T @ values / len(values), (square + square.T) / 2)
 
 
 _RANGE = 1e-9
@@ -205,6 +287,7 @@ def effect(
     m: float,
     excess: float = 0.0,
     epsilon: float = 0.0,
+    signs: Signs | None = None,
 ) -> Effect:
     """A step of learning rate 1 on an (m, n) matrix, at its output.
 
@@ -217,13 +300,14 @@ def effect(
         excess: variance of the overlap of two tokens' inputs, relative to the squares, beyond the
             1/n of independent features.
         epsilon: Adam's.
+        signs: under the sign rule, rows or columns that are not Gaussian.
     """
     kernel, lam = spectrum.kernel, spectrum.values
     total = float(lam.sum())
     if total == 0.0:
         nothing = np.zeros_like(kernel)
         return Effect(nothing, nothing, 0.0, 0.0, 0.0)
-    basis, dual = spectrum.basis, met @ spectrum.dual
+    basis = spectrum.basis
     if rule == "sgd":
         # overlaps of variance 1/n + excess: Cov(x_t.x_s, x_t'.x_s') = n^2 (1/n + excess) times
         # K_tt' K_ss' + K_ts' K_st', of which the second is K D K again
@@ -233,6 +317,9 @@ def effect(
     elif rule == "sign":
         mean, by_root, by_square = spectrum.inverse_moments
         pulled, noise = damping(total**0.5, epsilon)
+        if signs is not None:
+            by_root = by_root * (signs.mean * total**0.5 / mean)
+            mean = signs.mean * total**0.5
         first = SIGN_MEAN * n * pulled * by_root
         second = SIGN_MEAN**2 * n * (n - 1) * pulled**2 * lam * by_square
         plain, size, slope = n * noise, noise, SIGN_MEAN * n * m * pulled * mean
@@ -246,20 +333,29 @@ def effect(
         first, second = n * ratio, n * n * ratio * ratio * lam
         size = float((mapped**2).sum()) / (n * m)
         plain, slope, drawn = 0.0, float((mapped * sigma).sum()), 0.0
+    coherent, aligned = (basis * first) @ basis.T, (basis * second) @ basis.T
+    if rule == "sign" and signs is not None:
+        aligned = SIGN_MEAN**2 * n * (n - 1) * pulled**2 * signs.square
+        if signs.coherent is not None:
+            # on the scale at which its trace with D is the mean of rho
+            found = signs.coherent
+            size_now = float((found * spectrum.gradient).sum())
+            coherent = found * (SIGN_MEAN * n * pulled * mean / size_now)
 
-    def spread(columns: Array, moment: Array) -> Array:
-        aligned = (columns * second) @ columns.T
-        found = aligned + plain * moment
+    def spread(square: Array, moment: Array, span: Array) -> Array:
         if rule == "muon":
-            return found + n * size * (moment - columns @ columns.T)
-        lost = aligned if rule == "sign" else 0.0 * aligned
-        return found + drawn * moment - excess * lost
+            return square + n * size * (moment - span)
+        lost = square if rule == "sign" else 0.0 * square
+        return square + (plain + drawn) * moment - excess * lost
 
-    old = np.diag(spread(basis, kernel))
-    aligned = np.divide(
+    old = np.diag(spread(aligned, kernel, kernel))
+    ratio = np.divide(
         old, np.diag(kernel) * size, out=np.zeros_like(old), where=np.diag(kernel) > 0
     )
-    return Effect((dual * first) @ basis.T, spread(dual, new), slope, size, float(aligned.mean()))
+    # on the updated input, as far as the old one tells it
+    through = met @ spectrum.inverse
+    total_now = spread(through @ aligned @ through.T, new, through @ met.T)
+    return Effect(through @ coherent, total_now, slope, size, float(ratio.mean()))
 
 
 def vector_effect(gradient: Array, rule: str, m: float, epsilon: float = 0.0) -> Effect:

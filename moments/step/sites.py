@@ -27,6 +27,8 @@ from ..transfer.head.readout import Readout
 from ..transfer.images import cut_patches, image_kernel
 from .attention import Rows, Three
 from .change import Array
+from .neurons import Neurons
+from .rules import Root, Signs
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
@@ -117,6 +119,7 @@ class Site:
                 found.key / (shared * key),
                 found.value / (shared * value),
             ),
+            int(leaf.sequences),
         )
 
 
@@ -164,7 +167,7 @@ class Reading:
         tables: what tokens look up, the token table first.
         patch: (T, pixels) what a patch projection reads; None: there is none.
         token_ids: (T,) the text; -1 where there is none.
-        loss: as predicted.
+        loss, logit_variance: as predicted.
     """
 
     model: Any
@@ -179,6 +182,7 @@ class Reading:
     patch: Array | None
     token_ids: Any
     loss: float
+    logit_variance: float
 
     @classmethod
     def of(cls, prediction: Prediction) -> Reading:
@@ -222,6 +226,7 @@ class Reading:
             patch,
             ids,
             float(prediction.loss),
+            float(prediction.logit_variance),
         )
 
     @property
@@ -236,6 +241,21 @@ class Reading:
     @functools.cached_property
     def rows(self) -> dict[int, Rows]:
         """Attention that was read already, by the index of its site."""
+        return {}
+
+    @functools.cached_property
+    def neurons(self) -> dict[int, Neurons | None]:
+        """Hidden units that were drawn already, likewise."""
+        return {}
+
+    @functools.cached_property
+    def signs(self) -> dict[tuple[int, str], Signs]:
+        """What is not Gaussian at matrices, which all learning rates share."""
+        return {}
+
+    @functools.cached_property
+    def roots(self) -> dict[int, Root]:
+        """Eigenvalues of sites' kernels, likewise."""
         return {}
 
     @functools.cached_property

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..formulas.checks import check_number
 from ..formulas.symbols import POSITIVE
 from ..prediction.gate import computing
 from ..prediction.result import Prediction
-from .first import Stepped, named_optimizer
+from .first import Stepped, named_optimizer, still
 from .result import FirstStep
 from .sites import Reading
 
@@ -20,7 +20,6 @@ class Stepping:
 
     reading: Reading
     prediction: Prediction
-    _still: dict[str, Stepped] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prediction: Prediction) -> Stepping:
@@ -34,9 +33,6 @@ class Stepping:
         chosen = named_optimizer(optimizer, **options)
         rate = check_number("learning_rate", learning_rate, POSITIVE)
         with computing("refined", [self.prediction.trace]):
-            if "" not in self._still:
-                self._still[""] = Stepped(self.reading, chosen, 0.0)
+            before = still(self.reading, chosen)
             moved = Stepped(self.reading, chosen, rate)
-        return FirstStep.of(
-            self.reading.model, chosen, rate, self._still[""], moved, self.reading.loss
-        )
+        return FirstStep.of(self.reading, chosen, rate, before, moved)

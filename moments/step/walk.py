@@ -6,6 +6,7 @@ the kernels that both passes left there, and adds what the parameters of each co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
+from ..formulas.law import ComponentLaws
 from ..transfer.attention.self_attention import SelfAttention
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
@@ -22,7 +24,18 @@ from ..transfer.normalization import FiniteNormalization
 from .attention import Rows, Three
 from .change import Array, Change, summed
 from .elementwise import activated, gated
-from .rules import Effect, Optimizer, Spectrum, effect, vector_effect
+from .neurons import Neurons, gaussian
+from .rules import (
+    Effect,
+    Optimizer,
+    Root,
+    Signs,
+    Spectrum,
+    effect,
+    sign_of_columns,
+    sign_of_rows,
+    vector_effect,
+)
 from .sites import Site
 
 
@@ -76,16 +89,25 @@ class Walk:
         optimizer: which.
         rate: its learning rate.
         tied: E h_t delta_s along the stream's identity path.
-        spectra, rows: eigenvalues of matrices and attention, which other rates share.
+        spectra, roots, signs, rows, neurons: eigenvalues of matrices and of kernels, what is not
+            Gaussian at them, attention and hidden units, by the index of a site; other rates
+            share them.
+        points: every site, in order.
     """
 
     optimizer: Optimizer
     rate: float
     tied: Array
     spectra: dict[tuple[int, str], Spectrum]
+    roots: dict[int, Root]
+    signs: dict[tuple[int, str], Signs]
     rows: dict[int, Rows]
+    neurons: dict[int, Neurons | None]
+    points: tuple[Site, ...]
     sites: list[SiteStep] = field(default_factory=list)
     weights: list[WeightStep] = field(default_factory=list)
+    _following: tuple[Component, ...] = ()
+    _unit: Activation | None = None
 
     # --- the walk ------------------------------------------------------------------------------
 
@@ -93,8 +115,10 @@ class Walk:
         self, component: Component, change: Change, entering: Site, points: Iterator[Site]
     ) -> tuple[Change, Site]:
         """The change behind a component, and the site it is at."""
+        following, self._following = self._following, ()
         if isinstance(component, Chain):
-            for part in component.parts:
+            for place, part in enumerate(component.parts):
+                self._following = component.parts[place + 1 : place + 2]
                 change, entering = self.through(part, change, entering, points)
             return change, entering
         if isinstance(component, Layer):
@@ -108,6 +132,7 @@ class Walk:
             return self.noted(found, leaving)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
+        self._unit = following[0] if following and isinstance(following[0], Activation) else None
         step = _STEPS.get(type(component)) or next(
             (found for kind, found in _STEPS.items() if isinstance(component, kind)), None
         )
@@ -155,8 +180,25 @@ class Walk:
     def _spectrum(self, index: int, name: str, kernel: Array, gradient: Array) -> Spectrum:
         key = index, name
         if key not in self.spectra:
-            self.spectra[key] = Spectrum.of(kernel, gradient)
+            # the matrices that read a site, and the gain before them, share its root
+            if index not in self.roots:
+                self.roots[index] = Root.of(kernel)
+            self.spectra[key] = Spectrum.of(kernel, gradient, self.roots[index])
         return self.spectra[key]
+
+    def _signs(self, index: int, name: str, drawn: Callable[[], Signs]) -> Signs:
+        key = index, name
+        if key not in self.signs:
+            self.signs[key] = drawn()
+        return self.signs[key]
+
+    def _neurons(
+        self, laws: ComponentLaws, kernels: tuple[Array, ...], leaving: Site
+    ) -> Neurons | None:
+        """Of the hidden units whose output is that site."""
+        if leaving.index not in self.neurons:
+            self.neurons[leaving.index] = Neurons.of(laws, kernels, leaving.gradient)
+        return self.neurons[leaving.index]
 
     def kept(self, name: str) -> float:
         """What weight decay leaves of a parameter."""
@@ -171,6 +213,7 @@ class Walk:
         layer: int,
         shape: tuple[float, float],
         variance: float,
+        signs: Callable[[], Signs] | None = None,
     ) -> Change:
         """Behind an (m, n) matrix of random entries, its own step included.
 
@@ -181,6 +224,7 @@ class Walk:
             layer: that it is counted in.
             shape: n and m.
             variance: of its entries.
+            signs: gives what is not Gaussian across tokens at it; None: nothing.
         """
         n, m = shape
         kernel, gain, rule = entering.kernel, n * variance, self.optimizer.rule_of(name)
@@ -193,8 +237,9 @@ class Walk:
         if left != 1.0:
             same = np.full(len(kernel), left)
             carried = carried.rescaled(gain * kernel, same, same - 1.0)
+        spectrum = self._spectrum(entering.index, name, kernel, gradient)
         found = effect(
-            self._spectrum(entering.index, name, kernel, gradient),
+            spectrum,
             rule,
             change.met(kernel),
             change.new(kernel),
@@ -202,6 +247,7 @@ class Walk:
             m,
             entering.excess(),
             self.optimizer.epsilon,
+            None if signs is None or rule != "sign" else self._signs(entering.index, name, signs),
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
@@ -222,8 +268,18 @@ class Walk:
         given = leaf.parameters
         shape = float(given["fan_in"]), float(given["fan_out"])
         variance = float(given["weight_variance"])
+        signs = None
+        before = self.neurons.get(entering.index)
+        if self._unit is not None:
+            units = self._neurons(
+                self._unit.laws, (leaving.kernel,), self.points[leaving.index + 1]
+            )
+            if units is not None:
+                signs = functools.partial(_rows_of, entering.kernel, units, 0)
+        elif before is not None:
+            signs = functools.partial(_columns_of, before, leaving.gradient)
         found = self.matrix(
-            leaf.weight, change, entering, leaving.gradient, leaving.layer, shape, variance
+            leaf.weight, change, entering, leaving.gradient, leaving.layer, shape, variance, signs
         )
         if not leaf.has_bias:
             return found
@@ -259,19 +315,35 @@ class Walk:
             "ffn_in": (float(leaf.ffn_in), float(leaf.bias)),
         }
         kernels = {name: n * v * entering.kernel + b for name, (v, b) in inner.items()}
-        unit = gated(leaf.activation, kernels["gate"], kernels["ffn_in"])
+        both = kernels["gate"], kernels["ffn_in"]
+        unit = gated(leaf.activation, *both)
+        units = self._neurons(leaf.activation, both, leaving)
         moved = []
-        for name, slope in zip(inner, unit.slopes, strict=True):
-            gradient = slope * leaving.gradient
+        for place, name in enumerate(inner):
+            gradient = unit.slopes[place] * leaving.gradient
             variance = inner[name][0]
-            found = self.matrix(name, change, entering, gradient, leaving.layer, (n, m), variance)
+            signs = None
+            if units is not None:
+                signs = functools.partial(_rows_of, entering.kernel, units, place)
+            found = self.matrix(
+                name, change, entering, gradient, leaving.layer, (n, m), variance, signs
+            )
             if leaf.has_bias:
                 found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
             moved.append(found)
-        return unit.carried(moved[0], moved[1], leaving.gradient)
+        found = unit.carried(moved[0], moved[1], leaving.gradient)
+        if units is None:
+            return found
+        more = units.beyond_pairs((moved[0].coherent, moved[1].coherent))
+        return Change(found.coherent, found.overlap, found.total + more)
 
     def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
-        return activated(leaf.laws, leaf.parameters, change, entering.kernel)
+        found = activated(leaf.laws, leaf.parameters, change, entering.kernel)
+        units = self._neurons(leaf.laws, (entering.kernel,), leaving)
+        if units is None:
+            return found
+        more = units.beyond_pairs((change.coherent,))
+        return Change(found.coherent, found.overlap, found.total + more)
 
     def norm(
         self, leaf: FiniteNormalization, change: Change, entering: Site, leaving: Site
@@ -300,24 +372,24 @@ class Walk:
 
     def _affine(self, leaf: Any, change: Change, leaving: Site) -> Change:
         square, gradient = float(leaf.gain) ** 2, leaving.gradient
-        normal, name = leaving.kernel / square, f"{leaf.label}.gain"
+        name = f"{leaf.label}.gain"
         kept = self.kept(name)
         if kept != 1.0:
-            same = np.full(len(normal), kept)
+            same = np.full(len(gradient), kept)
             change = change.rescaled(leaving.kernel, same, same - 1.0)
-        spectrum = self._spectrum(leaving.index, name, normal, gradient)
-        inner = change.times(1 / square)
+        # in units of the gain's square, which the root of the site's kernel has
+        spectrum = self._spectrum(leaving.index, name, leaving.kernel, gradient)
         found = effect(
             spectrum,
             self.optimizer.rule_of(name),
-            inner.met(normal),
-            inner.new(normal),
+            change.met(leaving.kernel),
+            change.new(leaving.kernel),
             1.0,
             leaving.width,
-            epsilon=self.optimizer.epsilon,
-        )
+            epsilon=self.optimizer.epsilon * square**0.5,
+        ).scaled(square**-0.5, self.optimizer.rule_of(name))
         rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
-        own = Change(rate * found.coherent, 0 * normal, rate * rate * found.total)
+        own = Change(rate * found.coherent, 0 * gradient, rate * rate * found.total)
         change = change.plus(own, gradient)
         if leaf.bias:
             change = self.bias(f"{leaf.label}.bias", change, gradient, leaving.width, leaving.layer)
@@ -332,6 +404,14 @@ class Walk:
 
     def pool(self, leaf: Pool, change: Change, entering: Site, leaving: Site) -> Change:
         return change.mixed(leaf.weights(len(entering.kernel)))
+
+
+def _rows_of(kernel: Array, units: Neurons, place: int) -> Signs:
+    return sign_of_rows(kernel, units.sent(place))
+
+
+def _columns_of(units: Neurons, gradient: Array) -> Signs:
+    return sign_of_columns(units.values, gradient, gaussian(gradient, 9)[:512])
 
 
 def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob: float) -> Change:
