@@ -40,6 +40,7 @@ _PUBLIC = {
     "diagnose": "torch.diagnose",
     "explain": "prediction.explanation",
     "from_huggingface": "model.huggingface.config",
+    "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
     "register_activation": "formulas.named_activations",
@@ -81,6 +82,7 @@ __all__ = [
     "diagnose",
     "explain",
     "from_huggingface",
+    "learning_rate",
     "predict",
     "preset",
     "register_activation",
@@ -115,6 +117,7 @@ if TYPE_CHECKING:
     from .solver.plan import Plan
     from .step.measured import StepMeasurement
     from .step.result import FirstStep
+    from .step.search import learning_rate
     from .torch.diagnose import diagnose
 
 

@@ -88,7 +88,8 @@ class Rows:
         length = size // self.sequences
         if self.sequences == 1:
             return np.asarray(self.weights @ tokens)
-        return np.matmul(self._blocks, tokens.reshape(self.sequences, length, -1)).reshape(size, -1)
+        split = tokens.reshape(self.sequences, length, -1)
+        return np.asarray((self._blocks @ split).reshape(size, -1))
 
     @functools.cached_property
     def _blocks(self) -> Array:
