@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -73,7 +73,7 @@ def first_step(
             targets = ids.copy()
             targets.reshape(-1)[[k for k in range(ids.size) if k % 7]] = -100
         prediction = predict(described, token_ids=ids, targets=targets)
-    options = {"weight_decay": weight_decay} if weight_decay else {}
+    options: dict[str, Any] = {"weight_decay": weight_decay} if weight_decay else {}
     groups: dict[str, float] = {}
     if learning_rate is None:
         found = search(prediction, optimizer, bound=bound, groups=by_group, **options)

@@ -25,12 +25,15 @@ class Pulled(NamedTuple):
             (`overlap`) in what is attended to, beyond the 1/width they count with.
         response: gives by how much two outputs' overlap moves per that of the tokens that ask, as
             the kernel that a gradient of ones would have there.
+        attended: of self-attention by token, the layer and what returns through values, queries
+            and keys.
     """
 
     gradient: Gradient
     weights: Callable[[], Mapping[str, Array]] | None = None
     overlaps: Callable[[], Mapping[str, Array]] | None = None
     response: Callable[[], Kernel] | None = None
+    attended: tuple[Any, Any] | None = None
 
 
 Pullback = Callable[[Gradient], Pulled]

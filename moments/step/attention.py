@@ -100,13 +100,19 @@ class Rows:
 
     @functools.cached_property
     def _factor(self) -> Array:
-        found = self._joint(self.kernel, self.kernel)
+        found = self._still
         there = np.abs(found) > 1e-6 * np.abs(found).max(initial=0.0)
         return np.where(there, self.response / np.where(there, found, 1.0), 0.0)
 
     def _product(self, queries: Array, keys: Array, values: Array) -> Array:
         """T, without the value weights' gain."""
-        return self._factor * queries * self._joint(keys, values)
+        still = keys is self.kernel and values is self.kernel
+        joint = self._still if still else self._joint(keys, values)
+        return self._factor * queries * joint
+
+    @functools.cached_property
+    def _still(self) -> Array:
+        return self._joint(self.kernel, self.kernel)
 
     def carried(self, changes: Three, gradient: Array) -> Change:
         """The heads' change, from those of queries, keys and values on the scale of the tokens.
@@ -134,7 +140,8 @@ class Rows:
             overlap = overlap + product(c, c, value.overlap)
         else:
             overlap, total = met - old, new - met - met.T + old
-            total = total + (self.keyed - 1) * product(c, key.total, c)
+            if abs(self.keyed - 1) > _ALIKE:
+                total = total + (self.keyed - 1) * product(c, key.total, c)
         total = gain * (moved.total + total)
         parts = [gain * part for part in coherent]
         # queries and keys meet random weights of the others: their coherent part appears once as
@@ -147,6 +154,9 @@ class Rows:
 def _symmetric(first: Array, second: Array) -> bool:
     return all(np.array_equal(one, one.T) for one in (first, second))
 
+
+_ALIKE = 0.02
+"""Difference of the key path's scale that is left out of a change's square."""
 
 _SMALL = 1e-9
 """Relative change below which differences of products would lose digits."""

@@ -72,6 +72,12 @@ class Change:
             self.total + other.total + cross + cross.T,
         )
 
+    def shifted(self, coherent: float, total: float, gradient: Array) -> Change:
+        """With a bias's step, which all tokens share: P and U are these numbers everywhere."""
+        cross = coherent * (self.coherent @ gradient.sum(1))
+        both = np.add.outer(cross, cross)
+        return Change(self.coherent + coherent, self.overlap, self.total + total + both)
+
     def rescaled(self, kernel: Array, factor: Array, less: Array) -> Change:
         """Of r_t (h_t + u_t), r a number per token, with `less` = r - 1 to its own precision.
 

@@ -67,16 +67,20 @@ class Pairs:
 
 
 def activated(
-    laws: ComponentLaws, parameters: Mapping[str, Any], change: Change, kernel: Array
+    laws: ComponentLaws,
+    parameters: Mapping[str, Any],
+    change: Change,
+    kernel: Array,
+    output: Array,
 ) -> Change:
-    """Behind an activation of Gaussian preactivations of a kernel."""
+    """Behind an activation of Gaussian preactivations, whose kernel there is `output`."""
     pairs, old = Pairs.of(laws, parameters), np.diag(kernel)
     if _largest(change, kernel) < _SMALL:
         return change.times(pairs.slope(old, old, kernel))
     met, new = change.met(kernel), change.new(kernel)
     grown = np.diag(new)
     between = pairs.moment(grown, old, met)
-    overlap = between - pairs.moment(old, old, kernel)
+    overlap = between - output
     total = pairs.moment(grown, grown, new) - between - overlap.T
     return Change(pairs.slope(grown, old, met) * change.coherent, overlap, total)
 

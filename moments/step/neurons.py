@@ -18,7 +18,7 @@ from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws
 from .change import Array
 
-_MOST, _ENTRIES = 4096, 2**18
+_MOST, _ENTRIES = 4096, 2**17
 """Draws: as many as fill a matrix of that size, within [512, 4096]."""
 
 _MODES, _SHARE = 16, 0.01
@@ -62,7 +62,13 @@ class Neurons:
     @functools.cached_property
     def received(self) -> Array:
         """(N, T) draws of the gradient at the output."""
-        return gaussian(self.gradient, 7)
+        weights, vectors = self._spectrum
+        return drawn_by((vectors * np.sqrt(weights)) @ vectors.T, 7)
+
+    @functools.cached_property
+    def _spectrum(self) -> tuple[Array, Array]:
+        weights, vectors = np.linalg.eigh((self.gradient + self.gradient.T) / 2)
+        return np.clip(weights, 0.0, None), vectors
 
     def sent(self, place: int) -> Array:
         """(N, T) draws of the gradient at the map of that place."""
@@ -70,8 +76,7 @@ class Neurons:
 
     @functools.cached_property
     def _modes(self) -> Array:
-        weights, vectors = np.linalg.eigh(self.gradient)
-        weights = np.clip(weights, 0.0, None)
+        weights, vectors = self._spectrum
         left = np.cumsum(weights) > _SHARE * weights.sum()
         left[:-_MODES] = False
         return np.asarray(vectors[:, left] * np.sqrt(weights[left]))
@@ -110,10 +115,14 @@ def _normal(count: int, tokens: int, place: int) -> Array:
 
 def gaussian(kernel: Array, place: int) -> Array:
     """(N, T) draws of a kernel, those of one `place` the same every time."""
-    tokens = len(kernel)
-    count = int(np.clip(_ENTRIES // tokens, 512, _MOST)) // 2 * 2
     weights, vectors = np.linalg.eigh((kernel + kernel.T) / 2)
-    root = (vectors * np.sqrt(np.clip(weights, 0.0, None))) @ vectors.T
+    return drawn_by((vectors * np.sqrt(np.clip(weights, 0.0, None))) @ vectors.T, place)
+
+
+def drawn_by(root: Array, place: int) -> Array:
+    """`gaussian`, of a kernel's root."""
+    tokens = len(root)
+    count = int(np.clip(_ENTRIES // tokens, 512, _MOST)) // 2 * 2
     # independent draws of gate, factor and gradient are paired in an order of their own
     order = np.random.default_rng(100 + place).permutation(count)
     return np.asarray((_normal(count, tokens, place) @ root)[order])

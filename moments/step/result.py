@@ -69,7 +69,7 @@ class FirstStep:
         rows = []
         for point in moved.sites:
             size = float(np.trace(point.kernel))
-            sent = point.change.coherent @ point.gradient @ point.change.coherent.T
+            sent = float(((point.change.coherent @ point.gradient) * point.change.coherent).sum())
             changed = float(np.trace(point.change.total))
             rows.append(
                 {
@@ -78,7 +78,7 @@ class FirstStep:
                     "variance_before": size / len(point.kernel),
                     "variance": float(np.trace(point.change.new(point.kernel))) / len(point.kernel),
                     "relative_change": changed / size if size else math.nan,
-                    "coherent": float(np.trace(sent)) / changed if changed else math.nan,
+                    "coherent": sent / changed if changed else math.nan,
                 }
             )
         end = moved.end

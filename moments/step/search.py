@@ -1,4 +1,4 @@
-"""The learning rate at which a first step reaches a bound, and how it moves with width and depth."""
+"""The learning rate whose first step reaches a bound, and how it moves with width and depth."""
 
 from __future__ import annotations
 

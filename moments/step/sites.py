@@ -20,8 +20,6 @@ from ..engine.trace import Point
 from ..errors import DomainError
 from ..model.patches import PatchEmbedding
 from ..transfer.architecture import declare, declare_embedding
-from ..transfer.attention.by_token import mean_spread, self_attention
-from ..transfer.attention.logits import logit_law
 from ..transfer.embedding import joint_kernel, table_rows
 from ..transfer.head.readout import Readout
 from ..transfer.images import cut_patches, image_kernel
@@ -45,6 +43,7 @@ class Site:
         kernel: E x_t x_s per feature.
         gradient: E delta delta per feature, of the loss on the whole batch.
         width: features.
+        attended: attention that reads it, and what that returned.
     """
 
     index: int
@@ -54,9 +53,10 @@ class Site:
     kernel: Array
     gradient: Array
     width: float
+    attended: tuple[Any, Any] | None = None
 
     @classmethod
-    def of(cls, index: int, point: Point) -> Site:
+    def of(cls, index: int, point: Point, attended: tuple[Any, Any] | None) -> Site:
         assert point.gradient is not None
         return cls(
             index,
@@ -66,6 +66,7 @@ class Site:
             np.asarray(point.signal.second_moment().pairs, float),
             np.asarray(point.gradient.kernel.pairs, float),
             float(point.signal.width),
+            attended,
         )
 
     def excess(self) -> float:
@@ -95,9 +96,6 @@ class Site:
         }.items():
             if there:
                 raise DomainError(f"the first step does not cover {name} ({leaf.label})")
-        tokens = self.signal.second_moment()
-        law = logit_law(leaf, tokens, tokens, (leaf.d_model, leaf.d_model))
-        layer = self_attention(leaf, law, tokens, mean_spread(self.signal))
         heads, d = float(leaf.heads * leaf.d_head), float(leaf.d_model)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         value, query, key = (
@@ -105,7 +103,9 @@ class Site:
         )
         assert leaving.signal is not None
         received = Kernel.of_matrix(leaving.gradient).scaled(heads * value)
-        paths = layer.backward(received)
+        if self.attended is None:
+            raise DomainError(f"the first step resolves attention by token ({leaf.label})")
+        layer, paths = self.attended
         found = Three(*(np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)))
         return Rows.of(
             self.kernel,
@@ -196,8 +196,9 @@ class Reading:
         _check(prediction)
         assert read is not None
         inputs, layout = read.inputs, prediction.layout
+        attended = {id(norms.signal): norms.pulled.attended for norms in prediction.trace.norms}
         points = tuple(
-            Site.of(k, point)
+            Site.of(k, point, attended.get(id(point.signal)))
             for k, point in enumerate(prediction.trace.points)
             if point.gradient is not None
         )

@@ -32,6 +32,7 @@ from .rules import (
     Signs,
     Spectrum,
     effect,
+    gain_effect,
     sign_of_columns,
     sign_of_rows,
     vector_effect,
@@ -259,8 +260,8 @@ class Walk:
         rule = self.optimizer.rule_of(name)
         found = vector_effect(gradient, rule, m, self.optimizer.epsilon)
         rate = self.entry(layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
-        own = Change(rate * found.coherent, 0 * gradient, rate * rate * found.total)
-        return change.plus(own, gradient)
+        shift = float(found.coherent.flat[0]), float(found.total.flat[0])
+        return change.shifted(rate * shift[0], rate * rate * shift[1], gradient)
 
     # --- components ----------------------------------------------------------------------------
 
@@ -338,7 +339,7 @@ class Walk:
         return Change(found.coherent, found.overlap, found.total + more)
 
     def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
-        found = activated(leaf.laws, leaf.parameters, change, entering.kernel)
+        found = activated(leaf.laws, leaf.parameters, change, entering.kernel, leaving.kernel)
         units = self._neurons(leaf.laws, (entering.kernel,), leaving)
         if units is None:
             return found
@@ -377,17 +378,16 @@ class Walk:
         if kept != 1.0:
             same = np.full(len(gradient), kept)
             change = change.rescaled(leaving.kernel, same, same - 1.0)
-        # in units of the gain's square, which the root of the site's kernel has
-        spectrum = self._spectrum(leaving.index, name, leaving.kernel, gradient)
-        found = effect(
-            spectrum,
+        normal, inner = leaving.kernel / square, change.times(1 / square)
+        found = gain_effect(
+            normal,
+            gradient,
             self.optimizer.rule_of(name),
-            change.met(leaving.kernel),
-            change.new(leaving.kernel),
-            1.0,
+            inner.met(normal),
+            inner.new(normal),
             leaving.width,
-            epsilon=self.optimizer.epsilon * square**0.5,
-        ).scaled(square**-0.5, self.optimizer.rule_of(name))
+            self.optimizer.epsilon,
+        )
         rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         own = Change(rate * found.coherent, 0 * gradient, rate * rate * found.total)
         change = change.plus(own, gradient)

@@ -136,7 +136,8 @@ class SelfAttention(Leaf):
                 return layer.response().scaled(self._width * self.value)
 
             sent_back = Gradient(sent, gradient.seq_len)
-            return self._pulled(signal, sent_back, weights, law, tilt, response)
+            pulled = self._pulled(signal, sent_back, weights, law, tilt, response)
+            return pulled._replace(attended=(layer, sides))
 
         return output, pullback
 
