@@ -45,8 +45,8 @@ def parametrised(
     changes: dict[str, Any] = {"d_model": d_model, "heads": heads, "layers": layers}
     if model.d_ff is not None:
         changes["d_ff"] = round(model.d_ff * m)
-    if model.kv_heads is not None:
-        changes["kv_heads"] = max(1, round(model.kv_heads * m))
+    if model.kv_heads not in (None, model.heads):
+        changes["kv_heads"] = max(1, round((model.kv_heads or heads) * m))
     own = model.layer_weights(1)
     if any(model.layer_weights(n) != own for n in range(2, model.layers + 1)):
         raise domain_error("weights", "by layer", "alike in all layers, to be scaled")

@@ -14,11 +14,12 @@ is sum_i lam_i z_i^2 over standard normal z. The step is -rate U(G), and on an i
     Muon   n f_i/sigma_i       n^2 (f_i/sigma_i)^2 lam_i         sum f^2/m (K' - B' B'^T)
 
 with sigma_i^2 = n m lam_i the squared singular values of G and f the map that the optimizer applies
-to them. Adam's first step, bias corrections included, is g/(|g| + eps): the sign rule, damped where
-|g| is near eps. Lion's and signum's is sign(g); momentum's is g.
+to them; f sees singular values one by one, so that for Muon K and D are those of n and m features,
+Wishart matrices about their means, averaged over a few draws (`Orthogonal`). Adam's first step,
+bias corrections included, is g/(|g| + eps): the sign rule, damped where |g| is near eps. Lion's and
+signum's is sign(g); momentum's is g.
 
-Sign: exact for Gaussian x and delta independent of it, by E sign(a) b = c E[a b]/rho; Muon:
-asymptotic in tokens over width, as X X^T and delta delta^T are put at their means.
+Exact for Gaussian x and delta independent of it; sign by E sign(a) b = c E[a b]/rho.
 """
 
 from __future__ import annotations
@@ -99,6 +100,16 @@ class Spectrum:
         return cls(kernel, gradient, basis, dual, np.clip(values, 0.0, None))
 
     @functools.cached_property
+    def _orthogonal(self) -> dict[tuple[float, float], Orthogonal]:
+        return {}
+
+    def orthogonal(self, n: float, m: float, features: float) -> Orthogonal:
+        """Muon's step on an (m, n) matrix whose input has so many independent features."""
+        if (n, m) not in self._orthogonal:
+            self._orthogonal[n, m] = Orthogonal.of(self, n, m, features)
+        return self._orthogonal[n, m]
+
+    @functools.cached_property
     def inverse(self) -> Array:
         """K^+."""
         return np.asarray(self.dual @ self.dual.T)
@@ -116,7 +127,7 @@ class Spectrum:
             none = np.zeros_like(self.values)
             return 0.0, none, none
         share = self.values / scale
-        log_s = np.linspace(-22.0, 26.0, 241)
+        log_s = np.linspace(-42.0, 28.0, 281)
         step, s = log_s[1] - log_s[0], np.exp(log_s)
         grown = 1 + 2 * s[:, None] * share
         mean = np.exp(-0.5 * np.log(grown).sum(1))[:, None] / grown
@@ -124,6 +135,65 @@ class Spectrum:
         second = (s[:, None] * mean).sum(0) * step
         root = np.sqrt(scale)
         return root * float((share * first).sum()), first / root, second / scale
+
+
+class Orthogonal(NamedTuple):
+    """Muon's step at a matrix's output, on the old input.
+
+    Attributes:
+        coherent, aligned: P and P D P^T, D that of the draw.
+        square, slope: sum of f^2 and of f sigma.
+    """
+
+    coherent: Array
+    aligned: Array
+    square: float
+    slope: float
+
+    @classmethod
+    def of(cls, spectrum: Spectrum, n: float, m: float, features: float) -> Orthogonal:
+        count = len(spectrum.kernel)
+        draws = max(2, min(128, 512 // count))
+        rng = np.random.default_rng(0)
+        left, right = _root(spectrum.kernel), _root(spectrum.gradient)
+        coherent, aligned = np.zeros_like(left), np.zeros_like(left)
+        square = slope = 0.0
+        for _ in range(draws):
+            x = left @ _wishart_root(count, features, rng)  # x x^T: kernel of n features
+            d = right @ _wishart_root(count, m, rng)
+            _, sigma, turned = np.linalg.svd(d.T @ x, full_matrices=False)
+            sigma = sigma * (n * m) ** 0.5
+            mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
+            ratio = np.divide(
+                mapped, sigma, out=np.zeros_like(sigma), where=sigma > 1e-12 * sigma.max()
+            )
+            basis = x @ turned.T
+            found = n * (basis * ratio) @ basis.T
+            coherent += found / draws
+            moved = found @ d
+            aligned += moved @ moved.T / draws
+            square += float((mapped**2).sum()) / draws
+            slope += float((mapped * sigma).sum()) / draws
+        # where a draw's delta is large its step is small: on the scale at which m tr(P D) is the
+        # mean of f sigma
+        size = m * float((coherent * spectrum.gradient).sum())
+        return cls(coherent * (slope / size), aligned, square, slope)
+
+
+def _root(kernel: Array) -> Array:
+    weights, vectors = np.linalg.eigh((kernel + kernel.T) / 2)
+    return np.asarray(vectors * np.sqrt(np.clip(weights, 0.0, None)))
+
+
+def _wishart_root(count: int, features: float, rng: np.random.Generator) -> Array:
+    """(count, .) a root of Z Z^T/features, Z of independent normal entries: Bartlett's."""
+    if features < count:
+        width = max(1, round(features))
+        return np.asarray(rng.standard_normal((count, width)) / width**0.5)
+    root = np.tril(rng.standard_normal((count, count)), -1)
+    freedom = features - np.arange(count)
+    np.fill_diagonal(root, np.sqrt(rng.chisquare(freedom)))
+    return np.asarray(root / features**0.5)
 
 
 class Signs(NamedTuple):
@@ -309,22 +379,19 @@ def effect(
         plain, size, slope = n * noise, noise, SIGN_MEAN * n * m * pulled * mean
         drawn = excess * SIGN_MEAN**2 * n * (n - 1) * pulled**2
     else:
-        sigma = np.sqrt(lam * n * m)
-        mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
-        ratio = np.divide(
-            mapped, sigma, out=np.zeros_like(sigma), where=sigma > 1e-12 * sigma.max()
-        )
-        first, second = n * ratio, n * n * ratio * ratio * lam
-        size = float((mapped**2).sum()) / (n * m)
-        plain, slope, drawn = 0.0, float((mapped * sigma).sum()), 0.0
+        found = spectrum.orthogonal(n, m, 1 / (1 / n + excess))
+        size, slope = found.square / (n * m), found.slope
+        first = second = 0 * lam
+        plain = drawn = 0.0
     coherent, aligned = (basis * first) @ basis.T, (basis * second) @ basis.T
+    if rule == "muon":
+        coherent, aligned = found.coherent, found.aligned
     if rule == "sign" and signs is not None:
         aligned = SIGN_MEAN**2 * n * (n - 1) * pulled**2 * signs.square
         if signs.coherent is not None:
             # on the scale at which its trace with D is the mean of rho
-            found = signs.coherent
-            size_now = float((found * spectrum.gradient).sum())
-            coherent = found * (SIGN_MEAN * n * pulled * mean / size_now)
+            scale = float((signs.coherent * spectrum.gradient).sum())
+            coherent = signs.coherent * (SIGN_MEAN * n * pulled * mean / scale)
 
     def spread(square: Array, moment: Array, span: Array) -> Array:
         if rule == "muon":

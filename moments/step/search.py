@@ -132,6 +132,8 @@ def zipf_text(vocab_size: int, seq_len: int, sequences: int = 2, seed: int = 0) 
     return rng.choice(vocab_size, (sequences, seq_len), p=weights / weights.sum())
 
 
+_TRIES = 20
+
 _LEAST, _MOST = 1e-12, 1e6
 """Learning rates that are tried."""
 
@@ -151,11 +153,15 @@ def _search(
     x, slope = math.log(1e-4), 1.0 if quantity == "loss_drop" else 2.0
     last: tuple[float, float] | None = None
     most = -math.inf
-    for _ in range(40):
+    for _ in range(_TRIES):
         step, gap = at(x)
+        if gap == -math.inf and most == -math.inf and last is None and x > 0:
+            break  # nothing moves at all
         most = max(most, gap)
         if abs(gap) < 1e-3:
             return step
+        if last is not None and x > last[0] and gap < min(last[1], 0.0):
+            break  # it falls again
         if gap < 0:
             low = x
         else:
@@ -164,10 +170,10 @@ def _search(
             found = (gap - last[1]) / (x - last[0])
             slope = found if 0.2 < found < 4 else slope
         last = (x, gap) if math.isfinite(gap) else None
-        moved = x - gap / slope if math.isfinite(gap) else x - 3.0
-        moved = min(max(moved, x - 7.0), x + 4.0)
+        moved = x - gap / slope if math.isfinite(gap) else x + 12.0
+        moved = min(max(moved, x - 7.0), x + 12.0 if gap == -math.inf else x + 4.0)
         x = moved if low < moved < high else (low + high) / 2
-        if high - low < 1e-6:
+        if high - low < 1e-4:
             break
     reached = bound * math.exp(most) if math.isfinite(most) else 0.0
     raise domain_error(
