@@ -136,7 +136,8 @@ def scaled(size: dict[str, int], name: str) -> tuple[Any, Any, dict[str, float],
 
     def loss(output: Any, batch: Any) -> Any:
         found = output.logits[:, :-1] * logits
-        return torch.nn.functional.cross_entropy(found.flatten(0, 1), batch["labels"][:, 1:].ravel())
+        targets = batch["labels"][:, 1:].ravel()
+        return torch.nn.functional.cross_entropy(found.flatten(0, 1), targets)
 
     return factory, model, multipliers, loss
 
@@ -182,7 +183,12 @@ def measure(chosen: list[str]) -> None:
             batch, _ = batch_of(SWEPT)
             large = size.get("d_model", 64) > 256
             measured = measure_step(
-                factory, batch, "adam", [RATE], loss=loss, seeds=4 if large else 8,
+                factory,
+                batch,
+                "adam",
+                [RATE],
+                loss=loss,
+                seeds=4 if large else 8,
                 multipliers=multipliers,
             )
         spent = time.process_time() - began

@@ -24,12 +24,12 @@ moments.learning_rate(model, "adam")     # the rate at which the stream changes 
 ```
 
 Modules are Hugging Face's, freshly initialised as transformers does (`std` .02 unless a row says
-otherwise), with their own heads, losses and dropout, in training mode with one mask; real text of 2 x
-32 tokens (two pictures for ViT); width 128, 4 layers, vocabulary 512. Measured values are means over
-draws of the weights with their standard errors. No constant is fitted. GPT-2 and two of its rates
-were looked at while the theory was being written (as was Llama at 1/sqrt(d), whose attention
-remains wrong); BERT, ViT and GPT-NeoX were first run when it stood, and one fault found in BERT's
-tables was mended after that.
+otherwise), with their own heads, losses and dropout, in training mode with one mask; real text of
+2 x 32 tokens (two pictures for ViT); width 128, 4 layers, vocabulary 512. Measured values are means
+over draws of the weights with their standard errors. No constant is fitted. GPT-2, and Llama at
+1/sqrt(d), were looked at while the theory was being written: averages over hidden units and Muon's
+over singular values came of them. Llama, BERT, ViT and GPT-NeoX were first run when it stood; one
+fault found by BERT, in tables that a hidden layer parts from the head, was mended.
 """
 
 
@@ -168,29 +168,26 @@ longer linear in the step.
 ## Width and depth
 
 GPT-2 modules, untied, base width 64 and 4 layers at std .02, Adam at {RATE:g} times what the
-parametrisation says; hidden variances as 1/width. Under `standard` the rate of hidden matrices stays
-and the stream changes by more the wider the network; under `mup` it follows 1/width, the logits are
-multiplied by 1/width, and changes stay. Along depth, `mup` leaves branches as they are (the rows show
-by how much deeper streams move more; `depth-mup` and `completep` scale branches and were not run on
-modules).
+parametrisation says; hidden variances as 1/width. Under `standard` the rate of hidden matrices
+stays and the stream changes by more the wider the network; under `mup` it follows 1/width, the
+logits are multiplied by 1/width, and changes stay. Along depth, `mup` leaves branches as they are
+(`depth-mup` and `completep` scale branches and were not run on modules).
 
 {sweeps(data)}
 
 ## Where it is wrong
 
-- **Attention whose logits have a variance of order 1** (std 1/sqrt(d), d_head as long as the text):
-  a step of queries meets the very keys it was made of, and what that adds to a head's change, of
-  order d_head over the number of keys, is left out: changes of the first layer's stream come out up
-  to a third low, and large steps' loss up to 10 to 15 % too good.
-- **Steps that are most of the new stream** (beyond .9, where a warning says so), SGD's above all: the
-  loss comes out up to 15 % too low there.
-- Muon's update sizes at single matrices, up to 15 %: its map is steep at small singular values, and
-  those of a real gradient are not a Wishart matrix's.
-- Two steps and more, fresh batches: not in `after`. The prototype found k steps of Adam on one batch
-  like one of k times the rate as long as gradients keep their signs.
-- Not covered, and refused by name: encoder-decoders (T5, BART), norms of queries and keys, soft caps,
-  relative biases, biases of queries and keys that are drawn, DyT, groups of norms, padding and packed
-  rows, label smoothing.
+- **Attention whose logits have a variance of order 1** (std 1/sqrt(d), d_head as long as the
+  text): a step of queries meets the very keys it was made of, and what that adds to a head's
+  change, of order d_head over the number of keys, is left out: changes of the first layer's stream
+  come out low there, and large steps' loss too good.
+- **Steps that are most of the new stream** (beyond .9, where a warning says so), SGD's above all.
+- Muon's update sizes at single matrices: its map is steep at small singular values, and those of a
+  real gradient are not a Wishart matrix's.
+- Two steps and more, fresh batches: not in `after`.
+- Not covered, and refused by name: encoder-decoders (T5, BART), norms of queries and keys, soft
+  caps, relative biases, biases of queries and keys that are drawn, DyT, groups of norms, padding
+  and packed rows, label smoothing.
 
 Measured on one shared core: {seconds:.0f} s of processor time in all.
 """

@@ -1,14 +1,29 @@
 """The command `moments`: thin wrappers that parse, call the library and print."""
 
-from . import audit, compare, first_step, papers, predict, reference, solve, validate
+from . import (
+    audit,
+    check,
+    compare,
+    doctor,
+    first_step,
+    pages,
+    papers,
+    predict,
+    reference,
+    solve,
+    validate,
+)
 from .base import app, main
 
 __all__ = [
     "app",
     "audit",
+    "check",
     "compare",
+    "doctor",
     "first_step",
     "main",
+    "pages",
     "papers",
     "predict",
     "reference",

@@ -14,14 +14,61 @@ g_x at x, x.g_x = x.g.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from .composition import BottomToTop
+import numpy as np
+
+from .composition import Component, Residual, square
 from .directions import isotropic, orthogonal_parts
+from .overlap import Overlap, OverlapWalk
 from .state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+from .trace import Record, Run
 
-BackwardPass = Callable[[Gradient], Gradient]
+
+@dataclass(frozen=True)
+class BottomToTop(Component):
+    """ffn(norm(attention(x))) + x: a layer's input added again at its end (Takase et al. 2022)."""
+
+    attention: Residual
+    norm: Component
+    ffn: Residual
+    label: str = "ffn.bottom_to_top"
+
+    @property
+    def children(self) -> tuple[Component, ...]:
+        return self.attention, self.norm, self.ffn
+
+    def with_children(self, children: tuple[Component, ...]) -> BottomToTop:
+        attention, norm, ffn = children
+        assert isinstance(attention, Residual)
+        assert isinstance(ffn, Residual)
+        return dataclasses.replace(self, attention=attention, norm=norm, ffn=ffn)
+
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        attention = self.attention.propagate(signal, run)
+        norm = self.norm.propagate(attention.output, run)
+        ffn = self.ffn.propagate(norm.output, run)
+        children = attention, norm, ffn
+        output = Sum.of(self, signal, children).output()
+        return run.passed(Record(self, run.layer, signal, output, children))
+
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        run.met(record, gradient)
+        attention, norm, ffn = record.children
+        total = Sum.of(self, record.input, record.children)
+        run.met(ffn, gradient)
+        ffn = total.ffn_completed(record.output, gradient, ffn, run)
+        norm = self.norm.backpropagate(norm, ffn.gradient_sent, run)
+        attention = self.attention.backpropagate(attention, norm.gradient_sent, run)
+        sent = total.returned(record.output, gradient, attention.gradient_sent)
+        return record.completed(gradient, sent, (attention, norm, ffn))
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        for child in record.children:
+            at = walk.through(child, at)
+        return at
 
 
 class Sum(NamedTuple):
@@ -42,6 +89,14 @@ class Sum(NamedTuple):
     entering: Signal
     inner: Signal
     carried: Array
+
+    @classmethod
+    def of(cls, node: BottomToTop, signal: Signal, children: tuple[Record, ...]) -> Sum:
+        """From the records of a layer's three parts."""
+        between, entering, inner = (one.output for one in children)
+        carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
+        carried = carried * node.attention.skip_scale * node.ffn.skip_scale
+        return cls(node, signal, between, entering, inner, carried)
 
     def crossed(self, kernel: Kernel, factor: Array = 1.0) -> Kernel:
         """What the sum's moments gain because u holds the input by the carried amplitude."""
@@ -93,9 +148,9 @@ class Sum(NamedTuple):
         assert between.spread is not None
         assert inner.spread is not None
         width, tokens = signal.width, signal.kernel
-        skip = _square(self.node.attention.skip_scale)
+        skip = square(self.node.attention.skip_scale)
         added = between.kernel - tokens.scaled(skip)
-        fresh = inner.kernel - self.entering.kernel.scaled(_square(self.node.ffn.skip_scale))
+        fresh = inner.kernel - self.entering.kernel.scaled(square(self.node.ffn.skip_scale))
         met = tokens * added
         sizes = between.spread - signal.spread.scaled(skip * skip) - met.scaled(4 * skip / width)
         total = between.kernel.diagonal
@@ -125,23 +180,26 @@ class Sum(NamedTuple):
 
     # --- the way back -----------------------------------------------------------------------------
 
-    def at_entering(self, output: Signal, gradient: Gradient, back: BackwardPass) -> Gradient:
-        """The gradient at the feed-forward block's input y, `back` the pass through the block.
+    def ffn_completed(self, output: Signal, gradient: Gradient, ffn: Record, run: Run) -> Record:
+        """The record of the feed-forward block with the gradient carried back to its input y.
 
         As `directions.orthogonal_parts`, with `output` in place of u: that g lacks E (u.g)^2 of
         y.g_y = u.g, and 2 E (k' y.g)(F.g) + E (F.g)^2 of |g_y|^2.
         """
+        (branch,), above = ffn.children, gradient
         gradient = gradient.averaged()
         node = self.node.ffn
-        kept = gradient.kernel.scaled(_square(node.skip_scale))
-        handed = gradient.kernel.scaled(_square(node.branch_scale))
+        kept = gradient.kernel.scaled(square(node.skip_scale))
+        handed = gradient.kernel.scaled(square(node.branch_scale))
         if self.signal.spread is None:
-            passed = back(gradient.with_kernel(handed))
-            return Gradient(kept + passed.kernel, gradient.seq_len)
+            done = branch.backward(gradient.with_kernel(handed), run)
+            merged = kept + done.gradient_sent.kernel
+            return ffn.completed(above, Gradient(merged, gradient.seq_len), (done,))
         total, own = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
-        held, part = _square(node.skip_scale) * own, self.inner.kernel.mean_diagonal()
+        held, part = square(node.skip_scale) * own, self.inner.kernel.mean_diagonal()
         added, shared = part - held, self._overlap()
-        sent = back(gradient.at_part(handed, added / total))
+        done = branch.backward(gradient.at_part(handed, added / total), run)
+        sent = done.gradient_sent
         lacking = (2 * (held + shared) + added) / total - 1.0
         share = ratio_or_zero(added * lacking, held)
         kept, returned = orthogonal_parts(self.entering, share, gradient, kept, sent, mixing=False)
@@ -153,7 +211,8 @@ class Sum(NamedTuple):
             radial = ratio_or_zero(along * received, own * merged.mean_diagonal())
         kept_share = ratio_or_zero(kept.mean_diagonal(), merged.mean_diagonal())
         centred = gradient.centred_share * kept_share
-        return Gradient(merged, gradient.seq_len, radial, centred)
+        found = Gradient(merged, gradient.seq_len, radial, centred)
+        return ffn.completed(above, found, (done,))
 
     def returned(self, output: Signal, gradient: Gradient, sent: Gradient) -> Gradient:
         """The gradient at the input, of what the sum received and what attention's side sends."""
@@ -162,7 +221,7 @@ class Sum(NamedTuple):
         if self.signal.spread is None:
             return Gradient(sent.kernel + (above + self.crossed(above)), gradient.seq_len)
         own, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
-        skip = _square(self.node.ffn.skip_scale)
+        skip = square(self.node.ffn.skip_scale)
         held, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()
         lacks = (1.0 - gradient.radial) / total
         # E (x.g)^2, E (x.g)(y.g), E (y.g)^2, y what the skip connection of u holds
@@ -196,7 +255,3 @@ class Sum(NamedTuple):
         """Of the input and u."""
         own = self.signal.kernel
         return own.weighted(self.carried, 1.0).mean_diagonal()
-
-
-def _square(scale: Any) -> Any:
-    return scale * scale

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from ..formulas.recording import is_number
 from .state import Array
 
 PARALLEL = 1 - 1e-12
@@ -39,7 +40,7 @@ def expected_pull(freedom: float, correlation: Array) -> Array:
     At r = 1 it is (n - 1)/(n - 2).
     """
     n = freedom
-    if type(correlation) is float and correlation * correlation == 1.0:
+    if is_number(correlation) and correlation * correlation == 1.0:
         return (n - 1) / (n - 2)
     from scipy.special import hyp2f1
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ..engine.propagate import Point, Trace
 from ..engine.state import Kernel, Signal
 
 
-def averaged(trace: Trace) -> Trace:
+class Averages(NamedTuple):
+    """The points of a trace and what its cross-attention reads, averaged over tokens."""
+
+    points: list[Point]
+    memory: Signal | None
+
+    def stream(self) -> list[Point]:
+        """Those of the residual stream."""
+        return [point for point in self.points if point.site == "stream"]
+
+
+def averaged(trace: Trace) -> Averages:
     """The average moments of a trace resolved by token, at every point.
 
     Of tokens of one sequence where a kernel holds several.
@@ -25,7 +38,7 @@ def averaged(trace: Trace) -> Trace:
     if memory is not None:
         kernel = _averaged(memory.second_moment(), memory.seq_len)
         memory = Signal(kernel, memory.seq_len, width=memory.width)
-    return Trace(found, memory=memory)
+    return Averages(found, memory)
 
 
 def _averaged(kernel: Kernel, seq_len: int) -> Kernel:

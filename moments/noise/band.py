@@ -84,7 +84,7 @@ import numpy as np
 from ..engine.composition import Chain, Layer
 from ..engine.propagate import Trace
 from ..engine.state import Array, Signal
-from .averages import averaged
+from .averages import Averages, averaged
 from .block_noise import Addition, Modes
 from .linearisation import Linearised, linearise, part_starts
 from .sensitivity import ratio, transposed
@@ -169,7 +169,7 @@ class Course(NamedTuple):
     logits: Array
 
 
-def course(layers: Sequence[Layer], trace: Trace, batch: int, top: Any = None) -> Course:
+def course(layers: Sequence[Layer], trace: Trace | Averages, batch: int, top: Any = None) -> Course:
     """What fluctuates on the way up, and what both ways add; arguments as `log_variance`'s."""
     stream = trace.stream()
     entering, last = stream[0].signal, stream[-1].gradient

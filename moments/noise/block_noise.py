@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..engine.composition import BottomToTop, Chain, Component, Parallel, Residual
-from ..engine.propagate import Trace
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Parallel, Residual
+from ..engine.propagate import Record
 from ..engine.state import Array, Kernel
 from ..transfer.attention.logits import logit_law
 from ..transfer.attention.normalized import NormalizedAttention
@@ -156,7 +157,7 @@ def logit_variance(attention: SelfAttention, base: Array, received: Array, modes
     return alike * 2 * (1 / attention.d_head + 1 / attention.d_model) / attention.heads
 
 
-def attending(path: Chain, inner: Trace, entering: Kernel) -> Kernel:
+def attending(path: Chain, inner: Record, entering: Kernel) -> Kernel:
     """Kernel of the tokens that reach the attention on a path, unchanged moments."""
     attends = (SelfAttention, NormalizedAttention)
     before = [isinstance(leaf, attends) for leaf in path.parts].index(True)
@@ -166,11 +167,11 @@ def attending(path: Chain, inner: Trace, entering: Kernel) -> Kernel:
     return Kernel(*_reached(inner, before, entering)[0])
 
 
-def _reached(inner: Trace, before: int, entering: Kernel) -> tuple[tuple[Array, Array], Array]:
+def _reached(inner: Record, before: int, entering: Kernel) -> tuple[tuple[Array, Array], Array]:
     """Variance and covariance of the tokens before a leaf, and their correlation."""
     found = entering.diagonal, entering.pairs
     if before:
-        kernel = inner.points[before - 1].signal.kernel
+        kernel = inner.children[before - 1].output.kernel
         found = kernel.diagonal[0], kernel.pairs[0]
     return found, ratio(found[1], found[0])
 
@@ -193,14 +194,14 @@ def with_logits(component: Component, factor: Array) -> Component:
     return component
 
 
-def own_fluctuation(path: Chain, inner: Trace) -> Array:
+def own_fluctuation(path: Chain, inner: Record) -> Array:
     """Relative variance of |branch|^2 that its own matrices add, the same in both directions.
 
     A Gaussian matrix onto w features adds 2/w; an activation makes it (kurtosis - 1)/w. Backward
     the kurtosis is that of slope times Gaussian, equal for functions of degree 1 (at unit variance
     6.3 against 7.2 forward for GELU). Dropout's masks are fresh for every token and average out.
     """
-    reached = inner.points[last_matrix(path.parts)].signal
+    reached = inner.children[last_matrix(path.parts)].output
     assert reached.spread is not None
     moment = reached.second_moment().diagonal
     relative = ratio(reached.spread.diagonal, moment**2)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import BottomToTop, Chain, Component, Residual
-from ..engine.propagate import Trace, forward
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Residual
+from ..engine.propagate import Record, forward
 from ..engine.state import Array, Gradient, Kernel, Signal
 from .block_noise import Modes
 from .branches import paths
@@ -19,7 +20,7 @@ class Branch(NamedTuple):
 
     Attributes:
         path: its leaves.
-        trace: of them.
+        record: of them.
         entering: kernel of the tokens that enter it.
         added: (rows, ..., 2) modes of the signal.
         returned: (rows, ..., 2, 2) what it does to the gradient's modes.
@@ -27,7 +28,7 @@ class Branch(NamedTuple):
     """
 
     path: Chain
-    trace: Trace
+    record: Record
     entering: Kernel
     added: Array
     returned: Array
@@ -44,12 +45,12 @@ class Passes:
     def signal(self, kernel: Kernel) -> Signal:
         return Signal(kernel, self.modes.seq_len, width=self.width, spread=kernel.scaled(0.0))
 
-    def through(self, node: Component, signal: Signal, shape: Any) -> tuple[Signal, Array, Trace]:
-        """Output, map of the gradient's modes (rows, ..., 2, 2), and the trace in between."""
-        inner = Trace(memory=self.memory)
-        output, back = forward(node, signal, inner)
-        pulled = self.modes.of(back(Gradient(self.basis, self.modes.seq_len)).kernel)
-        return output, np.moveaxis(np.broadcast_to(pulled, (2, *shape)), 0, -1), inner
+    def through(self, node: Component, signal: Signal, shape: Any) -> tuple[Signal, Array, Record]:
+        """Output, map of the gradient's modes (rows, ..., 2, 2), and the record."""
+        output, record = forward(node, signal, self.memory)
+        sent = record.backward(Gradient(self.basis, self.modes.seq_len)).gradient_sent
+        pulled = np.broadcast_to(self.modes.of(sent.kernel), (2, *shape))
+        return output, np.moveaxis(pulled, 0, -1), record
 
 
 def branches_of(

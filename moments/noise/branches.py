@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ..engine.composition import BottomToTop, Chain, Component, Layer, Parallel, Residual
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.state import Array
 from ..formulas.normalization import RMSNORM
 from ..transfer.attention.cross import CrossAttention

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import BottomToTop, Chain, Component, Layer, Parallel, Residual
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.propagate import Trace
 from ..engine.state import Array, Kernel, Signal
 from ..transfer.attention.self_attention import SelfAttention
+from .averages import Averages
 from .block_noise import (
     Addition,
     Modes,
@@ -66,7 +68,7 @@ class Linearised(NamedTuple):
 
 
 def linearise(
-    layers: Sequence[Layer], trace: Trace, modes: Modes, overlaps: Sequence[Array]
+    layers: Sequence[Layer], trace: Trace | Averages, modes: Modes, overlaps: Sequence[Array]
 ) -> Linearised:
     """Every part of every layer, in order, entries (parts, ..., 2[, 2]).
 
@@ -264,17 +266,17 @@ def _additions(
     above, below = carried, carried_back
     up, down = [], []
     for branch, own, own_back in zip(branches, added, back, strict=True):
-        kappa = (own_fluctuation(branch.path, branch.trace) * width if random else 0.0) * like
+        kappa = (own_fluctuation(branch.path, branch.record) * width if random else 0.0) * like
         gain = branch.gain * like[..., None, None]
         up.append(addition(above, own, kept, gain, kappa, width))
         crossed = cross_attention_of(branch.path)
         if crossed is not None:
-            assert branch.trace.memory is not None
-            kappa = cross_back_kappa(crossed, branch.trace.memory.seq_len) * like
+            (memory,) = (one.memory for one in branch.record.children if one.memory is not None)
+            kappa = cross_back_kappa(crossed, memory.seq_len) * like
         returned_gain = ratio(gain, size[..., None, None])
         plain = addition(below, own_back, ratio(kept, size), returned_gain, kappa, width)
         if attention is not None and attention_of(branch.path) is not None:
-            tokens = attending(branch.path, branch.trace, branch.entering)
+            tokens = attending(branch.path, branch.record, branch.entering)
             returned = ratio(branch.returned[0], size[..., None, None])
             plain = attention_addition(attention, plain, returned, received, tokens, modes)
         down.append(plain)

@@ -37,7 +37,7 @@ from ..transfer.attention.logits import logit_law
 from ..transfer.attention.self_attention import SelfAttention
 from ..transfer.attention.softmax import SquareTable
 from ..transfer.attention.softmax.chebyshev import THETA_MAX
-from .averages import averaged
+from .averages import Averages, averaged
 from .band import Course, course, down
 from .block_noise import Modes
 from .branches import cross_attention_of, parts_of, paths
@@ -69,9 +69,10 @@ class DecoderTop:
 
         As `HeadTop.alike`; `trace` is the encoder's.
         """
-        decoder, top = self.trace, self.top
+        decoder: Trace | Averages = self.trace
+        top = self.top
         if decoder.stream()[0].signal.resolved:
-            decoder = averaged(decoder)
+            decoder = averaged(self.trace)
             top = None if top is None else AsAlike(top, self.trace)
         layers = [_alike(part) for part in self.declaration.parts if isinstance(part, Layer)]
         own = course(layers, decoder, batch, top)
@@ -132,9 +133,9 @@ class _Reading:
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
         self.modes, self.batch, self.width, self.shape = modes, batch, signal.width, shape
         kernel = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
-        self.memory, back = forward(read, self.signal(kernel), Trace())
+        self.memory, record = forward(read, self.signal(kernel))
         basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
-        pulled = modes.of(back(Gradient(basis, modes.seq_len)).kernel)
+        pulled = modes.of(record.backward(Gradient(basis, modes.seq_len)).gradient_sent.kernel)
         shape = np.broadcast_shapes(pulled.shape, (2, 5, *base.shape))
         self.back = np.moveaxis(np.broadcast_to(pulled, shape), 0, -1)[:3]
 
@@ -142,7 +143,9 @@ class _Reading:
         return Signal(kernel, self.modes.seq_len, width=self.width, spread=kernel.scaled(0.0))
 
 
-def _sent(layers: Sequence[Layer], trace: Trace, modes: Modes, asked: _Reading) -> dict[int, _Sent]:
+def _sent(
+    layers: Sequence[Layer], trace: Trace | Averages, modes: Modes, asked: _Reading
+) -> dict[int, _Sent]:
     """By the number of the part, from the first one on."""
     found: dict[int, _Sent] = {}
     starts = part_starts(layers)
@@ -178,16 +181,15 @@ def _of_part(
         attention = cross_attention_of(path)
         if attention is None:
             continue
-        inner = Trace(memory=asked.memory)
         signal = Signal(nudged, modes.seq_len, width=width, spread=nudged.scaled(0.0))
-        _, back = forward(path, signal, inner)
-        back(basis)
-        sent = asked.modes.of(inner.memory_gradients[0].kernel)
+        record = forward(path, signal, asked.memory)[1].backward(basis)
+        (reading,) = (one for one in record.children if one.sent_to_memory is not None)
+        assert reading.sent_to_memory is not None
+        sent = asked.modes.of(reading.sent_to_memory.kernel)
         sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
         returned = scale * np.moveaxis(sent, 0, -1)
-        before = path.parts.index(attention)
-        asking = nudged if not before else inner.points[before - 1].signal.kernel
-        noise = _noise(attention, returned[0], received, _first(asking), asked, modes)
+        asking = _first(reading.input.kernel)
+        noise = _noise(attention, returned[0], received, asking, asked, modes)
         return _Sent(returned[0], received @ modes.average, _times(returned, received), noise)
     raise AssertionError("the part has no cross-attention")
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.composition import BottomToTop, Chain, Component, Layer, Leaf, Parallel, Residual
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Layer, Leaf, Parallel, Residual
 from ..engine.propagate import Trace
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..errors import MomentsError
 from ..transfer.attention.cross import CrossAttention
 from ..transfer.attention.normalized import NormalizedAttention
 from ..transfer.attention.self_attention import SelfAttention
+from .averages import Averages
 from .branches import attention_of, cross_attention_of, parts_of, paths, values_normalised
 
 
@@ -110,7 +112,7 @@ def _pair(component: Any, pair: Signal, memory: Kernel | None) -> tuple[Signal, 
     raise MomentsError(f"no overlap of sequences through a {type(component).__name__}")
 
 
-def sequence_overlaps(layers: Sequence[Layer], trace: Trace) -> list[Array]:
+def sequence_overlaps(layers: Sequence[Layer], trace: Trace | Averages) -> list[Array]:
     """Covariance of two tokens of different sequences before every part and after the last.
 
     Independent inputs start at 0, texts read by one embedding as two tokens of one sequence. What
@@ -133,7 +135,7 @@ def sequence_overlaps(layers: Sequence[Layer], trace: Trace) -> list[Array]:
     return found
 
 
-def sites(layers: Sequence[Layer], trace: Trace) -> list[list[tuple[Kernel, Kernel]]]:
+def sites(layers: Sequence[Layer], trace: Trace | Averages) -> list[list[tuple[Kernel, Kernel]]]:
     """Kernels of signal and gradient before, between and after the parts of every layer."""
     by_place = {(point.layer, point.site): point for point in trace.points}
     stream = trace.stream()

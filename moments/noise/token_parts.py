@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.composition import BottomToTop, Chain, Component, Layer, Residual
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Layer, Residual
 from ..engine.propagate import Point, Trace
 from ..engine.state import Array, Signal
 from .branches import (

@@ -106,9 +106,10 @@ class HeadTop:
         steps = step * np.array([[0, 0], [1, 0], [0, 1]])
         nudged = modes.kernel(base * (1 + steps.reshape(3, *(1,) * (base.ndim - 1), 2)))
         entering = Signal(nudged, modes.seq_len, width=width, spread=nudged.scaled(0.0))
-        read, back = forward(self.chain, entering, Trace())
+        read, record = forward(self.chain, entering)
         readout = dataclasses.replace(self.readout, kernel=_sized(self.readout, read.kernel))
-        sent = modes.of(back(Gradient(_sent(readout), read.seq_len)).kernel)
+        pulled = record.backward(Gradient(_sent(readout), read.seq_len)).gradient_sent
+        sent = modes.of(pulled.kernel)
         response_ = (sent[1:] - sent[0]) / (step * _last(sent[0] @ modes.average))
         noise = 2.0
         for leaf, point in zip(self.chain.parts, _behind(trace), strict=False):

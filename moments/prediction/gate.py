@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..engine.state import Array
-from ..engine.trace import Point, Trace
+from ..engine.trace import Point, Run, Trace
 from ..errors import DomainError
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
@@ -132,12 +132,12 @@ _SAID = {
 
 
 @contextlib.contextmanager
-def computing(theory: Theory, traces: Sequence[Trace]) -> Iterator[None]:
+def computing(theory: Theory, traces: Sequence[Run | Trace]) -> Iterator[None]:
     """Turn what breaks inside formulas into one error that says where and why.
 
     Args:
         theory: of the prediction.
-        traces: of the stacks, in the order of their passes.
+        traces: of the stacks, or their passes under way, in that order.
 
     Raises:
         DomainError: numbers that overflow, or a division by a variance of zero.
@@ -153,7 +153,7 @@ def computing(theory: Theory, traces: Sequence[Trace]) -> Iterator[None]:
         raise breakdown(theory, traces) from None
 
 
-def breakdown(theory: Theory, traces: Sequence[Trace]) -> DomainError:
+def breakdown(theory: Theory, traces: Sequence[Run | Trace]) -> DomainError:
     """Where the numbers first left what can be computed."""
     points = [point for trace in traces for point in trace.points]
     if not points:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..engine.composition import Chain
     from ..noise.overlap import Overlaps
     from ..step.result import FirstStep
+    from .stack import OuterWeights
 
 
 class Read(NamedTuple):
@@ -41,6 +42,9 @@ class Read(NamedTuple):
     targets: Any
     ending: tuple[Any, Any]
 
+
+FORMAT_VERSION = 1
+"""Of the JSON of a Prediction."""
 
 POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_correlation")
 
@@ -84,7 +88,7 @@ class Prediction:
     loss_stderr: Any = None
     logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: Callable[[], list[tuple[int, str, Any]]] = field(default=list, repr=False)
+    outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     read: Read | None = field(default=None, repr=False)
 
@@ -185,7 +189,8 @@ class Prediction:
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
         with computing(self.theory, [self.trace]):
-            rows = sorted([*self._inner_weights(), *self.outer_weights()], key=lambda row: row[0])
+            outer = [] if self.outer_weights is None else self.outer_weights.rows()
+            rows = sorted([*self._inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
         gate = self._gate()
         norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)
@@ -198,11 +203,7 @@ class Prediction:
     def _inner_weights(self) -> list[tuple[int, str, Any]]:
         if self.theory != "refined":
             return self.trace.weights()
-        overlaps = self._overlaps
-        return [
-            (layer, name, norm * overlaps.growth.get((layer, name), 1.0))
-            for layer, name, norm in self.trace.weights(overlaps.attended)
-        ]
+        return self._overlaps.weights(self.trace)
 
     @functools.cached_property
     def _overlaps(self) -> Overlaps:
@@ -210,7 +211,8 @@ class Prediction:
         from ..noise.overlap import stack_overlaps
 
         memory = None if self.encoder is None else self.encoder._overlaps.last
-        return stack_overlaps(self._declaration(), self.trace, memory)
+        assert self.trace.stack is not None
+        return stack_overlaps(self.trace.stack, memory)
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
@@ -298,6 +300,7 @@ class Prediction:
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]
         data = {
+            "format": FORMAT_VERSION,
             "model": self.model.to_dict(),
             "theory": self.theory,
             **{name: getattr(self, name).tolist() for name in quantities},

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
-from .plot import MEASURED, Picture, along_layers, round_ticks
+from .palette import MEASURED
+from .plot import Picture, along_layers, round_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..engine.composition import BottomToTop, Component, Parallel, Residual
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Component, Parallel, Residual
 from ..engine.propagate import Point
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count

@@ -9,9 +9,7 @@ import numpy as np
 from ..errors import domain_error
 from ..formulas.checks import check_array, check_choice, check_flag, check_number
 from ..formulas.symbols import NONNEGATIVE, PROBABILITY
-from ..transfer.elementary import Dropout
-from ..transfer.normalization import FiniteNormalization
-from .change import Array, Change
+from .change import Change
 from .ends import Words, ending, entered, tied_overlap
 from .rules import MUON_SCALES, Optimizer
 from .sites import Reading, Site
@@ -52,7 +50,7 @@ class Stepped:
             reading.neurons,
             reading.points,
         )
-        at_tables = _at_tables(reading)
+        at_tables = reading.received
         first = entered(reading, words, optimizer, rate, at_tables, tied)
         points = iter(reading.points)
         site = Site(-1, 0, "tables", None, reading.before, at_tables, float(reading.model.d_model))
@@ -73,25 +71,6 @@ class Stepped:
             variance = sizes.get(name, np.nan)
             walk.entry(model.layers + 1, name, optimizer.factor(name), found, variance, 1.0)
         self.sites, self.weights, self.end = walk.sites, walk.weights, end
-
-
-def _at_tables(reading: Reading) -> Array:
-    """E delta delta at the sum of the tables, behind the embedding's dropout and norm."""
-
-    sites = reading.points
-    parts = reading.embedding.parts
-    gradient = sites[len(parts)].gradient
-    for k in reversed(range(len(parts))):
-        part = parts[k]
-        gradient = sites[k].gradient
-        if isinstance(part, Dropout):
-            kept = 1 - float(part.parameters["drop_prob"])
-            gradient = gradient * (1 + np.eye(len(gradient)) * (1 / kept - 1))
-        elif isinstance(part, FiniteNormalization):
-            s = np.sqrt(np.diag(reading.before) + float(part.epsilon)) / float(part.gain)
-            lost = 1 - (1 + float(part.centres)) / sites[k].width
-            gradient = gradient * lost / np.outer(s, s)
-    return np.asarray(gradient)
 
 
 def named_optimizer(

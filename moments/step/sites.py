@@ -16,10 +16,11 @@ import numpy as np
 from ..engine.composition import Chain
 from ..engine.realised import has_fixed_norms
 from ..engine.state import Kernel, Signal
-from ..engine.trace import Point
+from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..model.patches import PatchEmbedding
 from ..transfer.architecture import declare, declare_embedding
+from ..transfer.attention.self_attention import AttentionPulled, SelfAttention
 from ..transfer.embedding import joint_kernel, table_rows
 from ..transfer.head.readout import Readout
 from ..transfer.images import cut_patches, image_kernel
@@ -43,7 +44,7 @@ class Site:
         kernel: E x_t x_s per feature.
         gradient: E delta delta per feature, of the loss on the whole batch.
         width: features.
-        attended: attention that reads it, and what that returned.
+        attended: what the attention that reads it can tell; None: none does.
     """
 
     index: int
@@ -53,10 +54,10 @@ class Site:
     kernel: Array
     gradient: Array
     width: float
-    attended: tuple[Any, Any] | None = None
+    attended: Any = None
 
     @classmethod
-    def of(cls, index: int, point: Point, attended: tuple[Any, Any] | None) -> Site:
+    def of(cls, index: int, point: Point, attended: Any = None) -> Site:
         assert point.gradient is not None
         return cls(
             index,
@@ -103,9 +104,9 @@ class Site:
         )
         assert leaving.signal is not None
         received = Kernel.of_matrix(leaving.gradient).scaled(heads * value)
-        if self.attended is None:
+        if not isinstance(self.attended, AttentionPulled):
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
-        layer, paths = self.attended
+        layer, paths = self.attended.way.layer, self.attended.sides
         found = Three(*(np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)))
         return Rows.of(
             self.kernel,
@@ -160,7 +161,7 @@ class Reading:
     Attributes:
         model: the declaration.
         embedding, layers, head: what the walk goes through.
-        before: (T, T) kernel of the summed tables.
+        before, received: (T, T) kernels of the summed tables and of the gradient there.
         points: every site, in order.
         readout: the matrix to the logits.
         targets: of the loss, for every row of the logits, -1 for none.
@@ -175,6 +176,7 @@ class Reading:
     layers: Chain
     head: Chain
     before: Array
+    received: Array
     points: tuple[Site, ...]
     readout: Readout
     targets: Any
@@ -194,14 +196,12 @@ class Reading:
         """
         model, read = prediction.model, prediction.read
         _check(prediction)
+        outer = prediction.outer_weights
         assert read is not None
+        assert outer is not None
+        assert outer.received is not None
         inputs, layout = read.inputs, prediction.layout
-        attended = {id(norms.signal): norms.pulled.attended for norms in prediction.trace.norms}
-        points = tuple(
-            Site.of(k, point, attended.get(id(point.signal)))
-            for k, point in enumerate(prediction.trace.points)
-            if point.gradient is not None
-        )
+        points = _sites(prediction.trace)
         chain, readout = read.ending
         length, d = model.seq_len, model.d_model
         if isinstance(model.embedding, PatchEmbedding):
@@ -220,6 +220,7 @@ class Reading:
             declare(model, "refined", layout.padding, layout.sequences),
             chain,
             before,
+            np.asarray(outer.received.kernel.pairs),
             points,
             readout,
             _targets(model, read, layout.sequences),
@@ -268,6 +269,26 @@ class Reading:
     def last(self) -> Site:
         """What leaves the last layer."""
         return [site for site in self.points if site.name == "stream"][-1]
+
+
+def _sites(trace: Trace) -> tuple[Site, ...]:
+    """Every point in the order of the forward pass, with the attention that reads it."""
+    found: list[tuple[Point, Any]] = []
+    attended: dict[int, Any] = {}
+    for record in (trace.embedding, None, trace.stack, trace.ending):
+        if record is None:
+            if not any(point.site == "stream" for point, _ in found):
+                sent = None if trace.stack is None else trace.stack.sent
+                found.append((Point(0, "stream", trace.entering, sent), trace.entering))
+            continue
+        for one in record.walk():
+            if isinstance(one.component, SelfAttention):
+                attended[id(one.input)] = one.pulled
+            if one.component.label:
+                found.append((one.point, one.output))
+    return tuple(
+        Site.of(k, point, attended.get(id(signal))) for k, (point, signal) in enumerate(found)
+    )
 
 
 def _check(prediction: Prediction) -> None:

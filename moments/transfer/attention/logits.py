@@ -22,6 +22,7 @@ import numpy as np
 
 from ...engine.state import Array, Kernel, ratio_or_zero
 from ...errors import domain_error
+from ...formulas.recording import is_number
 
 CAP_NOTED = 0.3
 """Logit variance over the square of its soft cap beyond which a note says so."""
@@ -152,4 +153,4 @@ def positive(variance: Any, least: Any = 0.0) -> Any:
 def through(path: Kernel, side: Side, spoken: Array) -> Kernel:
     """A path's kernel at the tokens, from that in the kernel of their queries or keys."""
     moved = path if side.gain is None else path * side.gain
-    return moved if type(spoken) is float and spoken == 1.0 else moved.scaled(spoken)
+    return moved if is_number(spoken) and spoken == 1.0 else moved.scaled(spoken)

@@ -134,6 +134,32 @@ def _lift(x: Any) -> Any:
     return x[..., None] if np.ndim(x) else x
 
 
+STATISTICS = (
+    "logit_scale",
+    "norm_deficit",
+    "row_square",
+    "row_cube",
+    "row_fourth",
+    "row_vacancy",
+    "row_square_slope",
+    "row_tilt",
+    "row_logit_square",
+    "row_skewness",
+    "row_dropout_cross",
+    "jacobian_square",
+    "jacobian_square_logit",
+    "jacobian_curvature",
+    "jacobian_radial",
+    "jacobian_radial_logit",
+    "overlap",
+    "overlap_slope",
+    "jacobian_overlap",
+    "jacobian_overlap_logit",
+    "radial_overlap",
+    "radial_overlap_logit",
+)
+
+
 def attention_statistics(
     logit_scale: Array,
     correlation: Array,
