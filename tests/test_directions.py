@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from moments.engine.composition import BottomToTop, Chain, Component, Parallel, Residual
+from moments.engine.bottom_to_top import BottomToTop
+from moments.engine.composition import Chain, Component, Parallel, Residual
 from moments.engine.propagate import forward
 from moments.engine.state import Gradient, Kernel
-from moments.engine.trace import Trace
 from moments.formulas.activation import RELU
 from moments.formulas.linear import LINEAR
 from moments.formulas.normalization import RMSNORM
@@ -43,8 +43,8 @@ def linear(fan_in: int, fan_out: int, gain: float = 1.0) -> Linear:
 def sent_back(*parts: Component, groups: int = 1) -> Kernel:
     """Second moments of the gradient at the input, of a generic one above a last norm."""
     signal = gaussian(Kernel(1.0, CORRELATION), TOKENS, WIDTH, True)
-    _, back = forward(Chain((*parts, norm("final", groups))), signal, Trace())
-    return back(Gradient(Kernel(1.0, 0.3), TOKENS)).kernel
+    _, record = forward(Chain((*parts, norm("final", groups))), signal)
+    return record.backward(Gradient(Kernel(1.0, 0.3), TOKENS)).gradient_sent.kernel
 
 
 def measured(

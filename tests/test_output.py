@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moments.engine.propagate import Point, Trace, forward
+from moments.engine.propagate import Point, forward
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.formulas.head import CROSS_ENTROPY
@@ -264,9 +264,9 @@ def test_hidden_layer_and_its_norm_return_the_gradient_of_one_token() -> None:
     model = model_with(head, TABLES, norm_epsilon=0.0)
     kernel = Kernel(variance, 0.0)
     signal = gaussian(kernel, LENGTH, WIDTH, True)
-    _, back = forward(head_chain(model, head, 1), signal, Trace())
+    _, record = forward(head_chain(model, head, 1), signal)
     # The matrix has as many outputs as inputs and variance 1/d: it leaves the variance as it is.
-    sent = back(Gradient(Kernel(1.0, 0.0), LENGTH)).kernel.diagonal
+    sent = record.backward(Gradient(Kernel(1.0, 0.0), LENGTH)).gradient_sent.kernel.diagonal
     agree(sent, z.grad.square().mean(1).tolist(), 0.002)
 
 

@@ -14,13 +14,14 @@ import pytest
 
 import moments
 from moments.engine.composition import Chain, Component, Layer, Parallel, Residual
-from moments.engine.propagate import Trace, forward, start
+from moments.engine.propagate import forward
 from moments.engine.state import Gradient, Kernel
 from moments.formulas.linear import DROPOUT, LINEAR
 from moments.formulas.named_activations import activation_laws
 from moments.formulas.normalization import LAYERNORM, RMSNORM
-from moments.noise.overlap import averaging_elasticity, own_spread, stack_overlaps, uniform_rows
+from moments.noise.overlap import stack_overlaps
 from moments.prediction.inputs import alike, gaussian
+from moments.transfer.attention.overlap import averaging_elasticity, own_spread, uniform_rows
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.elementary import Activation, Dropout, Linear
 from moments.transfer.gated import GatedLinear
@@ -54,13 +55,9 @@ def measured(network: Map, draws: int = 150) -> float:
 
 
 def predicted(*parts: Component) -> float:
-    trace = Trace()
     signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, WIDTH, True)
-    start(signal, trace)
-    stack = Chain((Layer(Chain(parts), 1),))
-    _, back = forward(stack, signal, trace)
-    back(Gradient(Kernel(1.0, 0.0), TOKENS))
-    return stack_overlaps(stack, trace).last
+    _, record = forward(Chain((Layer(Chain(parts), 1),)), signal)
+    return stack_overlaps(record.backward(Gradient(Kernel(1.0, 0.0), TOKENS))).last
 
 
 def linear(fan_in: int, fan_out: int, gain: float) -> Linear:
@@ -186,11 +183,9 @@ def test_what_tokens_have_of_their_own_varies_with_what_they_share() -> None:
         overlap = x @ x.T / WIDTH
         own.append(1 - (overlap.sum() - TOKENS) / (TOKENS * (TOKENS - 1)))
     squares = (np.array(own) / np.mean(own) - 1) ** 2
-    trace = Trace()
     signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, WIDTH, True)
-    start(signal, trace)
     parts = [part for _ in range(4) for part in (relu_block(2.0), NORM)]
-    output, _ = forward(Chain((Layer(Chain((NORM, *parts)), 1),)), signal, trace)
+    output, _ = forward(Chain((Layer(Chain((NORM, *parts)), 1),)), signal)
     error = squares.std() / math.sqrt(draws)
     assert squares.mean() > 0.02
     assert own_spread(output) == pytest.approx(squares.mean(), abs=2.5 * error)
@@ -238,20 +233,15 @@ def test_gradients_around_a_unit(gated: bool) -> None:
     values = {"fan_in": hidden, "fan_out": width, "weight_variance": 1 / hidden}
     last = Linear(LINEAR, "refined", "out", values, width, "ffn_out")
     stack = Chain((Layer(Chain((norm, *inner, last)), 1),))
-    trace = Trace()
     signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, width, True)
-    start(signal, trace)
-    _, back_pass = forward(stack, signal, trace)
-    back_pass(Gradient(Kernel(1.0, 0.5), TOKENS))
-    growth = stack_overlaps(stack, trace).growth
-    plain = {name: value for _, name, value in trace.weights()}
+    done = forward(stack, signal)[1].backward(Gradient(Kernel(1.0, 0.5), TOKENS))
+    growth = stack_overlaps(done).growth
+    plain = {name: value for one in done.leaves() for name, value in one.weights().items()}
     expected = np.array([plain[name] * growth[1, name] for name in names])
     assert np.abs(expected / mean - 1) == pytest.approx(0, abs=0.05 + 2 * (error / mean).max())
-    trace = Trace()
     signal = signal.replace(realised=None)  # every overlap at its mean
-    start(signal, trace)
-    forward(stack, signal, trace)[1](Gradient(Kernel(1.0, 0.5), TOKENS))
-    plain = {name: value for _, name, value in trace.weights()}
+    done = forward(stack, signal)[1].backward(Gradient(Kernel(1.0, 0.5), TOKENS))
+    plain = {name: value for one in done.leaves() for name, value in one.weights().items()}
     without = np.array([plain[name] for name in names])
     assert np.all(without < expected)
     if gated:
@@ -321,7 +311,6 @@ def test_query_and_key_gradients_at_small_width(resolved: bool, logits: float) -
     tokens = Kernel.of_matrix(kernel) if resolved else alike(1.0, 0.2, TOKENS, False)
     _, pullback = leaf.forward(gaussian(tokens, TOKENS, SMALL, True))
     pulled = pullback(Gradient(tokens, TOKENS))
-    assert pulled.weights is not None
     weights = pulled.weights()
     for name, (mean, error) in simulated.items():
         assert weights[name] == pytest.approx(mean, abs=0.04 * mean + 2 * error), name

@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 
 import moments
 from moments.engine.composition import Chain
-from moments.engine.propagate import Trace, forward
+from moments.engine.propagate import forward
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.formulas.activation import RELU
 from moments.formulas.linear import DROPOUT, LINEAR
@@ -219,8 +219,8 @@ def test_composition_gives_the_tabulated_block(v: float, r: float) -> None:
         >> Dropout(DROPOUT, "published", "dropout", {"drop_prob": p})
     )
     assert isinstance(chain, Chain)
-    output, backward = forward(chain, Signal(Kernel(v, v * r), 16, width=d), Trace())
-    sent = backward(Gradient(Kernel(g2, g2 * rg), 16)).kernel
+    output, record = forward(chain, Signal(Kernel(v, v * r), 16, width=d))
+    sent = record.backward(Gradient(Kernel(g2, g2 * rg), 16)).gradient_sent.kernel
     values = {
         "d_model": d, "d_ff": d_ff, "ffn_in": s1, "ffn_out": s2, "drop_prob": p,
         "x_variance": v, "x_correlation": r, "grad_variance": g2, "grad_correlation": rg,

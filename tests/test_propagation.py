@@ -11,8 +11,8 @@ import pytest
 from quadrature import Estimate, exchangeable, token_moments
 
 import moments
-from moments.engine.composition import Component, Residual
-from moments.engine.propagate import Trace, _added, forward
+from moments.engine.composition import Component, Residual, added
+from moments.engine.propagate import forward
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.formulas.activation import GELU, IDENTITY, RELU
@@ -351,12 +351,11 @@ def test_weight_gradient_of_a_linear_map() -> None:
         g = math.sqrt(1 - rg) * (g - g.mean(0)) + g.mean(0) * math.sqrt(1 + (tokens - 1) * rg)
         norms.append(float(((g.T @ x) ** 2).sum()))
     signal = Signal(Kernel(v, v * r), tokens, width=d_in)
-    trace = Trace()
-    _, backward = forward(linear(d_in, d_out, 0.01), signal, trace)
-    backward(Gradient(Kernel(g2, g2 * rg), tokens))
-    ((layer, name, norm),) = trace.weights()
+    _, record = forward(linear(d_in, d_out, 0.01), signal)
+    done = record.backward(Gradient(Kernel(g2, g2 * rg), tokens))
+    ((name, norm),) = done.weights().items()
     measured = Estimate.of(norms)
-    assert (layer, name) == (0, "weight")
+    assert (done.layer, name) == (0, "weight")
     assert abs(norm - measured.mean) < 3 * measured.stderr
     assert measured.stderr < 0.02 * measured.mean
 
@@ -371,11 +370,11 @@ def test_weight_gradient_of_inputs_with_a_mean() -> None:
         g = exchangeable(rng, tokens, d, g2, rg)
         norms.append(float(((g.T @ hidden) ** 2).sum()))
     chain = Activation(RELU, "published", "relu") >> linear(d_ff, d, 0.1)
-    trace = Trace()
-    _, backward = forward(chain, Signal(Kernel(v, v * r), tokens, width=d_ff), trace)
-    backward(Gradient(Kernel(g2, g2 * rg), tokens))
+    _, record = forward(chain, Signal(Kernel(v, v * r), tokens, width=d_ff))
+    done = record.backward(Gradient(Kernel(g2, g2 * rg), tokens))
+    (norm,) = (norm for one in done.leaves() for norm in one.weights().values())
     measured = Estimate.of(norms)
-    assert abs(trace.weights()[0][2] - measured.mean) < 3 * measured.stderr
+    assert abs(norm - measured.mean) < 3 * measured.stderr
 
 
 def test_weight_gradients_of_a_prediction() -> None:
@@ -413,8 +412,8 @@ def exchangeable_matrix(variance: float, covariance: float) -> np.ndarray:
 
 
 def both(component: Component, signal: Signal, gradient: Gradient) -> tuple[Signal, Gradient]:
-    output, backward = forward(component, signal, Trace())
-    return output, backward(gradient)
+    output, record = forward(component, signal)
+    return output, record.backward(gradient).gradient_sent
 
 
 @elementwise
@@ -573,7 +572,7 @@ def test_norms_of_a_scaled_sum_of_gaussians(skip: float, branch: float) -> None:
     """Such a sum is Gaussian again, and Gaussian norms covary by 2 C o C/d."""
     width, kernels = 64, (Kernel(2.0, 0.6), Kernel(0.5, -0.05))
     first, second = (gaussian(kernel, 8, width, spread=True) for kernel in kernels)
-    spread = _added(first, second, skip**2, branch**2).spread
+    spread = added(first, second, skip**2, branch**2).spread
     total = kernels[0].mixed(skip**2, kernels[1], branch**2)
     assert spread is not None
     assert spread.diagonal == pytest.approx(2 * total.diagonal**2 / width, rel=1e-12)

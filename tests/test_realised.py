@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moments.engine.composition import Chain, Layer, Residual
-from moments.engine.propagate import Trace, forward, start
+from moments.engine.propagate import Record, forward
 from moments.engine.realised import overlap_variance
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.formulas.linear import LINEAR, SCALE
@@ -64,7 +64,7 @@ def drawn(causal: bool) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
 
 @functools.cache
-def predicted(causal: bool) -> tuple[dict[str, Signal], Trace]:
+def predicted(causal: bool) -> tuple[dict[str, Signal], Record]:
     norm = FiniteNormalization(RMSNORM, "norm", centres=False)
     heads = SelfAttention(
         "heads", WIDTH, 1, WIDTH, 0.0, 0.0, 4 / WIDTH, 0.0, causal=causal, kv_heads=1
@@ -78,12 +78,10 @@ def predicted(causal: bool) -> tuple[dict[str, Signal], Trace]:
     )
     gated = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
     parts = Residual(Chain((norm, heads, projection))), norm, gated
-    trace = Trace()
     signal = gaussian(alike(1.0, 0.1, TOKENS, causal), TOKENS, WIDTH, True)
-    start(signal, trace)
-    _, back = forward(Chain((Layer(Chain(parts), 1),)), signal, trace)
-    back(Gradient(Kernel(1.0, 0.0), TOKENS) if not causal else _white())
-    return {point.site: point.signal for point in trace.points}, trace
+    _, record = forward(Chain((Layer(Chain(parts), 1),)), signal)
+    done = record.backward(Gradient(Kernel(1.0, 0.0), TOKENS) if not causal else _white())
+    return {one.point.site: one.output for one in done.sites()}, done
 
 
 def _white() -> Gradient:
@@ -151,8 +149,8 @@ def test_a_scale_in_front_of_attention_scales_the_values_overlaps() -> None:
     norm = FiniteNormalization(RMSNORM, "norm", centres=False)
     reduced = Scale(SCALE, "refined", "scale", {"weight_variance": factor})
     signal = gaussian(Kernel(1.0, 0.1), TOKENS, WIDTH, True)
-    plain, _ = forward(Chain((norm, attend)), signal, Trace())
-    scaled, _ = forward(Chain((norm, reduced, attend)), signal, Trace())
+    plain, _ = forward(Chain((norm, attend)), signal)
+    scaled, _ = forward(Chain((norm, reduced, attend)), signal)
     assert plain.spread is not None
     assert scaled.spread is not None
     assert scaled.spread.diagonal == pytest.approx(factor**2 * plain.spread.diagonal, rel=1e-6)

@@ -10,7 +10,7 @@ import pytest
 
 import moments
 from moments.engine.composition import Residual
-from moments.engine.propagate import Trace, forward
+from moments.engine.propagate import forward
 from moments.engine.state import Gradient, Kernel
 from moments.formulas.linear import LINEAR
 from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS
@@ -254,8 +254,8 @@ def test_scale_invariance_takes_a_direction_from_the_gradient() -> None:
     parameters = {"fan_in": d, "fan_out": d, "weight_variance": gain / d}
     branch = Linear(LINEAR, "refined", "branch", parameters, d)
     layer = Residual(branch) >> FiniteNormalization(LAYERNORM, "norm")
-    _, back = forward(layer, signal, Trace())
-    sent = back(Gradient(Kernel(2.0, 1.0), 2)).kernel
+    _, record = forward(layer, signal)
+    sent = record.backward(Gradient(Kernel(2.0, 1.0), 2)).gradient_sent.kernel
     assert sent.diagonal == pytest.approx(float((pulled**2).mean()), rel=0.01)
     pairs = float((pulled[:, 0] * pulled[:, 1]).mean())
     assert sent.pairs == pytest.approx(pairs, rel=0.02)

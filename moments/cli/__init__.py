@@ -1,6 +1,34 @@
 """The command `moments`: thin wrappers that parse, call the library and print."""
 
-from . import audit, compare, papers, predict, reference, solve, validate
+from . import (
+    audit,
+    check,
+    compare,
+    doctor,
+    first_step,
+    pages,
+    papers,
+    predict,
+    reference,
+    solve,
+    sweep,
+    validate,
+)
 from .base import app, main
 
-__all__ = ["app", "audit", "compare", "main", "papers", "predict", "reference", "solve", "validate"]
+__all__ = [
+    "app",
+    "audit",
+    "check",
+    "compare",
+    "doctor",
+    "first_step",
+    "main",
+    "pages",
+    "papers",
+    "predict",
+    "reference",
+    "solve",
+    "sweep",
+    "validate",
+]

@@ -10,18 +10,154 @@ at `out`, of which a share 1 - radial of the component along `out` is missing, a
 
 for any two of its parts. A normalised s is orthogonal to what it returns, so that of the gradient
 g_x at x, x.g_x = x.g.
+
+See docs/theory/gradients.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .composition import BottomToTop
-from .directions import isotropic, orthogonal_parts
-from .state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+import numpy as np
 
-BackwardPass = Callable[[Gradient], Gradient]
+from .composition import Chain, Component, Residual, square
+from .directions import isotropic, orthogonal_parts
+from .modes import Branch, Pair, Passes, coherent_gain
+from .overlap import Overlap, OverlapWalk
+from .response import Around, Part
+from .sensitivity import (
+    SINGLE,
+    Ascent,
+    Descent,
+    count_of,
+    diagonal,
+    over_tokens,
+    own_entries,
+    paired,
+    ratio,
+    row_sums,
+    total,
+    trace_of,
+)
+from .state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+from .trace import Record, Run
+
+
+@dataclass(frozen=True)
+class BottomToTop(Component):
+    """ffn(norm(attention(x))) + x: a layer's input added again at its end (Takase et al. 2022)."""
+
+    attention: Residual
+    norm: Component
+    ffn: Residual
+    label: str = "ffn.bottom_to_top"
+
+    @property
+    def children(self) -> tuple[Component, ...]:
+        return self.attention, self.norm, self.ffn
+
+    def with_children(self, children: tuple[Component, ...]) -> BottomToTop:
+        attention, norm, ffn = children
+        assert isinstance(attention, Residual)
+        assert isinstance(ffn, Residual)
+        return dataclasses.replace(self, attention=attention, norm=norm, ffn=ffn)
+
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        attention = self.attention.propagate(signal, run)
+        norm = self.norm.propagate(attention.output, run)
+        ffn = self.ffn.propagate(norm.output, run)
+        children = attention, norm, ffn
+        output = Sum.of(self, signal, children).output()
+        return run.passed(Record(self, run.layer, signal, output, children))
+
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        run.met(record, gradient)
+        attention, norm, ffn = record.children
+        total = Sum.of(self, record.input, record.children)
+        run.met(ffn, gradient)
+        ffn = total.ffn_completed(record.output, gradient, ffn, run)
+        norm = self.norm.backpropagate(norm, ffn.gradient_sent, run)
+        attention = self.attention.backpropagate(attention, norm.gradient_sent, run)
+        sent = total.returned(record.output, gradient, attention.gradient_sent)
+        return record.completed(gradient, sent, (attention, norm, ffn))
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        output, factor = Chain(self.children).pair(pair)
+        both, signal = 1 + 2 * self._bypassed(pair), pair.signal
+        kernel = output.kernel + signal.kernel.scaled(both)
+        return Signal(kernel, 2, width=signal.width), factor + both
+
+    def _bypassed(self, pair: Pair) -> Array:
+        """Amplitude with which the input is in what it is added to."""
+        between, _ = self.attention.pair(pair)
+        entering, _ = self.norm.pair(pair.behind(between))
+        carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
+        return np.asarray(carried * self.attention.skip_scale * self.ffn.skip_scale)
+
+    def alike_branches(
+        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
+    ) -> list[Branch]:
+        """Attention adds to the input on its way around the norm, the feed-forward block behind it.
+
+        What attention's realised output moves in the feed-forward block's moments is left out.
+        """
+        modes, shape = passes.modes, nudged.shape
+        attention, ffn = self.attention, self.ffn
+        signal = passes.signal(modes.kernel(nudged))
+        output, back_attention, inner = passes.through(attention.branch, signal, shape)
+        between, _, _ = passes.through(attention, signal, shape)
+        normed, back_norm, _ = passes.through(self.norm, between, shape)
+        hidden, back_ffn, inner_ffn = passes.through(ffn.branch, normed, shape)
+        scale, ffn_scale = np.asarray(attention.branch_scale**2), np.asarray(ffn.branch_scale**2)
+        skip, ffn_skip = np.asarray(attention.skip_scale**2), np.asarray(ffn.skip_scale**2)
+        carried = scale * ffn_skip * normed.kernel.diagonal / between.kernel.diagonal
+        deep = ffn_scale[..., None, None] * back_norm @ back_ffn
+        around = ffn_skip[..., None, None] * back_norm + deep
+        inside, behind = attention.branch, Chain((self.norm, ffn.branch))
+        reached = Kernel(between.kernel.diagonal[0], between.kernel.pairs[0])
+        gains = [
+            coherent_gain(path, entering, overlap, passes.width)
+            for path, entering in ((inside, kernel), (behind, reached))
+        ]
+        return [
+            Branch(
+                inner,
+                kernel,
+                carried[..., None] * modes.of(output.kernel),
+                scale[..., None, None] * back_attention @ around,
+                carried[0][..., None, None] * gains[0],
+            ),
+            Branch(
+                inner_ffn,
+                reached,
+                ffn_scale[..., None] * modes.of(hidden.kernel),
+                skip[..., None, None] * deep,
+                (skip * ffn_scale)[..., None, None] * gains[1],
+            ),
+        ]
+
+    def about_mean(
+        self, passes: Passes, nudged: Array, branches: list[Branch]
+    ) -> tuple[Array, Array]:
+        signal = passes.signal(passes.modes.kernel(nudged))
+        whole, back, _ = passes.through(self, signal, nudged.shape)
+        return passes.modes.of(whole.kernel), back
+
+    @property
+    def adds(self) -> bool:
+        return True
+
+    def part(self, record: Record, around: Around) -> Part:
+        parts = [one.component.part(one, around) for one in record.children]
+        carried = Sum.of(self, record.input, record.children).carried
+        return bypassed((parts[0], parts[1], parts[2]), carried, around.kernels(record))
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        for child in record.children:
+            at = walk.through(child, at)
+        return at
 
 
 class Sum(NamedTuple):
@@ -42,6 +178,14 @@ class Sum(NamedTuple):
     entering: Signal
     inner: Signal
     carried: Array
+
+    @classmethod
+    def of(cls, node: BottomToTop, signal: Signal, children: tuple[Record, ...]) -> Sum:
+        """From the records of a layer's three parts."""
+        between, entering, inner = (one.output for one in children)
+        carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
+        carried = carried * node.attention.skip_scale * node.ffn.skip_scale
+        return cls(node, signal, between, entering, inner, carried)
 
     def crossed(self, kernel: Kernel, factor: Array = 1.0) -> Kernel:
         """What the sum's moments gain because u holds the input by the carried amplitude."""
@@ -93,9 +237,9 @@ class Sum(NamedTuple):
         assert between.spread is not None
         assert inner.spread is not None
         width, tokens = signal.width, signal.kernel
-        skip = _square(self.node.attention.skip_scale)
+        skip = square(self.node.attention.skip_scale)
         added = between.kernel - tokens.scaled(skip)
-        fresh = inner.kernel - self.entering.kernel.scaled(_square(self.node.ffn.skip_scale))
+        fresh = inner.kernel - self.entering.kernel.scaled(square(self.node.ffn.skip_scale))
         met = tokens * added
         sizes = between.spread - signal.spread.scaled(skip * skip) - met.scaled(4 * skip / width)
         total = between.kernel.diagonal
@@ -125,23 +269,26 @@ class Sum(NamedTuple):
 
     # --- the way back -----------------------------------------------------------------------------
 
-    def at_entering(self, output: Signal, gradient: Gradient, back: BackwardPass) -> Gradient:
-        """The gradient at the feed-forward block's input y, `back` the pass through the block.
+    def ffn_completed(self, output: Signal, gradient: Gradient, ffn: Record, run: Run) -> Record:
+        """The record of the feed-forward block with the gradient carried back to its input y.
 
         As `directions.orthogonal_parts`, with `output` in place of u: that g lacks E (u.g)^2 of
         y.g_y = u.g, and 2 E (k' y.g)(F.g) + E (F.g)^2 of |g_y|^2.
         """
+        (branch,), above = ffn.children, gradient
         gradient = gradient.averaged()
         node = self.node.ffn
-        kept = gradient.kernel.scaled(_square(node.skip_scale))
-        handed = gradient.kernel.scaled(_square(node.branch_scale))
+        kept = gradient.kernel.scaled(square(node.skip_scale))
+        handed = gradient.kernel.scaled(square(node.branch_scale))
         if self.signal.spread is None:
-            passed = back(gradient.with_kernel(handed))
-            return Gradient(kept + passed.kernel, gradient.seq_len)
+            done = branch.backward(gradient.with_kernel(handed), run)
+            merged = kept + done.gradient_sent.kernel
+            return ffn.completed(above, Gradient(merged, gradient.seq_len), (done,))
         total, own = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
-        held, part = _square(node.skip_scale) * own, self.inner.kernel.mean_diagonal()
+        held, part = square(node.skip_scale) * own, self.inner.kernel.mean_diagonal()
         added, shared = part - held, self._overlap()
-        sent = back(gradient.at_part(handed, added / total))
+        done = branch.backward(gradient.at_part(handed, added / total), run)
+        sent = done.gradient_sent
         lacking = (2 * (held + shared) + added) / total - 1.0
         share = ratio_or_zero(added * lacking, held)
         kept, returned = orthogonal_parts(self.entering, share, gradient, kept, sent, mixing=False)
@@ -153,7 +300,8 @@ class Sum(NamedTuple):
             radial = ratio_or_zero(along * received, own * merged.mean_diagonal())
         kept_share = ratio_or_zero(kept.mean_diagonal(), merged.mean_diagonal())
         centred = gradient.centred_share * kept_share
-        return Gradient(merged, gradient.seq_len, radial, centred)
+        found = Gradient(merged, gradient.seq_len, radial, centred)
+        return ffn.completed(above, found, (done,))
 
     def returned(self, output: Signal, gradient: Gradient, sent: Gradient) -> Gradient:
         """The gradient at the input, of what the sum received and what attention's side sends."""
@@ -162,7 +310,7 @@ class Sum(NamedTuple):
         if self.signal.spread is None:
             return Gradient(sent.kernel + (above + self.crossed(above)), gradient.seq_len)
         own, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
-        skip = _square(self.node.ffn.skip_scale)
+        skip = square(self.node.ffn.skip_scale)
         held, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()
         lacks = (1.0 - gradient.radial) / total
         # E (x.g)^2, E (x.g)(y.g), E (y.g)^2, y what the skip connection of u holds
@@ -198,5 +346,151 @@ class Sum(NamedTuple):
         return own.weighted(self.carried, 1.0).mean_diagonal()
 
 
-def _square(scale: Any) -> Any:
-    return scale * scale
+# --- one draw, by token ---------------------------------------------------------------------------
+#
+# With u = s x + b the sum behind attention, n = u/|u| and f the feed-forward block's output, the
+# layer ends in y = x + s' n + f, which holds x with amplitude 1 + a, a = s s'/|u|. The cross term
+# x.b of attention is in the kernel of u with the factor 2 s and in that of y with 2 s'/|u| beside,
+# and on the way back the feed-forward block's likewise.
+
+
+@dataclass(frozen=True)
+class Bypass:
+    """What the three parts of such a layer do to sensitivities, their noise included.
+
+    Attributes:
+        attention, norm, ffn: residual connection, normalisation, residual connection.
+        carried: (..., L) a.
+        leaving: kernel of the signal y.
+        sent, received: kernels of the gradient at x and at y.
+    """
+
+    attention: Part
+    norm: Part
+    ffn: Part
+    carried: Array
+    leaving: Array
+    sent: Array
+    received: Array
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        inner = self.attention.ascend(sensitivity)
+        between = self.norm.ascend(inner.sensitivity)
+        top = self.ffn.ascend(between.sensitivity)
+        both, skip = self._both, self.ffn.skip
+        # The feed-forward block's branch, then attention's beside all the rest.
+        first = skip * self.received
+        deep = self.ffn.sent - first
+        crossed = between.sensitivity + ratio(0.5 * (both - 1), skip) * sensitivity
+        noise = self._added(crossed, between.sensitivity, first, deep, self.ffn.back_kappa)
+        attended = self.sent - both * self.received - self.attention.skip * self.norm.sent
+        noise += self._added(
+            sensitivity, sensitivity, self.sent - attended, attended, self.attention.back_kappa
+        )
+        sizes = [
+            total(inner_one * kernel)
+            for inner_one, kernel in ((sensitivity, attended), (between.sensitivity, deep))
+        ]
+        met = sizes[0] * inner.coherence + sizes[1] * top.coherence
+        exposure = (inner.exposure, between.exposure, top.exposure, sensitivity)
+        return Ascent(
+            top.sensitivity + both * sensitivity,
+            exposure,
+            noise + inner.noise + between.noise + top.noise,
+            between.coherence * ratio(met, sizes[0] + sizes[1]),
+        )
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        of_attention, of_norm, of_ffn, given = exposure
+        top = self.ffn.descend(sensitivity, of_ffn)
+        between = self.norm.descend(top.sensitivity, of_norm)
+        kernel, around = self.attention.entering, self.attention.leaving
+        # a falls as |u| grows
+        moved = row_sums(sensitivity * kernel)
+        moved[: len(given)] += row_sums(given * self.received)
+        fall = self.carried / own_entries(around)
+        middle = between.sensitivity - diagonal((fall * moved).astype(SINGLE), around)
+        inner = self.attention.descend(middle, of_attention)
+        both, skip = self._both, self.attention.skip
+        first = skip * kernel
+        crossed = middle + ratio(0.5 * (both - 1), skip) * sensitivity
+        noise = self._added(crossed, middle, first, around - first, self.attention.kappa)
+        deep = self.ffn.leaving - self.ffn.skip * self.ffn.entering
+        noise += self._added(sensitivity, sensitivity, self.leaving - deep, deep, self.ffn.kappa)
+        return Descent(
+            inner.sensitivity + both * sensitivity,
+            noise + inner.noise + between.noise + top.noise,
+            inner.common + between.common + top.common,
+        )
+
+    @property
+    def _both(self) -> Array:
+        return 1 + self.carried[..., :, None] + self.carried[..., None, :]
+
+    def _added(
+        self, crossed: Array, sensitivity: Array, carried: Array, added: Array, kappa: Array
+    ) -> Array:
+        """Variance of an addition whose cross term has another sensitivity than its square."""
+        cross = 4 * paired(crossed, carried.astype(SINGLE), added.astype(SINGLE))
+        square = paired(sensitivity, added.astype(SINGLE), added.astype(SINGLE))
+        return (cross + kappa * square) / self.attention.width
+
+
+@dataclass(frozen=True)
+class _Bypassed(Part):
+    """A part whose noise its response counts."""
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        return self.response.ascend(sensitivity)
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        return self.response.descend(sensitivity, exposure)
+
+    def gradient_noise(self, sensitivity: Array) -> Array:
+        return np.zeros(sensitivity.shape[:-2])
+
+    def signal_noise(self, sensitivity: Array) -> Array:
+        return np.zeros(sensitivity.shape[:-2])
+
+
+def bypassed(
+    parts: tuple[Part, Part, Part],
+    carried: Array,
+    kernels: tuple[Array, Array, Array, Array],
+) -> Part:
+    """The whole layer but its last normalisation as one part.
+
+    Args:
+        parts: residual connection, normalisation, residual connection.
+        carried: (..., L) a.
+        kernels: of the signal that enters and leaves, of the gradient sent and received.
+    """
+    attention, norm, ffn = parts
+    entering, leaving, sent, received = kernels
+    carried = carried.astype(SINGLE)
+    answer = Bypass(attention, norm, ffn, carried, leaving, sent, received)
+    # What different directions share passes the connections on average over tokens.
+    each = over_tokens((1 + carried) ** 2, entering) / count_of(entering)
+    kept = np.mean(each)
+    added = [part.leaving - part.skip * part.entering for part in (attention, ffn)]
+    sizes = [trace_of(one) for one in added]
+    mean = over_tokens(carried, entering) / count_of(entering)
+    first = mean**2 / attention.skip**2 if attention.skip else 0.0
+    sizes[0] = sizes[0] * first
+    share = ratio(sizes[0], sizes[0] + sizes[1])
+    kappa = 2 + (attention.kappa - 2) * share**2 + (ffn.kappa - 2) * (1 - share) ** 2
+    return _Bypassed(
+        answer,
+        True,
+        float(kept),
+        1.0,
+        entering,
+        leaving,
+        sent,
+        received,
+        kappa,
+        kappa,
+        attention.width,
+        attention.inner,
+        share,
+    )

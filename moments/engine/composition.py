@@ -1,46 +1,283 @@
-"""How components compose: leaves, chains (`>>`), residual connections and numbered layers.
+"""How components compose, and what each does to a signal and to its gradient.
 
-A composition is a declaration and evaluates nothing. `propagate` walks it; at a leaf it calls
-`forward`, which returns the output's moments and the pullback: the map from the moments of the
-gradient at the output to those at the input.
+A composition is a declaration: leaves, chains (`>>`), residual connections, parallel branches and
+numbered layers; it evaluates nothing until a signal is sent through it. Every component has one
+method for the way up, `propagate`, which leaves a `Record`, and one for the way back,
+`backpropagate`, which completes it. What a component is made of, and what a gradient through it
+depends on, it says itself, so that nothing outside has to know which kinds there are.
+
+See docs/theory/gradients.md, Lost directions.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .state import Array, Gradient, Kernel, Signal
+import numpy as np
+
+from ..errors import DomainError, MomentsError
+from .directions import (
+    at_tokens,
+    grouped_persistence,
+    isotropic,
+    orthogonal_parts,
+    persistence,
+    shared_persistence,
+)
+from .modes import Branch, Pair, Passes
+from .overlap import Overlap, OverlapWalk, own_variance
+from .overlap import summed as summed_overlap
+from .packing import Padding
+from .realised import summed
+from .response import Around, Elementwise, Part, Sequence, Sum
+from .sensitivity import Response
+from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
+from .trace import Record, Run
 
 
-class Pulled(NamedTuple):
-    """What a pullback returns.
+@dataclass(slots=True, eq=False)
+class Pulled:
+    """What a pullback returns: the gradient at the input, and what it can tell when asked.
 
-    Attributes:
-        gradient: at the input.
-        weights: gives the expected squared gradient norm of each weight matrix, when asked.
-        overlaps: gives by how much those grow per unit of the variance of two tokens' overlap
-            (`overlap`) in what is attended to, beyond the 1/width they count with.
-        response: gives by how much two outputs' overlap moves per that of the tokens that ask, as
-            the kernel that a gradient of ones would have there.
+    Leaves with weights have a class of their own, which holds what its answers need.
     """
 
     gradient: Gradient
-    weights: Callable[[], Mapping[str, Array]] | None = None
-    overlaps: Callable[[], Mapping[str, Array]] | None = None
-    response: Callable[[], Kernel] | None = None
+
+    def weights(self) -> Mapping[str, Array]:
+        """The expected squared gradient norm of each weight matrix."""
+        return {}
+
+    def overlaps(self) -> Mapping[str, Array]:
+        """By how much those grow per unit of the variance of two tokens' overlap (`overlap`) in
+        what is attended to, beyond the 1/width they count with."""
+        return {}
+
+    def response(self) -> Kernel | None:
+        """By how much two outputs' overlap moves per that of the tokens that ask, as the kernel
+        that a gradient of ones would have there; None where none asks."""
+        return None
 
 
 Pullback = Callable[[Gradient], Pulled]
 ReaderPullback = Callable[[Gradient], tuple[Pulled, Gradient]]
 
 
+class Addition(NamedTuple):
+    """A sum of what is kept and what is added, with the squares of their factors.
+
+    Attributes:
+        kept, added: what enters the connection and what leaves the branch.
+        keeping, adding: the squared factors.
+    """
+
+    kept: Record
+    added: Record
+    keeping: Any
+    adding: Any
+
+
 class Component(abc.ABC):
-    """A node of the declaration. `label` names its site in a trace, such as "attention.norm"."""
+    """A node of the declaration. `label` names its site in a trace, such as "attention.norm"; a
+    component without one is no site."""
 
     label: str
+
+    # --- what it does ----------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        """Carry a signal through, forward."""
+
+    @abc.abstractmethod
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        """Complete a record of this component with a gradient at its output, carried back."""
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        """What it does to how much two tokens' overlap varies over draws (`overlap`)."""
+        return at
+
+    def addition(self, record: Record) -> Addition | None:
+        """What it adds to what it keeps, where it is a sum of the two."""
+        return None
+
+    # --- what one draw of it does (`moments.noise`) ----------------------------------------------
+
+    def response(self, record: Record, around: Around) -> Response:
+        """What it does to sensitivities, by token, inside a branch.
+
+        Raises:
+            MomentsError: it holds a skip connection.
+        """
+        raise MomentsError(f"no band of one draw through a {type(self).__name__} in a branch")
+
+    def part(self, record: Record, around: Around) -> Part:
+        """The same as a part of a layer, with the noise that it adds."""
+        return around.whole(record)
+
+    @abc.abstractmethod
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        """Two tokens at the output, and the factor on their overlap's gradient on its way back."""
+
+    def alike_branches(
+        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
+    ) -> list[Branch]:
+        """What it adds to its input, tokens alike; arguments as `Passes.branches`."""
+        return passes.branches(self, 1.0, nudged, kernel, overlap)
+
+    def about_mean(
+        self, passes: Passes, nudged: Array, branches: list[Branch]
+    ) -> tuple[Array, Array]:
+        """Modes (rows, ..., 2) that leave it, and its map (rows, ..., 2, 2) of the gradient's."""
+        skip = np.asarray(self.keeps)
+        leaving = skip[..., None] * nudged + sum(one.added for one in branches)
+        back = skip[..., None, None] * np.eye(2) + sum(one.returned for one in branches)
+        return leaving, back
+
+    def branch_of(self) -> tuple[Any, Component]:
+        """What it adds to what it keeps, and the squared factor: itself where it keeps nothing."""
+        return 1.0, self
+
+    @property
+    def keeps(self) -> Any:
+        """Squared factor of what it keeps of its input beside its branches; 0 where nothing."""
+        return 0.0
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds something to what it keeps."""
+        return False
+
+    @property
+    def self_attention(self) -> Any | None:
+        """The self-attention in it, as it attends behind any normalisation of its own; None: it
+        has none."""
+        return next((one.self_attention for one in self.children if one.self_attention), None)
+
+    @property
+    def reads(self) -> Any | None:
+        """What in it reads a memory; None: nothing does."""
+        return next((one.reads for one in self.children if one.reads), None)
+
+    def with_logits(self, factor: Array) -> Any:
+        """The same with the variance of its attention logits changed."""
+        return self.mapped(lambda leaf: leaf.with_logits(factor)) if self.children else self
+
+    def unplaced(self) -> Any:
+        """The same with every token seeing every other, wherever it stands."""
+        return self.mapped(lambda leaf: leaf.unplaced()) if self.children else self
+
+    @property
+    def masks(self) -> bool:
+        """Whether it drops at random, anew for every token."""
+        return False
+
+    # --- what it is made of ----------------------------------------------------------------------
+
+    @property
+    def children(self) -> tuple[Component, ...]:
+        """The components it holds, in the order in which a signal passes them."""
+        return ()
+
+    def with_children(self, children: tuple[Component, ...]) -> Component:
+        """The same with other components in their places."""
+        return self
+
+    def way_back(self, records: tuple[Record, ...]) -> Iterable[Record]:
+        """Those of its children in the order in which a gradient passes them."""
+        return reversed(records)
+
+    def mapped(self, function: Callable[[Any], Any]) -> Any:
+        """The same with a function of every leaf in that leaf's place."""
+        if not self.children:
+            return function(self)
+        return self.with_children(tuple(child.mapped(function) for child in self.children))
+
+    def leaves(self) -> tuple[Component, ...]:
+        """The leaves, in the order of the forward pass."""
+        if not self.children:
+            return (self,)
+        return tuple(leaf for child in self.children for leaf in child.leaves())
+
+    def structure(self) -> Any:
+        """What components must share to be evaluated at once with arrays for numbers."""
+        inner = tuple(child.structure() for child in self.children)
+        return (type(self), self.label, *inner)
+
+    def in_order(self) -> tuple[Component, ...]:
+        """What follows one another in it: itself, unless it is a chain."""
+        return (self,)
+
+    def records_in_order(self, record: Record) -> tuple[Record, ...]:
+        """The records of `in_order`, of its own."""
+        return (record,)
+
+    def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
+        """The records of every way through parallel branches, leaf by leaf."""
+        return [(record,)]
+
+    def ways(self) -> tuple[Chain, ...]:
+        """`paths`, or the whole where a normalisation behind the branches fixes their sum."""
+        found = self.paths()
+        behind = self.behind_branches()
+        if len(found) > 1 and any(part.normalises for part in behind):
+            return (Chain((self,)),)
+        return found
+
+    def behind_branches(self) -> tuple[Component, ...]:
+        """What follows parallel branches in it."""
+        return ()
+
+    def paths(self) -> tuple[Chain, ...]:
+        """Every way through parallel branches, as a chain: together they are the component.
+
+        What comes before and behind the branches is in each of them.
+        """
+        return (Chain((self,)),)
+
+    # --- what a gradient through it depends on ---------------------------------------------------
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether tokens receive what others send."""
+        return False
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the output ignores the input's scale."""
+        return False
+
+    @property
+    def splits(self) -> bool:
+        """Whether it ends in parallel branches, which take their own parts."""
+        return False
+
+    @property
+    def grouped_norm(self) -> Any | None:
+        """The normalisation that it begins with, where it is one in groups of features."""
+        return None
+
+    @property
+    def padding(self) -> Padding | None:
+        """For every sequence, the document of each token that its attention keeps apart, 0 where
+        it pads; None: it does not."""
+        return None
+
+    @property
+    def documents(self) -> np.ndarray | None:
+        """(B, L) the documents that attention in it keeps apart; None: each row is one."""
+        for child in self.children:
+            if (found := child.documents) is not None:
+                return found
+        numbers = self.padding
+        if numbers is None or np.max(numbers) < 2:
+            return None
+        return np.asarray(numbers, dtype=np.int64)
 
     def __rshift__(self, other: Component) -> Chain:
         first = self.parts if isinstance(self, Chain) else (self,)
@@ -51,9 +288,76 @@ class Component(abc.ABC):
 class Leaf(Component):
     """A component that transforms moments by its laws."""
 
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        one = 1.0 + 0.0 * pair.signal.kernel.pairs
+        output, pullback = self.forward(pair.signal)
+        sent = pullback(Gradient(Kernel(one, one), 2)).gradient
+        return output, one * sent.kernel.pairs
+
+    @property
+    def scales_pairs(self) -> bool:
+        """Whether every covariance leaves as it entered, times one factor."""
+        return False
+
+    def response(self, record: Record, around: Around) -> Response:
+        received = around.received(record)
+        gradient = record.gradient_received
+        return Elementwise.of(self, record.input, gradient, received, self.scales_pairs)
+
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         """Moments of the output, and the map that carries a gradient back through this node."""
+
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        output, pullback = self.forward(signal)
+        return run.passed(Record(self, run.layer, signal, output, (), pullback))
+
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        run.met(record, gradient)
+        pulled = record.pullback(gradient)
+        return record.completed(gradient, pulled.gradient, (), pulled)
+
+
+class Reader(Component):
+    """A component that also reads another tensor, a decoder's cross-attention the encoder's."""
+
+    @abc.abstractmethod
+    def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
+        """Moments of the output, and the map from its gradient to those at both inputs."""
+
+    @abc.abstractmethod
+    def back_kappa(self, memory_len: int) -> Array:
+        """Width times the relative variance of what queries of a memory send back, squared."""
+
+    def response(self, record: Record, around: Around) -> Response:
+        # As it meets the tokens that ask: every one alone, of a memory as it is.
+        assert record.memory is not None
+        asking, received = _Asking(self, record.memory), around.received(record)
+        return Elementwise.of(asking, record.input, record.gradient_received, received, False)
+
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        memory = run.memory
+        if memory is None:
+            raise DomainError("cross-attention has nothing to read: declare model.encoder")
+        output, pullback = self.attend(signal, memory)
+        return run.passed(Record(self, run.layer, signal, output, (), pullback, memory))
+
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        run.met(record, gradient)
+        pulled, to_memory = record.pullback(gradient)
+        return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """A reader as a function of the tokens that ask."""
+
+    reader: Reader
+    memory: Signal
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        output, pullback = self.reader.attend(signal, self.memory)
+        return output, lambda gradient: pullback(gradient)[0]
 
 
 @dataclass(frozen=True)
@@ -62,6 +366,168 @@ class Chain(Component):
 
     parts: tuple[Component, ...]
     label: str = ""
+
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        output, records = signal, []
+        for part in self.parts:
+            records.append(part.propagate(output, run))
+            output = records[-1].output
+        return Record(self, run.layer, signal, output, tuple(records))
+
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        sent, children = gradient, []
+        for child in reversed(record.children):
+            children.append(child.component.backpropagate(child, sent, run))
+            sent = children[-1].gradient_sent
+        return record.completed(gradient, sent, tuple(reversed(children)))
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        before = []
+        for child in record.children:
+            before.append(at)
+            at = walk.through(child, at)
+        walk.chains.append((record, before))
+        return at
+
+    @property
+    def children(self) -> tuple[Component, ...]:
+        return self.parts
+
+    def with_children(self, children: tuple[Component, ...]) -> Chain:
+        return Chain(children, self.label)
+
+    def in_order(self) -> tuple[Component, ...]:
+        return self.parts
+
+    def records_in_order(self, record: Record) -> tuple[Record, ...]:
+        return record.children
+
+    def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
+        found: list[tuple[Record, ...]] = [()]
+        for child in record.children:
+            found = [one + own for one in found for own in child.paths()]
+        return found
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        signal, factor = pair.signal, 1.0 + 0.0 * pair.signal.kernel.pairs
+        for part in self.parts:
+            signal, own = part.pair(pair.behind(signal))
+            factor = factor * own
+        return signal, factor
+
+    def behind_branches(self) -> tuple[Component, ...]:
+        for index, part in enumerate(self.parts):
+            if part.splits or part.behind_branches():
+                return part.behind_branches() + self.parts[index + 1 :]
+        return ()
+
+    def response(self, record: Record, around: Around) -> Response:
+        return Sequence(tuple(one.component.response(one, around) for one in record.children))
+
+    def paths(self) -> tuple[Chain, ...]:
+        found: tuple[Chain, ...] = (Chain(()),)
+        for part in self.parts:
+            found = tuple(Chain(one.parts + own.parts) for one in found for own in part.paths())
+        return found
+
+    @functools.cached_property
+    def mixes_tokens(self) -> bool:  # type: ignore[override]
+        return any(part.mixes_tokens for part in self.parts)
+
+    @functools.cached_property
+    def normalises(self) -> bool:  # type: ignore[override]
+        return any(part.normalises for part in self.parts)
+
+    @property
+    def splits(self) -> bool:
+        return self.parts[-1].splits
+
+    @property
+    def grouped_norm(self) -> Any | None:
+        return _first_norm(self.parts)
+
+
+@dataclass(frozen=True)
+class Parallel(Component):
+    """Branches that read the same tensor; the output is their sum."""
+
+    branches: tuple[Component, ...]
+    label: str = ""
+
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        records = tuple(branch.propagate(signal, run) for branch in self.branches)
+        output = records[0].output
+        for record in records[1:]:
+            output = added(output, record.output, 1.0, 1.0)
+        return Record(self, run.layer, signal, output, records)
+
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        signal, output = record.input, record.output
+        children, kernels = [], []
+        for child in record.children:
+            part = gradient.with_kernel(gradient.kernel)
+            if signal.spread is not None:
+                share = ratio_or_zero(child.output.kernel.diagonal, output.kernel.diagonal)
+                part = gradient.at_part(gradient.kernel, share, gradient.persistence)
+            children.append(child.component.backpropagate(child, part, run))
+            kernel = children[-1].gradient_sent.kernel
+            if signal.spread is not None:
+                kernel = returned(kernel, part, child.component, signal.width)
+            kernels.append(kernel)
+        sent = Gradient(sum_of(kernels), gradient.seq_len)
+        return record.completed(gradient, sent, tuple(children))
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        total, own = at, 0.0
+        for index, child in enumerate(record.children):
+            inner, gained = walk.through(child, at), own_variance(child.output)
+            width = child.output.width
+            total = summed_overlap(total, inner, (own, gained), at, width) if index else inner
+            own += gained
+        return total
+
+    @property
+    def children(self) -> tuple[Component, ...]:
+        return self.branches
+
+    def with_children(self, children: tuple[Component, ...]) -> Parallel:
+        return Parallel(children, self.label)
+
+    def way_back(self, records: tuple[Record, ...]) -> Iterable[Record]:
+        return records
+
+    def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
+        return [path for child in record.children for path in child.paths()]
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        found = [branch.pair(pair) for branch in self.branches]
+        kernel, factor = found[0][0].kernel, found[0][1]
+        for other, own in found[1:]:
+            kernel, factor = kernel + other.kernel, factor + own
+        return Signal(kernel, 2, width=found[0][0].width), factor
+
+    def response(self, record: Record, around: Around) -> Response:
+        inner = tuple(one.component.response(one, around) for one in record.children)
+        return Sum(inner, around.received(record))
+
+    def paths(self) -> tuple[Chain, ...]:
+        return tuple(path for branch in self.branches for path in branch.paths())
+
+    @functools.cached_property
+    def mixes_tokens(self) -> bool:  # type: ignore[override]
+        return any(branch.mixes_tokens for branch in self.branches)
+
+    @functools.cached_property
+    def normalises(self) -> bool:  # type: ignore[override]
+        return any(branch.normalises for branch in self.branches)
+
+    @property
+    def splits(self) -> bool:
+        return True
+
+    @property
+    def grouped_norm(self) -> Any | None:
+        return _first_norm(self.branches)
 
 
 @dataclass(frozen=True)
@@ -73,31 +539,146 @@ class Residual(Component):
     branch_scale: Any = 1.0
     label: str = "sum"
 
+    @property
+    def children(self) -> tuple[Component, ...]:
+        return (self.branch,)
 
-@dataclass(frozen=True)
-class Parallel(Component):
-    """Branches that read the same tensor; the output is their sum."""
+    def with_children(self, children: tuple[Component, ...]) -> Residual:
+        return dataclasses.replace(self, branch=children[0])
 
-    branches: tuple[Component, ...]
-    label: str = ""
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        branch = self.branch.propagate(signal, run)
+        output = self.sum(signal, branch.output)
+        return run.passed(Record(self, run.layer, signal, output, (branch,)))
 
+    def sum(self, signal: Signal, branch: Signal) -> Signal:
+        """What the skip connection carries and what the branch gives, added."""
+        skip = square(self.skip_scale)
+        return added(signal, branch, skip, square(self.branch_scale), keeps_mean=True)
 
-@dataclass(frozen=True)
-class BottomToTop(Component):
-    """ffn(norm(attention(x))) + x: a layer's input added again at its end (Takase et al. 2022)."""
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        run.met(record, gradient)
+        (child,) = record.children
 
-    attention: Residual
-    norm: Component
-    ffn: Residual
-    label: str = "ffn.bottom_to_top"
+        def back(part: Gradient) -> Record:
+            return self.branch.backpropagate(child, part, run)
 
+        signal, output, branch = record.input, record.output, child.output
+        skip, scale = square(self.skip_scale), square(self.branch_scale)
+        kept, handed = gradient.kernel.scaled(skip), gradient.kernel.scaled(scale)
+        if signal.spread is None:
+            done = back(gradient.with_kernel(handed))
+            merged = _merged(gradient, kept, done.gradient_sent.kernel, not self.branch.normalises)
+            return record.completed(gradient, merged, (done,))
+        if not self.branch.normalises:
+            return self._scale_free(record, gradient, kept, handed, back)
+        gained = branch.kernel.diagonal * output.kernel.lift(scale)[0]
+        share = ratio_or_zero(gained, output.kernel.diagonal)
+        response = (1.0 - share) * gradient.norm_response
+        held = 1.0 - output.kernel.mean_share(gained)
+        passed = tuple((w, held * one) for w, one in gradient.grouped)
+        grown = self._persistence(signal, response, passed, gradient.kernel)
+        part = gradient.at_part(handed, share, grown)
+        done = back(part)
+        sent = returned(done.gradient_sent.kernel, part, self.branch, signal.width)
+        total = kept + sent
+        kept_share = ratio_or_zero(kept.diagonal, total.diagonal)
+        mean_share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
+        grouped: tuple[tuple[Array, Array], ...] = ()
+        if self.branch.grouped_norm is not None:
+            through = tuple((mean_share * w, one) for w, one in passed)
+            grouped = (*through, (1.0 - mean_share, 1.0))
+        merged = Gradient(
+            total,
+            gradient.seq_len,
+            # (x.g)^2, which the branch does not change: its norm sends back nothing along x
+            radial=kept_share * (share + (1.0 - share) * gradient.radial),
+            centred_share=gradient.centred_share * mean_share,
+            norm_response=response + 1.0 - kept_share,
+            grouped=grouped,
+        )
+        return record.completed(gradient, merged, (done,))
 
-class Reader(Component):
-    """A component that also reads another tensor, a decoder's cross-attention the encoder's."""
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        (child,) = record.children
+        inner, width = walk.through(child, at), record.input.width
+        kept = own_variance(record.input) * self.skip_scale**2
+        gained = own_variance(child.output) * self.branch_scale**2
+        return summed_overlap(at, inner, (kept, gained), at, width)
 
-    @abc.abstractmethod
-    def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
-        """Moments of the output, and the map from its gradient to those at both inputs."""
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        branch, own = self.branch.pair(pair)
+        skip, scale = square(self.skip_scale), square(self.branch_scale)
+        kernel = pair.signal.kernel.mixed(skip, branch.kernel, scale)
+        return Signal(kernel, 2, width=pair.signal.width), skip + scale * own
+
+    def alike_branches(
+        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
+    ) -> list[Branch]:
+        return passes.branches(self.branch, self.branch_scale**2, nudged, kernel, overlap)
+
+    def branch_of(self) -> tuple[Any, Component]:
+        return self.branch_scale**2, self.branch
+
+    @property
+    def keeps(self) -> Any:
+        return self.skip_scale**2
+
+    @property
+    def adds(self) -> bool:
+        return True
+
+    def part(self, record: Record, around: Around) -> Part:
+        return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)
+
+    def addition(self, record: Record) -> Addition:
+        skip = square(self.skip_scale)
+        return Addition(record, record.children[0], skip, square(self.branch_scale))
+
+    def _scale_free(
+        self,
+        record: Record,
+        received: Gradient,
+        kept: Kernel,
+        handed: Kernel,
+        back: Callable[[Gradient], Record],
+    ) -> Record:
+        """The way back where the branch scales with its input: it holds no normalisation."""
+        signal, (child,) = record.input, record.children
+        gradient = received.averaged()
+        total = record.output.kernel.mean_diagonal()
+        scale = square(self.branch_scale)
+        share = ratio_or_zero(child.output.kernel.mean_diagonal() * scale, total)
+        done = back(gradient.at_part(handed, share))
+        sent = done.gradient_sent
+        if isotropic(gradient.radial):
+            merged = _merged(gradient, kept, sent.kernel, True)
+            return record.completed(received, merged, (done,))
+        mixing = self.branch.mixes_tokens
+        kept, back_kernel = orthogonal_parts(signal, share, gradient, kept, sent, mixing)
+        merged = _merged(gradient, kept, back_kernel, True)
+        if not gradient.orthogonal:
+            # u.g of the sum u is x.g of its addend x, of a branch of degree 1
+            kept_share = ratio_or_zero(kept.mean_diagonal(), merged.kernel.mean_diagonal())
+            radial = gradient.radial * kept_share * ratio_or_zero(1.0, 1.0 - share)
+            merged = dataclasses.replace(merged, radial=radial)
+        return record.completed(received, merged, (done,))
+
+    def _persistence(
+        self,
+        signal: Signal,
+        response: Array,
+        passed: tuple[tuple[Array, Array], ...],
+        above: Kernel,
+    ) -> tuple[Kernel, Array]:
+        norm = self.branch.grouped_norm
+        if norm is None:
+            shared = shared_persistence(signal, response, above, self.branch.documents)
+            return persistence(signal, response), shared
+        of_groups = grouped_persistence(signal, passed, norm.groups, norm.freedom(signal.width))
+        grown = persistence(signal, response, own=False) + of_groups
+        tokens = grown.pairs.shape[-1] if grown.resolved is True else signal.seq_len
+        return grown, grown.lift(grown.total(tokens) / tokens**2)[0]
 
 
 @dataclass(frozen=True)
@@ -107,3 +688,117 @@ class Layer(Component):
     body: Component
     number: int
     label: str = "stream"
+
+    @property
+    def children(self) -> tuple[Component, ...]:
+        return (self.body,)
+
+    def with_children(self, children: tuple[Component, ...]) -> Layer:
+        return dataclasses.replace(self, body=children[0])
+
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        run.layer = self.number
+        body = self.body.propagate(signal, run)
+        record = run.passed(Record(self, self.number, signal, body.output, (body,)))
+        run.layer_done()
+        return record
+
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        run.met(record, gradient)
+        (child,) = record.children
+        done = self.body.backpropagate(child, gradient, run)
+        run.layer_done()
+        return record.completed(gradient, done.gradient_sent, (done,))
+
+    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+        return walk.through(record.children[0], at)
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        return self.body.pair(pair)
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+def added(
+    signal: Signal, branch: Signal, skip: Any, scale: Any, keeps_mean: bool = False
+) -> Signal:
+    """Sum of two tensors of independent directions, their kernels times `skip` and `scale`.
+
+    Args:
+        keeps_mean: whether what the first has without its features' mean stays told apart.
+    """
+    kernel = signal.kernel.mixed(skip, branch.kernel, scale)
+    if signal.spread is None or branch.spread is None:
+        return Signal(kernel, signal.seq_len, width=signal.width)
+    # |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
+    norms = signal.spread.mixed(skip * skip, branch.spread, scale * scale)
+    cross = 4 * skip * scale / signal.width
+    spread, realised = norms.mixed(1.0, signal.kernel * branch.kernel, cross), None
+    found = summed(signal, branch, skip, scale)
+    if found is not None:
+        realised, shared = found
+        spread = spread + shared
+    centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
+    return Signal(
+        kernel,
+        signal.seq_len,
+        width=signal.width,
+        spread=spread,
+        realised=realised,
+        centred=centred,
+    )
+
+
+def returned(kernel: Kernel, part: Gradient, branch: Component, width: Array) -> Kernel:
+    """What a normalised branch sends back, with what norms that persist and directions do to it.
+
+    Attention returns averages of what other tokens receive: of the growth, what they share. Its
+    values lose the average's direction, (1 - radial)/width; entrywise units lose theirs where they
+    are, and what lies along the token itself is the normalisation's to remove.
+    """
+    if part.persistence is None or branch.splits:
+        return kernel
+    grown, shared = part.persistence
+    if not branch.mixes_tokens:
+        return kernel.weighted(1 + grown.diagonal, 1 + grown.pairs)
+    lost, _ = kernel.lift((1 - part.averaged().radial) / width)
+    one, first, second = at_tokens(kernel, 1 + shared - lost)
+    return kernel.weighted(one, (first + second) / 2)
+
+
+def _merged(gradient: Gradient, kept: Kernel, sent: Kernel, scale_free: bool) -> Gradient:
+    """Add the gradient that came through the branch to the one the skip connection kept.
+
+    The sum stays orthogonal to the signal if it was so above and the branch scales with its input,
+    that is, holds no normalisation (exact for ReLU networks, to leading order for attention, whose
+    logits do not scale).
+    """
+    total = kept + sent
+    share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
+    return Gradient(
+        total,
+        gradient.seq_len,
+        radial=0.0 if gradient.orthogonal and scale_free else 1.0,
+        centred_share=gradient.centred_share * share,
+    )
+
+
+def square(scale: Any) -> Any:
+    """Of an amplitude."""
+    return scale * scale
+
+
+def sum_of(kernels: list[Kernel]) -> Kernel:
+    """Of kernels, at least one."""
+    total = kernels[0]
+    for kernel in kernels[1:]:
+        total = total + kernel
+    return total
+
+
+def _first_norm(parts: tuple[Component, ...]) -> Any | None:
+    for part in parts:
+        if part.normalises:
+            return part.grouped_norm
+    return None

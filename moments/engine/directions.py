@@ -11,12 +11,15 @@ connection and of a normalised branch in |x|^2, q the skip connection's share of
 
 since the branch returns nothing along its input, and divides by its norm. Below a branch of degree
 1 that holds no norm, x.g is what u.g is at the sum: radial q/T.
+
+See docs/theory/gradients.md.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..formulas.recording import is_number
 from .packing import one_document
 from .short_vectors import persistent_pull
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
@@ -24,13 +27,13 @@ from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 
 def isotropic(radial: Array) -> bool:
     """Whether a gradient has as much along its signal as along any other direction."""
-    return type(radial) is float and radial == 1.0
+    return is_number(radial) and radial == 1.0
 
 
 def knows_directions(gradient: Gradient) -> bool:
     """Whether a gradient is anything but generic towards its signal."""
     response = gradient.norm_response
-    nothing = type(response) is float and response == 0.0
+    nothing = is_number(response) and response == 0.0
     return not (nothing and isotropic(gradient.radial))
 
 
@@ -83,7 +86,7 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     E |x|^2 |g|^2 = E |x|^2 E |g|^2 (1 - response v), v the relative variance of |x|^2, written
     1/(1 + response v).
     """
-    if type(response) is float and response == 0.0:
+    if is_number(response) and response == 0.0:
         return tokens
     own = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
     one, first, second = at_tokens(tokens, response * own)

@@ -1,6 +1,8 @@
 """Two Gaussian vectors of few features: their cosine and the inverses of their norms, exactly.
 
 Where features are normalised in groups or head by head, norms fluctuate too much to expand.
+
+See docs/theory/norms.md, Short vectors.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import math
 
 import numpy as np
 
+from ..formulas.recording import is_number
 from .state import Array
 
 PARALLEL = 1 - 1e-12
@@ -39,7 +42,7 @@ def expected_pull(freedom: float, correlation: Array) -> Array:
     At r = 1 it is (n - 1)/(n - 2).
     """
     n = freedom
-    if type(correlation) is float and correlation * correlation == 1.0:
+    if is_number(correlation) and correlation * correlation == 1.0:
         return (n - 1) / (n - 2)
     from scipy.special import hyp2f1
 

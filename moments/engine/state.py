@@ -10,6 +10,8 @@ token-resolved   `diagonal` has shape (..., L), `pairs` (..., L, L) with `diagon
 Leading axes are configurations. Without any, exchangeable entries are plain floats, which keeps a
 deep scalar prediction free of array overhead. All three classes are values: nothing changes one
 after it is made (they are not declared frozen, which would double the time to make them).
+
+See docs/theory/state.md, The kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..formulas.algebra import FLOAT, NUMPY
+from ..formulas.recording import is_number, number_system
 from .classes import PositionClasses
 
 Array = Any  # float or numpy array; see the module docstring
@@ -28,7 +30,7 @@ Array = Any  # float or numpy array; see the module docstring
 
 def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
     """A share or a correlation; 0 where there is nothing to share."""
-    if type(denominator) is float or np.ndim(denominator) == 0:
+    if is_number(denominator) or np.ndim(denominator) == 0:
         return numerator / denominator if denominator else 0.0 * numerator
     found = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
     return np.divide(numerator, denominator, out=found, where=denominator != 0)
@@ -80,7 +82,7 @@ class Kernel:
 
     def scaled(self, factor: Array) -> Kernel:
         """Every entry times a per-configuration factor."""
-        if type(factor) is float and factor == 1.0:
+        if is_number(factor) and factor == 1.0:
             return self
         if not self.resolved:
             return Kernel(self.diagonal * factor, self.pairs * factor)
@@ -248,7 +250,7 @@ class Signal:
     @property
     def algebra(self) -> Any:
         """Number system of the entries: plain floats where there are no axes at all."""
-        return FLOAT if type(self.kernel.diagonal) is float else NUMPY
+        return number_system(self.kernel.diagonal)
 
     @property
     def resolved(self) -> bool | PositionClasses:
@@ -257,7 +259,7 @@ class Signal:
     def correlation(self) -> Array:
         """Correlation of every pair, kept inside [-1, 1] against rounding; 0 without variance."""
         kernel = self.kernel
-        if type(kernel.diagonal) is float:
+        if is_number(kernel.diagonal):
             return min(1.0, max(-1.0, ratio_or_zero(kernel.pairs, kernel.diagonal)))
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = np.sqrt(first * second) if kernel.resolved else first
@@ -272,7 +274,7 @@ class Signal:
     def second_moment(self) -> Kernel:
         """E x_i x_j: the kernel about zero instead of about the mean."""
         kernel, mean = self.kernel, self.mean
-        if type(mean) is float and mean == 0.0:
+        if is_number(mean) and mean == 0.0:
             return kernel
         first, second = kernel.over_tokens(mean) if np.ndim(mean) else (mean, mean)
         return Kernel(kernel.diagonal + mean * mean, kernel.pairs + first * second, kernel.resolved)
@@ -312,7 +314,7 @@ class Gradient:
     @property
     def orthogonal(self) -> bool:
         """Whether the gradient has no component along the signal at all."""
-        return type(self.radial) is float and self.radial == 0.0
+        return is_number(self.radial) and self.radial == 0.0
 
     @property
     def resolved(self) -> bool | PositionClasses:
@@ -341,11 +343,16 @@ class Gradient:
         sizes = kernel.diagonal
         return ratio_or_zero(kernel.average(value * sizes), kernel.average(sizes))
 
-    def at_part(self, kernel: Kernel, share: Array) -> Gradient:
+    def at_part(
+        self, kernel: Kernel, share: Array, persistence: tuple[Kernel, Array] | None = None
+    ) -> Gradient:
         """The gradient as seen by one addend, `share` of the variance of the sum of independents.
 
         Of what it lacks along x = a + b, share lies along a: E (a.g)^2 = |a|^2 |g|^2/d times
         1 - share (1 - radial). And the norm of a moves that of x by its share.
         """
         radial = 1.0 - share * (1.0 - self.radial)
-        return Gradient(kernel, self.seq_len, radial, norm_response=share * self.norm_response)
+        response = share * self.norm_response
+        return Gradient(
+            kernel, self.seq_len, radial, norm_response=response, persistence=persistence
+        )

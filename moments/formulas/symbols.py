@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .recording import Recorded
+
 if TYPE_CHECKING:
     import sympy
 
@@ -29,10 +31,10 @@ class Interval:
 
     def contains(self, value: Any) -> bool:
         """Whether every entry of `value` lies inside (NaN and infinities never do)."""
-        v = np.asarray(value, dtype=float)
+        v: Any = value if type(value) is Recorded else np.asarray(value, dtype=float)
         above = v > self.lower if self.open_lower else v >= self.lower
         below = v < self.upper if self.open_upper else v <= self.upper
-        return bool(np.all(above & below & np.isfinite(v)))
+        return bool(np.all(above)) and bool(np.all(below)) and bool(np.all(np.isfinite(v)))
 
     def __str__(self) -> str:
         left = "(" if self.open_lower or self.lower == -INFINITY else "["

@@ -15,16 +15,19 @@ along the tokens. With K(o, |x_a|^2/d, |x_b|^2/d) the covariance of hidden units
 
 where sum_k is d (C_aa C_bb + 2 C_ab^2) and b = d K_o. An entrywise function has 4 K_qq = K_oo; of a
 gated unit's K_oo that is the smaller part, left out.
+
+See docs/theory/norms.md, Overlaps of what tokens have of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Component, Leaf
+from ..engine.composition import Chain
+from ..engine.propagate import Record, forward
 from ..engine.realised import overlap_variance, step_within
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
@@ -36,54 +39,52 @@ class Unit(NamedTuple):
     """A unit in a chain.
 
     Attributes:
-        first, last: index of its first and last part.
-        leaves: of which it is made, from tokens to hidden features.
+        first: index of its first part.
+        records: of which it is made, from tokens to hidden features.
         before: name of the gain that sums o b(o); None: there is none.
         behind: name of the matrix that sums F(o); None: there is none.
         along: (K_oo + 4 K_qq)/K_oo.
     """
 
     first: int
-    last: int
-    leaves: tuple[Leaf, ...]
+    records: tuple[Record, ...]
     before: str | None
     behind: str | None
     along: float
 
 
-def units(parts: Sequence[Component]) -> Iterator[Unit]:
-    """The units of a chain."""
+def units(chain: Record) -> Iterator[Unit]:
+    """The units of a chain that a gradient has come back through."""
+    parts = [one.component for one in chain.children]
     for index, part in enumerate(parts):
         if isinstance(part, GatedLinear):
-            first, leaves = index, (part,)
+            first = index
         elif isinstance(part, Activation) and index and isinstance(parts[index - 1], Linear):
-            first, leaves = index - 1, (parts[index - 1], part)  # type: ignore[assignment]
+            first = index - 1
         else:
+            continue
+        if chain.children[index].received is None:
             continue
         before = next((p for p in parts[first - 1 :: -1] if not isinstance(p, Scale)), None)
         behind = next((p for p in parts[index + 1 :] if not isinstance(p, Dropout)), None)
         gain = isinstance(before, FiniteNormalization) and before.affine and first > 0
         yield Unit(
             first,
-            index,
-            leaves,
+            chain.children[first : index + 1],
             f"{before.label}.gain" if gain and before is not None else None,
             behind.weight if isinstance(behind, Linear) else None,
             1.0 if isinstance(part, GatedLinear) else 2.0,
         )
 
 
-def unit_growth(
-    unit: Unit, tokens: Signal, gradient: Gradient, variance: float
-) -> dict[str, float]:
+def unit_growth(unit: Unit, variance: float) -> dict[str, float]:
     """Factors on squared gradient norms, by name.
 
     Args:
         unit: of a chain.
-        tokens: what enters it.
-        gradient: at its output.
-        variance: nu of the tokens' overlaps (`overlap`).
+        variance: nu of the overlaps of the tokens that enter it (`overlap`).
     """
+    tokens, gradient = unit.records[0].input, unit.records[-1].gradient_received
     kernel = tokens.second_moment()
     first, second = kernel.over_tokens(kernel.diagonal)
     square = kernel.pairs * kernel.pairs
@@ -119,22 +120,24 @@ def _norms(
 ) -> tuple[dict[str, float], Array]:
     """Squared norms, or what they are in proportion to, and the gradient's pairs at the tokens."""
     moved = Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
-    signal = Signal(moved, tokens.seq_len, mean=0.0 * kernel.diagonal, width=tokens.width)
-    if averaged:
-        signal.spread, signal.realised = tokens.spread, tokens.realised
-    pullbacks = []
-    for leaf in unit.leaves:
-        signal, pullback = leaf.forward(signal)
-        pullbacks.append(pullback)
+    signal = Signal(
+        moved,
+        tokens.seq_len,
+        mean=0.0 * kernel.diagonal,
+        width=tokens.width,
+        spread=tokens.spread if averaged else None,
+        realised=tokens.realised if averaged else None,
+    )
+    _, record = forward(Chain(tuple(one.component for one in unit.records)), signal)
+    signal = record.output
     found: dict[str, Array] = {}
     if unit.behind is not None:
         hidden = signal.second_moment() * gradient.kernel
         found[unit.behind] = hidden.total(tokens.seq_len)
-    for pullback in reversed(pullbacks):
-        pulled = pullback(gradient)
-        gradient = pulled.gradient
-        if pulled.weights is not None:
-            found |= pulled.weights()
+    record = record.backward(gradient)
+    for one in record.leaves():
+        found |= one.weights()
+    gradient = record.gradient_sent
     if unit.before is not None:
         found[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
     return {name: float(np.sum(norm)) for name, norm in found.items()}, gradient.kernel.pairs

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..engine.classes import PositionClasses
+from ..engine.composition import Chain, sum_of
 from ..engine.layout import Layout
 from ..engine.packing import check_documents
-from ..engine.propagate import BackwardPass, Trace, forward, start
+from ..engine.program import Replayed, replayed
+from ..engine.propagate import Point, Record, Run, Trace
 from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.trace import with_top_gradient
 from ..errors import DomainError
 from ..formulas.law import Theory
 from ..model.embedding import Embedding
@@ -34,7 +36,7 @@ from .inputs import (
     given_shape,
     last_kernel,
 )
-from .result import Prediction
+from .result import Prediction, Read
 from .validity import validity_warnings
 
 
@@ -56,6 +58,13 @@ class Inputs:
         marks = (self.attention_mask, self.document_ids)
         given = (self.token_ids, self.pixels, self.kernel, *marks)
         return any(value is not None for value in given)
+
+    @property
+    def one_text(self) -> bool:
+        """Whether a text of one sequence is all that is given."""
+        several = (self.segment_ids, self.pixels, self.kernel, self.attention_mask)
+        apart = any(value is not None for value in (*several, self.document_ids))
+        return self.token_ids is not None and self.sequences == 1 and not apart
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,6 +95,7 @@ class Outcome:
 
     gradient: Gradient
     output: OutputMoments | None = None
+    targets: Any = None
 
 
 class Stack:
@@ -101,11 +111,17 @@ class Stack:
     ) -> None:
         """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
-        self.trace = Trace()
+        self.shape = shape
+        self.run = Run()
+        self._embedding: Record | None = None
+        self._layers: Record | None = None
+        self._ending: Record | None = None
+        self._logits: Point | None = None
         self.notes: tuple[str, ...] = ()
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
         if isinstance(resolved, PositionClasses):
             tokens = len(resolved.nodes)
+        self.rows = tokens if resolved else 1
         check_memory(model, bool(resolved), math.prod(shape), tokens)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
@@ -154,54 +170,86 @@ class Stack:
             length, width, packed = model.seq_len, model.d_model, self.documents
             fixed = fixed_positions(model.embedding, length, width, sequences, packed)
         signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
-        self._embedded: BackwardPass | None = None
         if model.embedding is not None and read:
             rest = declare_embedding(model.embedding, model, theory)
-            signal, self._embedded = forward(rest, signal, self.trace)
+            self._embedding = rest.propagate(signal, self.run)
+            signal = self._embedding.output
+        self._entering = signal
         return signal
 
     def forward(self) -> Signal:
         """The last layer's output."""
-        model, theory, trace = self.model, self.theory, self.trace
         signal = self.enter()
-        start(signal, trace)
-        stack = declare(model, theory, self.layout.padding, self.layout.sequences)
-        signal, self._layers = forward(stack, signal, trace)
-        return signal
+        self.run.reached.append(Point(0, "stream", signal))
+        stack = self.declaration()
+        self._layers = replayed(stack, signal) if self._may_replay() else None
+        if self._layers is None:
+            self._layers = stack.propagate(signal, self.run)
+        return self._layers.output
 
-    def backward(self, gradient: Gradient) -> None:
+    def declaration(self) -> Chain:
+        """Its layers as components."""
+        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+
+    def _may_replay(self) -> bool:
+        """Whether what passes between layers is all that `prediction` asks of them: one of no norms
+        has notes on what passes inside, and a head may want to know."""
+        model = self.model
+        return (
+            self.theory == "refined"
+            and model.norm != "none"
+            and model.head is None
+            and model.encoder is None
+        )
+
+    def backward(self, outcome: Outcome) -> None:
         """Carry the gradient at the last layer's output to the embedding tables."""
-        found = self._layers(gradient)
-        self.trace.stream()[0].gradient = found
-        if self._embedded is not None:
-            self.received: Gradient | None = self._embedded(found)
-        else:
-            self.received = None
+        assert self._layers is not None
+        gradient, output = outcome.gradient, outcome.output
+        self._layers = self._layers.backward(gradient, self.run)
+        if self._embedding is not None:
+            self._embedding = self._embedding.backward(self._layers.gradient_sent, self.run)
+        if output is None:
+            return
+        self._ending, self._logits = output.record, output.logits
+        if output.radial is not None:
+            # What a last normalisation's own pullback would have projected out is there to be
+            # measured all the same.
+            measured = Gradient(gradient.kernel + output.radial, self.model.seq_len)
+            self._layers = with_top_gradient(self._layers, measured)
 
     def read(self) -> Signal:
         """What a decoder's cross-attention reads."""
-        signal = self.trace.stream()[-1].signal
-        self.trace.layer = self.model.layers + 1
-        output, self._read = forward(declare_output(self.model, self.theory), signal, self.trace)
-        return output
+        assert self._layers is not None
+        self.run.layer = self.model.layers + 1
+        reading = declare_output(self.model, self.theory)
+        self._ending = reading.propagate(self._layers.output, self.run)
+        return self._ending.output
 
-    def returned(self, gradients: list[Gradient]) -> Gradient:
+    def read_back(self, gradients: list[Gradient]) -> Outcome:
         """The gradient at an encoder's last layer, from those at all that read its output."""
-        total = gradients[0].kernel
-        for gradient in gradients[1:]:
-            total = total + gradient.kernel
-        return self._read(Gradient(total, self.model.seq_len))
+        assert self._ending is not None
+        total = sum_of([gradient.kernel for gradient in gradients])
+        self._ending = self._ending.backward(Gradient(total, self.model.seq_len), self.run)
+        return Outcome(self._ending.gradient_sent)
+
+    @property
+    def trace(self) -> Trace:
+        """Both passes, as far as they have come."""
+        return Trace(self._entering, self._layers, self._embedding, self._ending, self._logits)
 
     def prediction(
         self, batch: int, outcome: Outcome, encoder: Prediction | None, top: Any = None
     ) -> Prediction:
         """What both passes found, the gradient at the last layer coming from `top` if any."""
-        stream, layout = self.trace.stream(), self.layout
+        model, trace, layout = self.model, self.trace, self.layout
+        embedded = None if self._embedding is None else self._embedding.gradient_sent
+        stream = trace.stream()
         columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
         if not np.all(np.isfinite(moments)):
-            raise breakdown(self.theory, [self.trace])
-        notes = validity_warnings(self.model, self.theory, self.trace) + self.notes
+            raise breakdown(self.theory, [trace])
+        notes = validity_warnings(self.model, self.theory, trace) + self.notes
         output = outcome.output
         if output is not None:
             notes += output.notes
@@ -211,7 +259,8 @@ class Stack:
         correlation = gate.correlation("the correlation of the stream", correlation)
         grad_variance = gate.variance("the gradient variance of the stream", grad_variance)
         grad_correlation = gate.correlation("the gradient correlation", grad_correlation)
-        gate.sites(self.trace.points)
+        if not isinstance(self._layers, Replayed):
+            gate.sites(trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
             token_variance, token_grad_variance = _by_token(stream, layout)
@@ -235,47 +284,62 @@ class Stack:
             token_variance,
             token_grad_variance,
             notes,
-            self.trace,
+            trace,
             layout,
             batch,
             loss=loss,
             loss_stderr=loss_stderr,
             logit_variance=logit_variance,
             encoder=encoder,
-            outer_weights=self._outer_weights(outcome),
+            outer_weights=OuterWeights(model, self.inputs, embedded, output, self.documents),
             top=top if output is None else functools.partial(head_top, output),
+            read=_read(self.inputs, outcome),
         )
 
-    def _outer_weights(self, outcome: Outcome) -> Callable[[], list[tuple[int, str, Array]]]:
-        """Squared gradient norms of what lies outside the layers: the embedding and the head."""
-        model, inputs = self.model, self.inputs
+
+@dataclass(frozen=True, eq=False)
+class OuterWeights:
+    """Squared gradient norms of what lies outside the layers: the embedding and the head.
+
+    Attributes:
+        model: the declaration.
+        inputs: what was said of the tensor that enters.
+        received: the gradient at the sum of the embedding's tables; None without one.
+        output: of the head; None without one.
+        documents: of every token; None where each row is one.
+    """
+
+    model: Transformer
+    inputs: Inputs
+    received: Gradient | None
+    output: OutputMoments | None
+    documents: np.ndarray | None
+
+    def rows(self) -> list[tuple[int, str, Array]]:
+        """(layer, name, squared norm); layer 0 and that above the last."""
+        model, inputs, output = self.model, self.inputs, self.output
         embedding, received = model.embedding, self.received
-        output = outcome.output
-
-        def rows() -> list[tuple[int, str, Array]]:
-            norms: dict[str, Array] = {}
-            if embedding is None or received is None:
-                norms = {}
-            elif inputs.pixels is not None:
-                norms = image_gradients(embedding, inputs.pixels, model.d_model, received.kernel)
-            elif isinstance(embedding, Embedding):
-                norms = embedding_gradients(
-                    embedding,
-                    model.seq_len,
-                    model.d_model,
-                    received.kernel,
-                    inputs.token_ids,
-                    inputs.segment_ids,
-                    self.documents,
-                )
-            if output is not None and "token" in norms:
-                norms["token"] = norms["token"] + output.table()
-            found = [(0, name, norm) for name, norm in norms.items()]
-            if output is not None:
-                found += [(model.layers + 1, name, n) for name, n in output.weights().items()]
-            return found
-
-        return rows
+        norms: dict[str, Array] = {}
+        if embedding is None or received is None:
+            norms = {}
+        elif inputs.pixels is not None:
+            norms = image_gradients(embedding, inputs.pixels, model.d_model, received.kernel)
+        elif isinstance(embedding, Embedding):
+            norms = embedding_gradients(
+                embedding,
+                model.seq_len,
+                model.d_model,
+                received.kernel,
+                inputs.token_ids,
+                inputs.segment_ids,
+                self.documents,
+            )
+        if output is not None and "token" in norms:
+            norms["token"] = norms["token"] + output.table()
+        found = [(0, name, norm) for name, norm in norms.items()]
+        if output is not None:
+            found += [(model.layers + 1, name, n) for name, n in output.weights().items()]
+        return found
 
 
 def last_gradient(
@@ -293,15 +357,15 @@ def last_gradient(
         output = output_moments(
             model,
             signal,
-            trace=stack.trace,
+            run=stack.run,
+            points=stack.trace.points,
             token_ids=stack.inputs.token_ids,
             targets=targets,
             real=layout.numbers,
             batch=batch,
         )
         if output.gradient is not None and not given:
-            stack.trace.points.extend(output.points)
-            return Outcome(output.gradient, output)
+            return Outcome(output.gradient, output, targets)
     elif targets is not None:
         raise DomainError("targets are what a head predicts: declare model.head")
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
@@ -315,6 +379,13 @@ def last_gradient(
         real = real[0] if real.ndim == 2 else real
         last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
     return Outcome(Gradient(last, model.seq_len))
+
+
+def _read(inputs: Inputs, outcome: Outcome) -> Read | None:
+    output = outcome.output
+    if output is None or output.ending is None:
+        return None
+    return Read(inputs, outcome.targets, output.ending)
 
 
 def head_top(output: OutputMoments | None) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..engine.composition import Chain, Component, Leaf, Parallel, Pullback
 from ..engine.layout import Layout
-from ..engine.propagate import Trace, forward
+from ..engine.propagate import forward
 from ..engine.state import Signal
 from ..errors import DomainError
 from ..formulas.gated import gated
@@ -74,12 +74,12 @@ class Block:
         memory: Signal | None,
     ) -> None:
         self.name, self.own, self.layout = name, own, layout
-        self.trace = Trace(memory=memory)
+        self.memory = memory
         parts = flat(chain)
         first = next((i for i, part in enumerate(parts) if holds(part, own)), len(parts))
         last = next((i for i, part in enumerate(parts) if part.label == f"{name}.dropout"), -1)
         end = max(first, last + 1)
-        self.entering = forward(Chain(parts[:first]), signal, self.trace)[0]
+        self.entering = forward(Chain(parts[:first]), signal, self.memory)[0]
         self.tail, self.rest = parts[first:end], parts[end:]
         self.heads: Signal | None = None
         if self.tail and isinstance(self.tail[0], SelfAttention | CrossAttention):
@@ -108,7 +108,7 @@ class Block:
             signal = heads.replace(kernel=kernel, spread=spread, realised=realised)
             parts = parts[1:]
         whole = Chain(tuple(scaled(part, self.own, factor) for part in parts) + self.rest)
-        return forward(whole, signal, self.trace)[0]
+        return forward(whole, signal, self.memory)[0]
 
     # --- means and variances -------------------------------------------------------------------
 
@@ -138,12 +138,12 @@ class Block:
     def _attend(self) -> None:
         """The heads' variance is affine in that of the value matrix: its bias is the constant."""
         attention = self.tail[0]
-        self.heads = forward(attention, self.entering, self.trace)[0]
+        self.heads = forward(attention, self.entering, self.memory)[0]
         self._proportional = not np.any(attention.value_bias)  # type: ignore[attr-defined]
         self._slope, self._constant = self.heads.kernel.diagonal, 0.0
         if not self._proportional:
             doubled = dataclasses.replace(attention, value=2 * attention.value)  # type: ignore[type-var, attr-defined]
-            more = forward(doubled, self.entering, self.trace)[0]  # type: ignore[arg-type]
+            more = forward(doubled, self.entering, self.memory)[0]  # type: ignore[arg-type]
             self._slope = more.kernel.diagonal - self.heads.kernel.diagonal
             self._constant = self.heads.kernel.diagonal - self._slope
 

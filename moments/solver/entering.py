@@ -49,5 +49,5 @@ def entered(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Signa
         other = stack_of(model.encoder, **outer | {"tokens": True})
     other.forward()
     memory = other.read()
-    stack.trace.memory = memory
+    stack.run.memory = memory
     return stack, memory

@@ -1,4 +1,7 @@
-"""The laws of a block solved for a weight variance, with the numbers of one layer."""
+"""The laws of a block solved for a weight variance, with the numbers of one layer.
+
+See docs/theory/inversion.md, In symbols.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..engine.composition import BottomToTop, Component, Parallel, Residual
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Component, Parallel, Residual
 from ..engine.propagate import Point
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count

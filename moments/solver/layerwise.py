@@ -5,6 +5,8 @@ residual addition the block's weights are scaled until its output (or the sum) h
 the walk goes on with what they give. A block's output variance is proportional to the variances of
 its value and output matrices, of feed-forward matrices behind the activation, and of those before
 an activation of degree 1; elsewhere a bracketed root finds the factor.
+
+See docs/theory/inversion.md, Why one walk is enough.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..engine.composition import BottomToTop, Chain, Component, Parallel, Residual
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Parallel, Residual
 from ..engine.layout import Layout
 from ..engine.propagate import Point, Trace, forward
 from ..engine.state import Signal
@@ -123,7 +126,7 @@ class _Walk:
         return self._forward(part, signal)
 
     def _forward(self, part: Component, signal: Signal) -> Signal:
-        return forward(part, signal, Trace(memory=self.memory))[0]
+        return forward(part, signal, self.memory)[0]
 
     def _residual(self, node: Residual, signal: Signal) -> Signal:
         return self._forward(self._solved(node, signal), signal)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
-from ..engine.composition import BottomToTop, Chain, Component, Layer, Parallel, Residual
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.packing import Padding
 from ..formulas.law import Theory
 from ..model.embedding import Embedding
@@ -28,8 +31,14 @@ def declare(
         DomainError: the theory does not cover a feature of the model.
     """
     check_coverage(model, theory)
-    layers = range(1, model.layers + 1)
-    return Chain(tuple(_Stack(model, theory, padding, sequences).layer(n) for n in layers))
+    stack = _Stack(model, theory, padding, sequences)
+    bodies: dict[Any, Component] = {}
+    layers = []
+    for number, own in enumerate(stack.numbers(), 1):
+        if own not in bodies:
+            bodies[own] = stack.layer(number).body
+        layers.append(Layer(bodies[own], number))
+    return Chain(tuple(layers))
 
 
 def declare_layer(
@@ -73,6 +82,24 @@ class _Stack:
     ) -> None:
         self.model, self.theory = model, theory
         self.padding, self.sequences = padding, sequences
+        names = ("skip_scale", "branch_scale", "norm_gain")
+        self.skip, self.branch, self.gain = (model.by_block(name).tolist() for name in names)
+        self.factor = model.norm_scales.tolist()
+
+    def numbers(self) -> Iterator[tuple[Any, ...]]:
+        """For every layer, all that tells its declaration from another's."""
+        model = self.model
+        layers = range(1, model.layers + 1)
+        columns = (
+            [model.layer_weights(n) for n in layers],
+            [model.biases and tuple(model.biases.layer(n).items()) for n in layers],
+            *([tuple(row) for row in rows] for rows in (self.skip, self.branch, self.gain)),
+            [model.layernorm_scaling and n > 1 and self.factor[n - 1] for n in layers],
+            model.temperatures.tolist(),
+            model.windows,
+            model.placements,
+        )
+        return zip(*columns, strict=True)
 
     def layer(self, number: int) -> Layer:
         """Layer `number`, counted from 1."""
@@ -127,10 +154,10 @@ class _Stack:
         return Chain((*total, *self._norm("ffn", number)))
 
     def _parallel(self, named: dict[str, Chain], number: int) -> Component:
-        scales = self.model.by_block("branch_scale")[number - 1]
+        scales = self.branch[number - 1]
         if scales[0] != scales[1]:
             # The sum has the feed-forward block's scale.
-            own = scale(self.theory, "attention.scale", float(scales[0] / scales[1]) ** 2)
+            own = scale(self.theory, "attention.scale", (scales[0] / scales[1]) ** 2)
             named = named | {"attention": Chain((*named["attention"].parts, own))}
         norms = {name: self._norm(name, number) for name in named}
         if self.model.norm == "none":
@@ -156,12 +183,12 @@ class _Stack:
         if number > 1 and self.model.layernorm_scaling == "after-block":
             branch = Chain((branch, self._lns(f"{name}.scale", number)))
         which = int(name == "ffn")
-        skip = float(self.model.by_block("skip_scale")[number - 1, which])
-        amplitude = float(self.model.by_block("branch_scale")[number - 1, which])
+        skip = self.skip[number - 1][which]
+        amplitude = self.branch[number - 1][which]
         return Residual(branch, skip, amplitude, f"{name}.sum")
 
     def _gain(self, name: str, number: int) -> float:
-        return float(self.model.norm_gains[number - 1, int(name == "ffn")])
+        return float(self.gain[number - 1][int(name == "ffn")])
 
     def _norm(self, name: str, number: int) -> tuple[Component, ...]:
         where = self.model.layernorm_scaling
@@ -179,4 +206,4 @@ class _Stack:
         return (found,)
 
     def _lns(self, label: str, number: int) -> Component:
-        return scale(self.theory, label, float(self.model.norm_scales[number - 1]) ** 2)
+        return scale(self.theory, label, self.factor[number - 1] ** 2)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...engine.evaluation import evaluate
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
-from ...formulas.algebra import FLOAT
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
+from ...formulas.recording import whole
 from .by_token import attention_facts, variance_notes
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import positive
-from .profile import profiled_statistics
-from .statistics import AttentionStatistics, attention_statistics
-
-AlikePullback = Callable[[Kernel], tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]]
+from .profile import profiled_columns, profiled_statistics
+from .statistics import STATISTICS, AttentionStatistics, attention_statistics
 
 PROFILED_SCALE = 5.0
 """Logit scale up to which statistics are read off a profile: its nodes, at every correlation, then
@@ -37,25 +35,76 @@ def _statistics(
     spread = 0.0
     if signal.spread is not None:
         spread = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
-    if signal.algebra is FLOAT:
+    if signal.algebra.scalar:
         # Tokens that are all but equal have logits without variance at any scale.
         scale = min(wanted, THETA_PEAKED / max(own, 1e-12))
-        if spread == 0.0 and scale <= PROFILED_SCALE:
-            return profiled_statistics(
-                scale, correlation, signal.seq_len, leaf.d_model, leaf.d_head
-            )
-    else:
-        scale = np.minimum(wanted, THETA_PEAKED / np.maximum(own, 1e-12))
+        profiled = bool(spread == 0.0 and scale <= PROFILED_SCALE)
+        widths = signal.seq_len, leaf.d_model, leaf.d_head
+        return _from_flat(*_flat(scale, correlation, spread, profiled, *widths))
+    scale = np.minimum(wanted, THETA_PEAKED / np.maximum(own, 1e-12))
     return attention_statistics(
         scale, correlation, signal.seq_len, leaf.d_model, leaf.d_head, spread
     )
 
 
+def _one(
+    scale: float,
+    correlation: float,
+    spread: float,
+    profiled: bool,
+    seq_len: int,
+    d_model: Any,
+    d_head: Any,
+) -> tuple[Any, ...]:
+    """Statistics of one configuration, in the order of `STATISTICS`, and what else there is."""
+    widths = seq_len, d_model, d_head
+    if profiled:
+        found = profiled_statistics(scale, correlation, *widths)
+    else:
+        found = attention_statistics(scale, correlation, *widths, spread)
+    return (*found.values.values(), found.logit_variance, found.entropy, float(found.valid))
+
+
+def _many(
+    scale: Array,
+    correlation: Array,
+    spread: Array,
+    profiled: bool,
+    seq_len: int,
+    d_model: Any,
+    d_head: Any,
+) -> tuple[Any, ...]:
+    """Those of many configurations, (B,): by profiles where they are few."""
+    widths = seq_len, d_model, d_head
+    scale, correlation, spread = np.broadcast_arrays(scale, correlation, spread)
+    scales = np.unique(scale)
+    if not profiled or scales.size > MOST_PROFILES or np.min(correlation) < 0:
+        found = attention_statistics(scale, correlation, *widths, spread)
+        values = (*found.values.values(), found.logit_variance, found.entropy)
+        return (*values, float(found.valid))
+    columns = [profiled_columns(float(one), correlation, *widths) for one in scales]
+    valid = float(all(one.valid for one in columns))
+    where = np.searchsorted(scales, scale)
+    stacked = np.stack([one.values for one in columns])
+    of_each = stacked[where, :, np.arange(np.size(correlation))].T
+    return (*of_each[:-1], (1 - correlation) * scale, of_each[-1], valid)
+
+
+MOST_PROFILES = 16
+"""Logit scales among configurations up to which a profile for each is the shorter way."""
+
+_flat = whole(_one, _many)
+
+
+def _from_flat(*values: Any) -> AttentionStatistics:
+    *numbers, logit_variance, entropy, valid = values
+    return AttentionStatistics(
+        dict(zip(STATISTICS, numbers, strict=True)), logit_variance, entropy, valid == 1.0
+    )
+
+
 def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePullback]:
     """Moments of self-attention without positions, and its pullback.
-
-    The pullback gives the gradient's kernel at the input, the query and the key path's parts of it,
-    and what the query path gains per unit of the variance of two tokens' overlap (`overlap`).
 
     Args:
         leaf: a `SelfAttention`.
@@ -89,19 +138,53 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
         evaluate(with_value["variance"], algebra, values),
         evaluate(with_value["covariance"], algebra, values),
     )
-    output = Signal(heads, signal.seq_len, mean=0.0 * kernel.diagonal, width=width)
-    output.facts = attention_facts(
+    facts = attention_facts(
         statistics.logit_variance,
         statistics.values["row_square"],
         statistics.entropy,
         float(signal.seq_len),
     )
-    output.notes = variance_notes((1 - correlation) * wanted)
+    spread = None
     if signal.spread is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
-        output.spread = (heads * heads).scaled(2 / width)
+        spread = (heads * heads).scaled(2 / width)
+    output = Signal(
+        heads,
+        signal.seq_len,
+        mean=0.0 * kernel.diagonal,
+        width=width,
+        spread=spread,
+        facts=facts,
+        notes=variance_notes((1 - correlation) * wanted),
+    )
+    return output, mixed, AlikePullback(values, statistics.values, width * leaf.value)
 
-    def pullback(received: Kernel) -> tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]:
+
+class AlikePaths(NamedTuple):
+    """The gradient's kernel at the input, and the query and the key path's parts of it."""
+
+    sent: Kernel
+    query: Kernel
+    key: Kernel
+
+
+class AlikePullback(NamedTuple):
+    """The way back by the laws.
+
+    Attributes:
+        values: of their symbols.
+        statistics: of the softmax.
+        gain: of the values, on a gradient.
+    """
+
+    values: dict[str, Array]
+    statistics: Mapping[str, Array]
+    gain: Any
+
+    def __call__(self, received: Kernel, algebra: Any) -> AlikePaths:
+        values = self.values
+        average = ATTENTION_WITHOUT_VALUE.under("refined")
+        with_value = ATTENTION.under("refined")
         paths = values | {
             "grad_variance": received.diagonal,
             "grad_covariance": received.pairs,
@@ -122,17 +205,14 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
             evaluate(with_value["grad_variance"], algebra, paths),
             evaluate(with_value["grad_covariance"], algebra, paths),
         )
-        gain = width * leaf.value
         query = Kernel(paths["query_path"], paths["query_path_covariance"])
-        key = Kernel(paths["key_path"], -paths["key_path"] / (signal.seq_len - 1))
+        key = Kernel(paths["key_path"], -paths["key_path"] / (values["seq_len"] - 1))
+        return AlikePaths(sent, query.scaled(self.gain), key.scaled(self.gain))
 
-        def tilt() -> Kernel:
-            found, own = statistics.values, 1 - correlation
-            apart = (1 - found["row_square"]) ** 2
-            return received.weighted(found["row_vacancy"], apart).scaled(
-                gain * own**2 * found["logit_scale"]
-            )
-
-        return sent, query.scaled(gain), key.scaled(gain), tilt
-
-    return output, mixed, pullback
+    def tilt(self, received: Kernel) -> Kernel:
+        """What the query path gains per unit of the variance of two tokens' overlap (`overlap`)."""
+        found, own = self.statistics, 1 - self.values["x_correlation"]
+        apart = (1 - found["row_square"]) ** 2
+        return received.weighted(found["row_vacancy"], apart).scaled(
+            self.gain * own**2 * found["logit_scale"]
+        )

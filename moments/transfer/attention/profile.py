@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .softmax.chebyshev import chebyshev_basis
 from .statistics import AttentionStatistics, attention_statistics
 
 _NODES = 40
@@ -42,6 +43,22 @@ def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) ->
 
 
 _ORDERS = np.arange(_NODES)
+
+
+class Columns(NamedTuple):
+    """Statistics of several correlations: (23, B), the entropy last."""
+
+    values: np.ndarray
+    valid: bool
+
+
+def profiled_columns(
+    logit_scale: float, correlation: np.ndarray, seq_len: int, d_model: float, d_head: float
+) -> Columns:
+    """`profiled_statistics` of several correlations, (B,), none of them negative."""
+    profile = _profile(logit_scale, seq_len, d_model, d_head)
+    basis = chebyshev_basis(2 * correlation - 1, _NODES)
+    return Columns(profile.coefficients.T @ basis, profile.valid)
 
 
 def profiled_statistics(

@@ -9,6 +9,8 @@ sqrt((1-r)/2) q, what enters are |p|^2 and |q|^2.
 
 Keys. Given w, logits of Gaussian tokens are Gaussian; what tokens of fixed norm change is derived
 in `softmax.fixed_norms`, here for queries and keys that share the same fraction r.
+
+See docs/theory/softmax.md, Queries of finite width.
 """
 
 from __future__ import annotations
@@ -132,6 +134,32 @@ def _positive_part(x: Any) -> Any:
 def _lift(x: Any) -> Any:
     """A number per configuration, against the nodes' axis."""
     return x[..., None] if np.ndim(x) else x
+
+
+STATISTICS = (
+    "logit_scale",
+    "norm_deficit",
+    "row_square",
+    "row_cube",
+    "row_fourth",
+    "row_vacancy",
+    "row_square_slope",
+    "row_tilt",
+    "row_logit_square",
+    "row_skewness",
+    "row_dropout_cross",
+    "jacobian_square",
+    "jacobian_square_logit",
+    "jacobian_curvature",
+    "jacobian_radial",
+    "jacobian_radial_logit",
+    "overlap",
+    "overlap_slope",
+    "jacobian_overlap",
+    "jacobian_overlap_logit",
+    "radial_overlap",
+    "radial_overlap_logit",
+)
 
 
 def attention_statistics(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...engine.composition import Chain
-from ...engine.propagate import Point, Trace, forward
+from ...engine.propagate import Point, Record, Run
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...errors import DomainError
 from ...model.embedding import Embedding
@@ -17,11 +18,19 @@ from ...model.transformer import Transformer
 from .components import head_chain
 from .notes import output_notes
 from .readout import Readout
-from .targets import Targets, alike_targets, class_targets, position_targets, text_targets
+from .targets import (
+    Targets,
+    alike_targets,
+    class_targets,
+    position_targets,
+    position_text,
+    text_targets,
+)
 from .tied import cross_gradient
 
 
-class OutputMoments(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class OutputMoments:
     """What the end of the network does.
 
     Attributes:
@@ -31,13 +40,12 @@ class OutputMoments(NamedTuple):
             in a normalisation it is without `radial`.
         radial: what a measured gradient has besides there, along the signal; None: nothing.
         logit_variance: mean square of a logit.
-        weights: gives the squared gradient norms of the head's own parameters, by name.
-        table: gives what a tied matrix adds to the token table's squared gradient norm: its own
-            and twice the overlap with what the input reads; 0 where the head is not tied.
-        points: sites "final.norm", "head.transform", ..., "logits" with their moments; under
-            "classification" those after "head.pool" have one token per sequence.
+        record: of what stands before the matrix to the logits ("final.norm", "head.transform",
+            ...); under "classification" sites after "head.pool" have one token per sequence.
+        logits: the last site.
         notes: what makes the numbers less certain.
-        ending: what stands before the matrix to the logits, and that; None where there is no loss.
+        model: the declaration.
+        readout: the matrix and its loss.
     """
 
     loss: Array
@@ -45,18 +53,61 @@ class OutputMoments(NamedTuple):
     gradient: Gradient | None
     radial: Kernel | None
     logit_variance: Array
-    weights: Callable[[], Mapping[str, Array]]
-    table: Callable[[], Array]
-    points: tuple[Point, ...]
+    record: Record
+    logits: Point
     notes: tuple[str, ...]
-    ending: tuple[Chain, Readout] | None = None
+    model: Transformer
+    readout: Readout
+
+    @property
+    def head(self) -> Head:
+        """Of the model."""
+        head = self.model.head
+        assert isinstance(head, Head)
+        return head
+
+    @property
+    def ending(self) -> tuple[Chain, Readout] | None:
+        """What stands before the matrix to the logits, and that; None where there is no loss."""
+        chain = self.record.component
+        assert isinstance(chain, Chain)
+        return None if self.head.loss is None else (chain, self.readout)
+
+    def weights(self) -> Mapping[str, Array]:
+        """The squared gradient norms of the head's own parameters, by name."""
+        head, readout = self.head, self.readout
+        if head.loss is None:
+            return {}
+        walk = self.record.walk_back()
+        found = {name: norm for one in walk for name, norm in one.weights().items()}
+        last = _last_norm(head)
+        if f"{last}.gain" in found:
+            # What the gain multiplies is what the readout multiplies, over the gain.
+            square = head.norm_gain**2 if last == "final.norm" else 1.0
+            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient() / square
+        if readout.normalised and f"{last}.bias" in found:
+            # `gradient` is without what the norm takes away, whose bias is behind it.
+            found[f"{last}.bias"] += self.model.d_model * readout.radial().total(readout.seq_len)
+        if not head.tied:
+            found["head"] = readout.matrix_gradient()
+        if head.bias:
+            found["head.bias"] = readout.bias_gradient()
+        return found
+
+    def table(self) -> Array:
+        """What a tied matrix adds to the token table's squared gradient norm: its own and twice the
+        overlap with what the input reads; 0 where the head is not tied."""
+        if not self.head.tied or self.head.loss is None:
+            return 0.0
+        return self.readout.matrix_gradient() + cross_gradient(self.readout)
 
 
 def output_moments(
     model: Transformer,
     signal: Signal,
     *,
-    trace: Trace | None = None,
+    run: Run | None = None,
+    points: Sequence[Point] = (),
     token_ids: Any = None,
     targets: Any = None,
     real: Any = None,
@@ -68,8 +119,9 @@ def output_moments(
         model: the declaration; it has a head.
         signal: the last layer's output, of tokens alike (one sequence) or resolved, all tokens of
             the batch in one kernel (B L, B L).
-        trace: of the forward pass, which tells how much of the token's row the stream carries; a
-            tied head without hidden layer needs it where the stream is rescaled on its way.
+        run: the pass under way; None: one of its own.
+        points: of the forward pass, which tell how much of the token's row the stream carries; a
+            tied head without hidden layer needs them where the stream is rescaled on its way.
         token_ids: integers (L,) or (B, L), the text; None: unknown, by Zipf's law.
         targets: shaped as token_ids, -100 for no target; for a classification labels (B,). None:
             the next token where the loss is causal, else drawn at random.
@@ -85,11 +137,13 @@ def output_moments(
     sequences = 1
     if signal.resolved is True:
         sequences = signal.kernel.pairs.shape[-1] // model.seq_len
-    own = Trace(layer=model.layers + 1)
+    run = Run() if run is None else run
+    run.layer = model.layers + 1
     chain = head_chain(model, head, sequences, real)
-    read, back = forward(chain, signal, own)
+    record = chain.propagate(signal, run)
+    read = record.output
     vocab_size, variance = _matrix(model, head)
-    carried = _carried_to_logits(model, head, signal, read, trace)
+    carried = _carried_to_logits(model, head, signal, read, points)
     readout = Readout(
         read.kernel,
         read.seq_len,
@@ -104,44 +158,21 @@ def output_moments(
         _normalised(model, head),
         model.normalization == "layernorm",
     )
-    logits = Point(own.layer, "logits", _logits(readout))
-    own.points.append(logits)
+    logits = Point(run.layer, "logits", _logits(readout))
+    run.reached.append(logits)
     if head.loss is None:
-        nothing: Mapping[str, Array] = {}
         square = readout.logit_square
-        points = tuple(own.points)
-        return OutputMoments(
-            None, None, None, None, square, lambda: nothing, lambda: 0.0, points, ()
-        )
-    logits.gradient = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
+        return OutputMoments(None, None, None, None, square, record, logits, (), model, readout)
+    received = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
+    logits = logits._replace(gradient=received)
     kernel = readout.gradient()
     radial = None
     if not readout.normalised:
         kernel = kernel + readout.radial()
-    elif not own.points[:-1]:
+    elif not chain.parts:
         radial = readout.radial()
-    gradient = back(Gradient(kernel, read.seq_len))
-
-    def weights() -> dict[str, Array]:
-        found = {name: value for _, name, value in own.weights()}
-        last = _last_norm(head)
-        if f"{last}.gain" in found:
-            # What the gain multiplies is what the readout multiplies, over the gain.
-            square = head.norm_gain**2 if last == "final.norm" else 1.0
-            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient() / square
-        if readout.normalised and f"{last}.bias" in found:
-            # `kernel` is without what the norm takes away, whose bias is behind it.
-            found[f"{last}.bias"] += model.d_model * readout.radial().total(readout.seq_len)
-        if not head.tied:
-            found["head"] = readout.matrix_gradient()
-        if head.bias:
-            found["head.bias"] = readout.bias_gradient()
-        return found
-
-    def table() -> Array:
-        if not head.tied:
-            return 0.0
-        return readout.matrix_gradient() + cross_gradient(readout)
+    record = record.backward(Gradient(kernel, read.seq_len), run)
+    gradient = record.gradient_sent
 
     return OutputMoments(
         readout.loss,
@@ -149,11 +180,11 @@ def output_moments(
         gradient,
         radial,
         readout.logit_square,
-        weights,
-        table,
-        tuple(own.points),
+        record,
+        logits,
         output_notes(head, readout, signal),
-        (chain, readout),
+        model,
+        readout,
     )
 
 
@@ -200,11 +231,11 @@ def _rescaling(model: Transformer, layer: int, block: str) -> tuple[str, ...]:
 
 
 def _carried_to_logits(
-    model: Transformer, head: Head, signal: Signal, read: Signal, trace: Trace | None
+    model: Transformer, head: Head, signal: Signal, read: Signal, points: Sequence[Point]
 ) -> Array:
     if not head.tied or head.transform is not None:
         return 0.0
-    amplitude = carried_amplitude(model, () if trace is None else trace.points)
+    amplitude = carried_amplitude(model, points)
     if not head.norm:
         return amplitude
     inner = signal.second_moment().diagonal
@@ -272,7 +303,10 @@ def _targets(
         if targets is not None:
             raise DomainError("targets are resolved by token: leave tokens=False out")
         if signal.kernel.classes is not None:
-            return position_targets(head, vocab_size, signal.kernel.classes, batch)
+            classes = signal.kernel.classes
+            if token_ids is not None:
+                return position_text(classes, token_ids).repeated(batch)
+            return position_targets(head, vocab_size, classes, batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)
     every = np.ones(sequences * model.seq_len)
     if real is not None:

@@ -1,0 +1,595 @@
+"""A layer's program: what one layer computes, recorded once and replayed for every layer like it.
+
+`Program.of` runs a layer forward and backward on recorded numbers (`formulas.recording`): the
+layer's own parameters, the moments that enter, the gradient that arrives. What remains, without the
+operations that nothing needs, is written as two straight functions of floats. No formula stands
+here: whatever the laws say is what is recorded.
+
+A program holds for layers of one shape, on values that take the same branches: its guards say so,
+and a replay that meets another value returns None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..formulas.recording import (
+    FUNCTIONS,
+    Guard,
+    Line,
+    Operation,
+    Recorded,
+    Tape,
+    Unrecordable,
+)
+from .composition import Component
+from .state import Gradient, Kernel, Realised, Signal
+from .trace import Point, Record, Run
+
+_VALUES = (Kernel, Realised, Signal, Gradient)
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...] | None:
+    """The names to walk through of a class that holds numbers; None: it is no such class."""
+    if kind in _VALUES or issubclass(kind, Component):
+        names = getattr(kind, "_fields", None) or [f.name for f in dataclasses.fields(kind)]
+        return tuple(name for name in names if name != "facts")
+    return None
+
+
+def taken_apart(value: Any, numbers: list[Any]) -> Any:
+    """The structure of a state or a declaration, hashable; its numbers are appended.
+
+    A number is a float, or an array (B,) of one for each of B configurations.
+
+    Raises:
+        Unrecordable: a state with other axes.
+    """
+    kind = type(value)
+    if kind is float or kind is Recorded or (kind is np.ndarray and value.ndim == 1):
+        numbers.append(value)
+        return float
+    if kind is Kernel and value.resolved:
+        raise Unrecordable("tokens told apart")
+    names = _fields(kind)  # type: ignore[arg-type]
+    if names is not None:
+        return (kind, *[(name, taken_apart(getattr(value, name), numbers)) for name in names])
+    if kind is tuple:
+        return (tuple, *[taken_apart(one, numbers) for one in value])
+    if kind is dict:
+        return (dict, *[(name, taken_apart(one, numbers)) for name, one in value.items()])
+    if isinstance(value, np.floating):
+        numbers.append(float(value))
+        return float
+    if isinstance(value, np.ndarray):
+        raise Unrecordable("a state with axes")
+    return value
+
+
+def put_together(structure: Any, numbers: Iterator[Any]) -> Any:
+    """The value of that structure with those numbers."""
+    if structure is float:
+        return next(numbers)
+    if not (isinstance(structure, tuple) and structure and isinstance(structure[0], type)):
+        return structure
+    kind, *rest = structure
+    if kind is tuple:
+        return tuple(put_together(one, numbers) for one in rest)
+    return kind(**{name: put_together(one, numbers) for name, one in rest})
+
+
+class Mixed(Exception):
+    """Configurations that take different branches; `first`: (B,), those that take one of them."""
+
+    def __init__(self, first: np.ndarray) -> None:
+        self.first = first
+
+
+class _Ahead(NamedTuple):
+    """A layer's forward function, and the lines whose values it keeps for the way back."""
+
+    function: Callable[..., Any]
+    kept: tuple[int, ...]
+
+
+class Program:
+    """One layer's passes as functions of floats, on values that take the same branches.
+
+    Attributes:
+        output: structure of the signal that leaves.
+    """
+
+    def __init__(self, layer: Any, parameters: list[float], signal: Any, numbers: list[float]):
+        """Run one layer forward on recorded numbers.
+
+        Args:
+            layer, parameters: the component's structure and its numbers.
+            signal, numbers: of what enters, likewise.
+
+        Raises:
+            Unrecordable: the layer's formulas need plain numbers or arrays, or it has notes.
+        """
+        self._shape = layer, signal
+        self._tape = tape = Tape()
+        self._entering = [tape.input(v) for v in (*parameters, *numbers)]
+        inputs = iter(self._entering)
+        component = put_together(layer, inputs)
+        self._record = component.propagate(put_together(signal, inputs), Run())
+        output = self._record.output
+        if any(one.output.notes for one in self._record.walk()):
+            raise Unrecordable("the layer has something to say of these numbers")
+        self._leaving: list[Any] = []
+        self.output = taken_apart(output, self._leaving)
+        self._split, self._guards = len(tape.operations), list(tape.guards)
+        self._used: set[int] | None = None  # by the ways back that are recorded
+        self._backs: list[_Recording] = []
+        self._aheads: dict[bool, _Ahead] = {}
+
+    def ahead(self, many: bool) -> _Ahead:
+        """The forward function, for arrays where there are many configurations."""
+        if many not in self._aheads:
+            self._aheads[many] = self._written(many)
+        return self._aheads[many]
+
+    def _written(self, many: bool) -> _Ahead:
+        wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
+        lines = self._tape.operations
+        kept = range(self._split) if self._used is None else sorted(self._used)
+        needed = _needed(lines, [*wanted, *kept, *(g.line.index for g in self._guards)])
+        text = _Text(lines, needed, many)
+        body = text.statements(0, self._split, self._guards)
+        values = f"({text.tuple_of(self._leaving)}),({''.join(f'x{k},' for k in kept)})"
+        function = text.function("ahead", self._entering, body, values)
+        return _Ahead(function, tuple(kept))
+
+    def again(self, entering: list[float]) -> Program:
+        """The same operations on other numbers that enter, parameters first.
+
+        Raises:
+            Unrecordable: they are not the same.
+        """
+        layer, signal = self._shape
+        found = Program(layer, entering, signal, [])
+        if found._tape.operations != self._tape.operations[: self._split]:
+            raise Unrecordable("numbers of other branches")
+        return found
+
+    def backward(self, step: Step, structure: Any, numbers: Any, many: bool) -> Any:
+        """(structure, numbers) of the gradient below, from those of the gradient above.
+
+        Raises:
+            Unrecordable: as at construction.
+        """
+        for found in self._backs:
+            if found.structure == structure:
+                below = found.written(step.ahead, many)(step.kept, *numbers)
+                if below is not None:
+                    return found.below, below
+        if len(self._backs) >= MOST_BRANCHES:
+            raise Unrecordable("gradients take too many branches")
+        # On what entered this very layer: another's would take other branches.
+        found = _Recording(self.again(_first(step.entering)), structure, _first(numbers))
+        self._backs.append(found)
+        self._used = (self._used or set()) | found.used
+        self._aheads.clear()
+        below = found.written(step.ahead, many)(step.kept, *numbers)
+        if below is None:
+            raise Unrecordable("a branch that its own numbers do not take")
+        return found.below, below
+
+
+class Step(NamedTuple):
+    """One layer on the way up.
+
+    Attributes:
+        program, ahead: that were used.
+        kept: what the way back needs.
+        entering: parameters and the signal's numbers.
+    """
+
+    program: Program
+    ahead: _Ahead
+    kept: Any
+    entering: tuple[Any, ...]
+
+
+class _Recording:
+    """A program's way back for one structure of the gradient, on values of the same branches."""
+
+    def __init__(self, program: Program, structure: Any, numbers: Any) -> None:
+        tape = self._tape = program._tape
+        tape.guards = []
+        self.structure, self._start = structure, len(tape.operations)
+        self._arriving = [tape.input(v) for v in numbers]
+        self._leaving: list[Any] = []
+        gradient = put_together(structure, iter(self._arriving))
+        self.below = taken_apart(program._record.backward(gradient).gradient_sent, self._leaving)
+        self._stop, self._guards = len(tape.operations), list(tape.guards)
+        wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
+        self._needed = _needed(tape.operations, [*wanted, *(g.line.index for g in self._guards)])
+        own = range(self._start, self._stop)
+        self.used = {
+            one.index
+            for index in self._needed.intersection(own)
+            for one in tape.operations[index].operands
+            if type(one) is Line and one.index < program._split
+        }
+        self.used |= {index for index in wanted if index < program._split}
+        self.used |= {g.line.index for g in self._guards if g.line.index < program._split}
+        self._texts: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
+
+    def written(self, ahead: _Ahead, many: bool) -> Callable[..., Any]:
+        """The way back from what that forward function kept."""
+        found = self._texts.get((many, ahead.kept))
+        if found is None and not self.used.issubset(ahead.kept):
+            # Written when fewer ways back were known: the next forward function keeps more.
+            raise Unrecordable("a way back that needs more than the way up kept")
+        if found is None:
+            text = _Text(self._tape.operations, self._needed, many)
+            place = {line: k for k, line in enumerate(ahead.kept)}
+            body = [f"x{line}=kept[{place[line]}]" for line in sorted(self.used)]
+            body += text.statements(self._start, self._stop, self._guards)
+            values = f"({text.tuple_of(self._leaving)})"
+            found = text.function("behind", ["kept", *self._arriving], body, values)
+            self._texts[many, ahead.kept] = found
+        return found
+
+
+MOST_BRANCHES = 12
+"""Programs of one shape, and ways back of one program, beyond which nothing is gained."""
+MOST_SHAPES = 256
+"""Shapes of layers kept: some 2 MB each."""
+
+
+class Passage:
+    """A stack of layers whose way up was replayed.
+
+    Attributes:
+        signals: structure and numbers of what entered every layer, and of what left the last; the
+            first two numbers are a variance and a covariance.
+    """
+
+    def __init__(self, library: Library, signal: Signal) -> None:
+        numbers: list[Any] = []
+        structure = taken_apart(signal, numbers)
+        self._library, self.signals = library, [(structure, tuple(numbers))]
+        self._steps: list[Step] = []
+        self.many = any(isinstance(v, np.ndarray) for v in numbers)
+
+    def up(self, layers: Iterable[Apart]) -> None:
+        """Raises:
+        Unrecordable: a layer cannot be written as a program, or has something to say.
+        Mixed: configurations take different branches.
+        """
+        structure, numbers = self.signals[0]
+        shape = self._library.shape(structure)
+        self.many = self.many or any(layer.many for layer in layers)
+        for layer in layers:
+            programs = self._library.programs(layer.shape, shape)
+            program, ahead, numbers, kept = _forward(programs, layer, structure, numbers, self.many)
+            self._steps.append(Step(program, ahead, kept, (*layer.numbers, *self.signals[-1][1])))
+            if program.output is not structure:
+                structure = program.output
+                shape = self._library.shape(structure)
+            self.signals.append((structure, numbers))
+
+    def down(self, gradient: Gradient) -> list[tuple[Any, Any]]:
+        """Structure and numbers of the gradients at the same places.
+
+        Raises:
+            Unrecordable, Mixed: as `up`.
+        """
+        numbers: Any = []
+        structure = taken_apart(gradient, numbers)
+        found = [(structure, tuple(numbers))]
+        for step in reversed(self._steps):
+            structure, numbers = step.program.backward(step, structure, found[-1][1], self.many)
+            found.append((structure, numbers))
+        return found[::-1]
+
+
+class Apart(NamedTuple):
+    """A layer's structure, its number in the library, and its numbers."""
+
+    structure: Any
+    shape: int
+    numbers: list[Any]
+    many: bool
+
+
+class Library:
+    """Programs of the layers met so far."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[int, int], list[Program]] = {}
+        self._shapes: dict[Any, int] = {}
+        self._met: dict[int, int] = {}
+        self.busy = threading.Lock()
+
+    def shape(self, structure: Any) -> int:
+        """A number for a structure."""
+        return self._shapes.setdefault(structure, len(self._shapes))
+
+    def programs(self, layer: int, signal: int) -> list[Program]:
+        """Those of one shape, which become the last to be forgotten."""
+        found = self._programs.pop((layer, signal), [])
+        self._programs[layer, signal] = found
+        if len(self._programs) > MOST_SHAPES:
+            del self._programs[next(iter(self._programs))]
+        return found
+
+    def apart(self, layers: Iterable[Component]) -> list[Apart]:
+        """The layers' bodies, of which equal ones are one object.
+
+        Raises:
+            Unrecordable: a layer holds arrays with other axes than configurations.
+        """
+        known: dict[int, Apart] = {}
+        found = []
+        for layer in layers:
+            if id(layer) not in known:
+                own: list[Any] = []
+                structure = taken_apart(layer, own)
+                many = any(isinstance(v, np.ndarray) for v in own)
+                known[id(layer)] = Apart(structure, self.shape(structure), own, many)
+            found.append(known[id(layer)])
+        return found
+
+    def worth(self, layers: Sequence[Apart]) -> bool:
+        """Whether so many layers of these shapes were met that writing programs pays."""
+        for layer in layers:
+            self._met[layer.shape] = self._met.get(layer.shape, 0) + 1
+        return all(self._met[layer.shape] >= WORTH for layer in layers)
+
+    def passage(self, layers: Sequence[Component], signal: Signal) -> Passage:
+        """The way up through layers, whose bodies are given, tokens alike.
+
+        Raises:
+            Unrecordable, Mixed: as `Passage.up`.
+        """
+        found = Passage(self, signal)
+        found.up(self.apart(layers))
+        return found
+
+
+WORTH = 48
+"""Layers of one shape from which on they are replayed: to record one costs as much as some 30."""
+
+LIBRARY = Library()
+
+
+# --- in place of a record -------------------------------------------------------------------------
+
+
+class Replayed(Record):
+    """The record of a stack of layers that were replayed: what passed between them is known, and
+    what passed inside a layer is found when asked for, by the plain passes of that layer."""
+
+    def __init__(
+        self,
+        component: Component,
+        signals: Sequence[tuple[Any, Any]],
+        gradients: Sequence[tuple[Any, Any]] | None = None,
+        passage: Passage | None = None,
+    ) -> None:
+        self.component, self.layer = component, 0
+        self._signals, self._gradients, self._passage = signals, gradients, passage
+        self.input, self.output = _built(signals[0]), _built(signals[-1])
+        self.pullback = self.memory = self.pulled = self.sent_to_memory = None
+        self.received = self.sent = None
+        if gradients is not None:
+            self.received, self.sent = _built(gradients[-1]), _built(gradients[0])
+
+    def backward(self, gradient: Gradient, run: Run | None = None) -> Record:
+        if self._passage is not None and LIBRARY.busy.acquire(blocking=False):
+            try:
+                gradients = self._passage.down(gradient)
+                return Replayed(self.component, self._signals, gradients)
+            except NOT_REPLAYED:
+                pass
+            finally:
+                LIBRARY.busy.release()
+        run = Run() if run is None else run
+        return self._plain().backward(gradient, run)
+
+    def _plain(self) -> Record:
+        return self.component.propagate(self.input, Run())
+
+    @functools.cached_property
+    def children(self) -> tuple[Record, ...]:  # type: ignore[override]
+        """Of the layers, each with what passed inside it."""
+        found = []
+        for k, layer in enumerate(self.component.children):
+            record = layer.propagate(_built(self._signals[k]), Run())
+            if self._gradients is not None:
+                record = record.backward(_built(self._gradients[k + 1]))
+            found.append(record)
+        return tuple(found)
+
+    def notes(self) -> list[tuple[int, str, str]]:
+        """None: where there was something to say, nothing was recorded."""
+        return []
+
+    def between_layers(self) -> list[Point]:
+        last = [None] * len(self._signals) if self._gradients is None else self._gradients
+        return [
+            Point(number, "stream", _built(signal), gradient and _built(gradient))
+            for number, (signal, gradient) in enumerate(zip(self._signals, last, strict=True))
+            if number
+        ]
+
+    def __reduce__(self) -> Any:
+        return Replayed, (self.component, self._signals, self._gradients)
+
+
+NOT_REPLAYED = (Unrecordable, Mixed, ArithmeticError, ValueError)
+"""What the plain passes are for: they compute what can be computed, and say what is wrong."""
+
+
+def _built(value: tuple[Any, Any]) -> Any:
+    structure, numbers = value
+    return _constructor(structure)(numbers)
+
+
+@functools.lru_cache(maxsize=256)
+def _constructor(structure: Any) -> Callable[..., Any]:
+    """`put_together` of one structure, from a tuple of numbers."""
+    text = _Text([], set(), False)
+    count = itertools.count()
+
+    def of(part: Any) -> str:
+        if part is float:
+            return f"n[{next(count)}]"
+        if not (isinstance(part, tuple) and part and isinstance(part[0], type)):
+            return text.name(part)
+        kind, *rest = part
+        if kind is tuple:
+            return f"({''.join(f'{of(one)},' for one in rest)})"
+        return f"{text.name(kind)}({','.join(f'{name}={of(one)}' for name, one in rest)})"
+
+    return text.function("put", ["n"], [], of(structure))
+
+
+def replayed(stack: Component, signal: Signal) -> Record | None:
+    """The record of a signal's way up through a chain of layers; None where the plain way is."""
+    if signal.resolved or not LIBRARY.busy.acquire(blocking=False):
+        return None
+    try:
+        layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
+        if not LIBRARY.worth(layers):
+            return None
+        passage = Passage(LIBRARY, signal)
+        passage.up(layers)
+        return Replayed(stack, passage.signals, passage=passage)
+    except NOT_REPLAYED:
+        return None
+    finally:
+        LIBRARY.busy.release()
+
+
+def _first(numbers: Iterable[Any]) -> list[float]:
+    """Those of the first configuration."""
+    return [float(v[0]) if isinstance(v, np.ndarray) else v for v in numbers]
+
+
+def _forward(
+    programs: list[Program], layer: Apart, signal: Any, numbers: Any, many: bool
+) -> tuple[Program, _Ahead, Any, Any]:
+    own = layer.numbers
+    for program in programs:
+        ahead = program.ahead(many)
+        found = ahead.function(*own, *numbers)
+        if found is not None:
+            return program, ahead, *found
+    if len(programs) >= MOST_BRANCHES:
+        raise Unrecordable("layers take too many branches")
+    program = Program(layer.structure, _first(own), signal, _first(numbers))
+    programs.append(program)
+    ahead = program.ahead(many)
+    found = ahead.function(*own, *numbers)
+    if found is None:
+        raise Unrecordable("a branch that its own numbers do not take")
+    return program, ahead, *found
+
+
+def _uniform(condition: Any) -> bool:
+    """What all configurations answer.
+
+    Raises:
+        Mixed: some one thing, and some the other.
+    """
+    if np.ndim(condition) == 0:
+        return bool(condition)
+    held = np.asarray(condition, dtype=bool)
+    some, every = bool(held.any()), bool(held.all())
+    if some != every:
+        raise Mixed(held)
+    return every
+
+
+# --- from a tape to functions ---------------------------------------------------------------------
+
+
+def _needed(lines: list[Operation], wanted: list[int]) -> set[int]:
+    """The lines that those wanted stand on."""
+    found: set[int] = set()
+    todo = list(wanted)
+    while todo:
+        index = todo.pop()
+        if index not in found:
+            found.add(index)
+            todo += [one.index for one in lines[index].operands if type(one) is Line]
+    return found
+
+
+class _Text:
+    """Python text of a stretch of a tape: names and numbers, of this module's own making."""
+
+    def __init__(self, lines: list[Operation], needed: set[int], many: bool) -> None:
+        self.lines, self.needed, self.many = lines, needed, many
+        kind = "array" if many else "number"
+        self.environment: dict[str, Any] = {
+            name: getattr(function, kind) for name, function in FUNCTIONS.items()
+        }
+        self.environment |= {"inf": math.inf, "nan": math.nan, "uniform": _uniform}
+
+    def name(self, one: Any) -> str:
+        if type(one) is Recorded:
+            one = one.line
+        if type(one) is Line:
+            return f"x{one.index}"
+        if type(one) is float:
+            return f"({one!r})"
+        key = f"c{len(self.environment)}"
+        self.environment[key] = one
+        return key
+
+    def statements(self, start: int, stop: int, guards: list[Guard]) -> list[str]:
+        waiting = iter(guards)
+        guard, found = next(waiting, None), []
+        for index in range(start, stop + 1):
+            while guard is not None and guard.after == index:
+                unmet, met = "not " if guard.outcome else "", self.name(guard.line)
+                met = f"uniform({met})" if self.many else met
+                found.append(f"if {unmet}{met}: return None")
+                guard = next(waiting, None)
+            if index < stop and index in self.needed:
+                operation, operands = self.lines[index]
+                if operation == "input":
+                    continue
+                if operation == "whole":
+                    function, *rest = map(self.name, operands)
+                    function += ".array" if self.many else ""
+                    text = f"{function}({','.join(rest)})"
+                elif operation == "item":
+                    text = f"{self.name(operands[0])}[{operands[1]}]"
+                else:
+                    text = self._of(operation).format(*map(self.name, operands))
+                found.append(f"x{index}={text}")
+        return found
+
+    def _of(self, operation: str) -> str:
+        text = FUNCTIONS[operation].text
+        if not self.many or " if " not in text:
+            return text
+        return f"{operation}({{}},{{}},{{}})" if operation == "where" else f"{operation}({{}},{{}})"
+
+    def tuple_of(self, values: list[Any]) -> str:
+        return "".join(f"{self.name(v)}," for v in values)
+
+    def function(
+        self, name: str, arguments: list[Any], body: list[str], result: str
+    ) -> Callable[..., Any]:
+        names = ",".join(one if type(one) is str else self.name(one) for one in arguments)
+        text = "\n ".join([f"def {name}({names}):", *body, f"return {result}"])
+        exec(compile(text, "<program of a layer>", "exec"), self.environment)
+        return self.environment[name]  # type: ignore[no-any-return]
