@@ -21,6 +21,7 @@ _PUBLIC = {
     "DomainError": "errors",
     "Embedding": "model.embedding",
     "Explanation": "prediction.explanation",
+    "FirstStep": "step.result",
     "Head": "model.head",
     "Law": "formulas.law",
     "Measurement": "prediction.measurement",
@@ -31,6 +32,7 @@ _PUBLIC = {
     "RelativeBias": "model.positions",
     "Rotary": "model.positions",
     "Sweep": "grids.result",
+    "StepMeasurement": "step.measured",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
@@ -42,6 +44,7 @@ _PUBLIC = {
     "explain": "prediction.explanation",
     "explore": "show.explorer_widgets",
     "from_huggingface": "model.huggingface.config",
+    "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
     "register_activation": "formulas.named_activations",
@@ -64,6 +67,7 @@ __all__ = [
     "DomainError",
     "Embedding",
     "Explanation",
+    "FirstStep",
     "Head",
     "Law",
     "Measurement",
@@ -73,6 +77,7 @@ __all__ = [
     "Prediction",
     "RelativeBias",
     "Rotary",
+    "StepMeasurement",
     "Sweep",
     "Transformer",
     "ValidityWarning",
@@ -87,6 +92,7 @@ __all__ = [
     "explain",
     "explore",
     "from_huggingface",
+    "learning_rate",
     "predict",
     "preset",
     "register_activation",
@@ -124,6 +130,9 @@ if TYPE_CHECKING:
     from .show.scheme_table import compare_schemes
     from .simulation.run import simulate
     from .solver.plan import Plan
+    from .step.measured import StepMeasurement
+    from .step.result import FirstStep
+    from .step.search import learning_rate
     from .torch.diagnose import diagnose
 
 
