@@ -197,7 +197,7 @@ def test_ways_back_of_other_branches_are_recorded_where_they_are_met():
     """Outputs that vanish and outputs that dominate, through programs of one way up."""
     library, model = Library(), MODELS["pre"]
     assert model.weights is not None
-    for factor in (1.0, 1e-6, 1e3):
+    for factor in (1e-5, 1e-11, 1e3):
         weights = model.weights.replace(
             output=model.weights.of("output") * factor, ffn_out=model.weights.of("ffn_out") * factor
         )

@@ -230,6 +230,9 @@ class _Recording:
     def written(self, ahead: _Ahead, many: bool) -> Callable[..., Any]:
         """The way back from what that forward function kept."""
         found = self._texts.get((many, ahead.kept))
+        if found is None and not self.used.issubset(ahead.kept):
+            # Written when fewer ways back were known: the next forward function keeps more.
+            raise Unrecordable("a way back that needs more than the way up kept")
         if found is None:
             text = _Text(self._tape.operations, self._needed, many)
             place = {line: k for k, line in enumerate(ahead.kept)}

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..engine.sensitivity import SINGLE, Matrix, matrix_of, ratio
 from ..engine.state import Array, Kernel
 from ..transfer.head.cross_entropy import softmax_expectations
 from ..transfer.head.readout import Readout
-from .sensitivity import SINGLE, Matrix, matrix_of, ratio
 
 _NODES = 9  # of the average over the target's logit
 _ROUNDING = 1e-15

@@ -26,17 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix, Sight
-from ..engine.state import Array
-from ..transfer.attention.kernels import exact_rows, position_attention
-from ..transfer.attention.kernels.position_attention import ClassLogits
-from ..transfer.attention.kernels.row_statistics import (
-    RowStatistics,
-    mean_attention,
-    row_statistics,
-)
-from ..transfer.attention.self_attention import SelfAttention
-from .sensitivity import (
+from ...engine.classes import ClassMatrix, Sight
+from ...engine.sensitivity import (
     SINGLE,
     Matrix,
     count_of,
@@ -50,6 +41,14 @@ from .sensitivity import (
     symmetric,
     trace_of,
     transposed,
+)
+from ...engine.state import Array
+from .kernels import exact_rows, position_attention
+from .kernels.position_attention import ClassLogits
+from .kernels.row_statistics import (
+    RowStatistics,
+    mean_attention,
+    row_statistics,
 )
 
 FAINT = 1e-9
@@ -129,13 +128,11 @@ class AttentionResponse:
     keys: Array
 
     @classmethod
-    def of(
-        cls, attention: SelfAttention, kernel: Matrix, allowed: Any, tau: float
-    ) -> AttentionResponse:
+    def of(cls, attention: Any, kernel: Matrix, allowed: Any, tau: float) -> AttentionResponse:
         """The response around a kernel (..., L, L).
 
         Args:
-            attention: the layer.
+            attention: the layer, a `SelfAttention`.
             kernel: second moments of the tokens that attend.
             allowed: for every leading entry, (L, L) which keys each query sees; None on classes,
                 where it sees those before it.
