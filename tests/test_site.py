@@ -149,7 +149,8 @@ def test_a_public_name_says_what_it_takes_and_returns(name: str, value: Any) -> 
         return
     if inspect.isclass(value):
         fields = getattr(value, "__dataclass_fields__", {})
-        for field in (f for f in fields if not f.startswith("_")):
+        told = "_stderr" if "`*_stderr`" in doc else "_"
+        for field in (f for f in fields if not f.startswith("_") and not f.endswith(told)):
             assert re.search(rf"\b{field}\b", doc), f"{name} does not say what {field} is"
         return
     if not inspect.isroutine(value):
