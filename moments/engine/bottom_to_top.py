@@ -10,6 +10,8 @@ at `out`, of which a share 1 - radial of the component along `out` is missing, a
 
 for any two of its parts. A normalised s is orthogonal to what it returns, so that of the gradient
 g_x at x, x.g_x = x.g.
+
+See docs/theory/gradients.md.
 """
 
 from __future__ import annotations

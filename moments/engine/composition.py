@@ -5,6 +5,8 @@ numbered layers; it evaluates nothing until a signal is sent through it. Every c
 method for the way up, `propagate`, which leaves a `Record`, and one for the way back,
 `backpropagate`, which completes it. What a component is made of, and what a gradient through it
 depends on, it says itself, so that nothing outside has to know which kinds there are.
+
+See docs/theory/gradients.md, Lost directions.
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ are .180 .136 .092 .061 alike and .180 .141 .096 .064 by token. 400 draws of fou
 bottom-to-top layers, d = 96, 12 tokens) deviate by .173 (.006) at the input, predicted are .145
 and .159. Causal rows of the tables above were taken with earlier attention maps by token, which
 gave .151 .110 .076 .053 where the first of these is given .180 .141 .096 .064 now.
+
+See docs/theory/band.md, How it travels.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Tokens alike have two kinds of modes: the token mean, with eigenvalue v + (L - 1) c, and L - 1
 differences with eigenvalue v - c. A Gaussian matrix onto w features makes the realised eigenvalue
 of each fluctuate by 2/w of its square.
+
+See docs/theory/band.md, What fluctuates.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 No law is stated here a second time: responses come from the components themselves, evaluated for
 all layers at once at slightly changed moments.
+
+See docs/theory/band.md, How it travels.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ memory they have read is left out, and so is the overlap between sequences.
 
 Resolved by token the decoder is followed with moments averaged over tokens, as if all attended to
 all.
+
+See docs/theory/band.md, Where gradients come from.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ gain on one direction, which adds
     (4 tr(Lambda T) h tr(Lambda B) + kappa (h tr(Lambda B))^2) q / d,
 
 the floor under what tokens and sequences that share the weights can average out.
+
+See docs/theory/band.md, What fluctuates.
 """
 
 from __future__ import annotations

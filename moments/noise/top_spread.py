@@ -9,6 +9,8 @@ add their own. Two things depend on more than that:
   softmax sees its realised overlaps: the response of the last gradient to the last signal, from
   where the signal's fluctuations enter all gradients below;
 * D_ii itself varies with the draw, where logits are few (`loss_spread`).
+
+See docs/theory/band.md, Where gradients come from.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Each takes its laws as data, so that a theory is a choice of laws and never a branch in the engine.
 Normalisation and refined attention, which need more than two laws, have modules of their own.
+
+See docs/theory/norms.md, Squared norms.
 """
 
 from __future__ import annotations

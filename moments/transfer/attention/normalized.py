@@ -25,6 +25,10 @@ from .overlap import through_attention
 from .self_attention import SelfAttention
 from .sensitivity import Attending
 
+LEAST_FREEDOM = 4.0
+"""Degrees of freedom of a head's norm at which narrower heads are held: E 1/|v|^2 is 1/(n - 2) and
+has no mean at 2, where the ratio (n - 1)/(n - 2) of the way back is without meaning."""
+
 
 @dataclass(frozen=True)
 class NormalizedAttention(Leaf):
@@ -148,5 +152,5 @@ class _Pulled(Pulled):
 
 
 def _freedom(d_head: float, centred: bool) -> float:
-    """Of a Gaussian head's squared norm. Narrow heads' 1/|v|^2 has no mean: n is held at 4."""
-    return max(d_head - 1 if centred else d_head, 4.0)
+    """Of a Gaussian head's squared norm."""
+    return max(d_head - 1 if centred else d_head, LEAST_FREEDOM)

@@ -1,4 +1,7 @@
-"""Sensitivities through attention, and what one draw of its heads adds at random."""
+"""Sensitivities through attention, and what one draw of its heads adds at random.
+
+See docs/theory/band.md, Saturation.
+"""
 
 from __future__ import annotations
 
