@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import MOST_WINDOWS, PositionClasses
+from ..engine.classes import MOST_WINDOWS, PER_OCTAVE, PositionClasses
 from ..engine.layout import Layout
 from ..engine.propagate import Run, Trace
 from ..engine.state import Gradient, Kernel
@@ -258,8 +258,8 @@ def _resolution(
     long_text = own.one_text and model.seq_len > LONGEST_TEXT and not _padded(model, own.token_ids)
     given = given and not (long_text and grad_kernel is None and targets is None)
     if resolved and tokens is None and not given and by_position(model):
-        fine = {"per_octave": STEEP_PER_OCTAVE} if _falls_steeply(model) else {}
-        return PositionClasses.of(model.seq_len, _least_window(model), **fine)
+        nodes = STEEP_PER_OCTAVE if _falls_steeply(model) else PER_OCTAVE
+        return PositionClasses.of(model.seq_len, _least_window(model), per_octave=nodes)
     return bool(resolved)
 
 
