@@ -18,6 +18,8 @@ close over the counts N of the inner key:
     (a, B)(a', B') = (a a', a B' + B a' + B N B').
 
 With every position a node all counts are 1 and nothing is approximated.
+
+See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations

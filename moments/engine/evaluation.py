@@ -27,11 +27,6 @@ def observed(by: Observer) -> Iterator[None]:
         _OBSERVER.reset(token)
 
 
-def is_observed() -> bool:
-    """Whether laws are being watched at work."""
-    return _OBSERVER.get() is not None
-
-
 def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Values]:
     """Values of the laws' symbols: those of one token, and those of a pair of tokens.
 

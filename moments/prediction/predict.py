@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import warnings as _warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -100,6 +99,9 @@ def predict(
             counted already: 1 and their number mean the same.
         progress: whether to show a bar on standard error, layer by layer.
 
+    Returns:
+        A `Prediction`: arrays over the stream, `table()`, `to_frame()`, `plot()`.
+
     Raises:
         DomainError: a bad argument, a feature the theory does not cover, or numbers that overflow.
 
@@ -141,8 +143,7 @@ def predict(
         batch = _counted(batch, stack.layout.sequences)
     runs = [s.run for s in stacks]
     with (
-        computing(theory, runs),
-        collector_paused(),
+        computing(theory, runs, max(s.rows for s in stacks)),
         _layer_bar(runs, sum(s.model.layers for s in stacks), progress),
     ):
         if model.encoder is not None:
@@ -213,6 +214,17 @@ def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inpu
     return Inputs(**given)
 
 
+def resolution_of(
+    model: Transformer, theory: Theory, tokens: bool | None = None
+) -> bool | PositionClasses:
+    """How finely `predict` tells tokens apart where no text, kernel or mask is given.
+
+    Raises:
+        DomainError: as `predict`.
+    """
+    return _resolution(model, theory, tokens, Inputs(), Inputs(), None)
+
+
 def _resolution(
     model: Transformer,
     theory: Theory,
@@ -258,8 +270,8 @@ def _resolution(
     long_text = own.one_text and model.seq_len > LONGEST_TEXT and not _padded(model, own.token_ids)
     given = given and not (long_text and grad_kernel is None and targets is None)
     if resolved and tokens is None and not given and by_position(model):
-        nodes = STEEP_PER_OCTAVE if _falls_steeply(model) else PER_OCTAVE
-        return PositionClasses.of(model.seq_len, _least_window(model), per_octave=nodes)
+        density = STEEP_PER_OCTAVE if _falls_steeply(model) else PER_OCTAVE
+        return PositionClasses.of(model.seq_len, _least_window(model), per_octave=density)
     return bool(resolved)
 
 
@@ -309,26 +321,6 @@ def positional(model: Transformer) -> bool:
     """Whether attention tells tokens apart by where they are."""
     marks = (model.causal, model.rotary, model.alibi, model.relative_bias, any(model.windows))
     return any(marks)
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection while a trace grows: many small objects, and no cycles among them.
-
-    What was made then is handed to the oldest generation as it is: frozen and thawed at once, which
-    moves lists instead of walking through all of it. A program that froze objects of its own keeps
-    them so, and pays for the walk.
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ def joint_kernel(
         DomainError: ids of another shape or outside the table, or sinusoidal positions without
             d_model.
     """
-    ids, where, segments = _rows(embedding, seq_len, token_ids, segment_ids, documents)
+    ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
     drawn = ids != embedding.padding_id if embedding.padding_id is not None else 1.0
     matrix = (
         embedding.scale**2 * embedding.token_variance * _same(ids) * drawn
@@ -260,7 +260,7 @@ def embedding_gradients(
             where = _places(seq_len, count // seq_len, documents)
             rows = (token_ids.reshape(-1), where, np.zeros(count))
         else:
-            rows = _rows(embedding, seq_len, token_ids, segment_ids, documents)
+            rows = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
         ids, where, segments = rows
         if ids.size != count:
             raise domain_error("token_ids", f"{ids.size} tokens", f"{count}, as the gradient has")
@@ -278,7 +278,7 @@ def embedding_gradients(
     return {name: d_model * value for name, value in found.items() if there[name]}
 
 
-def _rows(
+def table_rows(
     embedding: Embedding,
     seq_len: int,
     token_ids: Any,

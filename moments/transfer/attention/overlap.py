@@ -40,7 +40,7 @@ def through_attention(
     else:
         attended = 1.0 / memory.width if walk.memory is None else walk.memory
         keys = 1.0 / memory.seq_len
-    walk.attended[record] = attended
+    walk.attended[record.place] = attended
     asked = query_elasticity(record.pulled, signal, output)
     grown = 1.0 + (own_spread(memory) if fixed or has_fixed_norms(memory) else 0.0)
     for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
