@@ -31,6 +31,7 @@ _PUBLIC = {
     "Prediction": "prediction.result",
     "RelativeBias": "model.positions",
     "Rotary": "model.positions",
+    "Sweep": "grids.result",
     "StepMeasurement": "step.measured",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
@@ -51,6 +52,7 @@ _PUBLIC = {
     "schemes": "scheme.registry",
     "simulate": "simulation.run",
     "solve": "scheme.plan",
+    "sweep": "grids.run",
 }
 
 # Packages that are public as wholes.
@@ -76,6 +78,7 @@ __all__ = [
     "RelativeBias",
     "Rotary",
     "StepMeasurement",
+    "Sweep",
     "Transformer",
     "ValidityWarning",
     "Weights",
@@ -97,6 +100,7 @@ __all__ = [
     "schemes",
     "simulate",
     "solve",
+    "sweep",
 ]
 
 if TYPE_CHECKING:

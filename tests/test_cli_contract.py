@@ -65,6 +65,7 @@ PRINTED = {
     "compare": (*SMALL, "--seeds", "2", "--json"),
     "validate": ("--subset", "pre-full-N24-xavier-relu-*", "--theory", "refined", "--json"),
     "model": (*SMALL, "--json"),
+    "sweep": (*SMALL, "--axis", "layers=1,2", "--json"),
     "doctor": ("--json",),
 }
 

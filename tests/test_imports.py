@@ -96,6 +96,7 @@ ORDER = (
     "solver",
     "scheme",
     "show",
+    "grids",
     "simulation",
     "torch",
     "papers",

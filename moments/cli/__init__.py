@@ -11,6 +11,7 @@ from . import (
     predict,
     reference,
     solve,
+    sweep,
     validate,
 )
 from .base import app, main
@@ -28,5 +29,6 @@ __all__ = [
     "predict",
     "reference",
     "solve",
+    "sweep",
     "validate",
 ]

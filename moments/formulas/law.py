@@ -217,8 +217,14 @@ class ComponentLaws:
     """Every law of one component, in every theory.
 
     `laws` hold in all theories unless one overrides them; "simplified" also inherits what
-    "published" overrides. A quantity mapped to None is one the theory does not state. Of what acts
-    entry by entry, `entrywise` holds the function and its derivative, over a number system.
+    "published" overrides. A quantity mapped to None is one the theory does not state.
+
+    Attributes:
+        name, title: what it is asked for by, and what it is.
+        laws: by quantity, such as "variance" or "grad_covariance".
+        refined, published, simplified: what each theory overrides.
+        entrywise: of what acts entry by entry, the function and its derivative, over a number
+            system.
     """
 
     name: str

@@ -67,6 +67,9 @@ class Prediction:
             None without a head. Where several configurations are predicted, arrays of their shape.
         logit_variance: likewise, mean square of the output logits.
         encoder: the encoder's own prediction; None without one.
+        trace, layout: what both passes saw at every site, and how its tokens lie.
+        batch: sequences that share the weights.
+        outer_weights: gives squared gradient norms of what is outside the layers.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
         read: what the loss was predicted on, which the first step of an optimizer needs; None
             without a loss.
@@ -99,6 +102,13 @@ class Prediction:
         if self.layout.classes is not None:
             return f"{len(self.layout.classes.nodes)} classes of positions"
         return "tokens alike" if self.token_variance is None else "by token"
+
+    @property
+    def _rows(self) -> int:
+        """Of the matrices that pairs of tokens fill."""
+        if self.layout.classes is not None:
+            return len(self.layout.classes.nodes)
+        return 1 if self.token_variance is None else self.token_variance.shape[-1]
 
     @property
     def grad_variance_typical(self) -> np.ndarray:
@@ -140,7 +150,7 @@ class Prediction:
         from ..noise.band import band, first_order, log_variance
 
         batch = max(self.batch, self.layout.sequences)
-        with computing(self.theory, [self.trace]):
+        with computing(self.theory, [self.trace], self._rows):
             top = None if self.top is None else self.top()
             spread = log_variance(self._declaration(), self.trace, batch, top)
             spread, notes = first_order(spread)
@@ -188,7 +198,7 @@ class Prediction:
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
-        with computing(self.theory, [self.trace]):
+        with computing(self.theory, [self.trace], self._rows):
             outer = [] if self.outer_weights is None else self.outer_weights.rows()
             rows = sorted([*self._inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])

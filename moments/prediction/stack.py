@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.composition import sum_of
+from ..engine.composition import Chain, sum_of
 from ..engine.layout import Layout
 from ..engine.packing import check_documents
 from ..engine.program import Replayed, replayed
@@ -60,6 +60,13 @@ class Inputs:
         return any(value is not None for value in given)
 
     @property
+    def one_text(self) -> bool:
+        """Whether a text of one sequence is all that is given."""
+        several = (self.segment_ids, self.pixels, self.kernel, self.attention_mask)
+        apart = any(value is not None for value in (*several, self.document_ids))
+        return self.token_ids is not None and self.sequences == 1 and not apart
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the configurations that are described."""
         if self.kernel is not None:
@@ -104,6 +111,7 @@ class Stack:
     ) -> None:
         """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
+        self.shape = shape
         self.run = Run()
         self._embedding: Record | None = None
         self._layers: Record | None = None
@@ -113,6 +121,7 @@ class Stack:
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
         if isinstance(resolved, PositionClasses):
             tokens = len(resolved.nodes)
+        self.rows = tokens if resolved else 1
         check_memory(model, bool(resolved), math.prod(shape), tokens)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
@@ -172,11 +181,15 @@ class Stack:
         """The last layer's output."""
         signal = self.enter()
         self.run.reached.append(Point(0, "stream", signal))
-        stack = declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+        stack = self.declaration()
         self._layers = replayed(stack, signal) if self._may_replay() else None
         if self._layers is None:
             self._layers = stack.propagate(signal, self.run)
         return self._layers.output
+
+    def declaration(self) -> Chain:
+        """Its layers as components."""
+        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
 
     def _may_replay(self) -> bool:
         """Whether what passes between layers is all that `prediction` asks of them: one of no norms

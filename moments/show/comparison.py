@@ -20,6 +20,7 @@ from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
 from .expected import TOLERANCE, Expected, expected
 from .gradient_norms import side_by_side
+from .report import comparison_tables, render, summary_table
 from .step import StepComparison, compare_steps
 
 if TYPE_CHECKING:
@@ -221,8 +222,6 @@ class Comparison:
 
     def table(self) -> str:
         """The verdict, stream points side by side, the loss, then the errors, as text."""
-        from .report import comparison_tables, render, summary_table
-
         tables = (*comparison_tables(self), summary_table(self))
         return "\n\n".join([self.verdict(), *map(render, tables)])
 
@@ -281,6 +280,9 @@ def compare(
             not of a factory) do: then they are one draw.
         tolerance: relative error that is granted to the theory itself, one standard deviation, on
             top of the scatter over draws.
+
+    Returns:
+        A `Comparison`: `summary()`, `to_frame()` by site, `plot()`.
 
     Raises:
         DomainError: not a Prediction and a Measurement, of different depths, or a negative

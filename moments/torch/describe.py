@@ -107,8 +107,13 @@ def weight_statistics(
 ) -> pandas.DataFrame:
     """Every matrix of a module against independent entries of its variance.
 
-    Columns: layer, role, parameter, variance (mean square), mean, kurtosis, spectral (largest
-    squared singular value over that of independent entries), stable_rank.
+    Args:
+        module: any whose parameters' roles are known, or given.
+        names: as in `describe`.
+
+    Returns:
+        Columns layer, role, parameter, variance (mean square), mean, kurtosis, spectral (largest
+        squared singular value over that of independent entries), stable_rank.
     """
     import pandas
 

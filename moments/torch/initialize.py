@@ -101,6 +101,9 @@ def initialize(
         architecture: what a scheme is applied to, where the module cannot tell it itself.
         options: of the scheme, where the plan is a scheme's name.
 
+    Returns:
+        An `Initialization`: what was written, parameter by parameter.
+
     Raises:
         DomainError: a plan of another architecture, or something the module cannot carry, named
             with the reason; nothing is written then.
