@@ -67,6 +67,7 @@ PRINTED = {
     "model": (*SMALL, "--json"),
     "sweep": (*SMALL, "--axis", "layers=1,2", "--json"),
     "doctor": ("--json",),
+    "first-step": ("gpt2", "--layers", "1", "--seq-len", "8", "--lr", "1e-4", "--json"),
 }
 
 
