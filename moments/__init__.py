@@ -6,6 +6,7 @@ Given an architecture, predict what every layer does to the signal and to its gr
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 # Public name -> module that defines it; loaded on first use, so that `import moments` stays light.
 _PUBLIC = {
     "Biases": "model.weights",
+    "CheckReport": "show.health",
     "Comparison": "show.comparison",
     "ComponentLaws": "formulas.law",
     "Diagnosis": "show.diagnosis",
@@ -53,6 +55,7 @@ _PACKAGES = {"analysis": "papers.analysis", "figures": "papers.figures", "torch"
 
 __all__ = [
     "Biases",
+    "CheckReport",
     "Comparison",
     "ComponentLaws",
     "Diagnosis",
@@ -72,6 +75,7 @@ __all__ = [
     "ValidityWarning",
     "Weights",
     "__version__",
+    "check",
     "compare",
     "compare_schemes",
     "component",
@@ -111,11 +115,54 @@ if TYPE_CHECKING:
     from .show.comparison import Comparison, compare
     from .show.diagnosis import Diagnosis
     from .show.explorer_widgets import explore
+    from .show.health import CheckReport
     from .show.page import report
     from .show.scheme_table import compare_schemes
     from .simulation.run import simulate
     from .solver.plan import Plan
     from .torch.diagnose import diagnose
+
+
+def check(
+    module_or_model_or_config: Any,
+    batch: Any = None,
+    *,
+    scheme: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+) -> CheckReport:
+    """Whether a model is in order at initialisation, before it is trained.
+
+    A module is measured in one pass forward and one back, its weights are read, the published
+    scheme or framework default that they seem to be of is recognised, and every number is held
+    against what those weights, sums and norms give. A declaration or a config is judged by its
+    predictions alone, and the report says that nothing was measured.
+
+    Args:
+        module_or_model_or_config: an nn.Module or a checkpoint's path; or a Transformer, a plan, a
+            preset's name, or a Hugging Face config (a path to config.json, a dict or an object).
+        batch: what the module reads, as in `moments.torch.measure`; None: random input, where the
+            module says what it takes. Of a text the first 32 tokens of two sequences are read.
+        scheme: what the initialisation is meant to be: a scheme's name, a Transformer or a plan.
+            None: what the module's config promises, else what its weights are recognised as.
+        loss: of the module's output and the batch, as in `moments.torch.measure`; None: its own, or
+            the cross-entropy of the next token where it gives logits alone.
+
+    Returns:
+        A CheckReport: `healthy`, `findings`, `assert_healthy()`, `str`, `to_frame()`, `to_html()`,
+        `plot()`.
+
+    Raises:
+        DomainError: an argument out of range.
+        MomentsError: a module that cannot be read or run.
+    """
+    from .show.health import check_declared, declared
+
+    model = declared(module_or_model_or_config)
+    if model is not None:
+        return check_declared(*model, batch=batch, scheme=scheme, loss=loss)
+    from .torch.check import check_module
+
+    return check_module(module_or_model_or_config, batch, scheme=scheme, loss=loss)
 
 
 def __getattr__(name: str) -> Any:

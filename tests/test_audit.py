@@ -15,9 +15,10 @@ pytest.importorskip("transformers")
 
 import small_modules  # noqa: E402
 
+from moments.show.expected import tail_probability  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
-from moments.torch.entries import Entries, tail_probability  # noqa: E402
+from moments.torch.entries import Entries  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
 from moments.torch.probe import Slope, regress  # noqa: E402
 from moments.torch.roles import roles_of  # noqa: E402

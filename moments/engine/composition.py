@@ -35,26 +35,46 @@ from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
-class Pulled(NamedTuple):
-    """What a pullback returns.
+@dataclass(slots=True, eq=False)
+class Pulled:
+    """What a pullback returns: the gradient at the input, and what it can tell when asked.
 
-    Attributes:
-        gradient: at the input.
-        weights: gives the expected squared gradient norm of each weight matrix, when asked.
-        overlaps: gives by how much those grow per unit of the variance of two tokens' overlap
-            (`overlap`) in what is attended to, beyond the 1/width they count with.
-        response: gives by how much two outputs' overlap moves per that of the tokens that ask, as
-            the kernel that a gradient of ones would have there.
+    Leaves with weights have a class of their own, which holds what its answers need.
     """
 
     gradient: Gradient
-    weights: Callable[[], Mapping[str, Array]] | None = None
-    overlaps: Callable[[], Mapping[str, Array]] | None = None
-    response: Callable[[], Kernel] | None = None
+
+    def weights(self) -> Mapping[str, Array]:
+        """The expected squared gradient norm of each weight matrix."""
+        return {}
+
+    def overlaps(self) -> Mapping[str, Array]:
+        """By how much those grow per unit of the variance of two tokens' overlap (`overlap`) in
+        what is attended to, beyond the 1/width they count with."""
+        return {}
+
+    def response(self) -> Kernel | None:
+        """By how much two outputs' overlap moves per that of the tokens that ask, as the kernel
+        that a gradient of ones would have there; None where none asks."""
+        return None
 
 
 Pullback = Callable[[Gradient], Pulled]
 ReaderPullback = Callable[[Gradient], tuple[Pulled, Gradient]]
+
+
+class Addition(NamedTuple):
+    """A sum of what is kept and what is added, with the squares of their factors.
+
+    Attributes:
+        kept, added: what enters the connection and what leaves the branch.
+        keeping, adding: the squared factors.
+    """
+
+    kept: Record
+    added: Record
+    keeping: Any
+    adding: Any
 
 
 class Component(abc.ABC):
@@ -76,6 +96,10 @@ class Component(abc.ABC):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         """What it does to how much two tokens' overlap varies over draws (`overlap`)."""
         return at
+
+    def addition(self, record: Record) -> Addition | None:
+        """What it adds to what it keeps, where it is a sum of the two."""
+        return None
 
     # --- what it is made of ----------------------------------------------------------------------
 
@@ -408,6 +432,10 @@ class Residual(Component):
         kept = own_variance(record.input) * self.skip_scale**2
         gained = own_variance(child.output) * self.branch_scale**2
         return summed_overlap(at, inner, (kept, gained), at, width)
+
+    def addition(self, record: Record) -> Addition:
+        skip = square(self.skip_scale)
+        return Addition(record, record.children[0], skip, square(self.branch_scale))
 
     def _scale_free(
         self,

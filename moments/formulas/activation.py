@@ -12,7 +12,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .algebra import FLOAT, NUMPY
+import numpy as np
+
+from .algebra import FLOAT, NUMPY, LogSeries
 from .law import ComponentLaws, Law, Source, derived
 from .recording import RECORDED, whole
 from .references import kedia
@@ -90,17 +92,23 @@ def activation(
 
 
 def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """An expectation that plain floats have once each: layers of one kind ask for the same."""
+    """An expectation that plain floats have once each, as layers of one kind ask for the same, and
+    that many variances read from a series in their logarithm."""
 
     @functools.lru_cache(maxsize=1024)
     def at(*values: float) -> Any:
         return formula(FLOAT, *values)
 
     noted = whole(at, lambda *values: formula(NUMPY, *values))
+    series = LogSeries(lambda variance: np.asarray(formula(NUMPY, variance)))
 
     def law(m: Any, *values: Any) -> Any:
         if m is FLOAT:
             return at(*values)
+        if m is NUMPY and len(values) == 1:
+            variance = np.asarray(values[0], dtype=float)
+            if LogSeries.serves(variance):
+                return series(variance.ravel()).reshape(variance.shape)
         return noted(*values) if m is RECORDED else formula(m, *values)
 
     return law

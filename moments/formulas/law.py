@@ -258,5 +258,11 @@ class ComponentLaws:
             raise domain_error("quantity", quantity, allowed)
         return laws[quantity]
 
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        # Formulas are code, found again by name: what is unpickled, or copied, is the same object.
+        from .registry import found_again, recipe
+
+        return found_again, recipe(self)
+
     def __repr__(self) -> str:
         return f"ComponentLaws({self.name!r}: {', '.join(self.under('refined'))})"

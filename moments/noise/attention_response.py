@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix
+from ..engine.classes import ClassMatrix, Sight
 from ..engine.state import Array
 from ..transfer.attention.kernels import exact_rows, position_attention
+from ..transfer.attention.kernels.position_attention import ClassLogits
 from ..transfer.attention.kernels.row_statistics import (
     RowStatistics,
     mean_attention,
@@ -133,7 +134,10 @@ class AttentionResponse:
         built = []
         for place, index in enumerate(np.ndindex(axes)):
             one = kernel[index]
-            rows = _on_classes(one, tau) if allowed is None else _by_token(one, allowed[place], tau)
+            if allowed is None:
+                rows = _on_classes(one, one.classes.seen(attention.window), tau)
+            else:
+                rows = _by_token(one, allowed[place], tau)
             built.append(_response(one, *rows, tau, dropped, float(attention.d_model)))
         fields = [_reshaped(field, axes) for field in zip(*built, strict=True)]
         return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
@@ -253,12 +257,15 @@ def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[RowStatistics, Ar
     return rows, weights, weights**2
 
 
-def _on_classes(kernel: ClassMatrix, tau: float) -> tuple[RowStatistics, Matrix, Matrix]:
-    given = kernel.own, kernel.pairs, kernel.classes, tau
-    rows = position_attention.row_statistics(*given)
-    weights = position_attention.mean_attention(*given, rows)
-    squares = ClassMatrix.of_rows(weights**2, kernel.classes)
-    return rows, ClassMatrix.of_rows(weights, kernel.classes), squares
+def _on_classes(
+    kernel: ClassMatrix, sight: Sight, tau: float
+) -> tuple[RowStatistics, Matrix, Matrix]:
+    tokens = kernel.own, kernel.pairs
+    logits = ClassLogits(tokens, tokens, tokens, tau, sight)
+    rows = position_attention.row_statistics(logits)
+    weights = position_attention.mean_attention(logits, rows)
+    squares = ClassMatrix.of_rows(weights**2, sight)
+    return rows, ClassMatrix.of_rows(weights, sight), squares
 
 
 def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:

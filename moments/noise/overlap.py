@@ -53,18 +53,18 @@ class Overlaps(NamedTuple):
     """Overlaps over a whole stack.
 
     Attributes:
-        attended: nu of what every attention attends to.
+        attended: nu of what every attention attends to, by its place.
         growth: factors on squared gradient norms, by layer and name.
         last: nu at the stack's output.
     """
 
-    attended: dict[Record, float]
+    attended: dict[tuple[int, str], float]
     growth: dict[tuple[int, str], float]
     last: float
 
     def weights(self, trace: Trace) -> list[tuple[int, str, Array]]:
         """`Trace.weights`, of overlaps as they vary."""
-        rows = weight_rows((one, self.attended.get(one)) for one in trace.weighted())
+        rows = weight_rows((one, self.attended.get(one.place)) for one in trace.weighted())
         return [
             (layer, name, norm * self.growth.get((layer, name), 1.0)) for layer, name, norm in rows
         ]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import warnings as _warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
-from ..engine.classes import PositionClasses
-from ..engine.propagate import Run
+from ..engine.classes import MOST_WINDOWS, PositionClasses
+from ..engine.layout import Layout
+from ..engine.propagate import Run, Trace
 from ..engine.state import Gradient, Kernel
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
 from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare, declare_output
+from ..transfer.head.output import OutputMoments
 from .gate import computing
 from .inputs import configurations, given_shape
 from .result import Prediction
@@ -70,9 +69,9 @@ def predict(
         tokens: how finely tokens are told apart under the refined theory. True: each by itself,
             at a cost that grows with the cube of the length. False: not at all. None: by classes
             of positions (`moments.engine.classes`) where the mask is causal and nothing else but
-            dropout tells tokens apart, at any length; token by token where positions enter
-            attention, or for a text, an image, a mask or a kernel; and else not at all.
-            `Prediction.resolution` says which.
+            dropout, windows and rotary positions tells tokens apart, at any length; token by token
+            where positions enter attention otherwise, or for a text, an image, a mask or a kernel;
+            and else not at all. `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
@@ -138,7 +137,6 @@ def predict(
     runs = [s.run for s in stacks]
     with (
         computing(theory, runs),
-        collector_paused(),
         _layer_bar(runs, sum(s.model.layers for s in stacks), progress),
     ):
         if model.encoder is not None:
@@ -153,7 +151,9 @@ def predict(
             stacks[0].backward(stacks[0].read_back(stack.trace.sent_to_memory()))
     encoder = None
     if model.encoder is not None:
-        read = functools.partial(_read_by, stacks[0], stack, outcome)
+        read = functools.partial(
+            _read_by, stacks[0].model, model, stack.layout, stack.trace, outcome.output
+        )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     found = stack.prediction(batch, outcome, encoder)
     for note in found.warnings:
@@ -161,14 +161,19 @@ def predict(
     return found
 
 
-def _read_by(encoder: Stack, decoder: Stack, outcome: Outcome) -> Any:
-    """What the band of an encoder's gradient has to know of its decoder."""
+def _read_by(
+    encoder: Transformer,
+    decoder: Transformer,
+    layout: Layout,
+    trace: Trace,
+    output: OutputMoments | None,
+) -> Any:
+    """What the band of an encoder's gradient has to know of its decoder (refined theory)."""
     from ..noise.memory_spread import DecoderTop
 
-    layout, model = decoder.layout, decoder.model
-    declaration = declare(model, decoder.theory, layout.padding, layout.sequences)
-    read = declare_output(encoder.model, encoder.theory)
-    return DecoderTop(read, declaration, decoder.trace, head_top(outcome.output))
+    declaration = declare(decoder, "refined", layout.padding, layout.sequences)
+    read = declare_output(encoder, "refined")
+    return DecoderTop(read, declaration, trace, head_top(output))
 
 
 def stack_of(model: Transformer, **inputs: Any) -> Stack:
@@ -244,7 +249,7 @@ def _resolution(
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
     if resolved and tokens is None and not given and by_position(model):
-        return PositionClasses.of(model.seq_len)
+        return PositionClasses.of(model.seq_len, _least_window(model))
     return bool(resolved)
 
 
@@ -260,20 +265,22 @@ logits the mean gradient by classes is within its standard error, and that of si
 
 def by_position(model: Transformer) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve."""
-    placed = model.rotary or model.alibi or model.relative_bias
-    windowed = any(window is not None and window < model.seq_len for window in model.windows)
-    # Queries and keys of a kernel of their own.
-    biases = model.biases
-    shifted = biases is not None and (np.any(biases.query) or np.any(biases.key))
-    apart = model.qk_norm is not None or shifted or "hybrid" in model.placements
+    placed = model.alibi or model.relative_bias
+    apart = "hybrid" in model.placements
     waves = getattr(model.embedding, "positions", None) == "sinusoidal"
     return (
         model.causal
-        and model.seq_len >= LEAST_LENGTH
-        and not (placed or windowed or apart or waves or model.encoder)
+        and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
+        and not (placed or apart or waves or model.encoder)
         and (model.head is None or model.head.loss in (None, "causal"))
         and not (_falls_steeply(model) and model.seq_len <= LONGEST_POST)
     )
+
+
+def _least_window(model: Transformer) -> int:
+    """The narrowest window of any layer; the length where there is none."""
+    windows = [window for window in model.windows if window is not None]
+    return min([*windows, model.seq_len])
 
 
 def _falls_steeply(model: Transformer) -> bool:
@@ -285,26 +292,6 @@ def positional(model: Transformer) -> bool:
     """Whether attention tells tokens apart by where they are."""
     marks = (model.causal, model.rotary, model.alibi, model.relative_bias, any(model.windows))
     return any(marks)
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection while a trace grows: many small objects, and no cycles among them.
-
-    What was made then is handed to the oldest generation as it is: frozen and thawed at once, which
-    moves lists instead of walking through all of it. A program that froze objects of its own keeps
-    them so, and pays for the walk.
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..engine.composition import Chain
     from ..noise.overlap import Overlaps
+    from .stack import OuterWeights
 
 FORMAT_VERSION = 1
 """Of the JSON of a Prediction."""
@@ -69,7 +70,7 @@ class Prediction:
     loss_stderr: Any = None
     logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: Callable[[], list[tuple[int, str, Any]]] = field(default=list, repr=False)
+    outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
 
     @property
@@ -169,7 +170,8 @@ class Prediction:
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
         with computing(self.theory, [self.trace]):
-            rows = sorted([*self._inner_weights(), *self.outer_weights()], key=lambda row: row[0])
+            outer = [] if self.outer_weights is None else self.outer_weights.rows()
+            rows = sorted([*self._inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
         gate = self._gate()
         norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)

@@ -88,6 +88,23 @@ def allowed_outside(points: int) -> int:
     return int(next(k for k in range(points + 1) if bdtrc(k, points, 1 - CENTRAL) < BEYOND_CLEAR))
 
 
+def tail_probability(ratio: float, spread: float) -> float:
+    """Two-sided probability of a mean square this far from its expectation.
+
+    A mean square of n entries of kurtosis k is close to chi-square over its degrees of freedom
+    2 n / (k - 1), exactly so for normal entries.
+
+    Args:
+        ratio: measured over expected.
+        spread: relative standard error of the measured one, sqrt((k - 1) / n).
+    """
+    from scipy.special import gammainc, gammaincc
+
+    half = 1 / spread**2  # half the degrees of freedom
+    lower, upper = gammainc(half, half * ratio), gammaincc(half, half * ratio)
+    return float(min(1.0, 2 * min(lower, upper)))
+
+
 def over_draws(log_variance: np.ndarray, draws: int) -> np.ndarray:
     """Variance of the logarithm of the mean of so many draws, from that of one."""
     return np.asarray(np.log1p(np.expm1(log_variance) / draws))

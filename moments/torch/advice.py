@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
+from ..show.expected import tail_probability
 from .causes import BY_DEPTH, BY_LAYER, Cause, Convention, by_layer, causes
-from .entries import tail_probability
 from .expectation import model_of_stack
 from .findings import Finding, Measured, in_layers
 from .roles import TABLES

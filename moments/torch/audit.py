@@ -27,7 +27,7 @@ from .findings import (
     variance_findings,
 )
 from .logits import logits_path, measured_scale
-from .probe import default_batch, probe_or_why
+from .probe import BlockProbe, default_batch, probe_or_why
 from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from .scales import FOLDED
 from .temperature import temperature_findings
@@ -152,14 +152,66 @@ def audit(
     found = roles_of(module, names, sites)
     model, described = resolve(module, plan, names, architecture, options)
     check_fits(model, found, described, placement=False)
-    measured, repeated, findings = _weights(module, found, model)
-    probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
-    findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
-    reads = default_batch(module, found) if batch is None and probes else batch
-    findings += temperature_findings(module, found, model, described, None if why else reads)
-    findings += [] if why else _logits(module, found, model, batch)
-    findings.sort(key=lambda finding: -finding.severity)
     readings = conventions(plan, options, model)
+    return audit_read(Read.of(module, found, batch, model), model, described, readings)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What an audit sees of a module, whatever it is held against.
+
+    Attributes:
+        module: unwrapped.
+        found: its parameters' roles.
+        entries: of every role.
+        repeated: tensors that are another layer's.
+        probes: of its residual branches.
+        why: there are none.
+        batch: what it was run on; None where it was not.
+    """
+
+    module: nn.Module
+    found: ModuleRoles
+    entries: tuple[tuple[Role, Entries], ...]
+    repeated: tuple[Copies, ...]
+    probes: tuple[BlockProbe, ...]
+    why: str
+    batch: Any
+
+    @classmethod
+    def of(cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer) -> Read:
+        """Read the tensors, and run the module once.
+
+        Args:
+            batch: as of `audit`.
+            model: any of its shape.
+        """
+        entries, repeated = _tensors(module, found)
+        probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
+        reads = default_batch(module, found) if batch is None and probes else batch
+        return cls(module, found, entries, repeated, tuple(probes), why, reads)
+
+
+def audit_read(
+    read: Read,
+    model: Transformer,
+    described: Transformer | None,
+    readings: Sequence[Convention] = (),
+) -> AuditReport:
+    """Hold what was read of a module against a model.
+
+    Args:
+        described: the module's own architecture, with its framework's initialisation.
+        readings: other ones of the plan.
+    """
+    module, found, why = read.module, read.found, read.why
+    measured, findings = _weights(read.entries, read.repeated, model)
+    repeated, probes = read.repeated, read.probes
+    findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
+    reads = None if why else read.batch
+    findings += temperature_findings(module, found, model, described, reads)
+    findings += [] if why else _logits(module, found, model, read.batch)
+    findings.sort(key=lambda finding: -finding.severity)
     undeclared = tuple(m.role.label for m in measured if m.expected is None)
     folded = any(f.passed is False for f in findings) and getattr(module, FOLDED, False)
     return AuditReport(
@@ -176,19 +228,25 @@ def audit(
     )
 
 
-def _weights(
-    module: nn.Module, found: ModuleRoles, model: Transformer
-) -> tuple[list[Measured], list[Copies], list[Finding]]:
-    """Every tensor's entries, those that are another one's, and what is wrong with them."""
+def _tensors(
+    module: nn.Module, found: ModuleRoles
+) -> tuple[tuple[tuple[Role, Entries], ...], tuple[Copies, ...]]:
+    """Every tensor's entries, and those that are another one's."""
     tensors = tensors_of(module)
     repeated = copies((role, block_of(tensors, role)) for role in found.roles)
-    measured = measure_roles(
-        model, [(role, _entries(module, role, tensors)) for role in found.roles]
-    )
+    entries = ((role, _entries(module, role, tensors)) for role in found.roles)
+    return tuple(entries), tuple(repeated)
+
+
+def _weights(
+    entries: Iterable[tuple[Role, Entries]], repeated: Sequence[Copies], model: Transformer
+) -> tuple[list[Measured], list[Finding]]:
+    """Every tensor beside its expectation, and what is wrong with them."""
+    measured = measure_roles(model, entries)
     findings = variance_findings(measured, {role for c in repeated for role in c.roles[1:]})
     findings += copy_findings(repeated)
     findings += norm_findings(measured, _carried(model))
-    return measured, repeated, findings
+    return measured, findings
 
 
 def weight_advice(
@@ -206,7 +264,7 @@ def weight_advice(
         described: its own architecture, with its framework's initialisation.
         readings: other ones of the plan.
     """
-    measured, _, findings = _weights(module, found, model)
+    measured, findings = _weights(*_tensors(module, found), model)
     return advise(findings, measured, model, described, readings)
 
 

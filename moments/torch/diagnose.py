@@ -115,15 +115,15 @@ def diagnose(
     if model is None and own is None:
         raise _meant(read_architecture(target) if names is None else None)
     read = read_architecture(target) if own is None and names is None else own
-    declared = _at_length(own if model is None else model_of(model, read, options), measurement)
+    declared = at_length(own if model is None else model_of(model, read, options), measurement)
     if declared.layers != measurement.layers:
         raise domain_error("layers of the model", declared.layers, f"{measurement.layers}")
     found, notes = _described(target, batch, measurement, own or declared, names, sites)
     if model is None and found is not None and not hasattr(target, "config"):
         # torch's own layers draw theirs: what is there is one draw of the framework's.
         declared = declared.replace(biases=found.biases)
-    text = _Text.of(target, declared, batch, loss)
-    case, features = _case(declared, text, measurement, inputs)
+    text = Text.of(target, declared, batch, loss)
+    case, features = case_of(declared, text, measurement, inputs)
     unseen = _unseen(target, case, measurement, inputs)
     advice: tuple[str, ...] = ()
     if found is not None:
@@ -192,7 +192,7 @@ def _meant(read: Transformer | None) -> DomainError:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Text:
+class Text:
     """What a module reads and predicts.
 
     Attributes:
@@ -209,7 +209,7 @@ class _Text:
     predicted: bool
 
     @classmethod
-    def of(cls, module: nn.Module, model: Transformer, batch: Any, loss: Loss | None) -> _Text:
+    def of(cls, module: nn.Module, model: Transformer, batch: Any, loss: Loss | None) -> Text:
         arrays = _arrays(batch)
         known = hasattr(getattr(module, "config", None), "to_dict")
         if model.encoder is not None or not isinstance(model.embedding, Embedding):
@@ -259,13 +259,13 @@ def _reasoned(features: list[Feature], reasons: Mapping[str, tuple[str, ...]]) -
 
 
 def _copied(
-    repeated: list[Copies], again: Callable[[], Measurement], text: _Text, inputs: Any
+    repeated: list[Copies], again: Callable[[], Measurement], text: Text, inputs: Any
 ) -> Feature:
     """Layers that are copies, as a difference: taken out of the network, which is measured anew."""
     seen = functools.cache(again)
 
     def apply(case: Case) -> Case:
-        fresh, _ = _case(case.model, text, seen(), inputs)
+        fresh, _ = case_of(case.model, text, seen(), inputs)
         given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
         given |= {name: v for name, v in fresh.inputs.items() if name.startswith("grad_")}
         return dataclasses.replace(case, inputs=given, measurement=seen())
@@ -286,11 +286,11 @@ def _architecture(
         return None
 
 
-def _at_length(model: Transformer | None, measurement: Measurement) -> Transformer:
+def at_length(model: Transformer | None, measurement: Measurement) -> Transformer:
     """The model for as many tokens as were seen."""
     assert model is not None
     if model.encoder is not None and measurement.encoder is not None:
-        model = model.replace(encoder=_at_length(model.encoder, measurement.encoder))
+        model = model.replace(encoder=at_length(model.encoder, measurement.encoder))
     if model.seq_len == measurement.seq_len:
         return model
     return model.replace(seq_len=measurement.seq_len)
@@ -313,7 +313,7 @@ def _described(
                 batch=batch,
                 names=names,
                 sites=sites,
-                architecture=_at_length(architecture, measurement),
+                architecture=at_length(architecture, measurement),
             )
         except MomentsError as error:
             return None, [f"weights and scales of the module could not be read: {error}"]
@@ -332,9 +332,9 @@ def _arrays(batch: Any) -> dict[str, Any]:
     return arrays
 
 
-def _case(
+def case_of(
     declared: Transformer,
-    text: _Text,
+    text: Text,
     measurement: Measurement,
     inputs: Mapping[str, Any] | None,
 ) -> tuple[Case, list[Feature]]:

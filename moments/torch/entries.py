@@ -9,7 +9,11 @@ from ..optional import optional
 from .truncation import TRUNCATION, truncated_kurtosis, truncated_variance
 
 with optional("torch", "torch"):
+    import torch
     from torch import Tensor
+
+BLOCK = 1 << 16
+"""Entries whose moments are taken at once."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,26 @@ class Entries:
     @classmethod
     def of(cls, tensor: Tensor) -> Entries:
         """Of a tensor with at least one entry, in double precision."""
-        w = tensor.detach().reshape(-1).double()
-        squares = w.square()
-        square = float(squares.mean())
+        flat = tensor.detach().reshape(-1)
+        total = second = fourth = peak = 0.0
+        nonzero = 0
+        for block in flat.split(BLOCK):  # a double copy of the whole would leave the cache
+            w = block.double()
+            squares = w.square()
+            total += float(w.sum())
+            second += float(squares.sum())
+            fourth += float(squares @ squares)
+            peak = max(peak, float(squares.max()))
+            nonzero += int(torch.count_nonzero(block))
+        count = flat.numel()
+        square = second / count
         return cls(
-            count=w.numel(),
-            mean=float(w.mean()),
+            count=count,
+            mean=total / count,
             square=square,
-            kurtosis=float(squares.square().mean()) / square**2 if square > 0 else math.nan,
-            peak=float(w.abs().max()) / math.sqrt(square) if square > 0 else math.nan,
-            zeros=float((w == 0).double().mean()),
+            kurtosis=fourth / count / square**2 if square > 0 else math.nan,
+            peak=math.sqrt(peak / square) if square > 0 else math.nan,
+            zeros=1 - nonzero / count,
         )
 
     @property
@@ -74,16 +88,3 @@ class Entries:
             if fits and abs(self.kurtosis - kurtosis) < max(error, 0.05):
                 return name
         return f"kurtosis {self.kurtosis:.2f}"
-
-
-def tail_probability(ratio: float, spread: float) -> float:
-    """Two-sided probability of a mean square this far from its expectation.
-
-    A mean square of n entries of kurtosis k is close to chi-square over its degrees of freedom
-    2 n / (k - 1), exactly so for normal entries.
-    """
-    from scipy.special import gammainc, gammaincc
-
-    half = 1 / spread**2  # half the degrees of freedom
-    lower, upper = gammainc(half, half * ratio), gammaincc(half, half * ratio)
-    return float(min(1.0, 2 * min(lower, upper)))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from .entries import Entries, tail_probability
+from ..show.expected import tail_probability
+from .entries import Entries
 from .expectation import expected_variance, model_of_stack, scales_of
 from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,30 +61,58 @@ class NormalizedAttention(Leaf):
         freedom = _freedom(float(own.d_head), own.qk_norm == "layernorm")
         factor = expected_pull(freedom, 1.0)
         both = expected_pull(freedom, inner.correlation())
-
-        def pullback(gradient: Gradient) -> Pulled:
-            pulled = back(gradient)
-            kernel = pulled.gradient.kernel.weighted(factor, both)
-            sent = back_norm(Gradient(kernel, gradient.seq_len))
-
-            def weights() -> dict[str, Array]:
-                found: dict[str, Any] = dict(pulled.weights()) if pulled.weights else {}
-                for name in ("value", "value.bias"):
-                    if name in found:
-                        found[name] = found[name] * factor / gain
-                return found
-
-            def response() -> Kernel:
-                assert pulled.response is not None
-                return back_norm(Gradient(pulled.response(), gradient.seq_len)).gradient.kernel
-
-            return Pulled(sent.gradient, weights, pulled.overlaps, response)
-
-        return output, pullback
+        return output, _Pullback(back, back_norm, factor, both, gain)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         # norms are no overlaps of their own
         return through_attention(self.attention, record, at, walk, fixed=True)
+
+
+@dataclass(slots=True, eq=False)
+class _Pullback:
+    """The way back: through attention, and through the tokens' normalisation.
+
+    Attributes:
+        attention, norm: those two ways.
+        factor, both: what normalising values does to a token's gradient, and to that of two.
+        gain: of the unnormalised values.
+    """
+
+    attention: Pullback
+    norm: Pullback
+    factor: Any
+    both: Any
+    gain: Any
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        inner = self.attention(gradient)
+        kernel = inner.gradient.kernel.weighted(self.factor, self.both)
+        sent = self.norm(Gradient(kernel, gradient.seq_len)).gradient
+        return _Pulled(sent, self, inner)
+
+
+@dataclass(slots=True, eq=False)
+class _Pulled(Pulled):
+    """What came back, and what attention alone said."""
+
+    way: _Pullback
+    inner: Pulled
+
+    def weights(self) -> Mapping[str, Array]:
+        way, found = self.way, dict(self.inner.weights())
+        for name in ("value", "value.bias"):
+            if name in found:
+                found[name] = found[name] * way.factor / way.gain
+        return found
+
+    def overlaps(self) -> Mapping[str, Array]:
+        return self.inner.overlaps()
+
+    def response(self) -> Kernel | None:
+        found = self.inner.response()
+        if found is None:
+            return None
+        return self.way.norm(Gradient(found, self.gradient.seq_len)).gradient.kernel
 
 
 def _freedom(d_head: float, centred: bool) -> float:

@@ -170,28 +170,26 @@ class Pool(Leaf):
         weights = self.weights(signal.kernel.pairs.shape[-1])
         pooled = Kernel.of_matrix(weights @ signal.second_moment().pairs @ weights.T)
         output = _gaussian(pooled, signal)
+        return output, functools.partial(self._sent, signal.seq_len, weights)
 
-        def pullback(gradient: Gradient) -> Pulled:
-            sent = Kernel.of_matrix(weights.T @ gradient.kernel.pairs @ weights)
-            return Pulled(Gradient(sent, signal.seq_len))
-
-        return output, pullback
+    def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
+        sent = Kernel.of_matrix(weights.T @ gradient.kernel.pairs @ weights)
+        return Pulled(Gradient(sent, seq_len))
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         kernel, count = signal.second_moment(), signal.seq_len
         variance = kernel.diagonal
         if self.kind == "mean":
             variance = (kernel.diagonal + (count - 1) * kernel.pairs) / count
+        output = _gaussian(Kernel(variance, 0.0 * variance), signal)
+        return output, functools.partial(self._sent_alike, count)
 
-        def pullback(gradient: Gradient) -> Pulled:
-            received = gradient.kernel.diagonal
-            if self.kind == "mean":
-                sent = Kernel(received / count**2, received / count**2)
-            else:
-                sent = Kernel(received / count, 0.0 * received)
-            return Pulled(Gradient(sent, count))
-
-        return _gaussian(Kernel(variance, 0.0 * variance), signal), pullback
+    def _sent_alike(self, count: int, gradient: Gradient) -> Pulled:
+        received = gradient.kernel.diagonal
+        sent = Kernel(received / count, 0.0 * received)
+        if self.kind == "mean":
+            sent = Kernel(received / count**2, received / count**2)
+        return Pulled(Gradient(sent, count))
 
     def weights(self, count: int) -> np.ndarray:
         """(sequences, count) with which tokens enter their sequence's vector."""

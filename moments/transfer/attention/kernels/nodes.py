@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
+TOLERANCE = 2e-2
+"""Chebyshev coefficient of the derivative, relative to the whole, from which on none is kept."""
+
+
 class Nodes(NamedTuple):
     """Chebyshev-Lobatto nodes in the query correlation, from 1 downwards.
 
@@ -44,7 +48,7 @@ def nodes_for(correlation: Array, theta: float) -> Nodes:
     low = float(min(correlation.min(), 0.9))
     half = 0.25 * theta * (1.0 - low)
     order, term = 1, half
-    while order < 10 and term * (order + 1) > 2e-2:
+    while order < 10 and term * (order + 1) > TOLERANCE:
         order += 1
         term *= half / order
     unit = np.cos(np.pi * np.arange(order + 1) / order)

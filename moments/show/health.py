@@ -1,0 +1,784 @@
+"""Whether a network is in order at initialisation: rules on its numbers, and the report of a check.
+
+Every rule is about a consequence, so that its bound has a reason that no data were asked for. What
+a rule reads is measured where a module was run, else predicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import MomentsError, ValidityWarning, domain_error
+from ..model.huggingface.config import from_huggingface
+from ..model.patches import PatchEmbedding
+from ..model.presets import preset
+from ..model.transformer import Transformer
+from ..noise.band import NORMAL_95
+from ..prediction.predict import predict
+from .health_page import fragment, page
+from .precision import FORMATS, precision
+from .recognition import Reading, Weight, in_words, recognise, weights_of
+from .report import number, render
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from ..prediction.result import Prediction
+    from .comparison import Comparison
+
+SEVERITIES = ("error", "warning", "note")
+
+LOSS = 0.2
+"""Share of log(vocabulary) by which a first loss may exceed it. A tenth of it is what published
+models of width 8192 with deviation 0.02 have (logits of variance v add v/2); twice that is spent on
+shrinking logits before anything is learned."""
+
+COLLAPSED = 0.99
+"""Token correlation above which tokens count as alike: what tells two of them apart is then less
+than a seventh of their size, |x_i - x_j|^2 = 2 (1 - r) v."""
+
+IDENTITY = 1e-4
+"""Variance that a layer adds, over its input's, below which it acts as the identity: it changes its
+input by 1 % of its size, a hundred such layers in independent directions by a tenth."""
+
+GRADIENT = 1e6
+"""Factor between first and last layer of (gradient variance) x (signal variance), either way. That
+product does not change with the units of the stream, which a norm divides out; a thousand in size
+is what one learning rate, or one clipping norm, cannot serve at both ends."""
+
+POSITIONS = 0.95
+"""Share of positions in the variance that enters layer 1, above which tokens are told apart by a
+twentieth of it."""
+
+PEAKED = 0.5
+"""E sum_j (a_ij - 1/n)^2 of attention weights above which a row reads about one key: half of what
+a single one has."""
+
+EPSILON = 0.1
+"""Share of a norm's epsilon in the variance it divides by, from which it shrinks what it normalises
+by 5 %."""
+
+OVERFLOW = 1e-9
+"""Share of entries beyond a format's range that is named: one in as many as a large model's step
+has."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One thing that is not in order.
+
+    Attributes:
+        severity: "error", "warning" or "note".
+        kind: a short name, such as "wrong variance" or "initial loss".
+        parameters: tensors or submodules, under the user's own names.
+        layers: where, from 1; empty where it has no layers.
+        measured, expected: numbers, nan where there are none.
+        reason: what was found and what it comes from.
+        mend: what to do.
+    """
+
+    severity: str
+    kind: str
+    parameters: tuple[str, ...]
+    layers: tuple[int, ...]
+    measured: float
+    expected: float
+    reason: str
+    mend: str
+
+    def __str__(self) -> str:
+        where = f" in {', '.join(self.parameters)}" if self.parameters else ""
+        return f"{self.severity}: {self.kind}{where}: {self.reason}. Mend: {self.mend}"
+
+
+class Number(NamedTuple):
+    """A measured number beside the expected one.
+
+    Attributes:
+        quantity: in words.
+        parameter: a tensor's name, or "".
+        measured: nan where nothing was measured.
+        expected, low, high: and where 95 % of right networks are; nan where no band is known.
+        state: "ok", "out", or "" where it is not judged.
+    """
+
+    quantity: str
+    parameter: str
+    measured: float
+    expected: float
+    low: float = math.nan
+    high: float = math.nan
+    state: str = ""
+
+
+class Unhealthy(MomentsError, AssertionError):
+    """A network has findings; the text is the report."""
+
+
+@dataclass(frozen=True, eq=False)
+class CheckReport:
+    """What `moments.check` found.
+
+    Attributes:
+        source: what was checked.
+        scheme: what its initialisation seems to be, in words.
+        findings: errors, then warnings.
+        notes: what else was seen, and is no fault by itself.
+        unchecked: what was not checked, a phrase each.
+        numbers: measured numbers beside expected ones.
+        prediction: for the network with the weights that it has.
+        comparison: with the measurement; None where nothing was measured.
+        read: what it was run on, in words; "" where nothing was measured.
+    """
+
+    source: str
+    scheme: str
+    findings: tuple[Trouble, ...]
+    notes: tuple[str, ...]
+    unchecked: tuple[str, ...]
+    numbers: tuple[Number, ...]
+    prediction: Prediction = field(repr=False)
+    comparison: Comparison | None = field(repr=False)
+    read: str = ""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is no finding. It says nothing of what was not checked: see `unchecked`."""
+        return not self.findings
+
+    def assert_healthy(self) -> None:
+        """For test suites.
+
+        Raises:
+            Unhealthy: there are findings; it is an AssertionError.
+        """
+        if self.findings:
+            raise Unhealthy(str(self))
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per number: quantity, parameter, measured, expected, low, high, state."""
+        import pandas as pd
+
+        return pd.DataFrame(self.numbers, columns=Number._fields)
+
+    def findings_frame(self) -> pd.DataFrame:
+        """One row per finding: its attributes."""
+        import pandas as pd
+
+        columns = [f.name for f in dataclasses.fields(Trouble)]
+        return pd.DataFrame([dataclasses.asdict(f) for f in self.findings], columns=columns)
+
+    def precision(self) -> pd.DataFrame:
+        """What bf16, fp16 and fp8 lose at every point, forward and backward: see
+        `moments.show.precision`."""
+        return precision(self.prediction)
+
+    def verdict(self) -> str:
+        """One line."""
+        count = len(self.findings)
+        state = f"{count} finding{'s' * (count > 1)}" if count else "nothing found wrong"
+        seen = self.read or "nothing was measured, all of it predicted"
+        parts = [f"{self.source}: {state}", self.scheme, *self._growth(), seen]
+        if self.unchecked:
+            parts.append(f"NOT CHECKED: {'; '.join(self.unchecked)}")
+        return "; ".join(part for part in parts if part)
+
+    def _growth(self) -> Iterator[str]:
+        p = self.prediction
+        m: Any = p if self.comparison is None else self.comparison.measurement
+        told = "" if m is p else " ({:.3g} expected)"
+        for name, up in (("variance", True), ("gradient variance", False)):
+            field_ = name.replace("gradient ", "grad_")
+            ends = [(getattr(one, field_)[0], getattr(one, field_)[-1]) for one in (m, p)]
+            ratios = [_ratio(b, a) if up else _ratio(a, b) for a, b in ends]
+            where = "from first to last layer" if up else "at the first layer over the last"
+            yield f"{name} x {ratios[0]:.3g}{told.format(ratios[1])} {where}"
+        yield f"token correlation {m.correlation[0]:.2f} to {m.correlation[-1]:.2f}"
+        if m.loss is not None and (vocab := choices(p.model)) is not None:
+            yield f"loss {m.loss:.3f}, log({vocab}) = {math.log(vocab):.3f}"
+
+    def __str__(self) -> str:
+        lines = _wrapped(self.verdict(), "")
+        if not self.findings:
+            return " ".join(lines)
+        for place, found in enumerate(self.findings, start=1):
+            lines += _wrapped(f"{place}. {found}", "   ")
+        lines += [f"   {line}" for line in self.table().splitlines()]
+        for note in self.notes:
+            lines += _wrapped(f"note: {note}", "   ")
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """The numbers as text."""
+        return render(_table(self.numbers))
+
+    def to_html(self) -> str:
+        """The whole report as one HTML file, its pictures inside it."""
+        return page(self)
+
+    def plot(self) -> Figure:
+        """Measured beside expected along the depth; without a measurement what is expected."""
+        name = self.source
+        return self.prediction.plot(name) if self.comparison is None else self.comparison.plot(name)
+
+    def to_json(self) -> str:
+        """Verdict, findings, notes, what was not checked, and numbers as JSON."""
+        import json
+
+        data = {
+            "format": 1,
+            "source": self.source,
+            "healthy": self.healthy,
+            "verdict": self.verdict(),
+            "scheme": self.scheme,
+            "findings": [_finite(dataclasses.asdict(f)) for f in self.findings],
+            "notes": list(self.notes),
+            "unchecked": list(self.unchecked),
+            "read": self.read,
+            "numbers": [_finite(n._asdict()) for n in self.numbers],
+        }
+        return json.dumps(data, indent=2, allow_nan=False)
+
+    def _repr_html_(self) -> str:
+        return fragment(self)
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f.kind for f in self.findings[:4])
+        return f"CheckReport({self.source}: {kinds or 'healthy'})"
+
+
+def _ratio(above: float, below: float) -> float:
+    return float(above / below) if below else math.nan
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that JSON has no word for as null."""
+    return {
+        name: None if isinstance(v, float) and not math.isfinite(v) else v
+        for name, v in row.items()
+    }
+
+
+WIDTH = 110
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _table(numbers: Sequence[Number]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "number", "parameter"):
+        table.add_column(name)
+    for name in ("measured", "expected", "95 % of draws"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for n in numbers:
+        band = f"{number(n.low)} to {number(n.high)}" if math.isfinite(n.low) else "-"
+        seen, wanted = ("-" if math.isnan(v) else number(v) for v in (n.measured, n.expected))
+        table.add_row(n.state, n.quantity, escape(n.parameter), seen, wanted, band)
+    return table
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def choices(model: Transformer) -> int | None:
+    """Logits per prediction, where a head declares them."""
+    if model.head is None or model.head.loss is None:
+        return None
+    own = model.head.classes or model.head.vocab_size
+    return own or getattr(model.embedding, "vocab_size", None)
+
+
+def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Iterator[Number]:
+    """Both ends of the stream, the loss and the logits."""
+    model = prediction.model
+    ends = (("entering layer 1", 0), (f"leaving layer {model.layers}", model.layers))
+    if comparison is None:
+        bands = prediction.grad_variance_band
+        for where, n in ends:
+            yield Number(f"variance {where}", "", math.nan, float(prediction.variance[n]))
+        for where, n in ends:
+            low, high = (float(bands[k][n]) for k in (0, 1))
+            expected = float(prediction.grad_variance[n])
+            yield Number(f"gradient variance {where}", "", math.nan, expected, low, high)
+    else:
+        points = comparison.points()
+        points = points[points["stack"] == ""]
+        for name in ("variance", "grad_variance"):
+            for where, n in ends:
+                row = points[(points["quantity"] == name) & (points["layer"] == n)]
+                (found,) = row.to_dict("records")
+                words = f"{name.replace('grad_', 'gradient ')} {where}"
+                state = "ok" if found["inside"] else "out"
+                seen_, expected, low, high = (
+                    float(found[key]) for key in ("measured", "predicted", "low", "high")
+                )
+                yield Number(words, "", seen_, expected, low, high, state)
+    measured: Any = None if comparison is None else comparison.measurement
+    for where, n in ends:
+        seen = math.nan if measured is None else float(measured.correlation[n])
+        yield Number(f"token correlation {where}", "", seen, float(prediction.correlation[n]))
+    yield from _outputs(prediction, measured)
+
+
+def _outputs(prediction: Prediction, measured: Any) -> Iterator[Number]:
+    vocab = choices(prediction.model)
+    loss = None if measured is None else measured.loss
+    seen = math.nan if loss is None else float(loss)
+    if prediction.loss is not None:
+        expected, error = float(prediction.loss), NORMAL_95 * float(prediction.loss_stderr or 0.0)
+        yield Number("loss", "", seen, expected, expected - error, expected + error)
+    if vocab is not None:
+        yield Number(f"loss against log({vocab})", "", seen, math.log(vocab))
+    if prediction.logit_variance is not None:
+        logits = None if measured is None else measured.logit_variance
+        seen = math.nan if logits is None else float(logits)
+        yield Number("mean squared logit", "", seen, float(prediction.logit_variance))
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """What the rules read.
+
+    Attributes:
+        prediction: for the network with its own weights.
+        comparison: with the measurement; None: nothing was measured.
+        names: role -> the user's own names of its tensors.
+        intended: the network as it is meant to be; None: not known.
+        dtype: of the parameters.
+    """
+
+    prediction: Prediction
+    comparison: Comparison | None
+    names: Mapping[str, tuple[str, ...]]
+    intended: Transformer | None = None
+    dtype: str = "float32"
+
+    @property
+    def source(self) -> Any:
+        """Measurement, or prediction."""
+        return self.prediction if self.comparison is None else self.comparison.measurement
+
+    def of(self, *roles: str) -> tuple[str, ...]:
+        """Names of tensors."""
+        return tuple(name for role in roles for name in self.names.get(role, ()))
+
+
+def rules(seen: Seen) -> tuple[list[Trouble], list[str]]:
+    """Troubles and notes from the numbers along the depth and at the output."""
+    troubles: list[Trouble] = []
+    notes: list[str] = []
+    for rule in (_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range):
+        for found in rule(seen):
+            if isinstance(found, str):
+                notes.append(found)
+            else:
+                troubles.append(found)
+    return troubles, notes
+
+
+Found = Iterator[Trouble | str]
+
+
+def _loss(seen: Seen) -> Found:
+    model, source = seen.prediction.model, seen.source
+    vocab = choices(model)
+    if source.loss is None or vocab is None or model.head is None:
+        return
+    loss, uniform = float(source.loss), math.log(vocab)
+    if loss - uniform <= LOSS * uniform:
+        return
+    logits = source.logit_variance
+    of = "token" if model.head.tied else "head"
+    names = seen.of(of) or seen.of("token") or (of,)
+    width = model.d_model * (model.head.output_scale or 1.0) ** 2
+    told = "" if logits is None else f"; logits have a mean square of {float(logits):.3g}, not 1"
+    told += ", and the head is the token table itself" if model.head.tied else ""
+    yield Trouble(
+        "error" if loss > 2 * uniform else "warning",
+        "initial loss",
+        names,
+        (),
+        loss,
+        uniform,
+        f"the first loss is {loss:.3g}, {loss / uniform:.3g} times that of guessing, "
+        f"log({vocab}) = {uniform:.3g}{told}",
+        f"draw {of} with a std of at most 1/sqrt(d_model) = {width**-0.5:.2g}, or multiply the "
+        "logits down to a mean square of 1",
+    )
+
+
+def _collapse(seen: Seen) -> Found:
+    correlation = np.asarray(seen.source.correlation)
+    alike = np.flatnonzero(correlation > COLLAPSED)
+    if alike.size == 0 or seen.prediction.model.seq_len < 2:
+        return
+    first = int(alike[0])
+    layers = tuple(int(n) for n in alike if n)
+    where = f"after layer {first}" if first else "before layer 1"
+    worst = float(correlation[alike[0]])
+    yield Trouble(
+        "warning",
+        "tokens alike",
+        seen.of("output", "ffn_out")[:2] if first else seen.of("token", "position"),
+        layers,
+        worst,
+        float(seen.prediction.correlation[first]),
+        f"{where} tokens are indistinguishable: their correlation is {worst:.4f}, above "
+        f"{COLLAPSED:g}, and {float(correlation[-1]):.4f} at the last layer",
+        "weigh attention's branch less against the skip connection (a depth scale on its output), "
+        "or place the norm before the block"
+        if first
+        else "give token embeddings a larger share of what enters layer 1",
+    )
+
+
+def added(seen: Seen) -> np.ndarray:
+    """Variance that every layer's blocks add, over that of the layer's input, (N,); nan where the
+    sites are not known."""
+    model, frame = seen.prediction.model, seen.source.to_frame()
+    skip, branch = (model.by_block(name) ** 2 for name in ("skip_scale", "branch_scale"))
+    found = np.full(model.layers, np.nan)
+    rows = {
+        (int(r["layer"]), str(r["site"])): float(r["variance"]) for r in frame.to_dict("records")
+    }
+    for n in range(1, model.layers + 1):
+        parts = []
+        for column, block in enumerate(("attention", "ffn")):
+            sites = (
+                f"{block}.post_norm",
+                f"{block}.dropout",
+                f"{block}.projection",
+                f"{block}.out",
+            )
+            value = next((rows[n, site] for site in sites if (n, site) in rows), math.nan)
+            parts.append(value * branch[n - 1, column] / max(skip[n - 1, column], 1e-300))
+        entering = float(seen.source.variance[n - 1])
+        found[n - 1] = sum(parts) / entering if entering else math.nan
+    return found
+
+
+def _identity(seen: Seen) -> Found:
+    ratio = added(seen)
+    idle = tuple(int(n) + 1 for n in np.flatnonzero(ratio < IDENTITY))
+    if not idle:
+        return
+    intended = seen.intended
+    meant = intended is not None and float(np.max(intended.by_block("branch_scale"))) < 0.1
+    zero = bool(np.all(ratio[[n - 1 for n in idle]] == 0))
+    words = (
+        f"{'every layer' if len(idle) == len(ratio) else f'layers {listed(idle)}'} act"
+        f"{'s' * (len(idle) == len(ratio))} as the identity: what is added has "
+        f"{float(np.min(ratio)):.2g} of the variance of the layer's input"
+    )
+    if meant or zero:
+        yield words + (", as its scheme means it" if meant else ": its outward matrices are zero")
+        return
+    yield Trouble(
+        "warning",
+        "identity layers",
+        seen.of("output", "ffn_out"),
+        idle,
+        float(np.min(ratio)),
+        IDENTITY,
+        f"{words}, below {IDENTITY:g}: with matrices this small at d_model "
+        f"{seen.prediction.model.d_model}, or a stream that is large from its embedding on, the "
+        "network is little more than its embedding",
+        "draw matrices by their width (Xavier, 1/fan_in) instead of one std for all widths, or "
+        "draw the embedding tables smaller",
+    )
+
+
+def _gradient(seen: Seen) -> Found:
+    source = seen.source
+    first, last = (float(source.variance[n]) * float(source.grad_variance[n]) for n in (0, -1))
+    p = seen.prediction
+    wanted = _ratio(p.variance[0] * p.grad_variance[0], p.variance[-1] * p.grad_variance[-1])
+    ratio = _ratio(first, last)
+    if not last or 1 / GRADIENT <= ratio <= GRADIENT:
+        return
+    way = "vanishes" if ratio < 1 else "explodes"
+    yield Trouble(
+        "warning",
+        f"gradient {way}",
+        (),
+        (1,),
+        ratio,
+        wanted,
+        f"the gradient {way} towards the input: times the stream's variance it is {ratio:.2g} "
+        f"times at the first layer what it is at the last, beyond a factor of {GRADIENT:g}",
+        "a scheme for depth (moments.solve), Pre-LN, or a branch scale of 1/sqrt(2N)",
+    )
+
+
+def _tables(seen: Seen) -> Found:
+    embedding = seen.prediction.model.embedding
+    tokens = getattr(embedding, "token_variance", None)
+    if embedding is None or tokens is None:
+        return
+    total = float(embedding.variance)
+    token = float(embedding.scale) ** 2 * float(tokens)
+    positions = total - token - float(embedding.segment_variance)
+    if total and positions / total > POSITIONS:
+        sines = embedding.positions == "sinusoidal"
+        mend = (
+            "multiply token embeddings by sqrt(d_model), or draw them with variance 1"
+            if sines
+            else "draw positions with the std of the tokens"
+        )
+        yield Trouble(
+            "warning",
+            "positions drown tokens",
+            seen.of("position") or ("positions",),
+            (),
+            positions / total,
+            POSITIONS,
+            f"positions are {100 * positions / total:.1f} % of the variance that enters layer 1 "
+            f"({positions:.3g} beside {token:.3g} of the tokens)",
+            mend,
+        )
+    epsilon, first = seen.prediction.model.norm_epsilon, float(seen.source.variance[0])
+    pre = seen.prediction.model.placements[0] == "pre"
+    if pre and first and epsilon / (epsilon + first) > EPSILON:
+        yield (
+            f"the norms' epsilon {epsilon:g} is {100 * epsilon / (epsilon + first):.0f} % of what "
+            f"the first one divides by: the stream enters with a variance of {first:.2g}"
+        )
+
+
+def _final_norm(seen: Seen) -> Found:
+    model = seen.prediction.model
+    if model.head is None or model.head.norm or model.head.loss is None:
+        return
+    if set(model.placements) != {"pre"}:
+        return
+    if seen.intended is not None and seen.intended.head is not None and not seen.intended.head.norm:
+        yield "no norm stands between the last Pre-LN layer and the head, as it is meant"
+        return
+    growth = _ratio(float(seen.source.variance[-1]), float(seen.source.variance[0]))
+    yield Trouble(
+        "warning",
+        "no final norm",
+        seen.of("final.norm.gain", "head") or seen.of("token") or ("head",),
+        (model.layers,),
+        growth,
+        math.nan,
+        "the head reads a Pre-LN stream that nothing normalises: its variance, and that of the "
+        f"logits, grows with depth ({growth:.3g} times here)",
+        "put a norm behind the last layer, and run it",
+    )
+
+
+def _attention(seen: Seen) -> Found:
+    frame = seen.prediction.attention()
+    peaked = frame[frame["distance_to_uniform"] > PEAKED]
+    if len(peaked):
+        layers = tuple(int(n) for n in peaked["layer"])
+        worst = float(peaked["logit_variance"].max())
+        yield Trouble(
+            "warning",
+            "attention saturated",
+            seen.of("query", "key"),
+            layers,
+            worst,
+            1.0,
+            f"attention starts at a single key: logits within a row have a variance of "
+            f"{worst:.3g}, so that the softmax passes no gradient to queries and keys",
+            "divide q k by sqrt(d_head), draw query and key smaller, or normalise them",
+        )
+
+
+def _range(seen: Seen) -> Found:
+    frame = precision(seen.prediction)
+    for form in FORMATS:
+        own = frame[frame["format"] == form.title]
+        used = seen.dtype == form.name
+        forward, back = (own[own["way"] == way] for way in ("forward", "gradient"))
+        over = own[own["overflow"] > OVERFLOW]
+        if len(over):
+            worst: Any = over.sort_values("overflow").iloc[-1]
+            words = (
+                f"{form.title} overflows at {worst['site']} of layer {int(worst['layer'])} "
+                f"({worst['way']}): a variance of {worst['variance']:.3g} leaves "
+                f"{worst['overflow']:.2g} of the entries beyond {form.largest:g}"
+            )
+            if used or form.name == "bfloat16":
+                mend = "keep the stream's variance in range with a norm or a residual scale"
+                layer = (int(worst["layer"]),)
+                numbers = float(worst["overflow"]), OVERFLOW
+                yield Trouble("error", "overflow", (), layer, *numbers, words, mend)
+            else:
+                yield words
+        lost = back[back["zero"] > 0.5]
+        if len(lost) and form.name != "bfloat16":
+            smallest = float(back["variance"].min())
+            power = max(0, math.ceil(math.log2(2.0**form.lowest / math.sqrt(smallest))))
+            words = (
+                f"{form.title} without loss scaling turns most gradient entries to 0 at "
+                f"{len(lost)} of {len(back)} points (rms down to {math.sqrt(smallest):.2g}); a "
+                f"loss scale of 2^{power} brings them into its normal range"
+            )
+            if used:
+                mend = f"scale the loss by 2^{power} (torch.amp.GradScaler), or use bf16"
+                numbers = float(lost["zero"].max()), 0.5
+                yield Trouble("warning", "gradient underflow", (), (), *numbers, words, mend)
+            else:
+                yield words
+        flushed = forward[forward["zero"] > 0.5]
+        if len(flushed):
+            worst = flushed.sort_values("zero").iloc[-1]
+            yield (
+                f"unscaled {form.title} turns {100 * worst['zero']:.0f} % of the entries at "
+                f"{worst['site']} of layer {int(worst['layer'])} to 0"
+            )
+
+
+def listed(layers: Sequence[int]) -> str:
+    """1 to 4, 7."""
+    runs: list[list[int]] = []
+    for n in layers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+
+
+def ranked(troubles: Sequence[Trouble]) -> tuple[Trouble, ...]:
+    """Errors first, in the order in which they were found."""
+    return tuple(sorted(troubles, key=lambda t: SEVERITIES.index(t.severity)))
+
+
+# --- declarations ---------------------------------------------------------------------------------
+
+
+def declared(subject: Any) -> tuple[Transformer, str] | None:
+    """The declaration that something is, and its name; None where it may be a module."""
+    if isinstance(subject, Transformer):
+        return subject, "Transformer"
+    if isinstance(subject, str) and subject in preset.names():
+        return preset(subject), subject
+    if isinstance(subject, Mapping) or hasattr(subject, "to_diff_dict"):
+        config = subject if isinstance(subject, Mapping) else subject.to_dict()
+        return from_huggingface(subject), f"config of type {config.get('model_type')!r}"
+    if isinstance(subject, str | os.PathLike) and str(subject).endswith(".json"):
+        return from_huggingface(subject), str(subject)
+    model = getattr(subject, "model", None)
+    if isinstance(model, Transformer):
+        return model, type(subject).__name__
+    return None
+
+
+LONGEST = 128
+"""Tokens at which a declaration is predicted, if it has more: correlations and gradients of longer
+sequences differ little where their positions are classes, and cost more where they are not."""
+
+
+def check_declared(
+    model: Transformer, name: str, *, batch: Any = None, scheme: Any = None, loss: Any = None
+) -> CheckReport:
+    """A declaration by its predictions.
+
+    Raises:
+        DomainError: a batch or a loss, which need a module.
+    """
+    for argument, value in (("batch", batch), ("loss", loss)):
+        if value is not None:
+            raise domain_error(argument, type(value).__name__, "None without a module to run")
+    meant = None
+    if isinstance(scheme, str):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ValidityWarning)
+            meant = model.with_scheme(scheme)
+    elif scheme is not None:
+        meant = scheme if isinstance(scheme, Transformer) else scheme.model
+    if model.seq_len > LONGEST and not isinstance(model.embedding, PatchEmbedding):
+        model = model.replace(seq_len=LONGEST)
+    inputs: dict[str, Any] = {}
+    notes = []
+    if isinstance(model.embedding, PatchEmbedding):
+        inputs = {"variance": 1.0, "correlation": 0.0}
+        notes.append("what enters layer 1 depends on its pictures: variance 1, no correlation")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        prediction = predict(model, **inputs)
+    weights = weights_of(model)
+    reading = recognise(weights, model)
+    seen = Seen(prediction, None, {}, meant or model)
+    troubles, said = rules(seen)
+    troubles += _otherwise(weights, meant)
+    words = reading.title
+    if reading.left:
+        left = ", ".join(reading.roles_left())
+        words = f"{words}, but for {left}" if reading.share >= 0.5 else "of no published scheme"
+    if reading.meant is not None:
+        troubles.insert(0, _slipped(reading, weights))
+    return CheckReport(
+        source=name,
+        scheme=words,
+        findings=ranked(troubles),
+        notes=(*notes, *said, *prediction.warnings),
+        unchecked=("the module itself: nothing was run",),
+        numbers=tuple(stream_numbers(prediction, None)),
+        prediction=prediction,
+        comparison=None,
+    )
+
+
+def _slipped(reading: Reading, weights: Sequence[Weight]) -> Trouble:
+    assert reading.meant is not None
+    off = [
+        w
+        for w in weights
+        if not w.is_of(float(getattr(reading.meant.layer_weights(w.layer), w.name)))
+    ]
+    wanted = float(getattr(reading.meant.layer_weights(off[0].layer), off[0].name))
+    return Trouble(
+        "warning",
+        "wrong variance",
+        tuple(dict.fromkeys(w.name for w in off)),
+        tuple(sorted({w.layer for w in off})),
+        off[0].variance,
+        wanted,
+        reading.title,
+        f"draw them as {in_words(reading.meant)}",
+    )
+
+
+def _otherwise(weights: Sequence[Weight], meant: Transformer | None) -> Iterator[Trouble]:
+    """Matrices that are not as the scheme says."""
+    if meant is None:
+        return
+    groups: dict[str, list[tuple[Weight, float]]] = {}
+    for w in weights:
+        wanted = float(getattr(meant.layer_weights(w.layer), w.name))
+        if not w.is_of(wanted):
+            groups.setdefault(w.name, []).append((w, wanted))
+    for name, group in groups.items():
+        weight, wanted = group[0]
+        yield Trouble(
+            "warning",
+            "wrong variance",
+            (name,),
+            tuple(w.layer for w, _ in group),
+            weight.variance,
+            wanted,
+            f"{name} has {_ratio(weight.variance, wanted):.3g} times the scheme's variance",
+            f"draw it with std {math.sqrt(wanted):.3g}",
+        )

@@ -1,0 +1,106 @@
+"""What formats of floating-point numbers lose of a Gaussian: entries too small, entries too large.
+
+A format with p stored bits of mantissa, smallest normal number 2^e and largest finite number M
+rounds to nearest, ties to even. Its subnormal numbers are multiples of u = 2^(e - p), so that of
+x ~ N(0, s^2)
+
+    P(x becomes 0)         = P(|x| <= u/2)             = erf(u / (2 s sqrt 2)),
+    P(x becomes subnormal) = P(u/2 < |x| < 2^e - u/2)  = erf((2^e - u/2) / (s sqrt 2)) - the above,
+    P(x overflows)         = P(|x| > M + h)            = erfc((M + h) / (s sqrt 2)),
+
+h half the distance from M to the number that would follow it. Derived here; a test holds them
+against casts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ..prediction.result import Prediction
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format.
+
+    Attributes:
+        name: as torch's dtype is called.
+        title: as people write it.
+        mantissa: stored bits p.
+        lowest: exponent e of the smallest normal number.
+        largest: finite number M.
+    """
+
+    name: str
+    title: str
+    mantissa: int
+    lowest: int
+    largest: float
+
+    @property
+    def step(self) -> float:
+        """The smallest subnormal number u."""
+        return 2.0 ** (self.lowest - self.mantissa)
+
+    @property
+    def limit(self) -> float:
+        """M + h, beyond which rounding leaves the finite numbers."""
+        return self.largest + 2.0 ** (math.floor(math.log2(self.largest)) - self.mantissa - 1)
+
+    @property
+    def rounding(self) -> float:
+        """Largest relative error of rounding a normal number, 2^-(p + 1)."""
+        return 2.0 ** -(self.mantissa + 1)
+
+    def shares(self, variance: np.ndarray | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of Gaussian entries of these variances: the shares that become 0, that become subnormal,
+        and that overflow."""
+        from scipy.special import erf, erfc
+
+        root = np.sqrt(2 * np.asarray(variance, dtype=float))
+        with np.errstate(divide="ignore"):
+            zero = erf(self.step / 2 / root)
+            below = erf((2.0**self.lowest - self.step / 2) / root)
+            return zero, below - zero, erfc(self.limit / root)
+
+
+FORMATS = (
+    Format("bfloat16", "bf16", 7, -126, (2 - 2.0**-7) * 2.0**127),
+    Format("float16", "fp16", 10, -14, 65504.0),
+    Format("float8_e4m3fn", "fp8 E4M3", 3, -6, 448.0),
+    Format("float8_e5m2", "fp8 E5M2", 2, -14, 57344.0),
+)
+
+
+def precision(prediction: Prediction) -> pd.DataFrame:
+    """What every format loses at every point of a network, forward and backward.
+
+    Entries count as Gaussian of the predicted variance, unscaled. Columns: layer, site, way
+    ("forward" or "gradient"), format, variance, zero, subnormal, overflow (shares of entries).
+    """
+    import pandas as pd
+
+    frame = prediction.to_frame()
+    parts = []
+    for way, column in (("forward", "variance"), ("gradient", "grad_variance")):
+        own = frame[frame[column] > 0]
+        for form in FORMATS:
+            zero, subnormal, overflow = form.shares(own[column].to_numpy(float))
+            parts.append(
+                own[["layer", "site"]].assign(
+                    way=way,
+                    format=form.title,
+                    variance=own[column],
+                    zero=zero,
+                    subnormal=subnormal,
+                    overflow=overflow,
+                )
+            )
+    return pd.concat(parts, ignore_index=True)

@@ -1,0 +1,400 @@
+"""Which initialisation a network's weights seem to be of: every published one, and frameworks' own.
+
+A reading is a rule that gives every matrix a variance. It explains a matrix whose mean square lies
+within its own sampling error of that; the reading that explains most is what the weights seem to
+be, and what it leaves over are the matrices to look at. Rules whose one variance is free (a normal
+distribution of any deviation, with or without GPT-2's division) take it from the weights: from the
+matrix that suits them best, then anew from all that they explain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DomainError, ValidityWarning
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES, Biases
+from ..scheme.registry import scheme, schemes
+from .expected import tail_probability
+
+FIT = 1e-4
+"""Probability of a mean square this far from its variance, below which it is not explained."""
+
+ROUND = 4.0
+"""Standard errors within which an estimated deviation is taken for the round number beside it."""
+
+SLOW = ("dslm", "admin")
+"""Schemes that solve for their constants, tried where no other explains all."""
+
+Owner = tuple[int, str]
+"""Layer and matrix."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The entries of one matrix of one layer.
+
+    Attributes:
+        layer: from 1.
+        name: a field of moments.Weights.
+        variance: mean square of the entries.
+        spread: its relative standard error as an estimate.
+        count: entries.
+        fan_in, fan_out: features summed over, and made.
+    """
+
+    layer: int
+    name: str
+    variance: float
+    spread: float
+    count: int
+    fan_in: int
+    fan_out: int
+
+    def is_of(self, variance: float) -> bool:
+        """Whether the entries may be of this variance."""
+        if variance == 0 or self.variance == 0:
+            return variance == self.variance
+        return tail_probability(self.variance / variance, self.spread) >= FIT
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One rule for the weights.
+
+    Attributes:
+        title: what it is, in words.
+        model: the network whose weights, and scales where the rule sets them, follow the rule.
+        meant: where the rule is a known slip, the network without it; else None.
+        published: whether it is a scheme of `moments.schemes`.
+        explained: matrices that it explains.
+        left: matrices that it does not.
+    """
+
+    title: str
+    model: Transformer
+    meant: Transformer | None = None
+    published: bool = False
+    explained: frozenset[Owner] = frozenset()
+    left: frozenset[Owner] = frozenset()
+
+    @property
+    def share(self) -> float:
+        """Of all matrices, how many it explains."""
+        return len(self.explained) / max(1, len(self.explained) + len(self.left))
+
+    def roles_left(self) -> tuple[str, ...]:
+        """Matrices of which it leaves at least one layer over, in the order of the network."""
+        left = {name for _, name in self.left}
+        return tuple(name for name in MATRICES if name in left)
+
+
+def weights_of(model: Transformer) -> list[Weight]:
+    """A declaration's own matrices, which have no sampling error but that of rounding."""
+    heads = model.heads * (model.d_head or 0)
+    small = (model.kv_heads or model.heads) * (model.d_head or 0)
+    d_model, d_ff = model.d_model, model.d_ff or 0
+    fans = {
+        "query": (d_model, heads),
+        "key": (d_model, small),
+        "value": (d_model, small),
+        "output": (heads, d_model),
+        "ffn_in": (d_model, d_ff),
+        "ffn_out": (d_ff, d_model),
+    }
+    if model.gated:
+        fans["gate"] = fans["ffn_in"]
+    return [
+        Weight(n, name, float(getattr(model.layer_weights(n), name)), 1e-6, 10**12, *fans[name])
+        for n in range(1, model.layers + 1)
+        for name in fans
+    ]
+
+
+def recognise(
+    weights: Sequence[Weight], model: Transformer, promised: Transformer | None = None
+) -> Reading:
+    """The reading that explains most matrices; of several the first, the promised one foremost.
+
+    Known slips are read too, last: a slip is what the weights are of where it explains more than
+    every rule does.
+
+    Args:
+        weights: of all layers.
+        model: the architecture.
+        promised: what the network's own config says of its initialisation.
+    """
+    best: Reading | None = None
+    for reading in _readings(weights, model, promised):
+        read = _held(reading, weights)
+        best = read if best is None or len(read.explained) > len(best.explained) else best
+        if not best.left:
+            return best
+    assert best is not None
+    if best.share < 0.5:
+        for reading in _published(plain(model), SLOW):
+            read = _held(reading, weights)
+            best = read if len(read.explained) > len(best.explained) else best
+    return best
+
+
+def _readings(
+    weights: Sequence[Weight], model: Transformer, promised: Transformer | None
+) -> Iterator[Reading]:
+    base = plain(model)
+    if promised is not None:
+        words = f"the initialisation that its config promises ({in_words(promised)})"
+        yield Reading(words, promised)
+    rules = _RULES if base.layers > 1 else _RULES[:1]
+    bases = {rule.words: _base(weights, rule, base) for rule in (*rules, *_SLIPS)}
+    for rule in rules:
+        if (variance := bases[rule.words]) > 0:
+            yield Reading(rule.title(base, variance), rule.drawn(base, variance))
+    yield from _published(base, [s.name for s in schemes() if s.name not in SLOW])
+    for title, fans in _FANS:
+        # Left as torch draws it, a Linear keeps torch's bias too.
+        start = model if title.startswith("torch") else base
+        yield Reading(title, _by_fans(weights, start, fans))
+    if base.layers > 1:
+        for rule in _SLIPS:
+            if (variance := bases[rule.words]) > 0:
+                meant = _SCALED.drawn(base, variance)
+                yield Reading(rule.title(base, variance), rule.drawn(base, variance), meant)
+    yield from _fused(weights, base)
+
+
+def plain(model: Transformer) -> Transformer:
+    """The architecture without the biases that it was found with."""
+    biases = model.biases
+    if biases is not None:
+        biases = Biases.of(*(name for name, v in biases.to_dict().items() if v is not None))
+    return model.replace(biases=biases)
+
+
+def _held(reading: Reading, weights: Sequence[Weight]) -> Reading:
+    explained: set[Owner] = set()
+    left: set[Owner] = set()
+    for weight in weights:
+        wanted = float(getattr(reading.model.layer_weights(weight.layer), weight.name))
+        (explained if weight.is_of(wanted) else left).add((weight.layer, weight.name))
+    return dataclasses.replace(reading, explained=frozenset(explained), left=frozenset(left))
+
+
+# --- one variance, divided ------------------------------------------------------------------------
+
+INWARD = ("query", "key", "value")
+OUTWARD = ("output", "ffn_out")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """One free variance, that of some matrices divided by a number.
+
+    Attributes:
+        words: with {std} and {blocks}, the number of residual blocks.
+        divided: matrices.
+        divisor: from the number of blocks, the layer and d_model.
+    """
+
+    words: str
+    divided: tuple[str, ...]
+    divisor: Callable[[int, int, int], float]
+
+    def by(self, model: Transformer, layer: int, name: str) -> float:
+        """What a matrix's variance is divided by."""
+        blocks = model.layers * (2 if model.encoder is None else 3)
+        plain = name.removeprefix("cross_")
+        return self.divisor(blocks, layer, model.d_model) if plain in self.divided else 1.0
+
+    def title(self, model: Transformer, variance: float) -> str:
+        blocks = model.layers * (2 if model.encoder is None else 3)
+        return self.words.format(std=f"{math.sqrt(variance):.3g}", blocks=blocks)
+
+    def drawn(self, base: Transformer, variance: float) -> Transformer:
+        assert base.weights is not None
+        layers = range(1, base.layers + 1)
+        names = [n for n in MATRICES if getattr(base.weights, n) is not None]
+        values = {n: [variance / self.by(base, layer, n) for layer in layers] for n in names}
+        return base.replace(weights=base.weights.replace(**values))
+
+
+_SCALED = _Rule(
+    "GPT-2's scaled init: std {std}, output and ffn_out over sqrt({blocks}) (residual blocks)",
+    OUTWARD,
+    lambda blocks, layer, width: float(blocks),
+)
+_RULES = (
+    _Rule("one normal for all matrices, std {std}", (), lambda b, n, w: 1.0),
+    _SCALED,
+    _Rule(
+        "depth-scaled init by layer: std {std}, output and ffn_out of layer l over sqrt(2 l)",
+        OUTWARD,
+        lambda b, n, w: 2.0 * n,
+    ),
+    _Rule(
+        "scaled init by layers: std {std}, output and ffn_out over sqrt(N), N = {blocks}/2",
+        OUTWARD,
+        lambda b, n, w: b / 2,
+    ),
+    _Rule(
+        "torchtitan's depth init: std {std}, output, ffn_out and ffn_in of layer l over sqrt(2 l)",
+        (*OUTWARD, "ffn_in"),
+        lambda b, n, w: 2.0 * n,
+    ),
+    _Rule(
+        "torchtitan's init: std {std}, output, ffn_out and ffn_in over sqrt({blocks})",
+        (*OUTWARD, "ffn_in"),
+        lambda b, n, w: float(b),
+    ),
+    _Rule(
+        "GPT-NeoX's: small init, std {std}, and Wang's 2/(N sqrt(d_model)) on output and ffn_out",
+        OUTWARD,
+        lambda b, n, w: (2 / (5 * w)) / (2 / (b / 2 * math.sqrt(w))) ** 2,
+    ),
+)
+_INSTEAD = "GPT-2's scaled init (std {{std}}), but on {wrong} instead of {right}"
+
+
+def _slip(wrong: tuple[str, ...], right: tuple[str, ...], *, rest: tuple[str, ...] = ()) -> _Rule:
+    words = _INSTEAD.format(wrong=_joined(wrong), right=_joined(right))
+    return _Rule(words, (*wrong, *rest), _SCALED.divisor)
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+_SLIPS = (
+    _slip(INWARD, ("output",), rest=("ffn_out",)),
+    _slip(("ffn_in",), ("ffn_out",), rest=("output",)),
+    _slip((*INWARD, "ffn_in"), OUTWARD),
+    _slip((*INWARD, "output"), OUTWARD),
+    _slip(("value",), ("output",), rest=("ffn_out",)),
+    _slip(("ffn_in", "ffn_out"), OUTWARD),
+    _Rule(
+        "GPT-2's scaled init (std {std}), but on output alone: ffn_out lacks it",
+        ("output",),
+        _SCALED.divisor,
+    ),
+    _Rule(
+        "GPT-2's scaled init (std {std}), but on ffn_out alone: output lacks it",
+        ("ffn_out",),
+        _SCALED.divisor,
+    ),
+    _Rule(
+        "GPT-2's scaled init (std {std}), applied twice: output and ffn_out over {blocks}",
+        OUTWARD,
+        lambda b, n, w: float(b * b),
+    ),
+)
+
+
+def _base(weights: Sequence[Weight], rule: _Rule, model: Transformer) -> float:
+    """The free variance under which a rule explains most matrices; 0 where it explains none."""
+    groups: dict[str, list[Weight]] = {}
+    for weight in weights:
+        groups.setdefault(weight.name, []).append(weight)
+    best: list[Weight] = []
+    for group in groups.values():
+        start = _pooled(group, rule, model)
+        if start > 0:
+            read = [w for w in weights if w.is_of(start / rule.by(model, w.layer, w.name))]
+            best = read if len(read) > len(best) else best
+    return _pooled(best, rule, model) if best else 0.0
+
+
+def _pooled(group: Sequence[Weight], rule: _Rule, model: Transformer) -> float:
+    """The variance before division; that of a round deviation where it is one within its error."""
+    count = sum(w.count for w in group)
+    total = sum(w.count * w.variance * rule.by(model, w.layer, w.name) for w in group)
+    variance = total / count
+    spread = math.sqrt(sum((w.count * w.spread) ** 2 for w in group)) / count
+    if variance <= 0:
+        return 0.0
+    for digits in (1, 2):
+        rounded = float(f"{math.sqrt(variance):.{digits}g}") ** 2
+        if abs(variance / rounded - 1) <= ROUND * spread:
+            return rounded
+    return variance
+
+
+# --- published, and by fans -----------------------------------------------------------------------
+
+
+def _published(base: Transformer, names: Sequence[str]) -> Iterator[Reading]:
+    """Schemes that set weights, in each of their variants."""
+    for name in names:
+        known = scheme(name)
+        if "weights" not in known.sets or name in ("normal", "scaled-init"):
+            continue  # those two with a free variance
+        for options in _variants(known.options):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ValidityWarning)
+                    found = known.apply(base, **options)
+            except DomainError:
+                continue
+            told = ", ".join(f"{key}={value}" for key, value in options.items())
+            title = f"{name}{f' ({told})' if told else ''}: {known.title}"
+            yield Reading(title, found, published=True)
+    if "scaled-init" in names:
+        for variant in ("olmo", "sun"):
+            found = base.with_scheme("scaled-init", variant=variant)
+            yield Reading(f"scaled-init ({variant})", found, published=True)
+
+
+def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{}]
+    if options.get("per_head") is True:
+        found.append({"per_head": False})
+    if options.get("variant") == "authors":
+        found += [{**one, "variant": "sun"} for one in list(found)]
+    return found
+
+
+Fans = Callable[[int, int], float]
+_FANS: tuple[tuple[str, Fans], ...] = (
+    ("torch's default for nn.Linear, variance 1/(3 fan_in)", lambda i, o: 1 / (3 * i)),
+    ("LeCun's 1/fan_in", lambda i, o: 1 / i),
+    ("Kaiming's 2/fan_in", lambda i, o: 2 / i),
+    ("1/fan_out", lambda i, o: 1 / o),
+)
+
+
+def _by_fans(weights: Sequence[Weight], base: Transformer, rule: Fans) -> Transformer:
+    assert base.weights is not None
+    by_name = {w.name: rule(w.fan_in, w.fan_out) for w in weights}
+    return base.replace(weights=base.weights.replace(**by_name))
+
+
+def _fused(weights: Sequence[Weight], base: Transformer) -> Iterator[Reading]:
+    """Xavier's rule with the fans of one matrix that holds query, key and value."""
+    assert base.weights is not None
+    meant = _by_fans(weights, base, lambda i, o: 2 / (i + o))
+    fans = {w.name: (w.fan_in, w.fan_out) for w in weights if w.name in INWARD}
+    fan_in, fan_out = next(iter(fans.values()), (1, 0))[0], sum(out for _, out in fans.values())
+    assert meant.weights is not None
+    wrong = meant.weights.replace(**dict.fromkeys(fans, 2 / (fan_in + fan_out)))
+    words = "xavier, but with the fans of query, key and value as one fused matrix"
+    yield Reading(words, meant.replace(weights=wrong), meant)
+
+
+def in_words(model: Transformer) -> str:
+    """Deviations of a declaration's matrices, those that agree together."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    layers = sorted({1, model.layers})
+    names = [n for n in MATRICES[:6] if n != "gate"] + (["gate"] if model.gated else [])
+    for name in names:
+        values = (getattr(model.layer_weights(n), name) for n in layers)
+        told = tuple(dict.fromkeys(f"{math.sqrt(v):.3g}" for v in values))
+        alike.setdefault(told, []).append(name)
+    if len(alike) == 1:
+        return f"std {' to '.join(next(iter(alike)))}"
+    largest = max(alike, key=lambda told: len(alike[told]))
+    rest = (f"{', '.join(n)} std {' to '.join(t)}" for t, n in alike.items() if t != largest)
+    return f"std {' to '.join(largest)}, {'; '.join(rest)}"

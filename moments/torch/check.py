@@ -1,0 +1,1030 @@
+"""`moments.check` of a live module: measured once, read, recognised, and held against all of it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import DomainError, MomentsError, ValidityWarning, domain_error
+from ..model.embedding import Embedding
+from ..model.head import Head
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES
+from ..optional import optional
+from ..prediction.measurement import Measurement
+from ..prediction.predict import predict
+from ..show.comparison import Comparison, compare
+from ..show.health import (
+    CheckReport,
+    Number,
+    Seen,
+    Trouble,
+    listed,
+    ranked,
+    rules,
+    stream_numbers,
+)
+from ..show.recognition import Reading, Weight, in_words, recognise
+from .advice import Advice, advise
+from .architecture import architecture_of, read_architecture
+from .audit import Read, audit_read
+from .behaviour import Softmax, attention_seen, first_random, never_run
+from .checkpoints import load
+from .describe import describe
+from .diagnose import Text, at_length, case_of
+from .entering import sees_ahead
+from .expectation import model_of
+from .findings import Finding, measure_roles
+from .hook_points import hook_points, stacks_of
+from .measure import measure
+from .probe import default_batch, run
+from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .tensors import own_loss
+from .text import mask_tokens
+from .wrappers import unwrapped
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+    from .tensors import first_tensor
+
+Loss = Callable[[Any, Any], "torch.Tensor"]
+
+TOKENS, SEQUENCES = 32, 2
+"""Of a batch of the check's own; and as many tokens of as many sequences of a text of the user's
+are read, since the cost of a prediction by token grows with the cube of their number."""
+
+FEW = 16
+"""Tokens of the runs that look at sums, masks and dropout."""
+
+FAR = 6.0
+"""Standard deviations, beyond the band and the theory's tolerance together, from which a measured
+point is a finding and not chance: 2e-9 for one point."""
+
+APART, UNLIKE = 3.0, 12.0
+"""Factors between the measured and the predicted variance of attention logits: from which a known
+slip is looked for in all layers together, and from which one layer alone is taken for wrong. A few
+tokens in one draw scatter by up to two."""
+
+BIAS = 0.05
+"""Share of a bias in the variance of its matrix's output from which it is more than a remark."""
+
+TARGETS = ("targets", "target", "labels", "label", "y")
+"""What people call the tokens to predict."""
+
+
+def check_module(
+    module: nn.Module | str | os.PathLike[str],
+    batch: Any = None,
+    *,
+    scheme: Any = None,
+    loss: Loss | None = None,
+) -> CheckReport:
+    """`moments.check` of a module, or of a checkpoint's path.
+
+    Raises:
+        DomainError: an argument out of range.
+        MomentsError: a module that cannot be read, or that cannot be run.
+    """
+    if isinstance(module, str | os.PathLike):
+        module = load(module)
+    module = unwrapped(module)
+    if not isinstance(module, nn.Module):
+        raise domain_error("module", type(module).__name__, "an nn.Module or a checkpoint's path")
+    return _Checking(module, batch, scheme, loss).report()
+
+
+class _Inputs(NamedTuple):
+    """What a module is run on.
+
+    Attributes:
+        batch: as `measure` takes it.
+        few: the same, of fewer tokens.
+        loss: the user's, or the cross-entropy of the next token where the module has none.
+        words: what it is.
+    """
+
+    batch: Any
+    few: Any
+    loss: Loss | None
+    words: str
+
+
+class _Checking:
+    """One module: everything that is read of it, then what is found."""
+
+    def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
+        self.module, self.scheme = module, scheme
+        self.found = roles_of(module)
+        self.promised = _promised(module)
+        read = self.promised or read_architecture(module)
+        if read is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ValidityWarning)
+                described = describe(module, batch=batch)
+            read = getattr(described, "model", described)
+        self.inputs = _inputs(module, self.found, read, batch, loss)
+        self.measurement = measure(module, self.inputs.batch, loss=self.inputs.loss)
+        read = at_length(read, self.measurement)
+        if self.promised is not None:
+            self.promised = at_length(self.promised, self.measurement)
+        self.tensors = Read.of(module, self.found, self.inputs.few, read)
+        self.idle = tuple(self._unused())
+        self.architecture = _whole(module, self.found, read, self.measurement, self.idle)
+        self.notes: list[str] = []
+        self.described = self._described()
+        self.random = first_random(module, self.inputs.few)
+        self.ahead = None if self.random is not None else self._ahead()
+        if self.ahead is not None and self.ahead == self.described.causal:
+            self.described = self.described.replace(causal=not self.ahead)
+        self.names = _names(self.found)
+        self.comparison = self._compared()
+
+    def _described(self) -> Transformer:
+        """The module as it is; where its sums are none that a declaration can say, without them."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = describe(self.module, batch=self.inputs.few, architecture=self.architecture)
+            except DomainError as error:
+                self.notes.append(f"its sums are taken as declared: {error}")
+                return _with_weights(self.architecture, self.tensors)
+        self.notes += dict.fromkeys(str(w.message) for w in caught)
+        return getattr(found, "model", found)
+
+    def _unused(self) -> Iterator[str]:
+        """Submodules that are not run and whose parameters get no gradient."""
+        reached = {
+            str(row["parameter"])
+            for row in self.measurement.weight_gradient_rows
+            if float(row["squared_norm"]) > 0
+        }
+        aliases: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            aliases.setdefault(parameter, []).append(name)
+        for path in never_run(self.module, self.inputs.few):
+            own = self.module.get_submodule(path).parameters(recurse=False)
+            if not any(reached & set(aliases[parameter]) for parameter in own):
+                yield path
+
+    def _ahead(self) -> bool | None:
+        if not hasattr(self.described, "causal") or self.described.encoder is not None:
+            return None
+        text = Text.of(self.module, self.architecture, self.inputs.few, self.inputs.loss)
+        return sees_ahead(self.module, self.inputs.few, None, self.described.layers, text.ids)
+
+    def _compared(self) -> Comparison:
+        text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
+        case, _ = case_of(self.described, text, self.measurement, None)
+        self.case = case
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ValidityWarning)
+            return compare(predict(case.model, **case.inputs), self.measurement, same_weights=True)
+
+    # --- what is found ----------------------------------------------------------------------------
+
+    def report(self) -> CheckReport:
+        reading, target, told = self._meant()
+        audited = audit_read(self.tensors, target, self.promised)
+        measured = measure_roles(target, self.tensors.entries)
+        advice = advise(list(audited.findings), measured, target, self.promised)
+        strict = self.scheme is not None or self.promised is not None
+        weights = _Weights(self, reading, target, advice, strict)
+        offenders = [f for f in audited.offenders if self.random is None or f.quantity not in _SUMS]
+        troubles, notes = list(weights.troubles(offenders)), [*told, *weights.notes]
+        dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
+        meant = target if strict else None
+        seen = Seen(self.comparison.prediction, self.comparison, self.names, meant, dtype)
+        more, said = rules(seen)
+        troubles += [*self._behaviour({t.kind for t in troubles}), *more]
+        troubles += self._mismatch(bool(troubles))
+        notes += [*said, *self._kept_notes()]
+        numbers = (*stream_numbers(self.comparison.prediction, self.comparison), *weights.numbers)
+        return CheckReport(
+            source=type(self.module).__name__,
+            scheme=weights.verdict(),
+            findings=ranked([t for t in troubles if t.severity != "note"]),
+            notes=tuple(notes + [str(t) for t in troubles if t.severity == "note"]),
+            unchecked=self._unchecked(audited.unchecked),
+            numbers=numbers,
+            prediction=self.comparison.prediction,
+            comparison=self.comparison,
+            read=self.inputs.words,
+        )
+
+    def _meant(self) -> tuple[Reading, Transformer, list[str]]:
+        """What the weights seem to be, what they are held against, and remarks."""
+        weights = [
+            Weight(
+                role.layer,
+                role.name,
+                entries.square,
+                entries.spread if math.isfinite(entries.spread) else 1.0,
+                entries.count,
+                role.fan_in,
+                role.fan_out,
+            )
+            for role, entries in self.tensors.entries
+            if role.name in MATRICES and not role.stack and role.layer > 0
+        ]
+        reading = recognise(weights, self.architecture, self.promised)
+        if self.scheme is not None:
+            target = at_length(model_of(self.scheme, self.architecture), self.measurement)
+            target = _outside(target, self.architecture)
+            return reading, target, []
+        if self.promised is not None:
+            whole = not reading.left and reading.published and reading.model != self.promised
+            if whole:
+                return (
+                    reading,
+                    reading.model,
+                    ["its weights are not those that its config promises"],
+                )
+            return reading, self.promised, []
+        if reading.share < 0.5:
+            return reading, self.described, []
+        return reading, reading.meant or reading.model, []
+
+    def _behaviour(self, known: set[str]) -> Iterator[Trouble]:
+        """What runs show that weights do not."""
+        for path in self.idle:
+            yield Trouble(
+                "warning",
+                "never used",
+                tuple(
+                    f"{path}.{name}"
+                    for name, _ in self.module.get_submodule(path).named_parameters(recurse=False)
+                ),
+                (),
+                0.0,
+                math.nan,
+                f"{path} is declared and never run: its parameters get no gradient",
+                "call it in forward, or delete it",
+            )
+        random = self.random
+        if random is not None:
+            yield Trouble(
+                "error",
+                "dropout left on",
+                (random,),
+                (),
+                math.nan,
+                math.nan,
+                f"in evaluation mode two runs of one input differ, first in what {random} gives: "
+                "dropout, or another draw, acts where it should not",
+                "pass training=self.training to functional.dropout (dropout_p = p if "
+                "self.training else 0 to scaled_dot_product_attention), or use nn.Dropout",
+            )
+        head = self.described.head
+        if self.ahead and head is not None and head.loss == "causal":
+            yield Trouble(
+                "error",
+                "tokens see later ones",
+                self._of("query", "key")[:2],
+                (),
+                math.nan,
+                math.nan,
+                "a token's output changes with a later token, and the loss is the next token's",
+                "mask attention: is_causal=True, or -inf above the diagonal before the softmax",
+            )
+        yield from self._attention(known)
+
+    def _attention(self, known: set[str]) -> Iterator[Trouble]:
+        """Logits of attention against those of the weights, and over which axis they sum to one."""
+        self.attention_why = ""
+        model = self.described
+        if model.encoder is not None or model.alibi or model.relative_bias:
+            self.attention_why = "two stacks" if model.encoder else "positions are added to them"
+            return
+        seen = attention_seen(self.module, self.inputs.few)
+        wanted = self.comparison.prediction.attention()
+        if len(seen) != self.described.layers or len(wanted) != len(seen):
+            self.attention_why = (
+                f"{len(seen)} softmaxes over tokens were seen in {self.described.layers} layers"
+            )
+            return
+        yield from self._axis(seen)
+        if (
+            known & {"norm gain", "norm placement", "skip scale", "attention scale"}
+            or self.random is not None
+        ):
+            return  # logits follow from those
+        expected = wanted["logit_variance"].to_numpy(float)
+        measured = np.array([s.logit_variance for s in seen])
+        usable = (expected > 0) & (measured > 0)
+        ratios = np.divide(measured, expected, out=np.ones_like(expected), where=usable)
+        for factor, words in self._slips():
+            near = np.abs(np.log(ratios / factor)) < abs(math.log(factor)) / 2
+            if near.all() or (near.any() and abs(math.log(factor)) > math.log(UNLIKE)):
+                yield self._scale(np.flatnonzero(near), ratios, measured, expected, words)
+                return
+        off = np.flatnonzero(np.abs(np.log(ratios)) > math.log(UNLIKE))
+        if off.size and not known:
+            words = "something else than 1/sqrt(d_head) multiplies q k"
+            yield self._scale(off, ratios, measured, expected, words)
+
+    def _slips(self) -> Iterator[tuple[float, str]]:
+        """What a known slip multiplies the variance of logits by, where it is told from chance."""
+        d_head, heads = float(self.described.d_head or 1), float(self.described.heads)
+        for factor, words in (
+            (d_head, "the division by sqrt(d_head) is missing"),
+            (1 / d_head, "q k is divided by d_head (as muP does), not by its root"),
+            (1 / heads, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
+            (heads, "q k is divided by less than sqrt(d_head)"),
+        ):
+            if abs(math.log(factor)) >= math.log(APART):
+                yield factor, words
+
+    def _axis(self, seen: Sequence[Softmax]) -> Iterator[Trouble]:
+        wrong = tuple(n for n, s in enumerate(seen, start=1) if not s.over_keys)
+        if wrong:
+            yield Trouble(
+                "error",
+                "softmax over the wrong axis",
+                self._of("query", "key", layers=wrong),
+                wrong,
+                math.nan,
+                math.nan,
+                "attention weights are normalised over queries, not over keys: rows do not sum to "
+                "1, and a mask does not hide what it should",
+                "softmax(..., dim=-1)",
+            )
+
+    def _scale(
+        self,
+        off: np.ndarray,
+        ratios: np.ndarray,
+        measured: np.ndarray,
+        expected: np.ndarray,
+        words: str,
+    ) -> Trouble:
+        layers = tuple(int(n) + 1 for n in off)
+        ratio = float(np.exp(np.mean(np.log(ratios[off]))))
+        return Trouble(
+            "warning",
+            "attention scale",
+            self._of("query", "key", layers=layers),
+            layers,
+            float(measured[off[0]]),
+            float(expected[off[0]]),
+            f"logits within a row have {ratio:.3g} times the variance that these weights give with "
+            f"1/sqrt(d_head), d_head = {self.described.d_head}: {words}",
+            "multiply q k by d_head ** -0.5 once",
+        )
+
+    def _mismatch(self, explained: bool) -> Iterator[Trouble]:
+        """Points of the stream that these weights and sums do not give."""
+        points = self.comparison.outliers(FAR)
+        points = points[points["stack"] == ""]
+        if not len(points):
+            return
+        first = points[points["quantity"] == "variance"]
+        forward = len(first) > 0
+        row: Any = (first.iloc[0] if forward else points.iloc[-1]).to_dict()
+        layer = int(row["layer"])
+        where = f"leaving layer {layer}" if layer else "entering layer 1"
+        words = "variance" if forward else "gradient variance"
+        path = self._path(layer, forward)
+        reason = (
+            f"the {words} {where} is {row['measured'] / row['predicted']:.3g} times what the "
+            f"module's own weights, sums and norms give ({row['deviations']:+.1f} standard "
+            f"deviations)"
+        )
+        yield Trouble(
+            "note" if explained else "warning",
+            "not what its weights give",
+            (path,) if path else (),
+            (layer,) if layer else (),
+            float(row["measured"]),
+            float(row["predicted"]),
+            reason + ("" if explained else "; nothing that was read of it explains that"),
+            "look at the code of that layer: a scale, dropout, mask or norm that hooks do not see",
+        )
+
+    def _path(self, layer: int, forward: bool) -> str:
+        """The submodule at which a point first departs."""
+        frame = self.comparison.to_frame()
+        name = "variance" if forward else "grad_variance"
+        own = frame[(frame["quantity"] == name) & (frame["layer"] == max(layer, 1))]
+        sites = {(p.layer, p.site): p.path for p in hook_points(self.module)}
+        for row in own.to_dict("records"):
+            if abs(float(row["error"])) > 0.25:
+                return sites.get((int(row["layer"]), str(row["site"])), "")
+        return sites.get((layer, "stream"), "")
+
+    def _of(self, *roles: str, layers: tuple[int, ...] = ()) -> tuple[str, ...]:
+        wanted = [
+            r for name in roles for r in self.found.named(name) if not layers or r.layer in layers
+        ]
+        return gathered(wanted)
+
+    def _kept_notes(self) -> list[str]:
+        """What describing it said, but for what is a finding already."""
+        return [note for note in self.notes if "hold the same entries" not in note]
+
+    def _unchecked(self, audited: Sequence[str]) -> tuple[str, ...]:
+        strict = self.scheme is not None or self.promised is not None
+        told = [p for p in audited if strict or "(the plan says nothing of it)" not in p]
+        told = [p for p in told if self.attention_why or not p.startswith("some temperatures")]
+        if self.described.embedding is None:
+            told.append("the embedding (what enters layer 1 was measured, not predicted)")
+        if self.comparison.prediction.loss is None and self.measurement.loss is not None:
+            told.append("head and loss (the last layer's gradient was measured, not predicted)")
+        if self.measurement.loss is None:
+            told.append("a loss (none in the module, and none was passed)")
+        if self.ahead is None:
+            told.append("the attention mask")
+        if self.attention_why:
+            told.append(f"the scale of attention logits ({self.attention_why})")
+        return tuple(dict.fromkeys(told))
+
+
+class _Weights:
+    """What is wrong with a module's tensors, role by role."""
+
+    def __init__(
+        self,
+        checking: _Checking,
+        reading: Reading,
+        target: Transformer,
+        advice: Advice,
+        strict: bool,
+    ) -> None:
+        self.checking, self.reading, self.target = checking, reading, target
+        self.advice, self.strict = advice, strict
+        self.notes: list[str] = []
+        self.numbers = tuple(self._numbers())
+        self.wrong: list[str] = []
+
+    def _numbers(self) -> Iterator[Number]:
+        """The variance of every role over its layers, beside the target's."""
+        groups: dict[str, list[Any]] = {}
+        for m in measure_roles(self.target, self.checking.tensors.entries):
+            if m.role.is_matrix or m.role.name in ("token", "position", "segment", "patch"):
+                groups.setdefault(m.role.full_name, []).append(m)
+        for name, group in groups.items():
+            count = sum(m.entries.count for m in group)
+            seen = sum(m.entries.count * m.entries.square for m in group) / count
+            known = [m.expected for m in group if m.expected is not None]
+            own = not self.strict and name not in MATRICES  # held against nothing
+            if own or len(known) < len(group) or not all(known):
+                yield Number(f"weight variance, {name}", _shown(group), seen, math.nan)
+                continue
+            wanted = sum(m.entries.count * m.expected for m in group) / count
+            spread = (
+                math.sqrt(sum((m.entries.count * m.entries.spread) ** 2 for m in group)) / count
+            )
+            low, high = wanted * math.exp(-1.96 * spread), wanted * math.exp(1.96 * spread)
+            state = "ok" if abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9 else "out"
+            words = f"weight variance, {name}"
+            yield Number(words, _shown(group), seen, wanted, low, high, state if seen else "out")
+
+    def troubles(self, offenders: Sequence[Finding]) -> Iterator[Trouble]:
+        """One per role and kind of check that failed."""
+        groups: dict[tuple[str, str], list[Finding]] = {}
+        for f in offenders:
+            kind = "variance" if f.quantity.startswith("variance") else f.quantity
+            groups.setdefault((kind, f.role), []).append(f)
+        yield from self._copied([g for (kind, _), g in groups.items() if "another" in kind])
+        variances = {role: g for (kind, role), g in groups.items() if kind == "variance"}
+        yield from self._variances(variances)
+        yield from self._gains([g for (kind, _), g in groups.items() if kind in _VECTORS])
+        for (kind, role), group in groups.items():
+            gained = kind == "norm_output_scale" and any(key in _VECTORS for key, _ in groups)
+            if kind in _SCALES and not gained:
+                yield self._scale(kind, role, group)
+            elif kind == "mean":
+                yield self._mean(role, group)
+
+    def _copied(self, groups: list[list[Finding]]) -> Iterator[Trouble]:
+        if not groups:
+            return
+        names = tuple(dict.fromkeys(f.role for group in groups for f in group))
+        layers = tuple(sorted({f.layer for group in groups for f in group}))
+        yield Trouble(
+            "warning",
+            "copied layers",
+            gathered_names([f.parameter for group in groups for f in group]),
+            layers,
+            1.0,
+            0.0,
+            f"{', '.join(names)} of layers {listed(layers)} hold the same entries as an earlier "
+            "layer's: what such layers add is not independent and grows faster",
+            "build every layer anew instead of copy.deepcopy (nn.TransformerEncoder copies one "
+            "layer), or draw each again: moments.torch.initialize",
+        )
+
+    def _variances(self, groups: dict[str, list[Finding]]) -> Iterator[Trouble]:
+        zero = {r: g for r, g in groups.items() if all(f.measured == 0 for f in g)}
+        outward = {r for r in zero if r.split(".")[-1] in ("output", "ffn_out")}
+        biases = {r: g for r, g in groups.items() if r.endswith(".bias")}
+        rest = {r: g for r, g in groups.items() if r not in biases}
+        if outward and outward == set(rest) and not self.strict:
+            self.notes.append(
+                f"{' and '.join(sorted(outward))} are zero: every block starts as the identity"
+            )
+            rest = {}
+        crossed = next(iter(self.advice.crossed), "")
+        self.wrong = list(rest)
+        slip = self.reading.meant is not None and not self.strict
+        if slip and rest:
+            yield self._together(self.reading.title, [f for g in rest.values() for f in g])
+        elif crossed and all(r in crossed for r in rest):
+            yield self._together(crossed, [f for g in rest.values() for f in g])
+        else:
+            alike: dict[Any, list[str]] = {}
+            for number, (role, group) in enumerate(rest.items()):
+                causes = self.advice.reasons.get(role, ())
+                layers = tuple(sorted({f.layer for f in group}))
+                alike.setdefault((causes, layers) if causes else number, []).append(role)
+            for roles in alike.values():
+                yield self._variance(roles, [f for role in roles for f in rest[role]])
+        if biases:
+            yield self._biases(biases)
+
+    def _together(self, sentence: str, offenders: list[Finding]) -> Trouble:
+        worst = offenders[0]
+        return Trouble(
+            "warning",
+            "wrong variance",
+            gathered_names([f.parameter for f in offenders]),
+            tuple(sorted({f.layer for f in offenders if f.layer})),
+            worst.measured,
+            worst.expected,
+            sentence,
+            f"draw them as {in_words(self.target)}, or mend the names that your init matches",
+        )
+
+    def _variance(self, roles: list[str], group: list[Finding]) -> Trouble:
+        """Roles that differ in the same layers and for the same reason."""
+        causes = self.advice.reasons.get(roles[0], ())
+        ratios = [f.ratio for f in group if f.measured > 0 and f.expected > 0]
+        ratio = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
+        layers = tuple(sorted({f.layer for f in group if f.layer}))
+        total = self.target.layers
+        whole = not layers or len(layers) == total or group[0].layer == 0
+        names = {role.split(".")[-1] for role in roles}
+        plain = whole and not causes and names <= set(MATRICES)
+        severity = "note" if plain and not self.strict else "warning"
+        if not self.strict and not names <= set(MATRICES):
+            severity = "note"
+        worst = max(group, key=lambda f: f.severity)
+        said = f": {'; or '.join(causes)}" if causes else ""
+        where = "" if whole else f" in layer{'s' * (len(layers) > 1)} {listed(layers)}"
+        if not ratios:
+            said = ": every entry is 0" if all(f.measured == 0 for f in group) else said
+        unlike = worst.note and worst.note not in ("normal", "") and "together" not in worst.note
+        kind = f" (entries look {worst.note})" if unlike else ""
+        return Trouble(
+            severity,
+            "wrong variance",
+            gathered_names([f.parameter for f in group]),
+            layers,
+            worst.measured,
+            worst.expected,
+            f"{', '.join(roles)}{where}: {ratio:.3g} times the variance of "
+            f"{self._target_words()}{said}{kind}",
+            f"draw with std {math.sqrt(worst.expected):.3g}"
+            if worst.expected > 0
+            else "set to zero",
+        )
+
+    def _target_words(self) -> str:
+        if self.checking.scheme is not None:
+            scheme = self.checking.scheme
+            return f"the scheme {scheme!r}" if isinstance(scheme, str) else "the plan"
+        if self.strict:
+            return "what its config promises"
+        return f"the rest of its init ({self.reading.title})"
+
+    def _biases(self, groups: dict[str, list[Finding]]) -> Trouble:
+        """Biases that are not zero, worse the more they add to their matrix's output."""
+        matrices = {
+            role.full_name: (entries.square, role.fan_in)
+            for role, entries in self.checking.tensors.entries
+            if role.is_matrix
+        }
+        shares = {}
+        for role, group in groups.items():
+            weight, fan_in = matrices.get(role.removesuffix(".bias"), (0.0, 1))
+            made = weight * fan_in  # of a normalised input
+            square = max(f.measured for f in group)
+            shares[role] = square / (square + made) if square else 0.0
+        role = max(shares, key=lambda name: shares[name])
+        worst = max(groups[role], key=lambda f: f.severity)
+        fan = matrices.get(role.removesuffix(".bias"), (0.0, 1))[1]
+        default = "uniform" in worst.note or abs(worst.measured * 3 * fan - 1) < 0.3
+        left = ", nn.Linear's own uniform draw, which was not reset" if default else ""
+        severe = self.strict or shares[role] > BIAS
+        return Trouble(
+            "warning" if severe else "note",
+            "biases",
+            gathered_names([f.parameter for g in groups.values() for f in g]),
+            tuple(sorted({f.layer for g in groups.values() for f in g if f.layer})),
+            worst.measured,
+            worst.expected,
+            f"biases have a variance of {worst.measured:.3g}, not {worst.expected:.3g}{left}; at "
+            f"{role} that is {100 * shares[role]:.2g} % of what a normalised input makes",
+            "nn.init.zeros_(linear.bias)",
+        )
+
+    def _gains(self, groups: list[list[Finding]]) -> Iterator[Trouble]:
+        if not groups:
+            return
+        offenders = [f for group in groups for f in group]
+        worst = max(offenders, key=lambda f: f.severity)
+        yield Trouble(
+            "warning",
+            "norm gain",
+            gathered_names([f.parameter for f in offenders]),
+            tuple(sorted({f.layer for f in offenders if f.layer})),
+            worst.measured,
+            worst.expected,
+            f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
+            f"{worst.expected:.3g} (root mean square): an initialiser that runs over all "
+            "parameters draws gains and biases of norms too",
+            "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)",
+        )
+
+    def _scale(self, kind: str, role: str, group: list[Finding]) -> Trouble:
+        worst = max(group, key=lambda f: f.severity)
+        layers = tuple(sorted({f.layer for f in group}))
+        layers = tuple(n for n in layers if 1 <= n <= self.target.layers)
+        words = next((s for s in self.advice.sentences if _SCALES[kind] in s and role in s), "")
+        if kind in ("norm placement", "unexplained share of the sum"):
+            reason = f"{role}: {worst.note}"
+        elif kind == "skip_scale":
+            reason = (
+                f"lambda of x in {role}'s sum is {worst.measured:.4g} instead of "
+                f"{worst.expected:.4g}"
+            )
+        else:
+            reason = words or (
+                f"{_SCALES[kind]} of {role} is {worst.measured:.4g} instead of {worst.expected:.4g}"
+            )
+        if kind == "skip_scale" and abs(worst.measured) < 0.01:
+            reason = f"{role} drops the residual connection: lambda is {worst.measured:.2g}"
+        elif kind == "skip_scale" and abs(worst.measured - worst.expected) > 0.5:
+            reason += ": the stream itself is rescaled or normalised before the sum"
+        return Trouble(
+            "warning",
+            _KINDS.get(kind, kind.replace("_", " ")),
+            gathered_names([f.parameter for f in group]),
+            layers,
+            worst.measured,
+            worst.expected,
+            reason,
+            "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
+            if kind in ("norm placement", "skip_scale", "unexplained share of the sum")
+            else "let the code multiply by the scheme's factor once",
+        )
+
+    def _mean(self, role: str, group: list[Finding]) -> Trouble:
+        worst = max(group, key=lambda f: abs(f.measured))
+        return Trouble(
+            "warning",
+            "mean not zero",
+            gathered_names([f.parameter for f in group]),
+            tuple(sorted({f.layer for f in group if f.layer})),
+            worst.measured,
+            0.0,
+            f"entries of {role} have a mean of {worst.measured:.3g}, which no draw about zero has",
+            "draw entries symmetric about 0 (uniform from -a to a)",
+        )
+
+    def verdict(self) -> str:
+        """What the scheme seems to be, and where it is not."""
+        reading = self.reading
+        if reading.meant is None and reading.share < 0.5:
+            title = "its weights are of no published scheme and no framework's default"
+            return f"{title} (nearest: {reading.title})"
+        words = reading.title
+        if reading.left and reading.meant is None:
+            left = reading.roles_left()
+            words += f", but for {', '.join(left)} ({', '.join(self.checking._of(*left))})"
+        if reading.meant is not None:
+            moved = self.wrong or list(reading.roles_left())
+            words += f" ({', '.join(self.checking._of(*moved))})" if moved else ""
+        promised = self.checking.promised if self.checking.scheme is None else None
+        if promised is not None and reading.model != promised and self.wrong:
+            words += "; its config promises otherwise"
+        return words
+
+
+_VECTORS = ("gain", "mean square")
+_KINDS = {"unexplained share of the sum": "norm placement", "temperature": "attention scale"}
+_SUMS = ("norm placement", "unexplained share of the sum")
+_SCALES = {
+    "skip_scale": "the skip multiplier lambda",
+    "branch_scale": "the residual multiplier beta",
+    "norm_output_scale": "the norm's output scale",
+    "norm_input_scale": "the norm's input scale",
+    "output_scale": "the factor on the logits",
+    "temperature": "attention logits",
+    "norm placement": "the norm",
+    "unexplained share of the sum": "the sum",
+}
+
+
+# --- the module as it stands ----------------------------------------------------------------------
+
+
+def _promised(module: nn.Module) -> Transformer | None:
+    """What the module's config, or torch's own class, says of its initialisation."""
+    try:
+        return architecture_of(module)
+    except MomentsError:
+        return None
+
+
+def _with_weights(model: Transformer, read: Read) -> Transformer:
+    """An architecture with the variances that a module's matrices have."""
+    assert model.weights is not None
+    layers = range(1, model.layers + 1)
+    squares = {(role.layer, role.name): e.square for role, e in read.entries if not role.stack}
+    known = [n for n in MATRICES if all((layer, n) in squares for layer in layers)]
+    values = {n: [squares[layer, n] for layer in layers] for n in known}
+    return model.replace(weights=model.weights.replace(**values))
+
+
+def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
+    """Role -> names of its tensors, layers gathered."""
+    groups: dict[str, list[Role]] = {}
+    for role in found.roles:
+        groups.setdefault(role.full_name, []).append(role)
+    return {name: gathered(group) for name, group in groups.items()}
+
+
+def gathered(roles: Sequence[Role]) -> tuple[str, ...]:
+    """Names of tensors, those of several layers as one pattern."""
+    return gathered_names([role.label for role in roles])
+
+
+def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
+    """Tensors of several layers as one pattern, "h.*.attn.weight"; parts of one tensor together,
+    "attn.weight [query, key]"."""
+    split = [part for label in labels for part in label.split(" ... ")]
+    patterns: dict[str, list[str]] = {}
+    for label in dict.fromkeys(split):
+        patterns.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", label), []).append(label)
+    whole: dict[str, list[str]] = {}
+    for pattern, group in patterns.items():
+        tensor, _, part = (pattern if len(group) > 1 else group[0]).partition(" [")
+        whole.setdefault(tensor, []).extend([part.rstrip("]")] if part else [])
+    order = {name: place for place, name in enumerate(MATRICES)}
+    return tuple(
+        f"{tensor} [{', '.join(sorted(parts, key=lambda p: order.get(p, 0)))}]" if parts else tensor
+        for tensor, parts in whole.items()
+    )
+
+
+def _shown(group: Sequence[Any]) -> str:
+    return ", ".join(gathered([m.role for m in group]))
+
+
+def _outside(target: Transformer, read: Transformer) -> Transformer:
+    """A plan that is silent on embedding and head, with those that the module has."""
+    changes: dict[str, Any] = {}
+    for name in ("embedding", "head"):
+        if getattr(target, name) is None and getattr(read, name) is not None:
+            changes[name] = getattr(read, name)
+    return target.replace(**changes) if changes else target
+
+
+def _whole(
+    module: nn.Module,
+    found: ModuleRoles,
+    model: Transformer,
+    measurement: Measurement,
+    idle: Sequence[str],
+) -> Transformer:
+    """An architecture that was read off layers alone, with the tables and the head beside them."""
+    unused = {f"{path}." for path in idle}
+    final = [
+        role
+        for role in found.named("final.norm.gain")
+        if not any(role.parameter.startswith(path) for path in unused)
+    ]
+    if model.embedding is not None or model.encoder is not None:
+        lost = model.head is not None and model.head.norm and found.named("final.norm.gain")
+        if lost and not final:
+            assert model.head is not None
+            model = model.replace(head=model.head.replace(norm=False, norm_gain=1.0))
+        return model
+    tensors = tensors_of(module)
+    embedding = _embedding(module, found, model, measurement, tensors)
+    if embedding is None:
+        return model
+    own = found.named("head")
+    table = tensors[found.named("token")[0].parameter]
+    tied = any(isinstance(part, nn.Linear) and part.weight is table for part in module.modules())
+    if not own and not tied:
+        return model.replace(embedding=embedding)
+    square = None if tied else float(block_of(tensors, own[0]).double().square().mean())
+    bias = any(role.name == "head.bias" for role in found.roles)
+    head = Head(tied=tied, weight_variance=square, norm=bool(final), bias=bias, loss="causal")
+    return model.replace(embedding=embedding, head=head)
+
+
+CLOSE = 0.1
+"""Relative difference of measured and declared variance of what enters layer 1, below which an
+embedding is taken for what its tables show."""
+
+
+def _embedding(
+    module: nn.Module,
+    found: ModuleRoles,
+    model: Transformer,
+    measurement: Measurement,
+    tensors: Mapping[str, Tensor],
+) -> Embedding | None:
+    """Of the sums of tables that people write, the one that has the measured variance."""
+    token, position = found.named("token"), found.named("position")
+    if not token:
+        return None
+    squares = [
+        float(block_of(tensors, roles[0]).double().square().mean()) if roles else 0.0
+        for roles in (token, position)
+    ]
+    vocab = len(tensors[token[0].parameter])
+    inside = tuple(path for path, _ in stacks_of(module)[""])
+    drops = [
+        part.p
+        for path, part in module.named_modules()
+        if isinstance(part, nn.Dropout) and not path.startswith(inside)
+    ]
+    dropout = drops[0] if drops else 0.0
+    seen = float(measurement.variance[0]) * (1 - dropout)
+    for scale in (1.0, math.sqrt(model.d_model)):
+        for norm in (False, True):
+            for positions in ("learned", "sinusoidal") if not position else ("learned",):
+                try:
+                    tried = Embedding(
+                        vocab,
+                        squares[0],
+                        squares[1],
+                        dropout=dropout,
+                        scale=scale,
+                        positions=positions,
+                        norm=norm,
+                    )
+                except MomentsError:
+                    return None
+                wanted = 1.0 if norm else tried.variance
+                if abs(seen / wanted - 1) < CLOSE:
+                    return tried
+    return None
+
+
+# --- what it is run on ----------------------------------------------------------------------------
+
+
+def _inputs(
+    module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any, loss: Loss | None
+) -> _Inputs:
+    """A batch of one's own, or the user's."""
+    own = batch is None
+    given = _own_batch(module, found, model) if own else _cropped(batch, SEQUENCES, TOKENS)
+    if given is None:
+        raise MomentsError(f"nothing in {type(module).__name__} says what it reads: pass batch=")
+    given = _with_targets(module, given)
+    loss = loss or _next_token(module, given, found)
+    few = _cropped(given, 1, FEW)
+    shapes = _shape(given)
+    words = f"measured on {shapes}" + (" of random input" if own else "")
+    return _Inputs(given, few, loss, words)
+
+
+def _shape(batch: Any) -> str:
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    first = next((v for v in values if np.ndim(v) >= 2), None)
+    if first is None:
+        return "one batch"
+    count, length = np.shape(first)[:2]
+    if np.ndim(first) == 4:
+        return f"{count} picture{'s' * (count > 1)}"
+    return f"{count} sequence{'s' * (count > 1)} of {length} tokens"
+
+
+def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any:
+    """Random input, with what the module is trained on."""
+    given = default_batch(module, found)
+    generator = torch.Generator().manual_seed(0)
+    task = None if model.head is None else model.head.loss
+    if isinstance(given, Mapping) and "pixel_values" in given:
+        classes = getattr(getattr(module, "config", None), "num_labels", None)
+        if task == "classification" and classes:
+            count = len(given["pixel_values"])
+            labels = torch.randint(classes, (count,), generator=generator)
+            return {**given, "labels": labels}
+        return given
+    token = found.named("token") or found.named("token", stack="encoder.")
+    if not token or (isinstance(given, Mapping) and "input_ids" not in given):
+        return given
+    vocab = len(tensors_of(module)[token[0].parameter])
+    length = _length(module, found)
+    ids = torch.randint(vocab, (SEQUENCES, length), generator=generator)
+    if not isinstance(given, Mapping):
+        return ids
+    if model.encoder is not None:
+        labels = torch.randint(vocab, (SEQUENCES, length), generator=generator)
+        return {"input_ids": ids, "labels": labels} if task else {**given, "input_ids": ids}
+    if task == "masked" and _takes(module, "labels"):
+        read, labels = mask_tokens(ids.numpy(), vocab)
+        return {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
+    return {"input_ids": ids}
+
+
+def _length(module: nn.Module, found: ModuleRoles) -> int:
+    position = found.named("position")
+    rows = [TOKENS]
+    if position:
+        rows.append(len(tensors_of(module)[position[0].parameter]) - 4)
+    most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if isinstance(most, int):
+        rows.append(most - 4)
+    return max(4, min(rows))
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    return name in inspect.signature(module.forward).parameters
+
+
+def _cropped(batch: Any, sequences: int, tokens: int) -> Any:
+    """Of a text that is all it holds, the first tokens; anything else as it is."""
+    if not isinstance(batch, Mapping):
+        return batch[:sequences, :tokens] if _ids(batch) else batch
+    shapes = {np.shape(v) for v in batch.values() if np.ndim(v)}
+    texts = all(np.ndim(v) == 2 and not _real(v) for v in batch.values() if v is not None)
+    if not batch or not texts or len(shapes) != 1:
+        return batch
+    return {name: v if v is None else v[:sequences, :tokens] for name, v in batch.items()}
+
+
+def _ids(value: Any) -> bool:
+    return np.ndim(value) == 2 and not _real(value)
+
+
+def _real(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return bool(value.is_floating_point())
+    return bool(np.asarray(value).dtype.kind == "f")
+
+
+def _with_targets(module: nn.Module, batch: Any) -> Any:
+    """Token ids alone, for a module that takes what to predict beside them."""
+    if hasattr(getattr(module, "config", None), "to_dict") or not _ids_alone(batch):
+        return batch
+    parameters = list(inspect.signature(module.forward).parameters)
+    name = next((n for n in TARGETS if n in parameters[1:]), None)
+    if name is None:
+        return batch
+    if isinstance(batch, Mapping):
+        first, ids = next(iter(batch.items()))
+    else:
+        first, ids = parameters[0], batch
+    ids = torch.as_tensor(ids)
+    return {first: ids[:, :-1], name: ids[:, 1:]}
+
+
+def _ids_alone(batch: Any) -> bool:
+    if isinstance(batch, Mapping):
+        return len(batch) == 1 and _ids(next(iter(batch.values())))
+    return _ids(batch)
+
+
+def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | None:
+    """The cross-entropy of the next token, for a module that gives logits and no loss."""
+    token = found.named("token")
+    if not token or not _ids_alone(batch) or hasattr(getattr(module, "config", None), "to_dict"):
+        return None
+    vocab = len(tensors_of(module)[token[0].parameter])
+    ids = torch.as_tensor(next(iter(batch.values())) if isinstance(batch, Mapping) else batch)
+
+    def loss(output: Any, _: Any) -> Tensor:
+        logits = first_tensor(output)
+        wanted = ids.to(logits.device)[:, 1:].flatten()
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted)
+
+    with torch.no_grad():
+        training = module.training
+        try:
+            output = run(module.eval(), batch)
+        finally:
+            module.train(training)
+    if own_loss(output) is not None:
+        return None
+    try:
+        logits = first_tensor(output)
+    except MomentsError:
+        return None
+    whole = logits.ndim == 3 and logits.shape[:2] == ids.shape and logits.shape[-1] == vocab
+    return loss if whole else None
