@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 
 import small_modules  # noqa: E402
 
+from moments.show.expected import tail_probability
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
-from moments.show.expected import tail_probability
 from moments.torch.entries import Entries  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
 from moments.torch.probe import Slope, regress  # noqa: E402

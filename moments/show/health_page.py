@@ -43,7 +43,8 @@ _STYLE = """
 .moments-check table { border-collapse:collapse; font-size:.93em; }
 .moments-check th, .moments-check td { padding:.25em .7em; text-align:right;
   border-bottom:1px solid var(--line); white-space:nowrap; } .moments-check th:first-child,
-.moments-check th:nth-child(2), .moments-check td:first-child, .moments-check td.name { text-align:left; }
+.moments-check th:nth-child(2), .moments-check td:first-child,
+.moments-check td.name { text-align:left; }
 .moments-check td.out { color:var(--alarm); font-weight:600; }
 .moments-check svg { max-width:100%; height:auto; }
 """

@@ -15,6 +15,7 @@ from ..optional import optional
 
 with optional("torch", "torch"):
     from .audit import AuditReport, audit
+    from .companion import Watch, lightning_callback, trainer_callback, watch
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
     from .draft import Draft, draft
@@ -31,6 +32,7 @@ __all__ = [
     "Draft",
     "HookPoint",
     "Initialization",
+    "Watch",
     "attach",
     "audit",
     "describe",
@@ -39,8 +41,11 @@ __all__ = [
     "fold",
     "hook_points",
     "initialize",
+    "lightning_callback",
     "measure",
     "snippet",
     "tensor_table",
+    "trainer_callback",
+    "watch",
     "weight_statistics",
 ]
