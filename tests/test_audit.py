@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import small_modules  # noqa: E402
 
-from moments.show.expected import tail_probability
+from moments.show.expected import tail_probability  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
 from moments.torch.entries import Entries  # noqa: E402

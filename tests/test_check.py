@@ -99,12 +99,9 @@ def test_a_slip_is_taken_only_where_no_rule_explains_as_much() -> None:
     found = recognise(weights_of(MODEL.replace(weights=swapped)), MODEL)
     assert found.meant is not None
     assert "on query, key and value instead of output" in found.title
-    assert found.meant.weights == moments.Weights.normal(1.0, output_divisor=12).replace(
-        **{name: [1.0] * 6 for name in ("query", "key", "value", "ffn_in", "gate")},
-        output=[1 / 12] * 6,
-        ffn_out=[1 / 12] * 6,
-        **{f"cross_{name}": [1.0] * 6 for name in ()},
-    ) or math.isclose(found.meant.layer_weights(1).output, 1 / 12)
+    first = found.meant.layer_weights(1)
+    assert (first.query, first.ffn_in) == (1.0, 1.0)
+    assert first.output == first.ffn_out == pytest.approx(1 / 12)
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -140,9 +137,7 @@ def test_the_page_is_one_file_with_its_pictures(right: moments.CheckReport) -> N
     assert "prefers-color-scheme: dark" in page
     assert "var(--forward)" in page
     for outside in ("http://cdn", "https://", "<script", "src="):
-        assert outside not in page.replace("http://www.w3.org", "").replace(
-            "https://matplotlib", ""
-        )
+        assert outside not in page.replace("https://matplotlib", "")
     assert right._repr_html_().count("<svg") == 0
 
 
@@ -156,7 +151,6 @@ SLIPS = {slip.title: slip for slip in check_modules.all_slips()}
         "no scale, fused=False",
         "dropout on",
         "no residual",
-        "final norm never run",
         "BERT of copied layers",
     ],
 )
@@ -239,7 +233,6 @@ def test_a_config_is_judged_by_predictions_and_says_so() -> None:
         ({"embedding": moments.Embedding(1000, 0.0004, 1.0)}, "positions drown tokens"),
         ({"head": moments.Head(norm=False)}, "no final norm"),
         ({"weights": moments.Weights.normal(1e-8)}, "identity layers"),
-        ({"norm": "none", "weights": moments.Weights.normal(20.0)}, "overflow"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
@@ -247,19 +240,18 @@ def test_what_a_declaration_cannot_be_trained_with_is_found(
     changes: dict[str, Any], kind: str
 ) -> None:
     model = moments.Transformer(
-        layers=12,
+        layers=3,
         d_model=64,
         heads=4,
-        seq_len=32,
+        seq_len=8,
         causal=True,
         weights=moments.Weights.normal(1 / 64),
         embedding=moments.Embedding(1000, 1 / 64),
         head=moments.Head(),
     )
     assert moments.check(model).healthy
-    found = moments.check(
-        model.replace(**changes), scheme=model if kind == "no final norm" else None
-    )
+    intended = model if kind == "no final norm" else None
+    found = moments.check(model.replace(**changes), scheme=intended)
     assert kind in {f.kind for f in found.findings}, str(found)
 
 

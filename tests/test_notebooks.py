@@ -12,8 +12,8 @@ nbformat = pytest.importorskip("nbformat")
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
-def test_there_is_a_tour() -> None:
-    assert [path.name for path in NOTEBOOKS] == ["tour.ipynb"]
+def test_which_there_are() -> None:
+    assert [path.name for path in NOTEBOOKS] == ["check-your-model.ipynb", "tour.ipynb"]
 
 
 @pytest.mark.filterwarnings("ignore")  # of the notebook machinery; cells raise on their own errors

@@ -952,13 +952,15 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any
 
 
 def _length(module: nn.Module, found: ModuleRoles) -> int:
-    position = found.named("position")
+    """Tokens that its tables have positions for; some families keep a few rows to themselves."""
+    position, config = found.named("position"), getattr(module, "config", None)
+    kept = 4 if hasattr(config, "to_dict") else 0
     rows = [TOKENS]
     if position:
-        rows.append(len(tensors_of(module)[position[0].parameter]) - 4)
-    most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        rows.append(len(tensors_of(module)[position[0].parameter]) - kept)
+    most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int):
-        rows.append(most - 4)
+        rows.append(most - kept)
     return max(4, min(rows))
 
 

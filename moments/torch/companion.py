@@ -429,7 +429,7 @@ def lightning_callback(module: Callable[[Any], nn.Module] | None = None, **optio
     Raises:
         MomentsError: Lightning is not installed.
     """
-    with optional("lightning", "lightning"):
+    with optional("companion", "lightning"):
         from lightning.pytorch import Callback
 
     class Companion(Callback):  # type: ignore[misc]

@@ -173,7 +173,7 @@ class _Reading:
 
     def _square(self, role: Role) -> float:
         block = self.blocks[role]
-        return float(squared_norm(block)) / block.numel()
+        return float(squared_norm(block) / block.numel())
 
     def _gains(self, model: Transformer, roles: Mapping[tuple[int, str], Role]) -> np.ndarray:
         gains = np.ones((model.layers, 2))
@@ -260,7 +260,7 @@ class _Reading:
         padding = getattr(owner, "padding_idx", None)
         rows = len(block) - int(padding is not None and not bool(block[padding].any()))
         width = block.numel() / len(block)
-        return float(squared_norm(block)) / (width * rows)
+        return float(squared_norm(block) / (width * rows))
 
     def notes(self) -> list[str]:
         """Broken assumptions, in words."""
