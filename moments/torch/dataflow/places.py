@@ -316,7 +316,8 @@ class Sites:
         self.graph = graph
         self.at: dict[int, list[Point]] = {}
         counts: dict[tuple[str, str], set[int]] = {}
-        seen = [b for b in graph.boundaries if graph.tensor(b.value).ndim == 3]
+        seen = [b for b in graph.boundaries if graph.tensor(b.value).ndim in (2, 3)]
+        self.tokens = {Point(b.path, b.side) for b in seen if graph.tensor(b.value).ndim == 3}  # type: ignore[arg-type]
         for path, side, value in seen:
             counts.setdefault((path, side), set()).add(self._same(value))
         for path, side, value in seen:
@@ -374,9 +375,10 @@ def place(
     streams = _alike([sites.of(value) for value in last_values])
 
     def add(layer: int, site: str, point: Point | None) -> None:
-        if point is None:
+        if point not in sites.tokens:
             found.missing.append(f"{stack}{site} of layer {layer}")
         else:
+            assert point is not None
             found.points.append(HookPoint(layer, stack + site, point.path, point.side))
 
     add(0, "stream", _entering(sites, chain, streams))

@@ -418,7 +418,7 @@ class _Reading:
         return [
             HookPoint(layer, stack.prefix + site, point.path, point.side)
             for layer, site, point in rows
-            if point is not None
+            if point in sites.tokens
         ]
 
     # --- the model ---------------------------------------------------------------------------
