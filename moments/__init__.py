@@ -21,6 +21,7 @@ _PUBLIC = {
     "DomainError": "errors",
     "Embedding": "model.embedding",
     "Explanation": "prediction.explanation",
+    "FirstStep": "step.result",
     "Head": "model.head",
     "Law": "formulas.law",
     "Measurement": "prediction.measurement",
@@ -30,6 +31,8 @@ _PUBLIC = {
     "Prediction": "prediction.result",
     "RelativeBias": "model.positions",
     "Rotary": "model.positions",
+    "Sweep": "grids.result",
+    "StepMeasurement": "step.measured",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
@@ -41,6 +44,7 @@ _PUBLIC = {
     "explain": "prediction.explanation",
     "explore": "show.explorer_widgets",
     "from_huggingface": "model.huggingface.config",
+    "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
     "register_activation": "formulas.named_activations",
@@ -48,6 +52,7 @@ _PUBLIC = {
     "schemes": "scheme.registry",
     "simulate": "simulation.run",
     "solve": "scheme.plan",
+    "sweep": "grids.run",
 }
 
 # Packages that are public as wholes.
@@ -62,6 +67,7 @@ __all__ = [
     "DomainError",
     "Embedding",
     "Explanation",
+    "FirstStep",
     "Head",
     "Law",
     "Measurement",
@@ -71,6 +77,8 @@ __all__ = [
     "Prediction",
     "RelativeBias",
     "Rotary",
+    "StepMeasurement",
+    "Sweep",
     "Transformer",
     "ValidityWarning",
     "Weights",
@@ -84,6 +92,7 @@ __all__ = [
     "explain",
     "explore",
     "from_huggingface",
+    "learning_rate",
     "predict",
     "preset",
     "register_activation",
@@ -91,6 +100,7 @@ __all__ = [
     "schemes",
     "simulate",
     "solve",
+    "sweep",
 ]
 
 if TYPE_CHECKING:
@@ -120,6 +130,9 @@ if TYPE_CHECKING:
     from .show.scheme_table import compare_schemes
     from .simulation.run import simulate
     from .solver.plan import Plan
+    from .step.measured import StepMeasurement
+    from .step.result import FirstStep
+    from .step.search import learning_rate
     from .torch.diagnose import diagnose
 
 

@@ -191,3 +191,18 @@ def test_what_is_whole_is_one_operation():
     assert isinstance(first, Recorded)
     assert (first.value, second.value) == (6.0, 3.0)
     assert [operation.name for operation in tape.operations] == ["input", "whole", "item", "item"]
+
+
+def test_ways_back_of_other_branches_are_recorded_where_they_are_met():
+    """Outputs that vanish and outputs that dominate, through programs of one way up."""
+    library, model = Library(), MODELS["pre"]
+    assert model.weights is not None
+    for factor in (1e-5, 1e-11, 1e3):
+        weights = model.weights.replace(
+            output=model.weights.of("output") * factor, ffn_out=model.weights.of("ffn_out") * factor
+        )
+        changed = model.replace(weights=weights)
+        _, gradients = passage(changed, 1.0, 0.3, library)
+        with plain_passes():
+            p = moments.predict(changed, variance=1.0, correlation=0.3, tokens=False)
+        assert [one[0] for one in gradients] == pytest.approx(p.grad_variance, rel=1e-11)

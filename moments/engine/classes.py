@@ -18,6 +18,8 @@ close over the counts N of the inner key:
     (a, B)(a', B') = (a a', a B' + B a' + B N B').
 
 With every position a node all counts are 1 and nothing is approximated.
+
+See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -100,6 +102,37 @@ class PositionClasses:
     def mean(self, values: Array) -> Array:
         """(...) average over tokens of (..., P) values."""
         return np.asarray((values * self.count).sum(-1) / self.length)
+
+    @functools.cached_property
+    def hats(self) -> Array:
+        """(P, L) functions linear in log position between nodes, 1 at their own: cells."""
+        place, logs = np.arange(1.0, self.length + 1), np.log(self.nodes)
+        return np.array([np.interp(np.log(place), logs, one) for one in np.eye(len(logs))])
+
+    def cell_means(self, values: Array) -> Array:
+        """(P,) means over cells of (L,) values."""
+        return np.asarray(self.hats @ values / self.hats.sum(1))
+
+    def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
+        """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
+        second[l]; over all pairs of the sequence as many as there are."""
+        known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
+        sums = [
+            np.array([np.bincount(one, hat, len(known)) for hat in self.hats])
+            for one in np.split(where, 2)
+        ]
+        size = self.hats.sum(1)
+        itself = (self.hats * (first == second)) @ self.hats.T
+        count = np.outer(size, size) - self.hats @ self.hats.T
+        usable = count > 0.5  # a cell of one position has no pairs: those with the next stand in
+        found = np.where(usable, (sums[0] @ sums[1].T - itself) / np.where(usable, count, 1.0), 0.0)
+        for place in map(int, np.flatnonzero(~np.diagonal(usable))):
+            beside = [min(place + 1, len(size) - 1), max(place - 1, 0)]
+            found[place, place] = found[place, beside].mean()
+        counts = [np.bincount(one, minlength=len(known)) for one in np.split(where, 2)]
+        total = float(counts[0] @ counts[1]) - float((first == second).sum())
+        summed = float((found * self.pair_count).sum())
+        return np.asarray(found * (total / summed if summed > 0.0 else 1.0))
 
     def spread_out(self, values: Array) -> Array:
         """(..., L) mean squares at every position, from (..., P).

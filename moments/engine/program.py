@@ -118,6 +118,7 @@ class Program:
         Raises:
             Unrecordable: the layer's formulas need plain numbers or arrays, or it has notes.
         """
+        self._shape = layer, signal
         self._tape = tape = Tape()
         self._entering = [tape.input(v) for v in (*parameters, *numbers)]
         inputs = iter(self._entering)
@@ -128,7 +129,6 @@ class Program:
             raise Unrecordable("the layer has something to say of these numbers")
         self._leaving: list[Any] = []
         self.output = taken_apart(output, self._leaving)
-        self._known, self._held = dict(tape.known), dict(tape.held)
         self._split, self._guards = len(tape.operations), list(tape.guards)
         self._used: set[int] | None = None  # by the ways back that are recorded
         self._backs: list[_Recording] = []
@@ -151,9 +151,19 @@ class Program:
         function = text.function("ahead", self._entering, body, values)
         return _Ahead(function, tuple(kept))
 
-    def backward(
-        self, ahead: _Ahead, kept: tuple[Any, ...], structure: Any, numbers: Any, many: bool
-    ) -> Any:
+    def again(self, entering: list[float]) -> Program:
+        """The same operations on other numbers that enter, parameters first.
+
+        Raises:
+            Unrecordable: they are not the same.
+        """
+        layer, signal = self._shape
+        found = Program(layer, entering, signal, [])
+        if found._tape.operations != self._tape.operations[: self._split]:
+            raise Unrecordable("numbers of other branches")
+        return found
+
+    def backward(self, step: Step, structure: Any, numbers: Any, many: bool) -> Any:
         """(structure, numbers) of the gradient below, from those of the gradient above.
 
         Raises:
@@ -161,19 +171,35 @@ class Program:
         """
         for found in self._backs:
             if found.structure == structure:
-                below = found.written(ahead, many)(kept, *numbers)
+                below = found.written(step.ahead, many)(step.kept, *numbers)
                 if below is not None:
                     return found.below, below
         if len(self._backs) >= MOST_BRANCHES:
             raise Unrecordable("gradients take too many branches")
-        found = _Recording(self, structure, _first(numbers))
+        # On what entered this very layer: another's would take other branches.
+        found = _Recording(self.again(_first(step.entering)), structure, _first(numbers))
         self._backs.append(found)
         self._used = (self._used or set()) | found.used
         self._aheads.clear()
-        below = found.written(ahead, many)(kept, *numbers)
+        below = found.written(step.ahead, many)(step.kept, *numbers)
         if below is None:
             raise Unrecordable("a branch that its own numbers do not take")
         return found.below, below
+
+
+class Step(NamedTuple):
+    """One layer on the way up.
+
+    Attributes:
+        program, ahead: that were used.
+        kept: what the way back needs.
+        entering: parameters and the signal's numbers.
+    """
+
+    program: Program
+    ahead: _Ahead
+    kept: Any
+    entering: tuple[Any, ...]
 
 
 class _Recording:
@@ -181,7 +207,6 @@ class _Recording:
 
     def __init__(self, program: Program, structure: Any, numbers: Any) -> None:
         tape = self._tape = program._tape
-        tape.known, tape.held = dict(program._known), dict(program._held)
         tape.guards = []
         self.structure, self._start = structure, len(tape.operations)
         self._arriving = [tape.input(v) for v in numbers]
@@ -205,6 +230,9 @@ class _Recording:
     def written(self, ahead: _Ahead, many: bool) -> Callable[..., Any]:
         """The way back from what that forward function kept."""
         found = self._texts.get((many, ahead.kept))
+        if found is None and not self.used.issubset(ahead.kept):
+            # Written when fewer ways back were known: the next forward function keeps more.
+            raise Unrecordable("a way back that needs more than the way up kept")
         if found is None:
             text = _Text(self._tape.operations, self._needed, many)
             place = {line: k for k, line in enumerate(ahead.kept)}
@@ -234,7 +262,7 @@ class Passage:
         numbers: list[Any] = []
         structure = taken_apart(signal, numbers)
         self._library, self.signals = library, [(structure, tuple(numbers))]
-        self._steps: list[tuple[Program, _Ahead, Any]] = []
+        self._steps: list[Step] = []
         self.many = any(isinstance(v, np.ndarray) for v in numbers)
 
     def up(self, layers: Iterable[Apart]) -> None:
@@ -248,7 +276,7 @@ class Passage:
         for layer in layers:
             programs = self._library.programs(layer.shape, shape)
             program, ahead, numbers, kept = _forward(programs, layer, structure, numbers, self.many)
-            self._steps.append((program, ahead, kept))
+            self._steps.append(Step(program, ahead, kept, (*layer.numbers, *self.signals[-1][1])))
             if program.output is not structure:
                 structure = program.output
                 shape = self._library.shape(structure)
@@ -263,8 +291,8 @@ class Passage:
         numbers: Any = []
         structure = taken_apart(gradient, numbers)
         found = [(structure, tuple(numbers))]
-        for program, ahead, kept in reversed(self._steps):
-            structure, numbers = program.backward(ahead, kept, structure, found[-1][1], self.many)
+        for step in reversed(self._steps):
+            structure, numbers = step.program.backward(step, structure, found[-1][1], self.many)
             found.append((structure, numbers))
         return found[::-1]
 

@@ -28,6 +28,8 @@ Two things come of it. A correlation behind a normalisation is E o_ij/sqrt(q_i q
 (`laws.normalization`), and a gated unit's covariance, in proportion to o^2 at small o, is a mean
 over o. Left out: what varies because attention weights do, and how overlaps move where a unit is
 even in them.
+
+See docs/theory/norms.md, Realised overlaps.
 """
 
 from __future__ import annotations

@@ -117,6 +117,15 @@ class Record:
         """(layer, site, note) of all that makes the numbers here less certain."""
         return [(o.layer, o.component.label, n) for o in self.sites() for n in o.output.notes]
 
+    def paths(self) -> list[tuple[Record, ...]]:
+        """The leaves of every way through parallel branches; those before and behind the branches
+        are in each."""
+        return self.component.record_paths(self)
+
+    def in_order(self) -> tuple[Record, ...]:
+        """What follows one another in it: itself, unless it is of a chain."""
+        return self.component.records_in_order(self)
+
     def leaves(self) -> Iterator[Record]:
         """Those of components that hold no others."""
         return (one for one in self.walk() if not one.component.children)

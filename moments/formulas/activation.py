@@ -36,6 +36,7 @@ def activation(
     source: dict[str, Source],
     simplified: dict[str, Law | None] | None = None,
     limits: Mapping[str, Interval] | None = None,
+    entrywise: tuple[Single, Single] | None = None,
 ) -> ComponentLaws:
     """Assemble an activation's laws from its mean, pair moment, pair slope, kurtosis and alignment.
 
@@ -88,6 +89,7 @@ def activation(
             "alignment": law(lambda m, x_variance: alignment(m, x_variance), "alignment"),
         },
         simplified=simplified or {},
+        entrywise=entrywise,
     )
 
 
@@ -159,6 +161,7 @@ RELU = activation(
             limits={"x_correlation": Interval(0.0, 1.0)},
         )
     },
+    entrywise=(lambda m, x: (x + abs(x)) / 2, lambda m, x: 1 * (x > 0)),
 )
 
 
@@ -214,6 +217,7 @@ GELU = activation(
         "grad_variance": kedia("A.5 and Table 17"),
         "grad_covariance": kedia("A.5 and Table 20; unequal variances derived here"),
     },
+    entrywise=(gelu_function, gelu_derivative),
 )
 
 
@@ -228,6 +232,7 @@ IDENTITY = activation(
     kurtosis=lambda m, v: 3 + 0 * v,
     alignment=lambda m, v: 1 + 0 * v,
     source={},
+    entrywise=(lambda m, x: x, lambda m, x: 1 + 0 * x),
 )
 
 
@@ -277,6 +282,7 @@ def by_quadrature(
         kurtosis=remembered(lambda m, v: fourth_over_squared(m, function, v)),
         alignment=remembered(lambda m, v: slope_alignment(m, function, derivative, v)),
         source={},
+        entrywise=(function, derivative),
     )
 
 

@@ -196,7 +196,9 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
         second = _coefficients(function, w, nodes, weights, rows)
     r = np.asarray(correlation, dtype=float)
     size = np.abs(first.orders).reshape(-1, _ORDERS).max(0)
-    # Products of coefficients enter, so those below 1e-9 leave less than rounding does.
+    # Products of coefficients enter, times a power of r, so those below 1e-9 of what counts leave
+    # less than rounding does.
+    size = size * min(1.0, float(np.abs(r).max(initial=0.0))) ** (0.5 * np.arange(_ORDERS))
     kept = np.flatnonzero(~(size < 1e-9 * size.max()))  # all of them where one is no number
     orders = 1 + int(kept[-1])
     total = 0.0 * r

@@ -218,6 +218,13 @@ class ComponentLaws:
 
     `laws` hold in all theories unless one overrides them; "simplified" also inherits what
     "published" overrides. A quantity mapped to None is one the theory does not state.
+
+    Attributes:
+        name, title: what it is asked for by, and what it is.
+        laws: by quantity, such as "variance" or "grad_covariance".
+        refined, published, simplified: what each theory overrides.
+        entrywise: of what acts entry by entry, the function and its derivative, over a number
+            system.
     """
 
     name: str
@@ -226,6 +233,7 @@ class ComponentLaws:
     refined: Mapping[str, Law | None] = field(default_factory=dict)
     published: Mapping[str, Law | None] = field(default_factory=dict)
     simplified: Mapping[str, Law | None] = field(default_factory=dict)
+    entrywise: tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]] | None = None
     _merged: dict[str, dict[str, Law]] = field(default_factory=dict, init=False, repr=False)
 
     def under(self, theory: Theory) -> dict[str, Law]:

@@ -37,6 +37,8 @@ overlaps vary by 1, 1.3, 1.6, 1.8, 2.0, 2.1 over d in GPT-2 (here 1, 1.4, 1.7, 1
 by 1 to 2.8 in Llama at deviation .02 (2.6). There causal averages fill the stream, what tokens have
 of their own lies in few directions whose sizes vary by more (up to 6/d), and squared query and key
 norms stay 2 to 6 percent low (standard error 4 a layer); docs/real-modules.md has every family.
+
+See docs/theory/norms.md, Overlaps of what tokens have of their own.
 """
 
 from __future__ import annotations

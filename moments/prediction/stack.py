@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.composition import sum_of
+from ..engine.composition import Chain, sum_of
 from ..engine.layout import Layout
 from ..engine.packing import check_documents
 from ..engine.program import Replayed, replayed
@@ -36,7 +36,7 @@ from .inputs import (
     given_shape,
     last_kernel,
 )
-from .result import Prediction
+from .result import Prediction, Read
 from .validity import validity_warnings
 
 
@@ -58,6 +58,13 @@ class Inputs:
         marks = (self.attention_mask, self.document_ids)
         given = (self.token_ids, self.pixels, self.kernel, *marks)
         return any(value is not None for value in given)
+
+    @property
+    def one_text(self) -> bool:
+        """Whether a text of one sequence is all that is given."""
+        several = (self.segment_ids, self.pixels, self.kernel, self.attention_mask)
+        apart = any(value is not None for value in (*several, self.document_ids))
+        return self.token_ids is not None and self.sequences == 1 and not apart
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,6 +95,7 @@ class Outcome:
 
     gradient: Gradient
     output: OutputMoments | None = None
+    targets: Any = None
 
 
 class Stack:
@@ -103,6 +111,7 @@ class Stack:
     ) -> None:
         """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
+        self.shape = shape
         self.run = Run()
         self._embedding: Record | None = None
         self._layers: Record | None = None
@@ -112,6 +121,7 @@ class Stack:
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
         if isinstance(resolved, PositionClasses):
             tokens = len(resolved.nodes)
+        self.rows = tokens if resolved else 1
         check_memory(model, bool(resolved), math.prod(shape), tokens)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
@@ -171,11 +181,15 @@ class Stack:
         """The last layer's output."""
         signal = self.enter()
         self.run.reached.append(Point(0, "stream", signal))
-        stack = declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+        stack = self.declaration()
         self._layers = replayed(stack, signal) if self._may_replay() else None
         if self._layers is None:
             self._layers = stack.propagate(signal, self.run)
         return self._layers.output
+
+    def declaration(self) -> Chain:
+        """Its layers as components."""
+        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
 
     def _may_replay(self) -> bool:
         """Whether what passes between layers is all that `prediction` asks of them: one of no norms
@@ -279,6 +293,7 @@ class Stack:
             encoder=encoder,
             outer_weights=OuterWeights(model, self.inputs, embedded, output, self.documents),
             top=top if output is None else functools.partial(head_top, output),
+            read=_read(self.inputs, outcome),
         )
 
 
@@ -350,7 +365,7 @@ def last_gradient(
             batch=batch,
         )
         if output.gradient is not None and not given:
-            return Outcome(output.gradient, output)
+            return Outcome(output.gradient, output, targets)
     elif targets is not None:
         raise DomainError("targets are what a head predicts: declare model.head")
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
@@ -364,6 +379,13 @@ def last_gradient(
         real = real[0] if real.ndim == 2 else real
         last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
     return Outcome(Gradient(last, model.seq_len))
+
+
+def _read(inputs: Inputs, outcome: Outcome) -> Read | None:
+    output = outcome.output
+    if output is None or output.ending is None:
+        return None
+    return Read(inputs, outcome.targets, output.ending)
 
 
 def head_top(output: OutputMoments | None) -> Any:

@@ -83,6 +83,11 @@ def round_ticks(ax: Axes) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
 
 
+def along_layers(ax: Axes) -> None:
+    """Ticks at whole layers."""
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _color(quantity: str) -> str:
     return GRADIENT if quantity.startswith("grad") else SIGNAL
 

@@ -24,6 +24,7 @@ with optional("torch", "torch"):
     from .measure import measure
     from .scales import AppliedScales
     from .snippet import snippet, tensor_table
+    from .step import measure_step
 
 __all__ = [
     "AppliedScales",
@@ -40,6 +41,7 @@ __all__ = [
     "hook_points",
     "initialize",
     "measure",
+    "measure_step",
     "snippet",
     "tensor_table",
     "weight_statistics",

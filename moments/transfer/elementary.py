@@ -2,13 +2,15 @@
 
 Each takes its laws as data, so that a theory is a choice of laws and never a branch in the engine.
 Normalisation and refined attention, which need more than two laws, have modules of their own.
+
+See docs/theory/norms.md, Squared norms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -143,6 +145,8 @@ class Linear(Lawful):
 
     weight: str = "weight"
     has_bias: bool = False
+
+    scales_pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if "bias_variance" in self.parameters and self.laws is LINEAR:
@@ -292,6 +296,9 @@ def faintly(law: Law, algebra: Any, values: Values) -> Array:
 class Dropout(Lawful):
     """Dropout with fresh masks for every token and entry."""
 
+    scales_pairs: ClassVar[bool] = True
+    masks: ClassVar[bool] = True
+
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         own = own_variance(record.input), own_variance(record.output)
         return dropped(at, *own, record.output.width)
@@ -324,6 +331,8 @@ class Dropout(Lawful):
 @dataclass(frozen=True)
 class Scale(Lawful):
     """Multiplication by a constant."""
+
+    scales_pairs: ClassVar[bool] = True
 
     def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         assert signal.spread is not None

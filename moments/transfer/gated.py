@@ -1,4 +1,7 @@
-"""Gated units: two linear maps of one input, an activation of the first times the second."""
+"""Gated units: two linear maps of one input, an activation of the first times the second.
+
+See docs/theory/norms.md, Realised overlaps.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Normalisation at finite width: centring, the constant under the root, and the norms' spread.
 
 And Dynamic Tanh, which stands where a normalisation would and is none.
+
+See docs/theory/norms.md, Dividing by a norm.
 """
 
 from __future__ import annotations
@@ -213,7 +215,12 @@ class NormalizationPullback:
         return AffinePulled(sent, leaf, width, self.normal, gradient)
 
 
-_EXPANDED, _FAR = 0.05, 0.3  # relative variances of squared norms: small, and too large
+_EXPANDED = 0.05
+"""Relative variance of squared norms up to which covariances need no bound: what the expansion
+leaves out is of the order of its square."""
+
+_FAR = 0.3
+"""Relative variance of squared norms beyond which a note says that it is expanded."""
 
 
 def _possible(normal: Kernel, inner: Signal) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ...engine.composition import Pulled, Reader, ReaderPullback
+from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.state import Array, Gradient, Kernel, Signal
@@ -99,6 +101,32 @@ class CrossAttention(Reader):
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        one, width = 1.0 + 0.0 * pair.signal.kernel.pairs, self.heads * self.d_head
+        read = pair.memory
+        if read is None:
+            read = Kernel(pair.signal.kernel.diagonal, 0.0 * one)
+        kernel = read.scaled(self.memory_width * self.value)
+        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width), 0.0 * one
+
+    @property
+    def reads(self) -> CrossAttention:
+        return self
+
+    def unplaced(self) -> CrossAttention:
+        return dataclasses.replace(self, padding=None, sequences=1)
+
+    def back_kappa(self, memory_len: int) -> Array:
+        """d_model times the relative variance of what queries of a memory send back, squared.
+
+        Behind W_q, 2 over d_model, stand in each head W_k and what the output projection sent, 2
+        over d_head each, and M W_v g, M the kernel over features of the memory's tokens around
+        their mean, all but of rank r = memory_len - 1: 2/r + 2/memory_width.
+        """
+        rank = 1 / max(memory_len - 1, 1) + 1 / self.memory_width
+        by_head = 2 * (2 / self.d_head + rank) / self.heads
+        return 2.0 + self.d_model * by_head
 
     def _masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""

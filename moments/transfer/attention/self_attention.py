@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,9 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.realised import averaged_overlaps
+from ...engine.response import Around
+from ...engine.sensitivity import Response
 from ...engine.state import Array, Gradient, Kernel, Realised, Signal
 from ...engine.trace import Record
 from ...errors import domain_error
@@ -22,6 +26,7 @@ from .kernels.exact_rows import THETA_PEAKED
 from .laws import attend_by_laws
 from .logits import LogitLaw, Side, logit_law, positive, through
 from .overlap import through_attention
+from .sensitivity import Attending
 from .statistics import AttentionStatistics
 from .weight_gradients import Paths, of_rows, overlap_gradients, projection_gradients
 
@@ -197,6 +202,35 @@ class SelfAttention(Leaf):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
 
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        # Weights sum to 1 within each sequence, and all pairs across have one covariance.
+        width, kernel = self._width, pair.signal.kernel
+        factor = (1.0 + 0.0 * kernel.pairs) * width * self.value
+        output = Signal(kernel.scaled(self.d_model * self.value), 2, width=width)
+        return output, 0.0 * factor if pair.within else factor
+
+    @property
+    def self_attention(self) -> SelfAttention:
+        return self
+
+    def with_logits(self, factor: Array) -> SelfAttention:
+        return dataclasses.replace(self, query=self.query * factor)
+
+    def unplaced(self) -> SelfAttention:
+        return dataclasses.replace(
+            self,
+            causal=False,
+            window=None,
+            rotary=None,
+            alibi=False,
+            relative_bias=None,
+            padding=None,
+            sequences=1,
+        )
+
+    def response(self, record: Record, around: Around) -> Response:
+        return Attending.of(self, record.input, around.received(record))
+
     @property
     def _width(self) -> Any:
         return self.heads * self.d_head
@@ -243,8 +277,7 @@ class AttentionPullback:
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient."""
         paths = Paths(sides.query, sides.key, self.tilt(received, sides))
-        squares = self.output.facts["square_sum"] if self.output.facts is not None else 0.0
-        rows = of_rows(self.output, np.shape(squares))
+        rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
             self.leaf, self.law, self.signal, self.attended, self.mixed, received, paths, rows
         )

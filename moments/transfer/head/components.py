@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
-from ...engine.state import Gradient, Kernel, Signal
+from ...engine.response import Around
+from ...engine.sensitivity import SINGLE, Ascent, Descent, Response
+from ...engine.state import Array, Gradient, Kernel, Signal
+from ...engine.trace import Record
 from ...formulas.activation import gelu_function, gelu_tanh_function
 from ...formulas.algebra import NUMPY
 from ...formulas.linear import DROPOUT, LINEAR
@@ -191,6 +194,9 @@ class Pool(Leaf):
             sent = Kernel(received / count**2, received / count**2)
         return Pulled(Gradient(sent, count))
 
+    def response(self, record: Record, around: Around) -> Response:
+        return _Pooled(self.weights(record.input.kernel.pairs.shape[-1]))
+
     def weights(self, count: int) -> np.ndarray:
         """(sequences, count) with which tokens enter their sequence's vector."""
         length = count // self.sequences
@@ -213,3 +219,20 @@ def _gaussian(pooled: Kernel, signal: Signal) -> Signal:
         width=signal.width,
         spread=(pooled * pooled).scaled(2 / signal.width),
     )
+
+
+@dataclass(frozen=True)
+class _Pooled:
+    """One vector per sequence, by weights (sequences, tokens)."""
+
+    weights: Array
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        none = np.zeros(sensitivity.shape[:-2])
+        onward = self.weights @ sensitivity @ self.weights.T
+        return Ascent(onward.astype(SINGLE), None, none, none + 1.0)
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        none = np.zeros(sensitivity.shape[:-2])
+        found = self.weights.T @ sensitivity @ self.weights
+        return Descent(found.astype(SINGLE), none, none)

@@ -18,7 +18,14 @@ from ...model.transformer import Transformer
 from .components import head_chain
 from .notes import output_notes
 from .readout import Readout
-from .targets import Targets, alike_targets, class_targets, position_targets, text_targets
+from .targets import (
+    Targets,
+    alike_targets,
+    class_targets,
+    position_targets,
+    position_text,
+    text_targets,
+)
 from .tied import cross_gradient
 
 
@@ -296,7 +303,10 @@ def _targets(
         if targets is not None:
             raise DomainError("targets are resolved by token: leave tokens=False out")
         if signal.kernel.classes is not None:
-            return position_targets(head, vocab_size, signal.kernel.classes, batch)
+            classes = signal.kernel.classes
+            if token_ids is not None:
+                return position_text(classes, token_ids).repeated(batch)
+            return position_targets(head, vocab_size, classes, batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)
     every = np.ones(sequences * model.seq_len)
     if real is not None:

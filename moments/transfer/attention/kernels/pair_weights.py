@@ -1,4 +1,7 @@
-"""What the joint law of two rows is read at: weights on the nodes for every pair of rows."""
+"""What the joint law of two rows is read at: weights on the nodes for every pair of rows.
+
+See docs/theory/attention.md, The closure.
+"""
 
 from __future__ import annotations
 

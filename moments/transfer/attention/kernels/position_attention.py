@@ -11,6 +11,8 @@ For tokens that are alike but for their position nothing else is approximated: w
 a node, a layer meets `KernelAttention` as closely as that one's single precision and its nodes in
 the correlation allow, where it gives every row a class of its own. `tests/test_position_classes.py`
 holds that; what nodes lose in whole models is in `benchmarks/data/position_classes.json`.
+
+See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from numpy.typing import NDArray
 from ....engine.classes import Matrix, Sight, diagonal, product, transposed
 from ..softmax.chebyshev import THETA_MAX
 from . import exact_rows
-from .balance import EXPONENT_MAX
+from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS
 from .calibration import calibrate
+from .independent_noise import MARGINAL_SWEEPS
 from .nodes import nodes_for
 from .pair_weights import RHO_MIN, geometric_mean, sharpening
 from .reference import annealed_moments, matched
@@ -181,7 +184,7 @@ class PositionAttention:
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         kernel, away = (own - diagonal(within), within), _log_cosh(away, exponent)
         step, last = np.full(len(keys), 0.5), None
-        for _ in range(30):
+        for _ in range(ITERATIONS):
             response = (1.0 - found, -inside)
             projected = product(product(response, kernel, keys), transposed(response), keys)
             joint = _bounded_exp(
@@ -189,7 +192,7 @@ class PositionAttention:
             )
             joint = joint[0] - diagonal(joint[1]), joint[1]
             joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
-            joint = _balanced(joint, (weights, weights), (keys, keys), 4)
+            joint = _balanced(joint, (weights, weights), (keys, keys), SELF_SWEEPS)
             change = joint[0] * weights - found, joint[1] * weights[:, None, :] - inside
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change[0]
@@ -303,7 +306,7 @@ class PositionAttention:
             weights[long, left],
             weights[short, right],
         )
-        joint = sums.balanced((own, pairs), 3)
+        joint = sums.balanced((own, pairs), JOINT_SWEEPS)
 
         def along(direction: Matrix) -> Matrix:
             own = slope[:, None] * (direction[0] + tile.diagonal(direction[1]))
@@ -454,7 +457,7 @@ class PositionAttention:
         mean += (whole * (a + diagonal(direction)) - diagonal(inside * direction)) * weights
         mean = np.where(seen, mean, 0.0)
         shift = -0.5 * mean
-        for _ in range(12):
+        for _ in range(MARGINAL_SWEEPS):
             overlap = np.einsum("pqr,pr->pq", inside, self._counted * shift)
             overlap += beside * weights * shift
             shift = 0.5 * (shift - mean - overlap)

@@ -6,6 +6,8 @@ whatever their number, so cells hold its mean: for every frequency that of the p
 hats that are linear in log j, whose products are the means over two cells of rows and two of keys.
 A token with itself is left out, being no pair. What laws that are not linear in the kernel make of
 the rest is followed to second order, by the variance of rho inside the cells.
+
+See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations

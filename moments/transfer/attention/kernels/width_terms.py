@@ -10,6 +10,8 @@ their norm's fluctuation and u the fraction of a key that it does not share with
     the overlap of different tokens falls where both are attended to, by the fraction
     u (1 + u) delta theta (1 - 3 P2 + 2 P3) of what the rows' tokens share;
     and with the keys' own variance, which gives back 2 (1 - u)^2 delta dO/dlog theta.
+
+See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations

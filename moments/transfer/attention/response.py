@@ -14,6 +14,8 @@ with m = (n - 1)/n^2.
 
 Products of (L, L) matrices alone: a small part of what `kernels.KernelAttention` costs. It is for
 sensitivities, which need a shape; the size comes from the moments that were traced.
+
+See docs/theory/band.md, Saturation.
 """
 
 from __future__ import annotations
@@ -24,17 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix, Sight
-from ..engine.state import Array
-from ..transfer.attention.kernels import exact_rows, position_attention
-from ..transfer.attention.kernels.position_attention import ClassLogits
-from ..transfer.attention.kernels.row_statistics import (
-    RowStatistics,
-    mean_attention,
-    row_statistics,
-)
-from ..transfer.attention.self_attention import SelfAttention
-from .sensitivity import (
+from ...engine.classes import ClassMatrix, Sight
+from ...engine.sensitivity import (
     SINGLE,
     Matrix,
     count_of,
@@ -49,9 +42,27 @@ from .sensitivity import (
     trace_of,
     transposed,
 )
+from ...engine.state import Array
+from .kernels import exact_rows, position_attention
+from .kernels.position_attention import ClassLogits
+from .kernels.row_statistics import (
+    RowStatistics,
+    mean_attention,
+    row_statistics,
+)
 
 FAINT = 1e-9
 """A product of correlation and logit variance below which rows are read as independent."""
+
+
+LEAST_OWN = 0.05
+"""Least share of its own that a key is taken to have where dropped weights are told apart."""
+
+BEND_STEP = 0.02
+"""Relative step of the difference for `_bend`, whose statistics are interpolated to 1e-4."""
+
+LEAST_BENT = 1e-3
+"""Logit variance below which the odds grow in proportion."""
 
 
 class Rise(NamedTuple):
@@ -117,13 +128,11 @@ class AttentionResponse:
     keys: Array
 
     @classmethod
-    def of(
-        cls, attention: SelfAttention, kernel: Matrix, allowed: Any, tau: float
-    ) -> AttentionResponse:
+    def of(cls, attention: Any, kernel: Matrix, allowed: Any, tau: float) -> AttentionResponse:
         """The response around a kernel (..., L, L).
 
         Args:
-            attention: the layer.
+            attention: the layer, a `SelfAttention`.
             kernel: second moments of the tokens that attend.
             allowed: for every leading entry, (L, L) which keys each query sees; None on classes,
                 where it sees those before it.
@@ -301,7 +310,7 @@ def _response(
                 strict=True,
             )
         ]
-    chord, slope, change = (tau * rows.softening.mean() * shape for shape in shapes)
+    chord, slope, change = (tau * _softened(rows) * shape for shape in shapes)
     mixed = weights @ kernel
     means = mixed @ transposed(weights)
     itself = own_entries(means)[:, None]
@@ -315,7 +324,7 @@ def _response(
     query = slope * (overlap + np.outer(apart, apart) / d_model)
     # Dropout makes logits matter by what their keys have of their own, whatever they share.
     mean = trace_of(kernel) / count_of(kernel)
-    through_keys = dropped / np.maximum(ratio(rows.unshared, mean), 0.05)
+    through_keys = dropped / np.maximum(ratio(rows.unshared, mean), LEAST_OWN)
     by_head = kernel * (chord + slope * (1 + diagonal(through_keys, kernel)))
     query_change = (slope + change) * overlap
     squares, squares_change = dropped * squares, dropped * squares_change
@@ -323,12 +332,17 @@ def _response(
     return *maps, through_keys, apart, _bend(rows), rows.theta, rows.keys
 
 
+def _softened(rows: RowStatistics) -> float:
+    """One factor for all rows where some are beyond the tables, and 1 where none is: a guess."""
+    return float(rows.softening.mean())
+
+
 def _bend(rows: RowStatistics) -> Array:
     """d log t/d log theta - 1: how much less than in proportion the odds of one key grow."""
     keys = np.maximum(rows.keys, 1 + 1e-6)
-    step, logs = 0.02, []
+    step, logs = BEND_STEP, []
     for factor in (1 - step, 1 + step):
-        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, 1e-3))
+        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, LEAST_BENT))
         square = np.asarray(exact_rows.rows(theta, keys).sum_square)
         logs.append(np.log(np.log(square * (keys - 1) / (1 - square))))
     slope = (logs[1] - logs[0]) / np.log((1 + step) / (1 - step))
