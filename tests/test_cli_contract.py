@@ -65,10 +65,10 @@ PRINTED = {
     "compare": (*SMALL, "--seeds", "2", "--json"),
     "validate": ("--subset", "pre-full-N24-xavier-relu-*", "--theory", "refined", "--json"),
     "model": (*SMALL, "--json"),
-    "check": (*SMALL, "--json"),
-    "first-step": ("gpt2", "--layers", "1", "--seq-len", "8", "--lr", "0.001", "--json"),
     "sweep": (*SMALL, "--axis", "layers=1,2", "--json"),
+    "check": (*SMALL, "--json"),
     "doctor": ("--json",),
+    "first-step": ("gpt2", "--layers", "1", "--seq-len", "8", "--lr", "1e-4", "--json"),
 }
 
 

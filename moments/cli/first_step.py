@@ -30,9 +30,9 @@ from .base import note as say
 @app.command(
     "first-step",
     examples=(
-        "first-step gpt2 --layers 4 --seq-len 32 --lr 0.001",
-        "first-step gpt2 --optimizer muon --bound 0.05 --by-group",
-        "first-step config.json --optimizer sgd --lr 0.1 --plot step.svg --csv sites.csv",
+        "first-step gpt2 --seq-len 64 --lr 1e-4",
+        "first-step gpt2 --layers 4 --seq-len 32 --bound 0.3 --by-group",
+        "first-step config.json --optimizer muon --lr 2e-3 --plot step.png",
     ),
 )
 def first_step(
