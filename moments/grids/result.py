@@ -54,7 +54,7 @@ class Sweep:
             deepest, NaN beyond a shallower one's end; else empty.
         warnings: of validity, by index of the configuration, the last axis varying fastest.
         refused: why the theory gives nothing, likewise.
-        done: which configurations have a result, of any of these kinds, by that index.
+        done: by the same index, whether a configuration is there yet.
     """
 
     axes: Axes
