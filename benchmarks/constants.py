@@ -71,7 +71,7 @@ def _one_more(p2: Any, p3: Any, p4: Any) -> Any:
 
 
 def _of_hottest(rows: Any) -> float:
-    """`attention_response._softened` at the row that is furthest beyond the tables."""
+    """`response._softened` at the row that is furthest beyond the tables."""
     return float(rows.softening.min())
 
 
