@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..model.transformer import Transformer
 
 
+FORMAT_VERSION = 1
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class FirstStep:
     """The network after the first step of an optimizer.
@@ -157,8 +160,9 @@ class FirstStep:
         return plot_first_step(self, name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists; nan becomes None."""
+        """Plain numbers and lists, with a format version; nan becomes None."""
         return {
+            "format": FORMAT_VERSION,
             "model": self.model.to_dict(),
             "optimizer": self.optimizer,
             "learning_rate": self.learning_rate,
