@@ -130,7 +130,9 @@ class _Checking:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ValidityWarning)
                 described = describe(module, batch=batch)
-            read = getattr(described, "model", described)
+            read = described.model
+            if read is None:
+                raise MomentsError(f"no Transformer says what it does: {described.unplaced}")
         self.inputs = _inputs(module, self.found, read, batch, loss)
         self.measurement = measure(module, self.inputs.batch, loss=self.inputs.loss)
         read = at_length(read, self.measurement)
@@ -158,7 +160,7 @@ class _Checking:
                 self.notes.append(f"its sums are taken as declared: {error}")
                 return _with_weights(self.architecture, self.tensors)
         self.notes += dict.fromkeys(str(w.message) for w in caught)
-        return getattr(found, "model", found)
+        return self.architecture if found.model is None else found.model
 
     def _unused(self) -> Iterator[str]:
         """Submodules that are not run and whose parameters get no gradient."""
