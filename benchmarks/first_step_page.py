@@ -213,7 +213,6 @@ its step scaled by sqrt(m/n).
 - Muon's update sizes at single matrices: its map is steep at small singular values, and those of a
   real gradient are not a Wishart matrix's. Worst where gradients have few directions: of ViT's
   queries, keys and values, of which the class token alone is read, up to 5 times.
-- SGD's update sizes, squared gradients, at single matrices by what one draw's gradients are off.
 - Two steps and more, fresh batches: not in `after`.
 - Not covered, and refused by name: encoder-decoders (T5, BART), norms of queries and keys, soft
   caps, relative biases, biases of queries and keys that are drawn, DyT, groups of norms, padding
