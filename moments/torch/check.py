@@ -33,6 +33,7 @@ from ..show.health import (
 )
 from ..show.recognition import Reading, Weight, in_words, recognise
 from .advice import Advice, advise
+from .anatomy import anatomy_of
 from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
 from .behaviour import Softmax, behaviour
@@ -45,7 +46,7 @@ from .findings import Finding, measure_roles
 from .hook_points import hook_points, stacks_of
 from .measure import measure
 from .probe import default_batch, run
-from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, tensors_of
 from .tensors import own_loss
 from .text import mask_tokens
 from .wrappers import unwrapped
@@ -123,7 +124,7 @@ class _Checking:
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme = module, scheme
-        self.found = roles_of(module)
+        self.found = anatomy_of(module, batch).found
         self.promised = promised_by(module)
         read = self.promised or read_architecture(module)
         if read is None:
