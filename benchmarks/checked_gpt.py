@@ -274,7 +274,7 @@ def _twice(module: GPT, config: Config) -> None:
 
 
 def _cut(at: float, corrected: bool) -> Callable[[GPT, Config], None]:
-    """Normals cut at so many deviations, their own corrected for a cut at two or not."""
+    """Normals cut at so many deviations, theirs corrected for a cut at two or not."""
 
     def slip(module: GPT, config: Config) -> None:
         for name, part in _linears(module):

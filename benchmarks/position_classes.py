@@ -1,10 +1,11 @@
 """Classes of positions against every token: what they lose, and what they cost.
 
-    python benchmarks/position_classes.py            # measures and stores, about five minutes
+    python benchmarks/position_classes.py            # measures and stores, about ten minutes
     python benchmarks/position_classes.py --show     # prints what is stored
 
 Errors are the largest over layers, those of queries and keys include what grouped rows cost by
-token. Times are processor seconds of one thread in one run, so that their ratio is what to quote.
+token, unless every row is a class of its own there. Long sequences are compared with twice the
+classes. Times are processor seconds of one thread in one run, so that their ratio is what to quote.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 import moments
+from moments.engine.classes import PositionClasses
+from moments.transfer.attention.kernels import balance, row_classes
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
 PLAIN = {"layers": 12, "d_model": 256, "heads": 4, "dropout": 0.1, "causal": True}
@@ -46,7 +49,41 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "GPT-2 small, 12 x 128": (moments.preset("gpt2", seq_len=128), {}),
     "GPT-2 small, 2 x 512": (moments.preset("gpt2", seq_len=512).replace(layers=2), {}),
 }
+SMALL = {"layers": 3, "d_model": 256, "heads": 4, "dropout": 0.1, "causal": True, "seq_len": 64}
+ROTARY = moments.Rotary()
+OWN_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Llama 3 8B, 2 x 64": (moments.preset("llama-3-8b", seq_len=64).replace(layers=2), {}),
+    **{
+        f"{name}, 3 x 64": (
+            moments.Transformer(**SMALL | fields),
+            {"correlation": 0.2},
+        )
+        for name, fields in {
+            "rotary": {"rotary": ROTARY},
+            "rotary, Post-LN": {"rotary": ROTARY, "norm": "post"},
+            "window of 16": {"window": 16},
+            "window of 8": {"window": 8},
+            "rotary, window of 16": {"rotary": ROTARY, "window": 16},
+            "normalised queries and keys, rotary": {"rotary": ROTARY, "qk_norm": "layernorm"},
+            "biases, rotary": {
+                "rotary": ROTARY,
+                "biases": moments.Biases(query=0.3, key=0.3, value=0.2),
+            },
+        }.items()
+    },
+    "24 layers, Post-LN, 24 x 64": (
+        moments.Transformer(**SMALL | {"layers": 24, "d_model": 128, "norm": "post"}),
+        {},
+    ),
+}
+HALVED = {
+    "Llama 3 8B, 32 x 8192": moments.preset("llama-3-8b"),
+    "GPT-Neo 125M, 12 x 2048": moments.preset("gpt-neo-125m"),
+    "Pythia 160M, 12 x 2048": moments.preset("pythia-160m"),
+    "Mistral 7B, 4 x 32768": moments.preset("mistral-7b").replace(layers=4),
+}
 LONG = (1024, 8192, 131072)
+SECONDS = ("llama-3-8b", "mistral-7b", "qwen3-8b", "gpt-neo-125m")
 
 
 def timed(model: Any, **given: Any) -> tuple[moments.Prediction, float]:
@@ -83,12 +120,58 @@ def compared(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def own_rows(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """`compared`, by token with a class for every row and its iteration run to its end."""
+    kept = row_classes.SUPPORT_SLACK, balance.TOLERANCE
+    row_classes.SUPPORT_SLACK, balance.TOLERANCE = 0.0, 2e-5
+    try:
+        return compared(model, given)
+    finally:
+        row_classes.SUPPORT_SLACK, balance.TOLERANCE = kept
+
+
+def halved(model: Any) -> dict[str, Any]:
+    """The classes of today against twice as many."""
+    found, seconds = timed(model)
+    of = PositionClasses.of
+
+    def finer(length: int, window: int | None = None, **_: Any) -> PositionClasses:
+        return of(length, window, per_octave=4.0, per_window=8.0)
+
+    PositionClasses.of = staticmethod(finer)  # type: ignore[method-assign, assignment]
+    try:
+        fine, longer = timed(model)
+    finally:
+        PositionClasses.of = of  # type: ignore[method-assign]
+    frames = [p.weight_gradients().set_index(["layer", "weight"]) for p in (found, fine)]
+    ratio = (frames[0] / frames[1])["squared_norm"].dropna()
+    names = ratio.index.get_level_values(1)
+    ratio, names = ratio[names != "key.bias"], names[names != "key.bias"]
+    sharp = names.str.startswith(("query", "key"))
+    return {
+        "classes": [len(p.layout.classes.nodes) for p in (found, fine)],
+        "variance": largest(found.variance, fine.variance),
+        "correlation": float(np.abs(found.correlation - fine.correlation).max()),
+        "gradient": largest(found.grad_variance, fine.grad_variance),
+        "weight gradients": float(abs(ratio[~sharp] - 1).max()),
+        "queries and keys": float(abs(ratio[sharp] - 1).max()),
+        "seconds": [seconds, longer],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--show", action="store_true")
     if not parser.parse_args().show:
         found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} processors"}
         found["cases"] = {name: compared(*case) for name, case in CASES.items()}
+        found["rows of their own"] = {name: own_rows(*case) for name, case in OWN_ROWS.items()}
+        found["twice the classes"] = {name: halved(model) for name, model in HALVED.items()}
+        found["seconds"] = {}
+        for name in SECONDS:
+            model = moments.preset(name)
+            timed(model)
+            found["seconds"][f"{name}, {model.layers} x {model.seq_len}"] = timed(model)[1]
         gpt2 = moments.preset("gpt2")
         found["GPT-2 small, 12 layers, seconds"] = {}
         for length in LONG:

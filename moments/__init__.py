@@ -21,6 +21,7 @@ _PUBLIC = {
     "DomainError": "errors",
     "Embedding": "model.embedding",
     "Explanation": "prediction.explanation",
+    "FirstStep": "step.result",
     "Head": "model.head",
     "Law": "formulas.law",
     "Measurement": "prediction.measurement",
@@ -30,6 +31,8 @@ _PUBLIC = {
     "Prediction": "prediction.result",
     "RelativeBias": "model.positions",
     "Rotary": "model.positions",
+    "Sweep": "grids.result",
+    "StepMeasurement": "step.measured",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
@@ -39,13 +42,17 @@ _PUBLIC = {
     "components": "formulas.registry",
     "diagnose": "torch.diagnose",
     "explain": "prediction.explanation",
+    "explore": "show.explorer_widgets",
     "from_huggingface": "model.huggingface.config",
+    "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
     "register_activation": "formulas.named_activations",
+    "report": "show.page",
     "schemes": "scheme.registry",
     "simulate": "simulation.run",
     "solve": "scheme.plan",
+    "sweep": "grids.run",
 }
 
 # Packages that are public as wholes.
@@ -60,6 +67,7 @@ __all__ = [
     "DomainError",
     "Embedding",
     "Explanation",
+    "FirstStep",
     "Head",
     "Law",
     "Measurement",
@@ -69,6 +77,8 @@ __all__ = [
     "Prediction",
     "RelativeBias",
     "Rotary",
+    "StepMeasurement",
+    "Sweep",
     "Transformer",
     "ValidityWarning",
     "Weights",
@@ -80,13 +90,17 @@ __all__ = [
     "components",
     "diagnose",
     "explain",
+    "explore",
     "from_huggingface",
+    "learning_rate",
     "predict",
     "preset",
     "register_activation",
+    "report",
     "schemes",
     "simulate",
     "solve",
+    "sweep",
 ]
 
 if TYPE_CHECKING:
@@ -110,10 +124,15 @@ if TYPE_CHECKING:
     from .scheme.registry import schemes
     from .show.comparison import Comparison, compare
     from .show.diagnosis import Diagnosis
+    from .show.explorer_widgets import explore
     from .show.health import CheckReport
+    from .show.page import report
     from .show.scheme_table import compare_schemes
     from .simulation.run import simulate
     from .solver.plan import Plan
+    from .step.measured import StepMeasurement
+    from .step.result import FirstStep
+    from .step.search import learning_rate
     from .torch.diagnose import diagnose
 
 

@@ -38,6 +38,16 @@ def read_json(
     Raises:
         DomainError: no such file, a folder, too large, not JSON, or nested too deeply.
     """
+    raw = _bytes(path, name, expected, remedy)
+    try:
+        return parse_json(raw, name)
+    except DomainError:
+        raise
+    except ValueError as error:
+        raise domain_error(name, str(path), f"valid JSON ({error})") from None
+
+
+def _bytes(path: StrPath, name: str, expected: str, remedy: str = "") -> bytes:
     shown = str(path)
     try:
         with open(path, "rb") as file:
@@ -47,12 +57,26 @@ def read_json(
         raise domain_error(name, shown, f"{expected} ({reason})", remedy) from None
     if len(raw) > LARGEST:
         raise domain_error(name, shown, f"{expected} of at most {LARGEST >> 20} MiB")
+    return raw
+
+
+def read_toml(path: StrPath, name: str) -> dict[str, Any]:
+    """The entries of a TOML file.
+
+    Args:
+        path: of the file.
+        name: of the argument, for the error.
+
+    Raises:
+        DomainError: no such file, a folder, too large, or not TOML.
+    """
+    import tomllib
+
+    raw = _bytes(path, name, "a readable TOML file")
     try:
-        return parse_json(raw, name)
-    except DomainError:
-        raise
-    except ValueError as error:
-        raise domain_error(name, shown, f"valid JSON ({error})") from None
+        return tomllib.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise domain_error(name, str(path), f"valid TOML ({error})") from None
 
 
 def parse_json(text: str | bytes, name: str) -> Any:

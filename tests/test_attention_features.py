@@ -102,7 +102,6 @@ def test_variants_against_a_real_layer(name: str) -> None:
     leaf = self_attention(causal=True, **declared)
     output, pullback = leaf.forward(resolved(kernel))
     pulled = pullback(Gradient(Kernel.of_matrix(gradient), LENGTH))
-    assert pulled.weights is not None
     weights = pulled.weights()
     sent = pulled.gradient.kernel.pairs
     paths = [truth[f"{path} path"] for path in ("query", "key", "value")]
@@ -177,7 +176,6 @@ def test_gains_of_normalised_queries_and_keys(reads: bool, common: float) -> Non
     else:
         own = SelfAttention("a", width, 2, d_head, *sizes, 0.0, **settings)
         pulled = own.forward(signal)[1](received)
-    assert pulled.weights is not None
     weights, prefix = pulled.weights(), "cross_" if reads else ""
     for name in ("query", "key"):
         mean, error = truth[f"{name}.norm.gain"]
@@ -231,7 +229,6 @@ def test_cross_attention_against_a_real_layer() -> None:
     )
     output, pullback = leaf.attend(resolved(queries), resolved(memory, width))
     pulled, sent = pullback(Gradient(Kernel.of_matrix(gradient), 8))
-    assert pulled.weights is not None
     weights = pulled.weights()
     there = [truth["key path"], truth["value path"]]
     checks = [
@@ -400,7 +397,6 @@ def test_tokens_alike_agree_with_tokens_resolved(changes: dict[str, Any]) -> Non
     ):
         output, pullback = leaf.forward(signal)
         pulled = pullback(Gradient(gradient, LENGTH))
-        assert pulled.weights is not None
         kernels = (output.kernel, pulled.gradient.kernel)
         numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_pairs())]
         found.append([*numbers, *(float(v) for v in pulled.weights().values())])
@@ -422,7 +418,6 @@ def test_memory_alike_agrees_with_memory_resolved() -> None:
     ):
         output, pullback = leaf.attend(signal, memory)
         pulled, sent = pullback(Gradient(gradient, 8))
-        assert pulled.weights is not None
         kernels = (output.kernel, pulled.gradient.kernel, sent.kernel)
         numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_pairs())]
         found.append([*numbers, *(float(v) for v in pulled.weights().values())])
@@ -454,7 +449,6 @@ def test_gradients_of_biases_that_start_at_zero() -> None:
     leaf = self_attention(causal=True)
     gradient = Kernel.of_matrix(alike(LENGTH, 1.0, 0.3))
     pulled = leaf.forward(resolved(text(LENGTH)))[1](Gradient(gradient, LENGTH))
-    assert pulled.weights is not None
     weights = pulled.weights()
     assert weights["value.bias"] == pytest.approx(HEADS * D_HEAD * gradient.pairs.sum())
     assert weights["query.bias"] > 0.0
@@ -480,7 +474,6 @@ def test_extremes_stay_finite() -> None:
             )
             output, pullback = leaf.forward(resolved(text(8), 32))
             pulled = pullback(Gradient(Kernel.of_matrix(np.eye(8)), 8))
-            assert pulled.weights is not None
             assert np.all(np.isfinite(output.kernel.pairs))
             assert np.all(np.isfinite(pulled.gradient.kernel.pairs))
             assert all(np.all(np.isfinite(v)) for v in pulled.weights().values())

@@ -27,11 +27,11 @@ from moments import (
     Weights,
     predict,
 )
+from moments.engine.modes import Modes
 from moments.engine.state import Kernel
 from moments.noise import token_band
-from moments.noise.attention_response import AttentionResponse
 from moments.noise.band import _Draws, band, log_variance
-from moments.noise.block_noise import Addition, Modes
+from moments.noise.block_noise import Addition
 from moments.noise.loss_spread import (
     log_variance_of_mean,
     logit_agreement,
@@ -41,6 +41,7 @@ from moments.noise.loss_spread import (
 from moments.prediction.inputs import gaussian
 from moments.transfer.architecture import declare
 from moments.transfer.attention.kernels import KernelAttention
+from moments.transfer.attention.response import AttentionResponse
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.head.readout import Readout
 from moments.transfer.head.targets import Targets, alike_targets, class_targets, text_targets

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -240,6 +241,7 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
         (["predict", *OWN, "--correlation", "2", *PUBLISHED], "correlation = 2.0"),
         (["predict", *OWN, "--csv", "/nowhere/x.csv", *PUBLISHED], "cannot write /nowhere/x.csv"),
         (["formulas", "swish"], "component = 'swish'"),
+        (["sweep", "bert-tiny", "--axis", "layes=3"], "did you mean 'layers'"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )
@@ -492,3 +494,67 @@ def test_a_picture_is_of_the_kind_of_its_ending(ending: str, tmp_path: Path) -> 
     begun = {"png": b"\x89PNG", "SVG": b"<?xml", "pdf": b"%PDF"}[ending]
     assert (tmp_path / f"picture.{ending}").read_bytes().startswith(begun)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+# --- sweeps ---------------------------------------------------------------------------------------
+
+GRID = ("sweep", "--d-model", "32", "--heads", "2", "--seq-len", "8")
+
+
+def test_a_sweep_is_that_of_the_library(tmp_path: Path) -> None:
+    table, picture, kept = tmp_path / "a.csv", tmp_path / "a.png", tmp_path / "a.jsonl"
+    arguments = (
+        *(*GRID, "--axis", "layers=1,3", "--axis", "weights.query=log:1e-3:1e-2:3"),
+        *("--correlation", "0.2", "--csv", str(table), "--plot", str(picture)),
+        *("--path", str(kept), "--quantity", "correlation", "--json"),
+    )
+    data = json.loads(run(*arguments))
+    model = moments.Transformer(1, 32, 2, 8)
+    axes = {"layers": [1, 3], "weights.query": np.geomspace(1e-3, 1e-2, 3)}
+    expected = moments.sweep(model, axes, correlation=0.2).to_frame()
+    for frame in (pd.DataFrame(data["rows"]), pd.read_csv(table)):
+        found = frame.drop(columns=["warnings", "refused"])
+        pd.testing.assert_frame_equal(found, expected.drop(columns=["warnings", "refused"]))
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert moments.Sweep.load(kept).done.all()
+    assert "6 configurations" in run(*arguments[:-1])
+
+
+def test_values_of_axes() -> None:
+    arguments = (*GRID, "--layers", "1", "--json")
+    for spelled, expected in (
+        ("layers=range:1:7:3", [1, 4, 7]),
+        ("layers=log:1:4:3", [1, 2, 4]),
+        ("layers=log:1:3:4", [1, 2, 3]),
+        ("dropout=lin:0:0.2:3", [0.0, 0.1, 0.2]),
+        ("scheme=none,deepnorm", [None, "deepnorm"]),
+        ("theory=published", ["published"]),
+    ):
+        data = json.loads(run(*arguments, "--axis", spelled))
+        assert data["axes"][spelled.partition("=")[0]] == pytest.approx(expected)
+    deep = json.loads(run(*arguments, "--axis", "layers=1,2", "--profile"))["rows"]
+    assert [row["layer"] for row in deep] == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no --axis given"),
+        (("--axis", "layers"), "NAME=VALUES"),
+        (("--axis", "layers="), "NAME=VALUES"),
+        (("--axis", "layer=3", "--layers", "1"), "did you mean 'layers'"),
+        (("--axis", "layers=log:0:3:4"), "positive numbers"),
+        (("--axis", "dropout=lin:0:1"), "lin:LEAST:MOST:COUNT"),
+        (("--axis", "layers=range:5:1"), "whole numbers"),
+        (("--axis", "layers=1,,2"), "between its commas"),
+        (("--axis", "layers=1", "--axis", "layers=2"), "given twice"),
+        (("--axis", "layers=1", "--quantity", "varience"), "did you mean 'variance'"),
+        (("--axis", "layers=1", "--x", "dropout"), "--x"),
+        (("--axis", "layers=1", "--plot", "a.bmp"), "ends in"),
+        (("--axis", "heads=3", "--layers", "1"), "every configuration is refused"),
+    ],
+)
+def test_a_bad_sweep_says_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
+    result = RUNNER.invoke(app, [*GRID, *arguments])
+    assert isinstance(result.exception, moments.DomainError)
+    assert said in str(result.exception)

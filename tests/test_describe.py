@@ -70,7 +70,7 @@ def test_what_was_written_is_read_back(norm_first):
     initialize(module, plan, distribution="orthogonal")
     with warnings.catch_warnings():
         warnings.simplefilter("error", ValidityWarning)
-        found = describe(module)
+        found = describe(module).model
     assert found.norm == plan.norm
     assert found.layernorm_scaling is True
     np.testing.assert_allclose(found.skip_scales, plan.skip_scales, rtol=1e-5)
@@ -93,7 +93,7 @@ def test_measured_variances_are_mean_squares():
             p.add_(0.01 * torch.randn_like(p))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ValidityWarning)
-        found = describe(module)
+        found = describe(module).model
     block = module.transformer.h[1]
     value = block.attn.c_attn.weight.detach().double()[:, 2 * WIDTH :]
     assert found.layer_weights(2).value == pytest.approx(float(value.square().mean()), rel=1e-6)
@@ -111,7 +111,7 @@ def test_both_stacks_of_an_encoder_and_decoder():
     block = module.encoder.block[1].layer[1].DenseReluDense.wi
     with torch.no_grad():
         block.weight.mul_(3)
-    found = describe(module)
+    found = describe(module).model
     expected = float(block.weight.detach().double().square().mean())
     assert found.encoder.layer_weights(2).ffn_in == pytest.approx(expected, rel=1e-6)
     assert found.layer_weights(2).ffn_in < 0.3 * expected
@@ -129,7 +129,7 @@ def test_gains_of_final_norms_are_read_back():
     declared = moments.from_huggingface(module.config)
     assert not audit(module, declared).passed
     assert audit(t5(initializer_factor=0.5), declared).passed
-    found = describe(module)
+    found = describe(module).model
     assert found.head.norm_gain == pytest.approx(1.5)
     assert found.encoder.head.norm_gain == pytest.approx(0.5)
     initialize(module, declared, seed=1)
@@ -139,7 +139,7 @@ def test_gains_of_final_norms_are_read_back():
 
 def test_a_description_predicts():
     torch.manual_seed(0)
-    found = describe(gpt2())
+    found = describe(gpt2()).model
     p = moments.predict(found.replace(seq_len=8))
     assert np.isfinite(p.variance).all()
 
@@ -211,11 +211,11 @@ def test_checkpoints(tmp_path):
     torch.manual_seed(0)
     module = gpt2()
     module.save_pretrained(tmp_path)
-    found = describe(module)
-    assert describe(tmp_path) == found
-    assert describe(str(tmp_path / "model.safetensors")) == found
+    found = describe(module).model
+    assert describe(tmp_path).model == found
+    assert describe(str(tmp_path / "model.safetensors")).model == found
     module.transformer.save_pretrained(tmp_path / "bare")
-    assert describe(tmp_path / "bare") == found
+    assert describe(tmp_path / "bare").model == found
 
 
 def test_checkpoints_that_cannot_be_read(tmp_path):
@@ -264,14 +264,14 @@ def test_checkpoints_choose_no_format_and_no_code(tmp_path):
     chosen = {"architectures": ["pipeline", "BertModel", "GPT2LMHeadModel"]}
     evil = {"attn_implementation": "evil/kernel", "auto_map": {"AutoModel": "evil--evil.Evil"}}
     (tmp_path / "good" / "config.json").write_text(json.dumps(config | chosen | evil))
-    assert describe(tmp_path / "good") == describe(module)
+    assert describe(tmp_path / "good").model == describe(module).model
 
 
 def test_shards_are_read(tmp_path):
     module = gpt2()
     module.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert describe(tmp_path) == describe(module)
+    assert describe(tmp_path).model == describe(module).model
 
 
 def test_only_the_architecture_reaches_transformers():

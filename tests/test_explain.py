@@ -196,11 +196,11 @@ def test_bad_input_is_named(layer: int, inputs: dict[str, Any], match: str) -> N
 
 
 def test_an_error_leaves_no_observer_behind() -> None:
-    from moments.engine import evaluation
+    from moments.engine.evaluation import _OBSERVER, observed
 
-    with pytest.raises(moments.DomainError):
+    with pytest.raises(moments.DomainError), observed(lambda *_: None):
         explain(BASE.replace(causal=True), 1, tokens=False)
-    assert evaluation.observer is None
+    assert _OBSERVER.get() is None
 
 
 def test_explain_command(tmp_path: Any) -> None:

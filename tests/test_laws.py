@@ -29,6 +29,8 @@ from quadrature import (
 
 import moments
 from moments.errors import DomainError
+from moments.formulas.activation import GELU_TANH
+from moments.formulas.algebra import FLOAT, NUMPY
 from moments.formulas.law import QUANTITIES, THEORIES, Law, Source
 from moments.formulas.symbols import SYMBOLS, Interval
 
@@ -618,3 +620,22 @@ def test_laws_at_extreme_variances(name: str, quantity: str, values: dict[str, f
         exact = 0.5  # a step's, but for terms in 1/sqrt(v)
     law = moments.component(name).law(quantity)
     assert float(law(**values)) == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-9, 1e-3), (0.7, 1.3), (0.05, 20.0)])
+def test_many_variances_are_what_each_is_alone(low: float, high: float) -> None:
+    """Arrays read series in log variance where single numbers are integrated."""
+    random = np.random.default_rng(11)
+    variance = np.exp(random.uniform(np.log(low), np.log(high), 12))
+    correlation = np.append(random.uniform(-1, 1, 11), 1.0)
+    laws = GELU_TANH.under("refined")
+    pair = variance, variance[::-1].copy(), correlation
+    for name, values in (("kurtosis", (variance,)), ("alignment", (variance,))):
+        found = laws[name].formula(NUMPY, *values)
+        alone = [laws[name].formula(FLOAT, *map(float, one)) for one in zip(*values, strict=True)]
+        np.testing.assert_allclose(found, alone, rtol=1e-11)
+    for name, last in (("covariance", ()), ("grad_covariance", (1.0,))):
+        found = laws[name].formula(NUMPY, *pair, *last)
+        each = zip(*pair, strict=True)
+        alone = [laws[name].formula(FLOAT, *map(float, one), *last) for one in each]
+        np.testing.assert_allclose(found, alone, rtol=1e-9, atol=1e-12 * high)

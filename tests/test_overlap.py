@@ -311,7 +311,6 @@ def test_query_and_key_gradients_at_small_width(resolved: bool, logits: float) -
     tokens = Kernel.of_matrix(kernel) if resolved else alike(1.0, 0.2, TOKENS, False)
     _, pullback = leaf.forward(gaussian(tokens, TOKENS, SMALL, True))
     pulled = pullback(Gradient(tokens, TOKENS))
-    assert pulled.weights is not None
     weights = pulled.weights()
     for name, (mean, error) in simulated.items():
         assert weights[name] == pytest.approx(mean, abs=0.04 * mean + 2 * error), name

@@ -401,18 +401,25 @@ def test_a_draft_of_a_module_that_no_family_knows(pre: bool) -> None:
     assert {f.layer for f in report.offenders} >= {2, 3}
 
 
-def test_an_unknown_module_gets_its_draft_with_the_refusal() -> None:
-    module, ids = Decoder(), torch.zeros(1, 8, dtype=torch.long)
+class Closed(Decoder):
+    """One that nobody can run who does not know its word."""
+
+    def forward(self, tokens: Any, *, word: int) -> Any:
+        return super().forward(tokens)
+
+
+def test_a_module_that_cannot_be_run_gets_its_draft_with_the_refusal() -> None:
+    module, ids = Closed(), torch.zeros(1, 8, dtype=torch.long)
     plan = Transformer(3, 32, 4, 16)
     for use in (
         lambda: moments.torch.audit(module, plan),
         lambda: moments.torch.initialize(module, plan),
         lambda: moments.torch.diagnose(module, ids, plan),
     ):
-        with pytest.raises(moments.MomentsError, match="no known layer in Decoder") as refusal:
+        with pytest.raises(moments.MomentsError, match="no known layer in Closed") as refusal:
             use()
+        assert "missing 1 required keyword-only argument: 'word'" in str(refusal.value)
         assert '"stack.{layer}.m.wq.weight": "query"' in str(refusal.value)
-        assert '("attention.norm", ".n1", "output")' in str(refusal.value)
     with pytest.raises(moments.MomentsError, match="no list of layers"):
         moments.torch.draft(torch.nn.Linear(3, 3))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moments
-from moments.engine.program import Library, Mixed, Passed
+from moments.engine.program import Library, Mixed, Replayed
 from moments.engine.state import Gradient, Kernel
 from moments.formulas.recording import RECORDED, Recorded, Tape, Unrecordable, whole
 from moments.prediction.stack import Inputs, Stack
@@ -43,25 +44,36 @@ MODELS = {
 }
 
 
-def replayed(model: moments.Transformer, variance: float, correlation: float) -> Passed:
-    stack = Stack(model, "refined", Inputs(variance, correlation), False)
+def passage(model: moments.Transformer, variance, correlation, library: Library = LIBRARY):
+    """Numbers of signals and of gradients, in the order of the layers."""
+    shape = np.shape(correlation)
+    stack = Stack(model, "refined", Inputs(variance, correlation), False, shape)
     layers = [layer.body for layer in declare(model, "refined", None, 1).parts]
-    last = Gradient(Kernel(1.0, 0.0), model.seq_len)
-    return LIBRARY.passed(layers, stack.enter(), lambda signal: last)
+    found = library.passage(layers, stack.enter())
+    gradients = found.down(Gradient(Kernel(1.0, 0.0), model.seq_len))
+    return [one for _, one in found.signals], [one for _, one in gradients]
+
+
+@contextlib.contextmanager
+def plain_passes():
+    """Predictions without a replay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moments.prediction.stack.replayed", lambda *_: None)
+        yield
 
 
 def differences(model: moments.Transformer, variance: float, correlation: float) -> float:
     """The largest between a replay and `predict`, relative and of correlations absolute."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), plain_passes():
         warnings.simplefilter("ignore", moments.ValidityWarning)
         p = moments.predict(model, variance=variance, correlation=correlation, tokens=False)
     try:
-        found = replayed(model, variance, correlation)
+        signals, gradients = passage(model, variance, correlation)
     except Unrecordable:
         assert p.warnings
         return 0.0
-    own, pairs = np.array([numbers[:2] for numbers in found.signals]).T
-    back, sent = np.array([numbers[:2] for numbers in found.gradients]).T
+    own, pairs = np.array([numbers[:2] for numbers in signals]).T
+    back, sent = np.array([numbers[:2] for numbers in gradients]).T
     return max(
         np.abs(own / p.variance - 1).max(),
         np.abs(pairs / own - p.correlation).max(),
@@ -89,46 +101,48 @@ def test_branches_on_values_are_guarded(name, variance, correlation):
 
 def test_layers_of_one_shape_share_a_program():
     library = Library()
-    model = plain(layers=40)
-    stack = Stack(model, "refined", Inputs(1.0, 0.2), False)
-    layers = [layer.body for layer in declare(model, "refined", None, 1).parts]
-    assert len({id(layer) for layer in layers}) == 1
-    last = Gradient(Kernel(1.0, 0.0), model.seq_len)
-    library.passed(layers, stack.enter(), lambda signal: last)
+    passage(plain(layers=40), 1.0, 0.2, library)
     assert sum(map(len, library._programs.values())) == 1
 
 
 @pytest.mark.parametrize("name", ["pre", "post, gelu", "gated, rmsnorm"])
 def test_many_configurations_are_each_of_them(name):
     model, correlation = MODELS[name], np.linspace(0.05, 0.95, 7)
-    stack = Stack(model, "refined", Inputs(1.0, correlation), False, (7,))
-    layers = [layer.body for layer in declare(model, "refined", None, 1).parts]
-    last = Gradient(Kernel(1.0, 0.0), model.seq_len)
-    found = LIBRARY.passed(layers, stack.enter(), lambda signal: last)
+    signals, gradients = passage(model, 1.0, correlation)
     for k, r in enumerate(correlation):
-        p = moments.predict(model, correlation=float(r), tokens=False)
-        own = [numbers[0][k] for numbers in found.signals[1:]]
-        back = [numbers[0][k] for numbers in found.gradients[:-1]]
+        with plain_passes():
+            p = moments.predict(model, correlation=float(r), tokens=False)
+        own = [numbers[0][k] for numbers in signals[1:]]
+        back = [numbers[0][k] for numbers in gradients[:-1]]
         assert own == pytest.approx(p.variance[1:], rel=1e-10)
         assert back == pytest.approx(p.grad_variance[:-1], rel=1e-9)
 
 
 def test_configurations_of_several_branches_are_told():
-    model = plain(norm="none")
-    scale = np.array([0.0, 0.5])
+    model = plain(activation="gelu")
+    stack = Stack(model, "refined", Inputs(1.0, np.array([0.1, 0.9])), False, (2,))
+    body = declare(model, "refined", None, 1).parts[0].body
+    first = dataclasses.replace(body.parts[0], branch_scale=np.array([0.0, 0.5]))
+    changed = dataclasses.replace(body, parts=(first, *body.parts[1:]))
     with pytest.raises(Mixed) as told:
-        replayed_with(model, scale)
+        Library().passage([changed], stack.enter()).down(Gradient(Kernel(1.0, 0.0), 24))
     assert told.value.first.shape == (2,)
 
 
-def replayed_with(model, branch_scale):
-    """With a branch scale for every configuration."""
-    stack = Stack(model, "refined", Inputs(1.0, np.array([0.1, 1.0])), False, (2,))
-    body = declare(model, "refined", None, 1).parts[0].body
-    first = dataclasses.replace(body.parts[0], branch_scale=branch_scale)
-    changed = dataclasses.replace(body, parts=(first, *body.parts[1:]))
-    last = Gradient(Kernel(1.0, 0.0), model.seq_len)
-    return Library().passed([changed], stack.enter(), lambda signal: last)
+@pytest.mark.parametrize("correlation", [0.3, np.array([0.1, 0.3])])
+def test_a_prediction_of_many_layers_is_that_of_the_plain_passes(correlation):
+    model = plain(layers=60, norm="post", activation="gelu")
+    found = moments.predict(model, correlation=correlation, tokens=False)
+    assert isinstance(found.trace.stack, Replayed)
+    with plain_passes():
+        expected = moments.predict(model, correlation=correlation, tokens=False)
+    for name in ("variance", "correlation", "grad_variance", "grad_variance_band"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9)
+    one, other = (p.to_frame().select_dtypes("number") for p in (found, expected))
+    assert one.to_numpy() == pytest.approx(other.to_numpy(), rel=1e-9)
+    if not np.ndim(correlation):
+        one, other = (p.weight_gradients()["squared_norm"] for p in (found, expected))
+        assert one.to_numpy() == pytest.approx(other.to_numpy(), rel=1e-9)
 
 
 def test_what_has_something_to_say_is_not_replayed():
@@ -137,7 +151,7 @@ def test_what_has_something_to_say_is_not_replayed():
     with pytest.warns(moments.ValidityWarning):
         moments.predict(model, variance=1e4, correlation=0.1, tokens=False)
     with pytest.raises(Unrecordable):
-        replayed(model, 1e4, 0.1)
+        passage(model, 1e4, 0.1)
 
 
 # --- recorded numbers -----------------------------------------------------------------------------
@@ -177,3 +191,18 @@ def test_what_is_whole_is_one_operation():
     assert isinstance(first, Recorded)
     assert (first.value, second.value) == (6.0, 3.0)
     assert [operation.name for operation in tape.operations] == ["input", "whole", "item", "item"]
+
+
+def test_ways_back_of_other_branches_are_recorded_where_they_are_met():
+    """Outputs that vanish and outputs that dominate, through programs of one way up."""
+    library, model = Library(), MODELS["pre"]
+    assert model.weights is not None
+    for factor in (1e-5, 1e-11, 1e3):
+        weights = model.weights.replace(
+            output=model.weights.of("output") * factor, ffn_out=model.weights.of("ffn_out") * factor
+        )
+        changed = model.replace(weights=weights)
+        _, gradients = passage(changed, 1.0, 0.3, library)
+        with plain_passes():
+            p = moments.predict(changed, variance=1.0, correlation=0.3, tokens=False)
+        assert [one[0] for one in gradients] == pytest.approx(p.grad_variance, rel=1e-11)

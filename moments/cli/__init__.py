@@ -1,6 +1,19 @@
 """The command `moments`: thin wrappers that parse, call the library and print."""
 
-from . import audit, check, compare, papers, predict, reference, solve, validate
+from . import (
+    audit,
+    check,
+    compare,
+    doctor,
+    first_step,
+    pages,
+    papers,
+    predict,
+    reference,
+    solve,
+    sweep,
+    validate,
+)
 from .base import app, main
 
 __all__ = [
@@ -8,10 +21,14 @@ __all__ = [
     "audit",
     "check",
     "compare",
+    "doctor",
+    "first_step",
     "main",
+    "pages",
     "papers",
     "predict",
     "reference",
     "solve",
+    "sweep",
     "validate",
 ]

@@ -16,6 +16,7 @@ from .base import (
     CsvOption,
     JsonOption,
     LayersOption,
+    OneScheme,
     SchemeOption,
     app,
     no_preset,
@@ -30,7 +31,14 @@ if TYPE_CHECKING:
     from ..model.transformer import Transformer
 
 
-@app.command()
+@app.command(
+    examples=(
+        "audit checkpoint/",
+        "audit checkpoint/ --scheme dslm",
+        "audit model.safetensors --plan plan.json --csv tensors.csv",
+        "audit bert-tiny --seed 3",
+    )
+)
 def audit(
     module: Annotated[
         str,
@@ -40,9 +48,7 @@ def audit(
             show_default=False,
         ),
     ],
-    scheme: Annotated[
-        str | None, typer.Option(help="A published scheme; `moments schemes` lists them.")
-    ] = None,
+    scheme: OneScheme = None,
     plan: Annotated[
         Path | None,
         typer.Option(help="A plan or model as JSON, as `moments solve --json` prints it."),
@@ -77,6 +83,7 @@ def audit(
         write_csv(report.to_frame(), csv)
     if as_json:
         data = {
+            "format": 1,
             "passed": report.passed,
             "source": report.source,
             "advice": list(report.advice),

@@ -2,30 +2,82 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
 
 from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_error
-from ..files import parse_json
+from ..files import parse_json, read_toml
 
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
 
-app = typer.Typer(
-    add_completion=False,
+
+QuietOption = Annotated[
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        help="No notes, warnings or progress on standard error; errors are still said.",
+    ),
+]
+
+
+class Application(typer.Typer):
+    """Commands that can be told to keep quiet, and whose help ends with examples."""
+
+    def command(  # type: ignore[override]
+        self, name: str | None = None, *, examples: Sequence[str] = (), **kwargs: Any
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """As of Typer; `examples` are command lines without the leading "moments"."""
+        epilog = "\n\n".join(["Examples:", *(f"  moments {line}" for line in examples)])
+        register = super().command(name, epilog=epilog if examples else None, **kwargs)
+
+        def add(function: Callable[..., None]) -> Callable[..., None]:
+            register(_quietable(function))
+            return function
+
+        return add
+
+
+def _quietable(function: Callable[..., None]) -> Callable[..., None]:
+    """A command with --quiet: its standard error goes nowhere, and `main` says errors after it."""
+
+    @functools.wraps(function)
+    def run(*, quiet: bool, **options: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            if quiet:
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(contextlib.redirect_stderr(nowhere))
+            function(**options)
+
+    hints = get_type_hints(function, include_extras=True) | {"quiet": QuietOption}
+    given = inspect.signature(function).parameters.values()
+    last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False)
+    parameters = [p.replace(annotation=hints[p.name]) for p in (*given, last)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = hints
+    return run
+
+
+app = Application(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Closed-form signal propagation in transformers at initialisation.",
+    epilog="Start with:\n\n  moments predict bert-base\n\n  moments explore\n\n"
+    "  moments COMMAND --help, whose examples can be copied",
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -40,10 +92,43 @@ class TheoryName(StrEnum):
     simplified = "simplified"
 
 
+def _complete_model(incomplete: str) -> list[str]:
+    """What a shell offers for MODEL: presets, and files that may hold one."""
+    from ..model.presets import preset
+
+    files = [str(path) for path in Path().glob("*") if path.suffix in (".json", ".toml")]
+    return [name for name in (*preset.names(), *files) if name.startswith(incomplete)]
+
+
+def _complete_scheme(incomplete: str) -> list[tuple[str, str]]:
+    from ..scheme import schemes
+
+    return [(s.name, s.title) for s in schemes() if s.name.startswith(incomplete)]
+
+
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        help="A preset's name, a config.json, or a model of your own as JSON.", show_default=False
+        help="A preset's name, a config.json, or a model of your own as JSON or TOML.",
+        show_default=False,
+        autocompletion=_complete_model,
+    ),
+]
+OneScheme = Annotated[
+    str | None,
+    typer.Option(
+        "--scheme",
+        help="A published scheme; `moments schemes` lists them.",
+        autocompletion=_complete_scheme,
+    ),
+]
+SomeSchemes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--scheme",
+        help="Which; may be repeated. Left out: all.",
+        show_default=False,
+        autocompletion=_complete_scheme,
     ),
 ]
 LayersOption = Annotated[int | None, typer.Option(help="Number of layers.")]
@@ -222,7 +307,7 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     inputs: dict[str, Any] = {}
     if name in preset.names():
         model = preset(name, seq_len=seq_len)
-    elif os.path.exists(name) or name.endswith(".json"):
+    elif os.path.exists(name) or name.endswith((".json", ".toml")):
         model, inputs = _from_file(name, seq_len)
     else:
         raise no_preset("MODEL", name)
@@ -244,7 +329,11 @@ def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -
 
 
 def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, Any]]:
-    """The model of a Hugging Face config, of what `Transformer.to_dict` wrote or of a plan."""
+    """The model of a Hugging Face config, of what `Transformer.to_dict` wrote, of a plan, or of a
+    file written by hand."""
+    if name.endswith(".toml"):
+        found = _by_hand(name)
+        return found if seq_len is None else found.replace(seq_len=seq_len), {}
     from ..model.huggingface.config import from_huggingface, read_config
     from ..model.transformer import FORMAT_VERSION
 
@@ -254,6 +343,25 @@ def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, A
         return from_huggingface(entries, seq_len=seq_len), {}
     model, inputs = stored_model(entries)
     return model if seq_len is None else model.replace(seq_len=seq_len), inputs
+
+
+def _by_hand(name: str) -> Transformer:
+    """The model of a TOML file: fields of a Transformer, and where it starts.
+
+    `preset` names what the fields change; a table [scheme] has the `name` of one and its options.
+    """
+    from ..model.presets import preset
+    from ..model.transformer import FORMAT_VERSION, Transformer
+
+    entries = read_toml(name, "MODEL")
+    scheme = entries.pop("scheme", {})
+    scheme = dict(scheme) if isinstance(scheme, dict) else {"name": scheme}
+    base = entries.pop("preset", None)
+    start = {"format": FORMAT_VERSION} if base is None else preset(base).to_dict()
+    model = Transformer.from_dict({**start, **entries})
+    if not scheme:
+        return model
+    return model.with_scheme(scheme.pop("name", None), **scheme)
 
 
 def stored_model(entries: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
@@ -302,7 +410,9 @@ def write_plot(figure: Any, path: Path) -> None:
 
 def named(model: str | None) -> str | None:
     """What a picture calls the MODEL argument: a preset's name, or a file's without its ending."""
-    return None if model is None else Path(model).stem if model.endswith(".json") else model
+    return (
+        None if model is None else Path(model).stem if model.endswith((".json", ".toml")) else model
+    )
 
 
 def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:

@@ -35,7 +35,14 @@ if TYPE_CHECKING:
 SEQ_LEN = 128
 
 
-@app.command()
+@app.command(
+    examples=(
+        "compare bert-base",
+        "compare config.json --seq-len 64 --seeds 8 --plot mine.pdf",
+        "compare gpt2 --layers 4 --theory published --json",
+        "compare bert-tiny --max-error 0.05 --quiet",
+    )
+)
 def compare(
     model: ModelArgument = None,
     layers: LayersOption = None,
@@ -98,6 +105,7 @@ def compare(
             "weight_gradients": comparison.weight_gradients(),
         }
         data = {
+            "format": 1,
             "prediction": json.loads(prediction.to_json()),
             "measurement": json.loads(measurement.to_json()),
             "verdict": comparison.verdict(),

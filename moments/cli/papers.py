@@ -18,6 +18,7 @@ from .base import (
     PlotOption,
     SchemeOption,
     SeqLenOption,
+    SomeSchemes,
     app,
     declared,
     input_moments,
@@ -31,15 +32,19 @@ from .base import (
 )
 
 
-@app.command("compare-schemes")
+@app.command(
+    "compare-schemes",
+    examples=(
+        "compare-schemes bert-base --plot schemes.svg",
+        "compare-schemes config.json --layers 96 --scheme dslm --scheme deepnorm",
+        "compare-schemes bert-base --json > schemes.json",
+    ),
+)
 def compare_schemes(
     model: ModelArgument = None,
     layers: LayersOption = None,
     seq_len: SeqLenOption = None,
-    scheme: Annotated[
-        list[str] | None,
-        typer.Option(help="Which; may be repeated. Left out: all.", show_default=False),
-    ] = None,
+    scheme: SomeSchemes = None,
     option: SchemeOption = None,
     variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
     correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
@@ -60,12 +65,15 @@ def compare_schemes(
         write_plot(found.plot(named(model)), plot)
     if as_json:
         records = json.loads(found.to_frame().to_json(orient="records"))
-        print(json.dumps({"schemes": records, "left_out": dict(found.left_out)}, indent=2))
+        said = {"format": 1, "schemes": records, "left_out": dict(found.left_out)}
+        print(json.dumps(said, indent=2))
     else:
         out.print(plain(str(found)), soft_wrap=True)
 
 
-@app.command()
+@app.command(
+    examples=("figures --list", "figures kedia-3", "figures --format pdf --folder papers"),
+)
 def figures(
     name: Annotated[str | None, typer.Argument(help="Which; left out: all.")] = None,
     folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("figures"),

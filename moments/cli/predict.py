@@ -12,6 +12,7 @@ from .base import (
     JsonOption,
     LayersOption,
     ModelArgument,
+    OneScheme,
     PlotOption,
     SchemeOption,
     SeqLenOption,
@@ -29,7 +30,15 @@ from .base import (
 )
 
 
-@app.command()
+@app.command(
+    examples=(
+        "predict bert-base",
+        "predict config.json --seq-len 256 --plot growth.svg",
+        "predict gpt2 --layers 48 --scheme dslm --json > deep.json",
+        "predict --layers 24 --d-model 512 --heads 8 --seq-len 128 --norm post --correlation 0.2",
+        "predict bert-base --theory published --csv points.csv",
+    )
+)
 def predict(
     model: ModelArgument = None,
     layers: LayersOption = None,
@@ -49,9 +58,7 @@ def predict(
     correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
     grad_variance: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
     grad_correlation: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
-    scheme: Annotated[
-        str | None, typer.Option(help="A published scheme; `moments schemes` lists them.")
-    ] = None,
+    scheme: OneScheme = None,
     option: SchemeOption = None,
     theory: TheoryOption = TheoryName.refined,
     as_json: JsonOption = False,

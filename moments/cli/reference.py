@@ -10,7 +10,7 @@ import typer
 from .base import JsonOption, TheoryName, TheoryOption, app, out, plain
 
 
-@app.command()
+@app.command(examples=("schemes", "schemes --json"))
 def schemes(as_json: JsonOption = False) -> None:
     """List the published schemes that --scheme and `with_scheme` know."""
     from ..scheme import schemes as every
@@ -36,7 +36,14 @@ def schemes(as_json: JsonOption = False) -> None:
             out.print(f"  options: {plain(options)}")
 
 
-@app.command()
+@app.command(
+    examples=(
+        "formulas",
+        "formulas relu",
+        "formulas layernorm --theory published --latex",
+        "formulas softmax --json",
+    )
+)
 def formulas(
     component: Annotated[str | None, typer.Argument(help="A component's name.")] = None,
     theory: TheoryOption = TheoryName.refined,

@@ -13,6 +13,7 @@ from .base import (
     JsonOption,
     LayersOption,
     ModelArgument,
+    PlotOption,
     SchemeOption,
     SeqLenOption,
     TheoryName,
@@ -20,19 +21,29 @@ from .base import (
     app,
     declared,
     input_moments,
+    named,
     note,
     out,
     plain,
     scheme_options,
     shortened,
     write_csv,
+    write_plot,
 )
 
 InputVariance = Annotated[float | None, typer.Option("--variance", help="Of what enters layer 1.")]
 InputCorrelation = Annotated[float | None, typer.Option("--correlation", help="Of its tokens.")]
 
 
-@app.command()
+@app.command(
+    examples=(
+        "solve bert-base --objective dslm --json > plan.json",
+        "solve bert-base --layers 96 --objective block_variance --target 1",
+        "solve bert-base --objective gradient_ratio --target 1 --free branch_scale",
+        "solve bert-base --objective largest_depth --bound final_correlation=0.9",
+        "solve bert-base --objective block_variance --formulas --plot plan.svg",
+    )
+)
 def solve(
     model: ModelArgument = None,
     objective: Annotated[
@@ -72,6 +83,7 @@ def solve(
     ] = False,
     as_json: JsonOption = False,
     csv: CsvOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Solve for weight variances and scales; exit 1 where the target is infeasible."""
     from ..scheme import schemes
@@ -96,6 +108,8 @@ def solve(
     )
     if csv is not None:
         write_csv(plan.to_frame(), csv)
+    if plot is not None:
+        write_plot(plan.plot(named(model)), plot)
     if as_json:
         print(plan.to_json())
     else:
@@ -130,7 +144,13 @@ def _named(text: str, option: str) -> tuple[str, float]:
         raise domain_error(option, text, allowed) from None
 
 
-@app.command()
+@app.command(
+    examples=(
+        "explain bert-base --layer 7",
+        "explain config.json --layer 1 --latex",
+        "explain bert-base --layer 12 --csv steps.csv",
+    )
+)
 def explain(
     model: ModelArgument = None,
     layer: Annotated[int, typer.Option(help="Which layer, from 1.")] = 1,

@@ -22,7 +22,14 @@ from .base import (
 )
 
 
-@app.command()
+@app.command(
+    examples=(
+        "validate --subset quick",
+        "validate --theory refined --plot errors.svg --csv errors.csv",
+        "validate --subset 'post-causal-*' --max-error 0.3",
+        "validate --subset quick --run --data mine.json",
+    )
+)
 def validate(
     subset: Annotated[
         str,
@@ -82,7 +89,7 @@ def validate(
     elif as_json:
         tables = {"runs": frame, "classes": by_class(frame)}
         records = {name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}
-        print(json.dumps(records, indent=2))
+        print(json.dumps({"format": 1, **records}, indent=2))
     else:
         out.print(*class_tables(frame))
     if max_error is not None:

@@ -10,19 +10,37 @@ at `out`, of which a share 1 - radial of the component along `out` is missing, a
 
 for any two of its parts. A normalised s is orthogonal to what it returns, so that of the gradient
 g_x at x, x.g_x = x.g.
+
+See docs/theory/gradients.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .composition import Component, Residual, square
+from .composition import Chain, Component, Residual, square
 from .directions import isotropic, orthogonal_parts
+from .modes import Branch, Pair, Passes, coherent_gain
 from .overlap import Overlap, OverlapWalk
+from .response import Around, Part
+from .sensitivity import (
+    SINGLE,
+    Ascent,
+    Descent,
+    count_of,
+    diagonal,
+    over_tokens,
+    own_entries,
+    paired,
+    ratio,
+    row_sums,
+    total,
+    trace_of,
+)
 from .state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
 from .trace import Record, Run
 
@@ -64,6 +82,77 @@ class BottomToTop(Component):
         attention = self.attention.backpropagate(attention, norm.gradient_sent, run)
         sent = total.returned(record.output, gradient, attention.gradient_sent)
         return record.completed(gradient, sent, (attention, norm, ffn))
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        output, factor = Chain(self.children).pair(pair)
+        both, signal = 1 + 2 * self._bypassed(pair), pair.signal
+        kernel = output.kernel + signal.kernel.scaled(both)
+        return Signal(kernel, 2, width=signal.width), factor + both
+
+    def _bypassed(self, pair: Pair) -> Array:
+        """Amplitude with which the input is in what it is added to."""
+        between, _ = self.attention.pair(pair)
+        entering, _ = self.norm.pair(pair.behind(between))
+        carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
+        return np.asarray(carried * self.attention.skip_scale * self.ffn.skip_scale)
+
+    def alike_branches(
+        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
+    ) -> list[Branch]:
+        """Attention adds to the input on its way around the norm, the feed-forward block behind it.
+
+        What attention's realised output moves in the feed-forward block's moments is left out.
+        """
+        modes, shape = passes.modes, nudged.shape
+        attention, ffn = self.attention, self.ffn
+        signal = passes.signal(modes.kernel(nudged))
+        output, back_attention, inner = passes.through(attention.branch, signal, shape)
+        between, _, _ = passes.through(attention, signal, shape)
+        normed, back_norm, _ = passes.through(self.norm, between, shape)
+        hidden, back_ffn, inner_ffn = passes.through(ffn.branch, normed, shape)
+        scale, ffn_scale = np.asarray(attention.branch_scale**2), np.asarray(ffn.branch_scale**2)
+        skip, ffn_skip = np.asarray(attention.skip_scale**2), np.asarray(ffn.skip_scale**2)
+        carried = scale * ffn_skip * normed.kernel.diagonal / between.kernel.diagonal
+        deep = ffn_scale[..., None, None] * back_norm @ back_ffn
+        around = ffn_skip[..., None, None] * back_norm + deep
+        inside, behind = attention.branch, Chain((self.norm, ffn.branch))
+        reached = Kernel(between.kernel.diagonal[0], between.kernel.pairs[0])
+        gains = [
+            coherent_gain(path, entering, overlap, passes.width)
+            for path, entering in ((inside, kernel), (behind, reached))
+        ]
+        return [
+            Branch(
+                inner,
+                kernel,
+                carried[..., None] * modes.of(output.kernel),
+                scale[..., None, None] * back_attention @ around,
+                carried[0][..., None, None] * gains[0],
+            ),
+            Branch(
+                inner_ffn,
+                reached,
+                ffn_scale[..., None] * modes.of(hidden.kernel),
+                skip[..., None, None] * deep,
+                (skip * ffn_scale)[..., None, None] * gains[1],
+            ),
+        ]
+
+    def about_mean(
+        self, passes: Passes, nudged: Array, branches: list[Branch]
+    ) -> tuple[Array, Array]:
+        signal = passes.signal(passes.modes.kernel(nudged))
+        whole, back, _ = passes.through(self, signal, nudged.shape)
+        return passes.modes.of(whole.kernel), back
+
+    @property
+    def adds(self) -> bool:
+        return True
+
+    def part(self, record: Record, around: Around) -> Part:
+        parts = [one.component.part(one, around) for one in record.children]
+        carried = Sum.of(self, record.input, record.children).carried
+        return bypassed((parts[0], parts[1], parts[2]), carried, around.kernels(record))
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         for child in record.children:
@@ -255,3 +344,153 @@ class Sum(NamedTuple):
         """Of the input and u."""
         own = self.signal.kernel
         return own.weighted(self.carried, 1.0).mean_diagonal()
+
+
+# --- one draw, by token ---------------------------------------------------------------------------
+#
+# With u = s x + b the sum behind attention, n = u/|u| and f the feed-forward block's output, the
+# layer ends in y = x + s' n + f, which holds x with amplitude 1 + a, a = s s'/|u|. The cross term
+# x.b of attention is in the kernel of u with the factor 2 s and in that of y with 2 s'/|u| beside,
+# and on the way back the feed-forward block's likewise.
+
+
+@dataclass(frozen=True)
+class Bypass:
+    """What the three parts of such a layer do to sensitivities, their noise included.
+
+    Attributes:
+        attention, norm, ffn: residual connection, normalisation, residual connection.
+        carried: (..., L) a.
+        leaving: kernel of the signal y.
+        sent, received: kernels of the gradient at x and at y.
+    """
+
+    attention: Part
+    norm: Part
+    ffn: Part
+    carried: Array
+    leaving: Array
+    sent: Array
+    received: Array
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        inner = self.attention.ascend(sensitivity)
+        between = self.norm.ascend(inner.sensitivity)
+        top = self.ffn.ascend(between.sensitivity)
+        both, skip = self._both, self.ffn.skip
+        # The feed-forward block's branch, then attention's beside all the rest.
+        first = skip * self.received
+        deep = self.ffn.sent - first
+        crossed = between.sensitivity + ratio(0.5 * (both - 1), skip) * sensitivity
+        noise = self._added(crossed, between.sensitivity, first, deep, self.ffn.back_kappa)
+        attended = self.sent - both * self.received - self.attention.skip * self.norm.sent
+        noise += self._added(
+            sensitivity, sensitivity, self.sent - attended, attended, self.attention.back_kappa
+        )
+        sizes = [
+            total(inner_one * kernel)
+            for inner_one, kernel in ((sensitivity, attended), (between.sensitivity, deep))
+        ]
+        met = sizes[0] * inner.coherence + sizes[1] * top.coherence
+        exposure = (inner.exposure, between.exposure, top.exposure, sensitivity)
+        return Ascent(
+            top.sensitivity + both * sensitivity,
+            exposure,
+            noise + inner.noise + between.noise + top.noise,
+            between.coherence * ratio(met, sizes[0] + sizes[1]),
+        )
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        of_attention, of_norm, of_ffn, given = exposure
+        top = self.ffn.descend(sensitivity, of_ffn)
+        between = self.norm.descend(top.sensitivity, of_norm)
+        kernel, around = self.attention.entering, self.attention.leaving
+        # a falls as |u| grows
+        moved = row_sums(sensitivity * kernel)
+        moved[: len(given)] += row_sums(given * self.received)
+        fall = self.carried / own_entries(around)
+        middle = between.sensitivity - diagonal((fall * moved).astype(SINGLE), around)
+        inner = self.attention.descend(middle, of_attention)
+        both, skip = self._both, self.attention.skip
+        first = skip * kernel
+        crossed = middle + ratio(0.5 * (both - 1), skip) * sensitivity
+        noise = self._added(crossed, middle, first, around - first, self.attention.kappa)
+        deep = self.ffn.leaving - self.ffn.skip * self.ffn.entering
+        noise += self._added(sensitivity, sensitivity, self.leaving - deep, deep, self.ffn.kappa)
+        return Descent(
+            inner.sensitivity + both * sensitivity,
+            noise + inner.noise + between.noise + top.noise,
+            inner.common + between.common + top.common,
+        )
+
+    @property
+    def _both(self) -> Array:
+        return 1 + self.carried[..., :, None] + self.carried[..., None, :]
+
+    def _added(
+        self, crossed: Array, sensitivity: Array, carried: Array, added: Array, kappa: Array
+    ) -> Array:
+        """Variance of an addition whose cross term has another sensitivity than its square."""
+        cross = 4 * paired(crossed, carried.astype(SINGLE), added.astype(SINGLE))
+        square = paired(sensitivity, added.astype(SINGLE), added.astype(SINGLE))
+        return (cross + kappa * square) / self.attention.width
+
+
+@dataclass(frozen=True)
+class _Bypassed(Part):
+    """A part whose noise its response counts."""
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        return self.response.ascend(sensitivity)
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        return self.response.descend(sensitivity, exposure)
+
+    def gradient_noise(self, sensitivity: Array) -> Array:
+        return np.zeros(sensitivity.shape[:-2])
+
+    def signal_noise(self, sensitivity: Array) -> Array:
+        return np.zeros(sensitivity.shape[:-2])
+
+
+def bypassed(
+    parts: tuple[Part, Part, Part],
+    carried: Array,
+    kernels: tuple[Array, Array, Array, Array],
+) -> Part:
+    """The whole layer but its last normalisation as one part.
+
+    Args:
+        parts: residual connection, normalisation, residual connection.
+        carried: (..., L) a.
+        kernels: of the signal that enters and leaves, of the gradient sent and received.
+    """
+    attention, norm, ffn = parts
+    entering, leaving, sent, received = kernels
+    carried = carried.astype(SINGLE)
+    answer = Bypass(attention, norm, ffn, carried, leaving, sent, received)
+    # What different directions share passes the connections on average over tokens.
+    each = over_tokens((1 + carried) ** 2, entering) / count_of(entering)
+    kept = np.mean(each)
+    added = [part.leaving - part.skip * part.entering for part in (attention, ffn)]
+    sizes = [trace_of(one) for one in added]
+    mean = over_tokens(carried, entering) / count_of(entering)
+    first = mean**2 / attention.skip**2 if attention.skip else 0.0
+    sizes[0] = sizes[0] * first
+    share = ratio(sizes[0], sizes[0] + sizes[1])
+    kappa = 2 + (attention.kappa - 2) * share**2 + (ffn.kappa - 2) * (1 - share) ** 2
+    return _Bypassed(
+        answer,
+        True,
+        float(kept),
+        1.0,
+        entering,
+        leaving,
+        sent,
+        received,
+        kappa,
+        kappa,
+        attention.width,
+        attention.inner,
+        share,
+    )

@@ -18,6 +18,8 @@ close over the counts N of the inner key:
     (a, B)(a', B') = (a a', a B' + B a' + B N B').
 
 With every position a node all counts are 1 and nothing is approximated.
+
+See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +42,12 @@ PER_OCTAVE = 2.0
 six exact ones: gradients move by 3e-3 at most and correlations by 2e-4; with 1.5 by 9e-3 and 5e-4,
 with 1 by 3e-2 and 1e-3."""
 
+PER_WINDOW, LEAST_PER_WINDOW, FEW_WINDOWS, MOST_WINDOWS = 4.0, 2.0, 16, 64
+"""Nodes for every window of positions, in sequences of few windows and of more; beyond the most
+there are no classes. At 128 positions, 8 windows, against each its own: gradients move by 1e-3 with
+4 and by 5e-3 with 2, correlations by 5e-4 and 1e-3. Cells as wide as a window lose what nearby
+tokens have in common beyond far ones: gradients of weights are off by 40 %."""
+
 SUMMED = 64
 """Positions between two nodes that are summed one by one; more by a Gauss rule of 24 points."""
 
@@ -51,70 +59,80 @@ class PositionClasses:
     Attributes:
         length: tokens L.
         nodes: (P,) positions, counted from 1; the last are L - 1 and L.
-        keys: (P, P) counts of sum_{j <= x_p}.
-        rows: (P, P) counts [q, p] of sum_{i >= x_q} of what falls like 1/i.
-        rows_square: likewise of what falls like 1/i^2.
     """
 
     length: int
     nodes: NDArray[np.intp]
-    keys: Array = field(init=False)
-    rows: Array = field(init=False)
-    rows_square: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name, power in (("keys", None), ("rows", 1.0), ("rows_square", 2.0)):
-            object.__setattr__(self, name, _counts(self.nodes, power))
 
     @classmethod
-    def of(cls, length: int, exact: int = EXACT, per_octave: float = PER_OCTAVE) -> PositionClasses:
-        """Nodes for a sequence: its first `exact` positions, then `per_octave` for a doubling."""
-        return _spaced(int(length), int(exact), float(per_octave))
+    def of(
+        cls,
+        length: int,
+        window: int | None = None,
+        exact: int = EXACT,
+        per_octave: float = PER_OCTAVE,
+        per_window: float | None = None,
+    ) -> PositionClasses:
+        """Nodes for a sequence: its first `exact` positions, then `per_octave` for a doubling, and
+        no fewer than `per_window` for a window; None: as many as its windows allow."""
+        if window is None or window >= length:
+            return _spaced(int(length), float(length), int(exact), float(per_octave))
+        if per_window is None:
+            per_window = PER_WINDOW if length <= FEW_WINDOWS * window else LEAST_PER_WINDOW
+        return _spaced(int(length), window / per_window, int(exact), float(per_octave))
 
     @property
     def count(self) -> Array:
         """(P,) tokens that a node stands for."""
-        return np.asarray(self.keys[-1])
+        return np.asarray(self.seen().keys[-1])
 
     @functools.cached_property
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different tokens: as many as there are, so that what is the same
         for all pairs averages to itself."""
-        pairs = self.count[:, None] * (self.keys - np.eye(len(self.nodes)))
+        pairs = self.count[:, None] * (self.seen().keys - np.eye(len(self.nodes)))
         pairs = pairs + pairs.T
         return np.asarray(pairs * (self.length * (self.length - 1.0) / pairs.sum()))
 
-    @functools.cached_property
-    def shared(self) -> Array:
-        """(P, P, P) counts [p, s, q] of keys that rows p and s both see."""
-        index = np.arange(len(self.nodes))
-        return self.keys[np.minimum.outer(index, index)]
-
-    @functools.cached_property
-    def split(self) -> Array:
-        """(P, P, P) counts [s, p, q] of sum_{j <= x_p} of what may jump behind x_s <= x_p."""
-        size = len(self.nodes)
-        found = np.zeros((size, size, size))
-        for short in range(size):
-            found[short, short:] = self.keys[short]
-            for long in range(short + 1, size):
-                found[short, long] += self._behind(short, long)
-        return found
-
-    def _behind(self, short: int, long: int) -> Array:
-        """(P,) counts of sum_{x_s < j <= x_p}, from nodes behind x_s alone."""
-        nodes, logs, counts = self.nodes, np.log(self.nodes), np.zeros(len(self.nodes))
-        counts[short + 1 : long + 1] = 1.0
-        last = min(long, len(nodes) - 2)
-        for cell in range(short, last):
-            points, masses = _between(nodes[cell], nodes[cell + 1])
-            stencil = _stencil(cell, short + 1, last)
-            counts[stencil] += (_lagrange(logs[stencil], np.log(points)) * masses).sum(1)
-        return counts
+    def seen(self, window: int | None = None) -> Sight:
+        """What the rows of a causal mask see; the same for the same window."""
+        whole = window is None or window >= self.length
+        return _seen(self, self.length if whole or window is None else window)
 
     def mean(self, values: Array) -> Array:
         """(...) average over tokens of (..., P) values."""
         return np.asarray((values * self.count).sum(-1) / self.length)
+
+    @functools.cached_property
+    def hats(self) -> Array:
+        """(P, L) functions linear in log position between nodes, 1 at their own: cells."""
+        place, logs = np.arange(1.0, self.length + 1), np.log(self.nodes)
+        return np.array([np.interp(np.log(place), logs, one) for one in np.eye(len(logs))])
+
+    def cell_means(self, values: Array) -> Array:
+        """(P,) means over cells of (L,) values."""
+        return np.asarray(self.hats @ values / self.hats.sum(1))
+
+    def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
+        """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
+        second[l]; over all pairs of the sequence as many as there are."""
+        known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
+        sums = [
+            np.array([np.bincount(one, hat, len(known)) for hat in self.hats])
+            for one in np.split(where, 2)
+        ]
+        size = self.hats.sum(1)
+        itself = (self.hats * (first == second)) @ self.hats.T
+        count = np.outer(size, size) - self.hats @ self.hats.T
+        usable = count > 0.5  # a cell of one position has no pairs: those with the next stand in
+        found = np.where(usable, (sums[0] @ sums[1].T - itself) / np.where(usable, count, 1.0), 0.0)
+        for place in map(int, np.flatnonzero(~np.diagonal(usable))):
+            beside = [min(place + 1, len(size) - 1), max(place - 1, 0)]
+            found[place, place] = found[place, beside].mean()
+        counts = [np.bincount(one, minlength=len(known)) for one in np.split(where, 2)]
+        total = float(counts[0] @ counts[1]) - float((first == second).sum())
+        summed = float((found * self.pair_count).sum())
+        return np.asarray(found * (total / summed if summed > 0.0 else 1.0))
 
     def spread_out(self, values: Array) -> Array:
         """(..., L) mean squares at every position, from (..., P).
@@ -130,18 +148,21 @@ class PositionClasses:
 
 
 @functools.lru_cache(maxsize=16)
-def _spaced(length: int, exact: int, per_octave: float) -> PositionClasses:
-    first = np.arange(1, min(exact, length) + 1)
+def _spaced(length: int, step: float, exact: int, per_octave: float) -> PositionClasses:
     if length <= exact + 2:
-        first = np.arange(1, length + 1)
-        return PositionClasses(length, first)
-    steps = max(1, int(np.ceil(np.log2(length / exact) * per_octave)))
-    rest = np.round(exact * ((length - 1) / exact) ** (np.arange(1, steps + 1) / steps))
-    nodes = np.union1d(first, rest.astype(np.intp))
+        return PositionClasses(length, np.arange(1, length + 1))
+    # Positions as far apart as octaves or the window allow, then moved to end where they should.
+    places, ratio = [float(exact)], 2.0 ** (1.0 / per_octave)
+    while places[-1] < length - 1:
+        places.append(min(places[-1] * ratio, places[-1] + step))
+    logs = np.log(np.array(places) / exact)
+    steps = exact * np.exp(logs * (np.log((length - 1) / exact) / logs[-1]))
+    first = np.arange(1, exact + 1)
+    nodes = np.union1d(first, np.round(steps).astype(np.intp))
     return PositionClasses(length, np.append(nodes, length))
 
 
-def _between(low: int, high: int) -> tuple[Array, Array]:
+def positions_between(low: int, high: int) -> tuple[Array, Array]:
     """Points and masses of the sum over positions strictly between two nodes."""
     count = high - low - 1
     if count <= SUMMED:
@@ -151,7 +172,7 @@ def _between(low: int, high: int) -> tuple[Array, Array]:
     return 0.5 * (low + high) + half * points, half * masses
 
 
-def _lagrange(logs: Array, at: Array) -> Array:
+def lagrange(logs: Array, at: Array) -> Array:
     """(stencil, points) cubic or lower interpolation from the logarithms of some nodes."""
     basis = np.ones((len(logs), len(at)))
     for one in range(len(logs)):
@@ -161,39 +182,103 @@ def _lagrange(logs: Array, at: Array) -> Array:
     return basis
 
 
-def _stencil(cell: int, low: int, high: int) -> slice:
+def stencil(cell: int, low: int, high: int) -> slice:
     """At most four nodes from low to high, around the cell behind node `cell`."""
     size = min(4, high - low + 1)
     start = min(max(cell - (size - 2) // 2, low), high - size + 1)
     return slice(start, start + size)
 
 
-def _counts(nodes: NDArray[np.intp], power: float | None) -> Array:
-    """[end, node] of sums up to node `end` (power None), or from it on, of what falls like
-    i^-power."""
-    total, logs = len(nodes), np.log(nodes)
-    cells = [_between(*pair) for pair in itertools.pairwise(nodes)]
-    found: dict[tuple[int, int, int], Array] = {}
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """What the rows of a causal mask see, in counts.
 
-    def of_cell(cell: int, stencil: slice) -> Array:
-        key = cell, stencil.start, stencil.stop
-        if key not in found:
-            points, masses = cells[cell]
-            basis = _lagrange(logs[stencil], np.log(points)) * masses
-            if power is not None:
-                basis = basis * (nodes[stencil][:, None] / points) ** power
-            found[key] = basis.sum(1)
-        return found[key]
+    A row at node p sees the keys x_p - window < j <= x_p, and sums over them or over the rows that
+    see a key are sums over nodes of an interpolant. Its nodes are on the summed side of the row's
+    own end, where what is summed may jump; a window's other end it may cross.
 
-    counts = np.zeros((total, total))
-    for end in range(total):
-        low, high = (0, end) if power is None else (end, total - 1)
-        counts[end, low : high + 1] += 1.0
-        inner = min(high, total - 2)
-        for cell in range(low, inner):
-            stencil = _stencil(cell, low, inner)
-            counts[end, stencil] += of_cell(cell, stencil)
-    return counts
+    Attributes:
+        classes: of positions.
+        window: keys that a row sees at most.
+        starts: (P,) the last position that a row no longer sees.
+        size: (P,) keys of a row.
+        keys: (P, P) counts of a row's keys.
+        shared: (P, P, P) counts [p, s, q] of the keys that rows p and s both see.
+        split: (P, P, P) counts [s, p, q] of row p's keys, of what may jump behind x_s <= x_p.
+        rows: (P, P) counts [q, p] of the rows that see q, of what falls like 1/size.
+        later: (P, P, P) counts [q, r, p] of those that see both, of what falls like 1/size^2.
+        seen: (P, P) whether a row counts a key.
+    """
+
+    classes: PositionClasses
+    window: int
+    starts: NDArray[np.intp] = field(init=False)
+    size: Array = field(init=False)
+    keys: Array = field(init=False)
+    shared: Array = field(init=False)
+    split: Array = field(init=False)
+    rows: Array = field(init=False)
+    later: Array = field(init=False)
+    seen: NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
+        starts = np.maximum(nodes - reach, 0)
+        sums = _Sums(nodes, reach)
+        keys, rows = np.zeros((total, total)), np.zeros((total, total))
+        shared, split, later = (np.zeros((total,) * 3) for _ in range(3))
+        for p in range(total):
+            keys[p] = sums(starts[p], nodes[p], 0, p)
+            rows[p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, total - 1, 1)
+            for s in range(p + 1):
+                both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], 0, s)
+                split[s, p] = both + sums(max(nodes[s], starts[p]), nodes[p], s + 1, p)
+                seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, total - 1, 2)
+                later[p, s] = later[s, p] = seeing
+        found = {"starts": starts, "size": np.minimum(nodes, reach).astype(float), "keys": keys}
+        found |= {"shared": shared, "split": split, "rows": rows, "later": later}
+        for name, value in (found | {"seen": keys != 0.0}).items():
+            object.__setattr__(self, name, value)
+
+
+@functools.lru_cache(maxsize=16)
+def _seen(classes: PositionClasses, window: int) -> Sight:
+    return Sight(classes, window)
+
+
+class _Sums:
+    """Counts of sums over ranges of positions, for one window."""
+
+    def __init__(self, nodes: NDArray[np.intp], window: int) -> None:
+        self._nodes, self._logs, self._window = nodes, np.log(nodes), window
+        self._cells: dict[tuple[int, ...], Array] = {}
+
+    def __call__(self, low: int, high: int, first: int, last: int, power: int = 0) -> Array:
+        """(P,) counts of sum_{low < i <= high} f(i) from nodes first to last; with a power,
+        size(i)^power f(i) is what is interpolated."""
+        nodes, high = self._nodes, min(high, int(self._nodes[-1]))
+        counts = np.zeros(len(nodes))
+        if low >= high or first > last:
+            return counts
+        place = np.arange(len(nodes))
+        counts[(nodes > low) & (nodes <= high) & (place >= first) & (place <= last)] = 1.0
+        inner = min(last, len(nodes) - 2)
+        begin = max(0, int(np.searchsorted(nodes, low, "right")) - 1)
+        for cell in range(begin, inner):
+            if nodes[cell] >= high:
+                break
+            held = stencil(cell, first, inner)
+            ends = max(low, int(nodes[cell])), min(high + 1, int(nodes[cell + 1]))
+            key = held.start, held.stop, *ends, power
+            if key not in self._cells:
+                points, masses = positions_between(*ends)
+                basis = lagrange(self._logs[held], np.log(points)) * masses
+                if power:
+                    sizes = np.minimum(nodes[held], self._window)[:, None]
+                    basis = basis * (sizes / np.minimum(points, self._window)) ** power
+                self._cells[key] = basis.sum(1)
+            counts[held] += self._cells[key]
+        return counts
 
 
 @functools.lru_cache(maxsize=4)
@@ -201,14 +286,31 @@ def _interpolated(nodes: tuple[int, ...]) -> Array:
     logs, matrix = np.log(nodes), np.zeros((nodes[-1], len(nodes)))
     matrix[np.asarray(nodes) - 1, np.arange(len(nodes))] = 1.0
     for cell, (low, high) in enumerate(itertools.pairwise(nodes)):
-        stencil = _stencil(cell, 0, len(nodes) - 2)
+        held = stencil(cell, 0, len(nodes) - 2)
         inside = np.arange(low + 1, high)
-        matrix[inside - 1, stencil] = _lagrange(logs[stencil], np.log(inside)).T
+        matrix[inside - 1, held] = lagrange(logs[held], np.log(inside)).T
     return matrix
 
 
 def _interpolation(nodes: NDArray[np.intp]) -> Array:
     return _interpolated(tuple(int(node) for node in nodes))
+
+
+class ClassRows(NamedTuple):
+    """Rows of attention on classes.
+
+    Attributes:
+        weights: (..., P, P) [row, key], to one token of a class.
+        sight: what rows see.
+    """
+
+    weights: Array
+    sight: Sight
+
+    @property
+    def counted(self) -> Array:
+        """(..., P, P) to all tokens of a class that a row sees."""
+        return self.sight.keys * self.weights
 
 
 # --- matrices over keys ---------------------------------------------------------------------------
@@ -259,17 +361,16 @@ class ClassMatrix:
         self.classes = classes
 
     @classmethod
-    def of_rows(cls, rows: Array, classes: PositionClasses) -> ClassMatrix:
+    def of_rows(cls, rows: Array, sight: Sight) -> ClassMatrix:
         """Of what rows give to one key of a class that they see, (..., P, P)."""
-        count, inside = classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
-        pairs = rows * classes.keys / count
+        count, inside = sight.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
+        pairs, seen = rows * sight.keys / count, np.diagonal(sight.keys)
         several = count > 1.5
-        beside = (np.diagonal(classes.keys) - 1.0) / np.where(several, count - 1.0, 1.0)
+        beside = (seen - 1.0) / np.where(several, count - 1.0, 1.0)
         index = np.arange(len(count))
-        pairs[..., index, index] = np.where(
-            several, inside * beside, inside * np.diagonal(classes.keys) / count
-        )
-        return cls(np.where(several, inside, pairs[..., index, index]), pairs, classes)
+        pairs[..., index, index] = np.where(several, inside * beside, inside * seen / count)
+        own = np.where(several, inside, pairs[..., index, index])
+        return cls(own, pairs, sight.classes)
 
     @property
     def shape(self) -> tuple[int, ...]:

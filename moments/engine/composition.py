@@ -5,6 +5,8 @@ numbered layers; it evaluates nothing until a signal is sent through it. Every c
 method for the way up, `propagate`, which leaves a `Record`, and one for the way back,
 `backpropagate`, which completes it. What a component is made of, and what a gradient through it
 depends on, it says itself, so that nothing outside has to know which kinds there are.
+
+See docs/theory/gradients.md, Lost directions.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DomainError
+from ..errors import DomainError, MomentsError
 from .directions import (
     at_tokens,
     grouped_persistence,
@@ -27,34 +29,57 @@ from .directions import (
     persistence,
     shared_persistence,
 )
+from .modes import Branch, Pair, Passes
 from .overlap import Overlap, OverlapWalk, own_variance
 from .overlap import summed as summed_overlap
 from .packing import Padding
 from .realised import summed
+from .response import Around, Elementwise, Part, Sequence, Sum
+from .sensitivity import Response
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
-class Pulled(NamedTuple):
-    """What a pullback returns.
+@dataclass(slots=True, eq=False)
+class Pulled:
+    """What a pullback returns: the gradient at the input, and what it can tell when asked.
 
-    Attributes:
-        gradient: at the input.
-        weights: gives the expected squared gradient norm of each weight matrix, when asked.
-        overlaps: gives by how much those grow per unit of the variance of two tokens' overlap
-            (`overlap`) in what is attended to, beyond the 1/width they count with.
-        response: gives by how much two outputs' overlap moves per that of the tokens that ask, as
-            the kernel that a gradient of ones would have there.
+    Leaves with weights have a class of their own, which holds what its answers need.
     """
 
     gradient: Gradient
-    weights: Callable[[], Mapping[str, Array]] | None = None
-    overlaps: Callable[[], Mapping[str, Array]] | None = None
-    response: Callable[[], Kernel] | None = None
+
+    def weights(self) -> Mapping[str, Array]:
+        """The expected squared gradient norm of each weight matrix."""
+        return {}
+
+    def overlaps(self) -> Mapping[str, Array]:
+        """By how much those grow per unit of the variance of two tokens' overlap (`overlap`) in
+        what is attended to, beyond the 1/width they count with."""
+        return {}
+
+    def response(self) -> Kernel | None:
+        """By how much two outputs' overlap moves per that of the tokens that ask, as the kernel
+        that a gradient of ones would have there; None where none asks."""
+        return None
 
 
 Pullback = Callable[[Gradient], Pulled]
 ReaderPullback = Callable[[Gradient], tuple[Pulled, Gradient]]
+
+
+class Addition(NamedTuple):
+    """A sum of what is kept and what is added, with the squares of their factors.
+
+    Attributes:
+        kept, added: what enters the connection and what leaves the branch.
+        keeping, adding: the squared factors.
+    """
+
+    kept: Record
+    added: Record
+    keeping: Any
+    adding: Any
 
 
 class Component(abc.ABC):
@@ -76,6 +101,81 @@ class Component(abc.ABC):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         """What it does to how much two tokens' overlap varies over draws (`overlap`)."""
         return at
+
+    def addition(self, record: Record) -> Addition | None:
+        """What it adds to what it keeps, where it is a sum of the two."""
+        return None
+
+    # --- what one draw of it does (`moments.noise`) ----------------------------------------------
+
+    def response(self, record: Record, around: Around) -> Response:
+        """What it does to sensitivities, by token, inside a branch.
+
+        Raises:
+            MomentsError: it holds a skip connection.
+        """
+        raise MomentsError(f"no band of one draw through a {type(self).__name__} in a branch")
+
+    def part(self, record: Record, around: Around) -> Part:
+        """The same as a part of a layer, with the noise that it adds."""
+        return around.whole(record)
+
+    @abc.abstractmethod
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        """Two tokens at the output, and the factor on their overlap's gradient on its way back."""
+
+    def alike_branches(
+        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
+    ) -> list[Branch]:
+        """What it adds to its input, tokens alike; arguments as `Passes.branches`."""
+        return passes.branches(self, 1.0, nudged, kernel, overlap)
+
+    def about_mean(
+        self, passes: Passes, nudged: Array, branches: list[Branch]
+    ) -> tuple[Array, Array]:
+        """Modes (rows, ..., 2) that leave it, and its map (rows, ..., 2, 2) of the gradient's."""
+        skip = np.asarray(self.keeps)
+        leaving = skip[..., None] * nudged + sum(one.added for one in branches)
+        back = skip[..., None, None] * np.eye(2) + sum(one.returned for one in branches)
+        return leaving, back
+
+    def branch_of(self) -> tuple[Any, Component]:
+        """What it adds to what it keeps, and the squared factor: itself where it keeps nothing."""
+        return 1.0, self
+
+    @property
+    def keeps(self) -> Any:
+        """Squared factor of what it keeps of its input beside its branches; 0 where nothing."""
+        return 0.0
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds something to what it keeps."""
+        return False
+
+    @property
+    def self_attention(self) -> Any | None:
+        """The self-attention in it, as it attends behind any normalisation of its own; None: it
+        has none."""
+        return next((one.self_attention for one in self.children if one.self_attention), None)
+
+    @property
+    def reads(self) -> Any | None:
+        """What in it reads a memory; None: nothing does."""
+        return next((one.reads for one in self.children if one.reads), None)
+
+    def with_logits(self, factor: Array) -> Any:
+        """The same with the variance of its attention logits changed."""
+        return self.mapped(lambda leaf: leaf.with_logits(factor)) if self.children else self
+
+    def unplaced(self) -> Any:
+        """The same with every token seeing every other, wherever it stands."""
+        return self.mapped(lambda leaf: leaf.unplaced()) if self.children else self
+
+    @property
+    def masks(self) -> bool:
+        """Whether it drops at random, anew for every token."""
+        return False
 
     # --- what it is made of ----------------------------------------------------------------------
 
@@ -112,6 +212,26 @@ class Component(abc.ABC):
     def in_order(self) -> tuple[Component, ...]:
         """What follows one another in it: itself, unless it is a chain."""
         return (self,)
+
+    def records_in_order(self, record: Record) -> tuple[Record, ...]:
+        """The records of `in_order`, of its own."""
+        return (record,)
+
+    def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
+        """The records of every way through parallel branches, leaf by leaf."""
+        return [(record,)]
+
+    def ways(self) -> tuple[Chain, ...]:
+        """`paths`, or the whole where a normalisation behind the branches fixes their sum."""
+        found = self.paths()
+        behind = self.behind_branches()
+        if len(found) > 1 and any(part.normalises for part in behind):
+            return (Chain((self,)),)
+        return found
+
+    def behind_branches(self) -> tuple[Component, ...]:
+        """What follows parallel branches in it."""
+        return ()
 
     def paths(self) -> tuple[Chain, ...]:
         """Every way through parallel branches, as a chain: together they are the component.
@@ -168,6 +288,22 @@ class Component(abc.ABC):
 class Leaf(Component):
     """A component that transforms moments by its laws."""
 
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        one = 1.0 + 0.0 * pair.signal.kernel.pairs
+        output, pullback = self.forward(pair.signal)
+        sent = pullback(Gradient(Kernel(one, one), 2)).gradient
+        return output, one * sent.kernel.pairs
+
+    @property
+    def scales_pairs(self) -> bool:
+        """Whether every covariance leaves as it entered, times one factor."""
+        return False
+
+    def response(self, record: Record, around: Around) -> Response:
+        received = around.received(record)
+        gradient = record.gradient_received
+        return Elementwise.of(self, record.input, gradient, received, self.scales_pairs)
+
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         """Moments of the output, and the map that carries a gradient back through this node."""
@@ -189,6 +325,16 @@ class Reader(Component):
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         """Moments of the output, and the map from its gradient to those at both inputs."""
 
+    @abc.abstractmethod
+    def back_kappa(self, memory_len: int) -> Array:
+        """Width times the relative variance of what queries of a memory send back, squared."""
+
+    def response(self, record: Record, around: Around) -> Response:
+        # As it meets the tokens that ask: every one alone, of a memory as it is.
+        assert record.memory is not None
+        asking, received = _Asking(self, record.memory), around.received(record)
+        return Elementwise.of(asking, record.input, record.gradient_received, received, False)
+
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = run.memory
         if memory is None:
@@ -200,6 +346,18 @@ class Reader(Component):
         run.met(record, gradient)
         pulled, to_memory = record.pullback(gradient)
         return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """A reader as a function of the tokens that ask."""
+
+    reader: Reader
+    memory: Signal
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        output, pullback = self.reader.attend(signal, self.memory)
+        return output, lambda gradient: pullback(gradient)[0]
 
 
 @dataclass(frozen=True)
@@ -240,6 +398,31 @@ class Chain(Component):
 
     def in_order(self) -> tuple[Component, ...]:
         return self.parts
+
+    def records_in_order(self, record: Record) -> tuple[Record, ...]:
+        return record.children
+
+    def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
+        found: list[tuple[Record, ...]] = [()]
+        for child in record.children:
+            found = [one + own for one in found for own in child.paths()]
+        return found
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        signal, factor = pair.signal, 1.0 + 0.0 * pair.signal.kernel.pairs
+        for part in self.parts:
+            signal, own = part.pair(pair.behind(signal))
+            factor = factor * own
+        return signal, factor
+
+    def behind_branches(self) -> tuple[Component, ...]:
+        for index, part in enumerate(self.parts):
+            if part.splits or part.behind_branches():
+                return part.behind_branches() + self.parts[index + 1 :]
+        return ()
+
+    def response(self, record: Record, around: Around) -> Response:
+        return Sequence(tuple(one.component.response(one, around) for one in record.children))
 
     def paths(self) -> tuple[Chain, ...]:
         found: tuple[Chain, ...] = (Chain(()),)
@@ -312,6 +495,20 @@ class Parallel(Component):
 
     def way_back(self, records: tuple[Record, ...]) -> Iterable[Record]:
         return records
+
+    def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
+        return [path for child in record.children for path in child.paths()]
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        found = [branch.pair(pair) for branch in self.branches]
+        kernel, factor = found[0][0].kernel, found[0][1]
+        for other, own in found[1:]:
+            kernel, factor = kernel + other.kernel, factor + own
+        return Signal(kernel, 2, width=found[0][0].width), factor
+
+    def response(self, record: Record, around: Around) -> Response:
+        inner = tuple(one.component.response(one, around) for one in record.children)
+        return Sum(inner, around.received(record))
 
     def paths(self) -> tuple[Chain, ...]:
         return tuple(path for branch in self.branches for path in branch.paths())
@@ -409,6 +606,35 @@ class Residual(Component):
         gained = own_variance(child.output) * self.branch_scale**2
         return summed_overlap(at, inner, (kept, gained), at, width)
 
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        branch, own = self.branch.pair(pair)
+        skip, scale = square(self.skip_scale), square(self.branch_scale)
+        kernel = pair.signal.kernel.mixed(skip, branch.kernel, scale)
+        return Signal(kernel, 2, width=pair.signal.width), skip + scale * own
+
+    def alike_branches(
+        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
+    ) -> list[Branch]:
+        return passes.branches(self.branch, self.branch_scale**2, nudged, kernel, overlap)
+
+    def branch_of(self) -> tuple[Any, Component]:
+        return self.branch_scale**2, self.branch
+
+    @property
+    def keeps(self) -> Any:
+        return self.skip_scale**2
+
+    @property
+    def adds(self) -> bool:
+        return True
+
+    def part(self, record: Record, around: Around) -> Part:
+        return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)
+
+    def addition(self, record: Record) -> Addition:
+        skip = square(self.skip_scale)
+        return Addition(record, record.children[0], skip, square(self.branch_scale))
+
     def _scale_free(
         self,
         record: Record,
@@ -486,6 +712,9 @@ class Layer(Component):
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return walk.through(record.children[0], at)
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        return self.body.pair(pair)
 
 
 # --- sums -----------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ connection and of a normalised branch in |x|^2, q the skip connection's share of
 
 since the branch returns nothing along its input, and divides by its norm. Below a branch of degree
 1 that holds no norm, x.g is what u.g is at the sum: radial q/T.
+
+See docs/theory/gradients.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from ..formulas.law import Law
@@ -10,8 +12,19 @@ from .state import Array, Signal, ratio_or_zero
 
 Values = dict[str, Array]
 
-observer: Callable[[Law, Mapping[str, Array], Array], None] | None = None
-"""Sees every law that is evaluated; only `explain` sets it, for the time of one layer."""
+Observer = Callable[[Law, Mapping[str, Array], Array], None]
+
+_OBSERVER: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed(by: Observer) -> Iterator[None]:
+    """Show every law that is evaluated inside, in this thread or task alone."""
+    token = _OBSERVER.set(by)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
 
 
 def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Values]:
@@ -43,7 +56,7 @@ def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Value
 def evaluate(law: Law, algebra: Any, values: Values) -> Array:
     """One law on bound values, in the number system of the signal."""
     result = law.formula(algebra, *law.pick(values))
-    if observer is not None:
+    if (observer := _OBSERVER.get()) is not None:
         observer(law, values, result)
     return result
 
@@ -55,7 +68,7 @@ def evaluate_sides(
 
     What is observed is the law at `values`, between them.
     """
-    if observer is not None:
+    if (observer := _OBSERVER.get()) is not None:
         observer(law, values, law.formula(algebra, *law.pick(values)))
     one, two = (law.formula(algebra, *law.pick(values | side)) for side in sides)
     return one, two

@@ -34,13 +34,13 @@ class OverlapWalk:
 
     Attributes:
         memory: nu of what cross-attention reads; None: 1/width of that.
-        attended: nu of what every attention attends to.
+        attended: nu of what every attention attends to, by its place.
         growth: factors on squared gradient norms, by layer and name.
         chains: every chain, with the overlap before each of its parts.
     """
 
     memory: float | None = None
-    attended: dict[Record, float] = field(default_factory=dict)
+    attended: dict[tuple[int, str], float] = field(default_factory=dict)
     growth: dict[tuple[int, str], float] = field(default_factory=dict)
     chains: list[tuple[Record, list[Overlap]]] = field(default_factory=list)
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +32,7 @@ from ..formulas.recording import (
 )
 from .composition import Component
 from .state import Gradient, Kernel, Realised, Signal
-from .trace import Run
+from .trace import Point, Record, Run
 
 _VALUES = (Kernel, Realised, Signal, Gradient)
 
@@ -85,6 +87,13 @@ def put_together(structure: Any, numbers: Iterator[Any]) -> Any:
     return kind(**{name: put_together(one, numbers) for name, one in rest})
 
 
+class Mixed(Exception):
+    """Configurations that take different branches; `first`: (B,), those that take one of them."""
+
+    def __init__(self, first: np.ndarray) -> None:
+        self.first = first
+
+
 class _Ahead(NamedTuple):
     """A layer's forward function, and the lines whose values it keeps for the way back."""
 
@@ -109,6 +118,7 @@ class Program:
         Raises:
             Unrecordable: the layer's formulas need plain numbers or arrays, or it has notes.
         """
+        self._shape = layer, signal
         self._tape = tape = Tape()
         self._entering = [tape.input(v) for v in (*parameters, *numbers)]
         inputs = iter(self._entering)
@@ -119,7 +129,6 @@ class Program:
             raise Unrecordable("the layer has something to say of these numbers")
         self._leaving: list[Any] = []
         self.output = taken_apart(output, self._leaving)
-        self._known, self._held = dict(tape.known), dict(tape.held)
         self._split, self._guards = len(tape.operations), list(tape.guards)
         self._used: set[int] | None = None  # by the ways back that are recorded
         self._backs: list[_Recording] = []
@@ -142,9 +151,19 @@ class Program:
         function = text.function("ahead", self._entering, body, values)
         return _Ahead(function, tuple(kept))
 
-    def backward(
-        self, ahead: _Ahead, kept: tuple[Any, ...], structure: Any, numbers: Any, many: bool
-    ) -> Any:
+    def again(self, entering: list[float]) -> Program:
+        """The same operations on other numbers that enter, parameters first.
+
+        Raises:
+            Unrecordable: they are not the same.
+        """
+        layer, signal = self._shape
+        found = Program(layer, entering, signal, [])
+        if found._tape.operations != self._tape.operations[: self._split]:
+            raise Unrecordable("numbers of other branches")
+        return found
+
+    def backward(self, step: Step, structure: Any, numbers: Any, many: bool) -> Any:
         """(structure, numbers) of the gradient below, from those of the gradient above.
 
         Raises:
@@ -152,19 +171,35 @@ class Program:
         """
         for found in self._backs:
             if found.structure == structure:
-                below = found.written(ahead, many)(kept, *numbers)
+                below = found.written(step.ahead, many)(step.kept, *numbers)
                 if below is not None:
                     return found.below, below
         if len(self._backs) >= MOST_BRANCHES:
             raise Unrecordable("gradients take too many branches")
-        found = _Recording(self, structure, _first(numbers))
+        # On what entered this very layer: another's would take other branches.
+        found = _Recording(self.again(_first(step.entering)), structure, _first(numbers))
         self._backs.append(found)
         self._used = (self._used or set()) | found.used
         self._aheads.clear()
-        below = found.written(ahead, many)(kept, *numbers)
+        below = found.written(step.ahead, many)(step.kept, *numbers)
         if below is None:
             raise Unrecordable("a branch that its own numbers do not take")
         return found.below, below
+
+
+class Step(NamedTuple):
+    """One layer on the way up.
+
+    Attributes:
+        program, ahead: that were used.
+        kept: what the way back needs.
+        entering: parameters and the signal's numbers.
+    """
+
+    program: Program
+    ahead: _Ahead
+    kept: Any
+    entering: tuple[Any, ...]
 
 
 class _Recording:
@@ -172,7 +207,6 @@ class _Recording:
 
     def __init__(self, program: Program, structure: Any, numbers: Any) -> None:
         tape = self._tape = program._tape
-        tape.known, tape.held = dict(program._known), dict(program._held)
         tape.guards = []
         self.structure, self._start = structure, len(tape.operations)
         self._arriving = [tape.input(v) for v in numbers]
@@ -196,6 +230,9 @@ class _Recording:
     def written(self, ahead: _Ahead, many: bool) -> Callable[..., Any]:
         """The way back from what that forward function kept."""
         found = self._texts.get((many, ahead.kept))
+        if found is None and not self.used.issubset(ahead.kept):
+            # Written when fewer ways back were known: the next forward function keeps more.
+            raise Unrecordable("a way back that needs more than the way up kept")
         if found is None:
             text = _Text(self._tape.operations, self._needed, many)
             place = {line: k for k, line in enumerate(ahead.kept)}
@@ -213,14 +250,60 @@ MOST_SHAPES = 256
 """Shapes of layers kept: some 2 MB each."""
 
 
-class Passed(NamedTuple):
-    """A stack of layers in both passes: numbers that enter and leave every layer, in its order.
+class Passage:
+    """A stack of layers whose way up was replayed.
 
-    The first two of a signal's or gradient's numbers are its variance and covariance.
+    Attributes:
+        signals: structure and numbers of what entered every layer, and of what left the last; the
+            first two numbers are a variance and a covariance.
     """
 
-    signals: list[tuple[float, ...]]
-    gradients: list[tuple[float, ...]]
+    def __init__(self, library: Library, signal: Signal) -> None:
+        numbers: list[Any] = []
+        structure = taken_apart(signal, numbers)
+        self._library, self.signals = library, [(structure, tuple(numbers))]
+        self._steps: list[Step] = []
+        self.many = any(isinstance(v, np.ndarray) for v in numbers)
+
+    def up(self, layers: Iterable[Apart]) -> None:
+        """Raises:
+        Unrecordable: a layer cannot be written as a program, or has something to say.
+        Mixed: configurations take different branches.
+        """
+        structure, numbers = self.signals[0]
+        shape = self._library.shape(structure)
+        self.many = self.many or any(layer.many for layer in layers)
+        for layer in layers:
+            programs = self._library.programs(layer.shape, shape)
+            program, ahead, numbers, kept = _forward(programs, layer, structure, numbers, self.many)
+            self._steps.append(Step(program, ahead, kept, (*layer.numbers, *self.signals[-1][1])))
+            if program.output is not structure:
+                structure = program.output
+                shape = self._library.shape(structure)
+            self.signals.append((structure, numbers))
+
+    def down(self, gradient: Gradient) -> list[tuple[Any, Any]]:
+        """Structure and numbers of the gradients at the same places.
+
+        Raises:
+            Unrecordable, Mixed: as `up`.
+        """
+        numbers: Any = []
+        structure = taken_apart(gradient, numbers)
+        found = [(structure, tuple(numbers))]
+        for step in reversed(self._steps):
+            structure, numbers = step.program.backward(step, structure, found[-1][1], self.many)
+            found.append((structure, numbers))
+        return found[::-1]
+
+
+class Apart(NamedTuple):
+    """A layer's structure, its number in the library, and its numbers."""
+
+    structure: Any
+    shape: int
+    numbers: list[Any]
+    many: bool
 
 
 class Library:
@@ -229,11 +312,14 @@ class Library:
     def __init__(self) -> None:
         self._programs: dict[tuple[int, int], list[Program]] = {}
         self._shapes: dict[Any, int] = {}
+        self._met: dict[int, int] = {}
+        self.busy = threading.Lock()
 
-    def _shape(self, structure: Any) -> int:
+    def shape(self, structure: Any) -> int:
+        """A number for a structure."""
         return self._shapes.setdefault(structure, len(self._shapes))
 
-    def _programs_of(self, layer: int, signal: int) -> list[Program]:
+    def programs(self, layer: int, signal: int) -> list[Program]:
         """Those of one shape, which become the last to be forgotten."""
         found = self._programs.pop((layer, signal), [])
         self._programs[layer, signal] = found
@@ -241,52 +327,153 @@ class Library:
             del self._programs[next(iter(self._programs))]
         return found
 
-    def passed(
-        self,
-        layers: Iterable[Component],
-        signal: Signal,
-        top: Callable[[Signal], Gradient],
-    ) -> Passed:
-        """Both passes of a stack of layers, tokens alike.
-
-        Args:
-            layers: their bodies; equal ones are one object.
-            signal: what enters the first.
-            top: gives the gradient at the output of the last, from its signal.
+    def apart(self, layers: Iterable[Component]) -> list[Apart]:
+        """The layers' bodies, of which equal ones are one object.
 
         Raises:
-            Unrecordable: a layer cannot be written as a program, or has something to say.
-            Mixed: configurations take different branches.
+            Unrecordable: a layer holds arrays with other axes than configurations.
         """
-        numbers: list[Any] = []
-        structure = taken_apart(signal, numbers)
-        many = any(isinstance(v, np.ndarray) for v in numbers)
-        shape = self._shape(structure)
-        signals, steps = [tuple(numbers)], []
-        apart: dict[int, tuple[Any, int, list[float]]] = {}
+        known: dict[int, Apart] = {}
+        found = []
         for layer in layers:
-            if id(layer) not in apart:
-                own: list[float] = []
-                found = taken_apart(layer, own)
-                many = many or any(isinstance(v, np.ndarray) for v in own)
-                apart[id(layer)] = found, self._shape(found), own
-            of_layer, which, own = apart[id(layer)]
-            programs = self._programs_of(which, shape)
-            program, ahead, leaving, kept = _forward(
-                programs, of_layer, own, structure, signals[-1], many
-            )
-            steps.append((program, ahead, kept))
-            signals.append(leaving)
-            if program.output is not structure:
-                structure = program.output
-                shape = self._shape(structure)
-        numbers = []
-        structure = taken_apart(top(put_together(structure, iter(signals[-1]))), numbers)
-        gradients = [tuple(numbers)]
-        for program, ahead, kept in reversed(steps):
-            structure, below = program.backward(ahead, kept, structure, gradients[-1], many)
-            gradients.append(below)
-        return Passed(signals, gradients[::-1])
+            if id(layer) not in known:
+                own: list[Any] = []
+                structure = taken_apart(layer, own)
+                many = any(isinstance(v, np.ndarray) for v in own)
+                known[id(layer)] = Apart(structure, self.shape(structure), own, many)
+            found.append(known[id(layer)])
+        return found
+
+    def worth(self, layers: Sequence[Apart]) -> bool:
+        """Whether so many layers of these shapes were met that writing programs pays."""
+        for layer in layers:
+            self._met[layer.shape] = self._met.get(layer.shape, 0) + 1
+        return all(self._met[layer.shape] >= WORTH for layer in layers)
+
+    def passage(self, layers: Sequence[Component], signal: Signal) -> Passage:
+        """The way up through layers, whose bodies are given, tokens alike.
+
+        Raises:
+            Unrecordable, Mixed: as `Passage.up`.
+        """
+        found = Passage(self, signal)
+        found.up(self.apart(layers))
+        return found
+
+
+WORTH = 48
+"""Layers of one shape from which on they are replayed: to record one costs as much as some 30."""
+
+LIBRARY = Library()
+
+
+# --- in place of a record -------------------------------------------------------------------------
+
+
+class Replayed(Record):
+    """The record of a stack of layers that were replayed: what passed between them is known, and
+    what passed inside a layer is found when asked for, by the plain passes of that layer."""
+
+    def __init__(
+        self,
+        component: Component,
+        signals: Sequence[tuple[Any, Any]],
+        gradients: Sequence[tuple[Any, Any]] | None = None,
+        passage: Passage | None = None,
+    ) -> None:
+        self.component, self.layer = component, 0
+        self._signals, self._gradients, self._passage = signals, gradients, passage
+        self.input, self.output = _built(signals[0]), _built(signals[-1])
+        self.pullback = self.memory = self.pulled = self.sent_to_memory = None
+        self.received = self.sent = None
+        if gradients is not None:
+            self.received, self.sent = _built(gradients[-1]), _built(gradients[0])
+
+    def backward(self, gradient: Gradient, run: Run | None = None) -> Record:
+        if self._passage is not None and LIBRARY.busy.acquire(blocking=False):
+            try:
+                gradients = self._passage.down(gradient)
+                return Replayed(self.component, self._signals, gradients)
+            except NOT_REPLAYED:
+                pass
+            finally:
+                LIBRARY.busy.release()
+        run = Run() if run is None else run
+        return self._plain().backward(gradient, run)
+
+    def _plain(self) -> Record:
+        return self.component.propagate(self.input, Run())
+
+    @functools.cached_property
+    def children(self) -> tuple[Record, ...]:  # type: ignore[override]
+        """Of the layers, each with what passed inside it."""
+        found = []
+        for k, layer in enumerate(self.component.children):
+            record = layer.propagate(_built(self._signals[k]), Run())
+            if self._gradients is not None:
+                record = record.backward(_built(self._gradients[k + 1]))
+            found.append(record)
+        return tuple(found)
+
+    def notes(self) -> list[tuple[int, str, str]]:
+        """None: where there was something to say, nothing was recorded."""
+        return []
+
+    def between_layers(self) -> list[Point]:
+        last = [None] * len(self._signals) if self._gradients is None else self._gradients
+        return [
+            Point(number, "stream", _built(signal), gradient and _built(gradient))
+            for number, (signal, gradient) in enumerate(zip(self._signals, last, strict=True))
+            if number
+        ]
+
+    def __reduce__(self) -> Any:
+        return Replayed, (self.component, self._signals, self._gradients)
+
+
+NOT_REPLAYED = (Unrecordable, Mixed, ArithmeticError, ValueError)
+"""What the plain passes are for: they compute what can be computed, and say what is wrong."""
+
+
+def _built(value: tuple[Any, Any]) -> Any:
+    structure, numbers = value
+    return _constructor(structure)(numbers)
+
+
+@functools.lru_cache(maxsize=256)
+def _constructor(structure: Any) -> Callable[..., Any]:
+    """`put_together` of one structure, from a tuple of numbers."""
+    text = _Text([], set(), False)
+    count = itertools.count()
+
+    def of(part: Any) -> str:
+        if part is float:
+            return f"n[{next(count)}]"
+        if not (isinstance(part, tuple) and part and isinstance(part[0], type)):
+            return text.name(part)
+        kind, *rest = part
+        if kind is tuple:
+            return f"({''.join(f'{of(one)},' for one in rest)})"
+        return f"{text.name(kind)}({','.join(f'{name}={of(one)}' for name, one in rest)})"
+
+    return text.function("put", ["n"], [], of(structure))
+
+
+def replayed(stack: Component, signal: Signal) -> Record | None:
+    """The record of a signal's way up through a chain of layers; None where the plain way is."""
+    if signal.resolved or not LIBRARY.busy.acquire(blocking=False):
+        return None
+    try:
+        layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
+        if not LIBRARY.worth(layers):
+            return None
+        passage = Passage(LIBRARY, signal)
+        passage.up(layers)
+        return Replayed(stack, passage.signals, passage=passage)
+    except NOT_REPLAYED:
+        return None
+    finally:
+        LIBRARY.busy.release()
 
 
 def _first(numbers: Iterable[Any]) -> list[float]:
@@ -295,8 +482,9 @@ def _first(numbers: Iterable[Any]) -> list[float]:
 
 
 def _forward(
-    programs: list[Program], layer: Any, own: list[Any], signal: Any, numbers: Any, many: bool
+    programs: list[Program], layer: Apart, signal: Any, numbers: Any, many: bool
 ) -> tuple[Program, _Ahead, Any, Any]:
+    own = layer.numbers
     for program in programs:
         ahead = program.ahead(many)
         found = ahead.function(*own, *numbers)
@@ -304,20 +492,13 @@ def _forward(
             return program, ahead, *found
     if len(programs) >= MOST_BRANCHES:
         raise Unrecordable("layers take too many branches")
-    program = Program(layer, _first(own), signal, _first(numbers))
+    program = Program(layer.structure, _first(own), signal, _first(numbers))
     programs.append(program)
     ahead = program.ahead(many)
     found = ahead.function(*own, *numbers)
     if found is None:
         raise Unrecordable("a branch that its own numbers do not take")
     return program, ahead, *found
-
-
-class Mixed(Exception):
-    """Configurations that take different branches; `first`: (B,), those that take one of them."""
-
-    def __init__(self, first: np.ndarray) -> None:
-        self.first = first
 
 
 def _uniform(condition: Any) -> bool:

@@ -28,6 +28,8 @@ Two things come of it. A correlation behind a normalisation is E o_ij/sqrt(q_i q
 (`laws.normalization`), and a gated unit's covariance, in proportion to o^2 at small o, is a mean
 over o. Left out: what varies because attention weights do, and how overlaps move where a unit is
 even in them.
+
+See docs/theory/norms.md, Realised overlaps.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from ..formulas.recording import is_number
-from .classes import diagonal
+from .classes import ClassRows, diagonal
 from .state import Array, Kernel, Realised, Signal, ratio_or_zero
 
 
@@ -186,7 +188,7 @@ def _by_token(
 
 
 def _by_class(
-    tokens: Kernel, square: Kernel, weights: Array, fixed: bool, _seq_len: int
+    tokens: Kernel, square: Kernel, weights: Any, fixed: bool, _seq_len: int
 ) -> _Averages:
     def of(pairs: Array) -> Kernel:
         """A row's own is what it has with its neighbour: the rows are the same."""
@@ -199,33 +201,30 @@ def _by_class(
     free = of(mixed), of(np.swapaxes(met, -1, -2) / size)
     if not fixed:
         return (*free, *free)
-    lost = weights * met_by(weights, tokens).pairs / tokens.diagonal[..., None, :]
-    assert tokens.classes is not None
-    cross = met @ np.swapaxes(tokens.classes.keys * lost, -1, -2)
-    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + between_rows(lost, square).pairs
-    back = np.swapaxes(met_by(lost, square).pairs, -1, -2)
+    lost = weights.weights * met_by(weights, tokens).pairs / tokens.diagonal[..., None, :]
+    lost_rows = ClassRows(lost, weights.sight)
+    cross = met @ np.swapaxes(weights.sight.keys * lost, -1, -2)
+    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + between_rows(lost_rows, square).pairs
+    back = np.swapaxes(met_by(lost_rows, square).pairs, -1, -2)
     shared = (np.swapaxes(met, -1, -2) - back) / size
     return (*free, of(mixed), of(shared))
 
 
-def met_by(rows: Array, kernel: Kernel) -> Kernel:
+def met_by(rows: ClassRows, kernel: Kernel) -> Kernel:
     """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
     key at its own position what it has with one beside that."""
-    classes = kernel.classes
-    assert classes is not None
     apart = kernel.diagonal - diagonal(kernel.pairs)
-    met = classes.keys * rows @ kernel.pairs + rows * apart[..., None, :]
-    return Kernel(diagonal(met), met, classes)
+    met = rows.counted @ kernel.pairs + rows.weights * apart[..., None, :]
+    return Kernel(diagonal(met), met, kernel.resolved)
 
 
-def between_rows(rows: Array, kernel: Kernel) -> Kernel:
+def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
     """W K W^T on classes."""
-    classes = kernel.classes
-    assert classes is not None
-    counted, apart = classes.keys * rows, kernel.diagonal - diagonal(kernel.pairs)
-    own = np.einsum("psq,...pq,...sq,...q->...ps", classes.shared, rows, rows, apart)
+    counted, apart = rows.counted, kernel.diagonal - diagonal(kernel.pairs)
+    each, shared = rows.weights, rows.sight.shared
+    own = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
     found = counted @ kernel.pairs @ np.swapaxes(counted, -1, -2) + own
-    return Kernel(diagonal(found), found, classes)
+    return Kernel(diagonal(found), found, kernel.resolved)
 
 
 def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:

@@ -1,6 +1,8 @@
 """Two Gaussian vectors of few features: their cosine and the inverses of their norms, exactly.
 
 Where features are normalised in groups or head by head, norms fluctuate too much to expand.
+
+See docs/theory/norms.md, Short vectors.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ token-resolved   `diagonal` has shape (..., L), `pairs` (..., L, L) with `diagon
 Leading axes are configurations. Without any, exchangeable entries are plain floats, which keeps a
 deep scalar prediction free of array overhead. All three classes are values: nothing changes one
 after it is made (they are not declared frozen, which would double the time to make them).
+
+See docs/theory/state.md, The kernel.
 """
 
 from __future__ import annotations

@@ -109,6 +109,23 @@ class Record:
         for child in self.component.way_back(self.children):
             yield from child.walk_back()
 
+    def between_layers(self) -> list[Point] | None:
+        """The stream behind every layer, where that is known without what passed inside them."""
+        return None
+
+    def notes(self) -> list[tuple[int, str, str]]:
+        """(layer, site, note) of all that makes the numbers here less certain."""
+        return [(o.layer, o.component.label, n) for o in self.sites() for n in o.output.notes]
+
+    def paths(self) -> list[tuple[Record, ...]]:
+        """The leaves of every way through parallel branches; those before and behind the branches
+        are in each."""
+        return self.component.record_paths(self)
+
+    def in_order(self) -> tuple[Record, ...]:
+        """What follows one another in it: itself, unless it is of a chain."""
+        return self.component.records_in_order(self)
+
     def leaves(self) -> Iterator[Record]:
         """Those of components that hold no others."""
         return (one for one in self.walk() if not one.component.children)
@@ -116,6 +133,11 @@ class Record:
     def sites(self) -> Iterator[Record]:
         """Those of components that have a site in a trace, in the order of the forward pass."""
         return (one for one in self.walk() if one.component.label)
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Number of the layer and name of the site: no other record has both."""
+        return self.layer, self.component.label
 
     @property
     def point(self) -> Point:
@@ -129,10 +151,10 @@ class Record:
             overlap: variance of two tokens' overlap in what it attends to (`overlap`); None: that
                 of independent features, 1/width.
         """
-        if self.pulled is None or self.pulled.weights is None:
+        if self.pulled is None:
             return {}
         norms = dict(self.pulled.weights())
-        if overlap is not None and self.pulled.overlaps is not None:
+        if overlap is not None:
             attended = self.input if self.memory is None else self.memory
             for name, growth in self.pulled.overlaps().items():
                 norms[name] = norms[name] + (overlap - 1 / attended.width) * growth
@@ -147,31 +169,34 @@ class Run:
         memory: what cross-attention reads.
         layer: number of the layer at hand.
         on_layer: called as each layer is passed, in either direction.
-        reached: every site passed on the way up, and `returned` every one on the way back, for an
-            error to say where numbers broke.
+        reached: every site passed on the way up, for an error to say where numbers broke.
+        returned, gradients: every one on the way back, and what arrived there.
     """
 
     memory: Signal | None = None
     layer: int = 0
     on_layer: Callable[[], None] | None = None
-    reached: list[Point] = field(default_factory=list)
-    returned: list[Point] = field(default_factory=list)
+    reached: list[Record | Point] = field(default_factory=list)
+    returned: list[Record] = field(default_factory=list)
+    gradients: list[Gradient] = field(default_factory=list)
 
     @property
     def points(self) -> list[Point]:
         """Every site reached, with the gradient that has come back to it."""
-        sent = {(point.layer, point.site): point.gradient for point in self.returned}
-        return [p._replace(gradient=sent.get((p.layer, p.site))) for p in self.reached]
+        places = [(one.layer, one.component.label) for one in self.returned]
+        sent = dict(zip(places, self.gradients, strict=True))
+        points = [one.point if isinstance(one, Record) else one for one in self.reached]
+        return [p._replace(gradient=sent.get((p.layer, p.site))) for p in points]
 
     def passed(self, record: Record) -> Record:
         """Note a site on the way up."""
-        self.reached.append(Point(record.layer, record.component.label, record.output))
+        self.reached.append(record)
         return record
 
     def met(self, record: Record, gradient: Gradient) -> None:
         """Note a site on the way back."""
-        label = record.component.label
-        self.returned.append(Point(record.layer, label, record.output, gradient))
+        self.returned.append(record)
+        self.gradients.append(gradient)
 
     def layer_done(self) -> None:
         if self.on_layer is not None:
@@ -209,7 +234,15 @@ class Trace:
 
     def stream(self) -> list[Point]:
         """The N + 1 points of the residual stream."""
-        return [point for point in self.points if point.site == "stream"]
+        between = None if self.stack is None else self.stack.between_layers()
+        if self.stack is None or between is None:
+            return [point for point in self.points if point.site == "stream"]
+        return [Point(0, "stream", self.entering, self.stack.sent), *between]
+
+    def notes(self) -> list[tuple[int, str, str]]:
+        """Those of every record, in the order of the forward pass."""
+        records = (self.embedding, self.stack, self.ending)
+        return [note for record in records if record is not None for note in record.notes()]
 
     @property
     def layers(self) -> tuple[Record, ...]:

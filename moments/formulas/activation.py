@@ -12,7 +12,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .algebra import FLOAT, NUMPY
+import numpy as np
+
+from .algebra import FLOAT, NUMPY, LogSeries
 from .law import ComponentLaws, Law, Source, derived
 from .recording import RECORDED, whole
 from .references import kedia
@@ -34,6 +36,7 @@ def activation(
     source: dict[str, Source],
     simplified: dict[str, Law | None] | None = None,
     limits: Mapping[str, Interval] | None = None,
+    entrywise: tuple[Single, Single] | None = None,
 ) -> ComponentLaws:
     """Assemble an activation's laws from its mean, pair moment, pair slope, kurtosis and alignment.
 
@@ -86,21 +89,28 @@ def activation(
             "alignment": law(lambda m, x_variance: alignment(m, x_variance), "alignment"),
         },
         simplified=simplified or {},
+        entrywise=entrywise,
     )
 
 
 def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """An expectation that plain floats have once each: layers of one kind ask for the same."""
+    """An expectation that plain floats have once each, as layers of one kind ask for the same, and
+    that many variances read from a series in their logarithm."""
 
     @functools.lru_cache(maxsize=1024)
     def at(*values: float) -> Any:
         return formula(FLOAT, *values)
 
     noted = whole(at, lambda *values: formula(NUMPY, *values))
+    series = LogSeries(lambda variance: np.asarray(formula(NUMPY, variance)))
 
     def law(m: Any, *values: Any) -> Any:
         if m is FLOAT:
             return at(*values)
+        if m is NUMPY and len(values) == 1:
+            variance = np.asarray(values[0], dtype=float)
+            if LogSeries.serves(variance):
+                return series(variance.ravel()).reshape(variance.shape)
         return noted(*values) if m is RECORDED else formula(m, *values)
 
     return law
@@ -151,6 +161,7 @@ RELU = activation(
             limits={"x_correlation": Interval(0.0, 1.0)},
         )
     },
+    entrywise=(lambda m, x: (x + abs(x)) / 2, lambda m, x: 1 * (x > 0)),
 )
 
 
@@ -206,6 +217,7 @@ GELU = activation(
         "grad_variance": kedia("A.5 and Table 17"),
         "grad_covariance": kedia("A.5 and Table 20; unequal variances derived here"),
     },
+    entrywise=(gelu_function, gelu_derivative),
 )
 
 
@@ -220,6 +232,7 @@ IDENTITY = activation(
     kurtosis=lambda m, v: 3 + 0 * v,
     alignment=lambda m, v: 1 + 0 * v,
     source={},
+    entrywise=(lambda m, x: x, lambda m, x: 1 + 0 * x),
 )
 
 
@@ -269,6 +282,7 @@ def by_quadrature(
         kurtosis=remembered(lambda m, v: fourth_over_squared(m, function, v)),
         alignment=remembered(lambda m, v: slope_alignment(m, function, derivative, v)),
         source={},
+        entrywise=(function, derivative),
     )
 
 

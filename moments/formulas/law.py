@@ -218,6 +218,13 @@ class ComponentLaws:
 
     `laws` hold in all theories unless one overrides them; "simplified" also inherits what
     "published" overrides. A quantity mapped to None is one the theory does not state.
+
+    Attributes:
+        name, title: what it is asked for by, and what it is.
+        laws: by quantity, such as "variance" or "grad_covariance".
+        refined, published, simplified: what each theory overrides.
+        entrywise: of what acts entry by entry, the function and its derivative, over a number
+            system.
     """
 
     name: str
@@ -226,6 +233,7 @@ class ComponentLaws:
     refined: Mapping[str, Law | None] = field(default_factory=dict)
     published: Mapping[str, Law | None] = field(default_factory=dict)
     simplified: Mapping[str, Law | None] = field(default_factory=dict)
+    entrywise: tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]] | None = None
     _merged: dict[str, dict[str, Law]] = field(default_factory=dict, init=False, repr=False)
 
     def under(self, theory: Theory) -> dict[str, Law]:
@@ -257,6 +265,12 @@ class ComponentLaws:
             allowed = f"one of {', '.join(laws)} for {self.name} under theory {theory!r}"
             raise domain_error("quantity", quantity, allowed)
         return laws[quantity]
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        # Formulas are code, found again by name: what is unpickled, or copied, is the same object.
+        from .registry import found_again, recipe
+
+        return found_again, recipe(self)
 
     def __repr__(self) -> str:
         return f"ComponentLaws({self.name!r}: {', '.join(self.under('refined'))})"

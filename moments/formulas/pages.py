@@ -18,15 +18,16 @@ $\\sigma_x^2$ and $\\sigma_{x'}^2$ and correlation $r$.
 def formula_page() -> str:
     """Markdown of every component's laws, with sources, domains and notes, and of all symbols."""
     parts = [_INTRODUCTION]
-    parts += [_component(component(name)) for name in components()]
+    parts += [component_page(component(name)) for name in components()]
     parts.append("# Whole networks\n")
-    parts += [_component(record) for record in STACKS.values()]
-    parts.append(_symbols())
+    parts += [component_page(record) for record in STACKS.values()]
+    parts += ["## Symbols\n", symbols_page()]
     return "\n".join(parts)
 
 
-def _component(record: ComponentLaws) -> str:
-    lines = [f"## {record.title}\n", f"`moments.component({record.name!r})`\n"]
+def component_page(record: ComponentLaws, level: int = 2) -> str:
+    """Markdown of one component's laws under a heading of that level."""
+    lines = [f"{'#' * level} {record.title}\n", f"`moments.component({record.name!r})`\n"]
     own = [name for theory in THEORIES for name in record.under(theory)]
     meanings = QUANTITIES | {n: n.replace("_", " ") for n in own if n not in QUANTITIES}
     for quantity, meaning in meanings.items():
@@ -64,16 +65,8 @@ def _law(quantity: str, meaning: str, law: Law, theories: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _symbols() -> str:
+def symbols_page() -> str:
+    """Markdown table of every symbol: name, letter, meaning and domain."""
     rows = [f"| `{s.name}` | ${s.tex}$ | {s.meaning} | {s.domain} |" for s in SYMBOLS.values()]
-    return (
-        "\n".join(
-            [
-                "## Symbols\n",
-                "| name | symbol | meaning | domain |",
-                "| --- | --- | --- | --- |",
-                *rows,
-            ]
-        )
-        + "\n"
-    )
+    header = ["| name | symbol | meaning | domain |", "| --- | --- | --- | --- |"]
+    return "\n".join([*header, *rows]) + "\n"

@@ -42,6 +42,10 @@ def leaky_relu(slope: str | int | float | Fraction = "0.01") -> ComponentLaws:
         kurtosis=lambda m, v: 6 * (1 + a(m) ** 4) / (1 + a(m) ** 2) ** 2 + 0 * v,
         alignment=lambda m, v: 2 * (1 + a(m) ** 4) / (1 + a(m) ** 2) ** 2 + 0 * v,
         source={},
+        entrywise=(
+            lambda m, x: a(m) * x + (1 - a(m)) * (x + abs(x)) / 2,
+            lambda m, x: a(m) + (1 - a(m)) * (x > 0),
+        ),
     )
 
 
@@ -68,6 +72,7 @@ RELU_SQUARED = activation(
         ("covariance", "hidden_covariance", "variance", "grad_covariance", "grad_variance"),
         Source(CHO, "Section 2.1, the arc-cosine kernels of degree 2 and 1"),
     ),
+    entrywise=(lambda m, x: (x + abs(x)) ** 2 / 4, lambda m, x: x + abs(x)),
 )
 
 
@@ -94,4 +99,5 @@ ERF = activation(
     # phi'^2 = (4/pi) e^(-2 x^2) makes a Gaussian of variance v/(1 + 4v) of one of variance v.
     alignment=lambda m, v: m.asin(2 * v / (1 + 6 * v)) / m.asin(2 * v / (1 + 2 * v)),
     source={},
+    entrywise=(erf_function, lambda m, x: 2 / m.sqrt(m.pi) * m.exp(-(x**2))),
 )

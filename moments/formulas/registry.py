@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..errors import unknown_name
+from typing import Any
+
+from ..errors import DomainError, unknown_name
 from . import (
     attention,
     block,
@@ -17,7 +19,14 @@ from . import (
     sun,
 )
 from .law import ComponentLaws
-from .named_activations import ACTIVATION_LAWS, activation_laws, activation_names, leaky_slope
+from .named_activations import (
+    ACTIVATION_LAWS,
+    activation_laws,
+    activation_names,
+    leaky_slope,
+    register_activation,
+    registered_function,
+)
 
 _ALL = (
     embedding.TOKEN_EMBEDDING,
@@ -84,3 +93,23 @@ def components() -> tuple[str, ...]:
     """Names of every component, registered activations included."""
     registered = (name for name in activation_names() if name not in COMPONENTS)
     return (*COMPONENTS, *registered)
+
+
+def recipe(laws: ComponentLaws) -> tuple[Any, ...]:
+    """What `found_again` needs: a name, and the functions of an activation of the user's.
+
+    Raises:
+        DomainError: laws that no name leads to.
+    """
+    own = registered_function(laws.name)
+    found = (laws.name, *(own or ()))
+    if found_again(*found) is not laws:
+        raise DomainError(f"the laws {laws.name!r} cannot be found again by name")
+    return found
+
+
+def found_again(name: str, *functions: Any) -> ComponentLaws:
+    """The laws of a name; an activation of the user's is registered where it is not yet."""
+    if functions and registered_function(name) is None:
+        return register_activation(name, *functions)
+    return component(name)

@@ -133,4 +133,5 @@ def sampled(
         kurtosis=remembered(lambda m, v: expect(m, 4, v) / expect(m, 2, v) ** 2),
         alignment=remembered(aligned),
         source={},
+        entrywise=(lambda m, x: function(x), lambda m, x: derivative(x)),
     )

@@ -133,7 +133,7 @@ class _Presets:
         Raises:
             DomainError: no preset of that name.
         """
-        return from_huggingface(self.config(name), seq_len=seq_len)
+        return from_huggingface(self.config(name), seq_len=seq_len).replace(name=name)
 
     def names(self) -> tuple[str, ...]:
         """Every preset's name."""

@@ -70,11 +70,15 @@ def span(values: np.ndarray) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
+def _title(model: Transformer) -> str:
+    return "Transformer" if model.name is None else f"Transformer {model.name}"
+
+
 def text(model: Transformer) -> str:
     """Aligned lines."""
     lines = rows(model)
     width = max(len(name) for name, _ in lines)
-    return "\n".join(["Transformer", *(f"  {name:<{width}}  {what}" for name, what in lines)])
+    return "\n".join([_title(model), *(f"  {name:<{width}}  {what}" for name, what in lines)])
 
 
 def html(model: Transformer) -> str:
@@ -85,4 +89,4 @@ def html(model: Transformer) -> str:
         f"<tr><th style='text-align:left'>{escape(n)}</th><td>{escape(t)}</td></tr>"
         for n, t in rows(model)
     )
-    return f"<table><caption>Transformer</caption>{cells}</table>"
+    return f"<table><caption>{escape(_title(model))}</caption>{cells}</table>"

@@ -84,6 +84,8 @@ class Transformer:
         window: how many tokens back attention reaches (and ahead, unless causal), itself included;
             None: all; one value or one per layer.
         encoder: the model whose output a decoder's cross-attention reads; None: there is none.
+        name: what pictures and reports call it; no part of what it is, so that equal models may
+            differ in it.
 
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
@@ -130,6 +132,7 @@ class Transformer:
     logit_softcap: float | None = field(default=None, kw_only=True)
     window: int | Sequence[int | None] | None = field(default=None, kw_only=True)
     encoder: Transformer | None = field(default=None, kw_only=True)
+    name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
     )
@@ -231,7 +234,7 @@ class Transformer:
         """A JSON-ready dictionary with a format version; `from_dict` reads it back."""
         data: dict[str, Any] = {"format": FORMAT_VERSION}
         for f in dataclasses.fields(self):
-            if not f.init:
+            if not f.init or (f.name == "name" and self.name is None):
                 continue
             value: Any = None if f.name in self._defaulted else getattr(self, f.name)
             data[f.name] = value.to_dict() if hasattr(value, "to_dict") else _lists(value)

@@ -169,6 +169,10 @@ class Biases:
 
     `Biases()` are biases that start at zero: they leave the moments alone and receive gradients.
 
+    Args:
+        query, key, value, output: of attention's projections.
+        ffn_in, ffn_out, gate: of the feed-forward block.
+
     Raises:
         DomainError: a negative variance.
     """

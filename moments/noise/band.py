@@ -72,6 +72,8 @@ are .180 .136 .092 .061 alike and .180 .141 .096 .064 by token. 400 draws of fou
 bottom-to-top layers, d = 96, 12 tokens) deviate by .173 (.006) at the input, predicted are .145
 and .159. Causal rows of the tables above were taken with earlier attention maps by token, which
 gave .151 .110 .076 .053 where the first of these is given .180 .141 .096 .064 now.
+
+See docs/theory/band.md, How it travels.
 """
 
 from __future__ import annotations
@@ -82,13 +84,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.composition import Chain, Layer
+from ..engine.modes import Modes
 from ..engine.propagate import Trace
+from ..engine.sensitivity import ratio, transposed
 from ..engine.state import Array, Signal
-from .averages import Averages, averaged
-from .block_noise import Addition, Modes
-from .linearisation import Linearised, linearise, part_starts
-from .sensitivity import ratio, transposed
-from .sequence_overlap import sequence_overlaps
+from .alike import Alike, part_starts
+from .block_noise import Addition
+from .linearisation import Linearised, linearise
 from .token_band import log_variance_by_token
 
 NORMAL_95 = 1.959963984540054
@@ -114,7 +116,9 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: Any = No
         return _by_token(declaration, trace, batch, top)
     layers = [part for part in declaration.parts if isinstance(part, Layer)]
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = course(layers, trace, batch, top)
+        modes = Modes(trace.entering.seq_len)
+        ending = None if top is None else top.alike(trace, modes, batch)
+        found = course(layers, Alike.of(trace), batch, ending)
         ends, average = part_starts(layers), found.modes.average
         variance = np.einsum("k...ij,i,j->...k", down(found)[ends], average, average)
     return _where_it_arrives(variance, trace)
@@ -169,24 +173,32 @@ class Course(NamedTuple):
     logits: Array
 
 
-def course(layers: Sequence[Layer], trace: Trace | Averages, batch: int, top: Any = None) -> Course:
-    """What fluctuates on the way up, and what both ways add; arguments as `log_variance`'s."""
-    stream = trace.stream()
-    entering, last = stream[0].signal, stream[-1].gradient
-    assert last is not None
+def course(
+    layers: Sequence[Layer], alike: Alike, batch: int, ending: tuple[Array, Array] | None
+) -> Course:
+    """What fluctuates on the way up, and what both ways add.
+
+    Args:
+        layers: the stack of layers.
+        alike: what both passes through them saw.
+        batch: sequences that share the weights.
+        ending: response of the last gradient's modes to the last signal's, and their covariance;
+            None: they are those of a fresh Gaussian tensor.
+    """
+    entering, last = alike.entering, alike.received
     modes = Modes(entering.seq_len)
     if batch > 1:
-        overlaps = sequence_overlaps(layers, trace)
+        overlaps = alike.across_sequences(layers)
     else:
         overlaps = [0.0 * entering.kernel.pairs] * (part_starts(layers)[-1] + 1)
-    steps = linearise(layers, trace, modes, overlaps)
+    steps = linearise(layers, alike, modes, overlaps)
     draws = _Draws(modes, entering.width, batch)
     signal_noise, first = draws.signal(steps.signal, entering, overlaps)
-    injected = ratio(modes.of(last.kernel), np.asarray(last.kernel.diagonal)[..., None])
+    injected = ratio(modes.of(last), np.asarray(last.diagonal)[..., None])
     gradient_noise, received = draws.gradient(steps.gradient, injected)
     exposed = 0.0 * received
-    if top is not None:
-        exposed, received = top.alike(trace, modes, batch)
+    if ending is not None:
+        exposed, received = ending
     shape = steps.pull.shape[1:]
     first, received, exposed = (np.broadcast_to(e, shape) for e in (first, received, exposed))
     logits = steps.logits.variance / batch
@@ -202,9 +214,9 @@ def _by_token(declaration: Chain, trace: Trace, batch: int, top: Any) -> Array:
     overlaps: list[Array] = [0.0] * (part_starts(layers)[-1] + 1)
     if batch > 1:
         # what sequences share, followed with moments averaged over tokens
-        overlaps = sequence_overlaps(layers, averaged(trace))
+        overlaps = Alike.of(trace).across_sequences(layers)
     with np.errstate(divide="ignore", invalid="ignore"):
-        variance = log_variance_by_token(layers, trace, batch, overlaps, top)
+        variance = log_variance_by_token(trace, batch, overlaps, top)
     return _where_it_arrives(variance, trace)
 
 

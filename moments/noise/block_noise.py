@@ -3,56 +3,25 @@
 Tokens alike have two kinds of modes: the token mean, with eigenvalue v + (L - 1) c, and L - 1
 differences with eigenvalue v - c. A Gaussian matrix onto w features makes the realised eigenvalue
 of each fluctuate by 2/w of its square.
+
+See docs/theory/band.md, What fluctuates.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.bottom_to_top import BottomToTop
-from ..engine.composition import Chain, Component, Parallel, Residual
-from ..engine.propagate import Record
+from ..engine.modes import Modes
+from ..engine.response import last_matrix
+from ..engine.sensitivity import ratio
 from ..engine.state import Array, Kernel
+from ..engine.trace import Record
 from ..transfer.attention.logits import logit_law
-from ..transfer.attention.normalized import NormalizedAttention
-from ..transfer.attention.self_attention import SelfAttention
 from ..transfer.attention.softmax import SquareTable
 from ..transfer.attention.softmax.chebyshev import THETA_MAX
-from .branches import last_matrix
-from .sensitivity import ratio
-
-
-@dataclass(frozen=True)
-class Modes:
-    """The two eigenvalues of a kernel over L tokens alike, last axis (mean, difference)."""
-
-    seq_len: int
-
-    @property
-    def count(self) -> Array:
-        """Number of modes of each kind."""
-        return np.array([1.0, self.seq_len - 1.0])
-
-    @property
-    def average(self) -> Array:
-        """Weights with which the modes make up the variance of a token."""
-        return self.count / self.seq_len
-
-    def of(self, kernel: Kernel) -> Array:
-        """Eigenvalues (..., 2) of a kernel."""
-        diagonal, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
-        return np.stack([diagonal + (self.seq_len - 1) * pairs, diagonal - pairs], axis=-1)
-
-    def kernel(self, modes: Array) -> Kernel:
-        """The kernel with eigenvalues (..., 2)."""
-        mean, difference = modes[..., 0], modes[..., 1]
-        pairs = (mean - difference) / self.seq_len
-        return Kernel(difference + pairs, pairs)
 
 
 class Addition(NamedTuple):
@@ -108,7 +77,7 @@ def one_after_the_other(additions: Sequence[Addition], modes: Modes) -> Addition
 
 
 def attention_addition(
-    attention: SelfAttention,
+    attention: Any,
     plain: Addition,
     returned: Array,
     received: Array,
@@ -146,7 +115,7 @@ def attention_addition(
     return plain._replace(alone=alone, coherent=coherent)
 
 
-def logit_variance(attention: SelfAttention, base: Array, received: Array, modes: Modes) -> Array:
+def logit_variance(attention: Any, base: Array, received: Array, modes: Modes) -> Array:
     """Relative variance of |W_k^T W_q x|^2, averaged over heads, and over tokens as gradients do.
 
     The paths through the logits hold G_ik x_i^T W_q W_k W_k^T W_q^T x_k summed over i, k, a
@@ -157,51 +126,24 @@ def logit_variance(attention: SelfAttention, base: Array, received: Array, modes
     return alike * 2 * (1 / attention.d_head + 1 / attention.d_model) / attention.heads
 
 
-def attending(path: Chain, inner: Record, entering: Kernel) -> Kernel:
-    """Kernel of the tokens that reach the attention on a path, unchanged moments."""
-    attends = (SelfAttention, NormalizedAttention)
-    before = [isinstance(leaf, attends) for leaf in path.parts].index(True)
-    if isinstance(path.parts[before], NormalizedAttention):
-        # its tokens are those of unit norm
-        return Kernel(1.0 + 0.0 * entering.diagonal, _reached(inner, before, entering)[1])
-    return Kernel(*_reached(inner, before, entering)[0])
+def attending(branch: Record) -> Kernel:
+    """Kernel of the tokens that reach the attention in a branch, unchanged moments."""
+    leaf = next(one for one in branch.leaves() if one.component.self_attention is not None)
+    kernel = leaf.input.kernel
+    variance, pairs = kernel.diagonal[0], kernel.pairs[0]
+    if leaf.component.normalises:  # its tokens are those of unit norm
+        return Kernel(1.0 + 0.0 * variance, ratio(pairs, variance))
+    return Kernel(variance, pairs)
 
 
-def _reached(inner: Record, before: int, entering: Kernel) -> tuple[tuple[Array, Array], Array]:
-    """Variance and covariance of the tokens before a leaf, and their correlation."""
-    found = entering.diagonal, entering.pairs
-    if before:
-        kernel = inner.children[before - 1].output.kernel
-        found = kernel.diagonal[0], kernel.pairs[0]
-    return found, ratio(found[1], found[0])
-
-
-def with_logits(component: Component, factor: Array) -> Component:
-    """The component with the variance of its attention logits changed."""
-    if isinstance(component, Chain):
-        parts = tuple(with_logits(part, factor) for part in component.parts)
-        return dataclasses.replace(component, parts=parts)
-    if isinstance(component, Parallel):
-        branches = tuple(with_logits(branch, factor) for branch in component.branches)
-        return dataclasses.replace(component, branches=branches)
-    if isinstance(component, Residual):
-        return dataclasses.replace(component, branch=with_logits(component.branch, factor))
-    if isinstance(component, BottomToTop):
-        inner = with_logits(component.attention, factor)
-        return dataclasses.replace(component, attention=inner)  # type: ignore[arg-type]
-    if isinstance(component, SelfAttention):
-        return dataclasses.replace(component, query=component.query * factor)
-    return component
-
-
-def own_fluctuation(path: Chain, inner: Record) -> Array:
+def own_fluctuation(branch: Record) -> Array:
     """Relative variance of |branch|^2 that its own matrices add, the same in both directions.
 
     A Gaussian matrix onto w features adds 2/w; an activation makes it (kurtosis - 1)/w. Backward
     the kurtosis is that of slope times Gaussian, equal for functions of degree 1 (at unit variance
     6.3 against 7.2 forward for GELU). Dropout's masks are fresh for every token and average out.
     """
-    reached = inner.children[last_matrix(path.parts)].output
+    reached = last_matrix(tuple(branch.leaves())).output
     assert reached.spread is not None
     moment = reached.second_moment().diagonal
     relative = ratio(reached.spread.diagonal, moment**2)

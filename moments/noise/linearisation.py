@@ -2,6 +2,8 @@
 
 No law is stated here a second time: responses come from the components themselves, evaluated for
 all layers at once at slightly changed moments.
+
+See docs/theory/band.md, How it travels.
 """
 
 from __future__ import annotations
@@ -12,27 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.bottom_to_top import BottomToTop
-from ..engine.composition import Chain, Component, Layer, Parallel, Residual
-from ..engine.propagate import Trace
+from ..engine.composition import Component, Layer
+from ..engine.modes import Branch, Modes, Passes
+from ..engine.sensitivity import ratio
 from ..engine.state import Array, Kernel, Signal
-from ..transfer.attention.self_attention import SelfAttention
-from .averages import Averages
+from .alike import Alike, part_starts, parts_of
 from .block_noise import (
     Addition,
-    Modes,
     addition,
     attending,
     attention_addition,
     logit_variance,
     one_after_the_other,
     own_fluctuation,
-    with_logits,
 )
-from .branch_passes import Branch, Passes, branches_of
-from .branches import attention_of, cross_attention_of, cross_back_kappa, parts_of
-from .sensitivity import ratio
-from .sequence_overlap import sites
 
 STEP = 1e-5
 """Relative step of the one-sided differences, whose error is of this order."""
@@ -68,23 +63,21 @@ class Linearised(NamedTuple):
 
 
 def linearise(
-    layers: Sequence[Layer], trace: Trace | Averages, modes: Modes, overlaps: Sequence[Array]
+    layers: Sequence[Layer], alike: Alike, modes: Modes, overlaps: Sequence[Array]
 ) -> Linearised:
     """Every part of every layer, in order, entries (parts, ..., 2[, 2]).
 
     Args:
         layers: the stack of layers.
-        trace: what both passes through them saw, tokens alike.
+        alike: what both passes through them saw.
         modes: of the tokens.
         overlaps: covariance of tokens of different sequences before every part.
     """
-    points = sites(layers, trace)
-    width = trace.stream()[0].signal.width
-    starts = part_starts(layers)
+    width, starts = alike.entering.width, part_starts(layers)
     groups: dict[Any, list[tuple[int, int]]] = {}
     for index, layer in enumerate(layers):
         for position, part in enumerate(parts_of(layer)):
-            groups.setdefault(_structure(part), []).append((index, position))
+            groups.setdefault(part.structure(), []).append((index, position))
     found: list[Linearised] = []
     order: list[int] = []
     for places in groups.values():
@@ -94,19 +87,14 @@ def linearise(
                 stacked([parts_of(layers[index])[position] for index, position in places]),
                 modes,
                 width,
-                _stack([points[index][position][0] for index, position in places]),
-                _stack([points[index][position + 1][1] for index, position in places]),
+                _stack([alike.sites[index][position][0] for index, position in places]),
+                _stack([alike.sites[index][position + 1][1] for index, position in places]),
                 np.stack([overlaps[k] for k in here], axis=-1),
-                _by_layer(trace.memory),
+                _by_layer(alike.memory),
             )
         )
         order += here
     return _interleaved(found, np.argsort(order))
-
-
-def part_starts(layers: Sequence[Layer]) -> list[int]:
-    """Number of parts before each layer, and in all: where the points of the stream lie."""
-    return [0, *np.cumsum([len(parts_of(layer)) for layer in layers]).tolist()]
 
 
 # --- all layers at once --------------------------------------------------------------------------
@@ -131,20 +119,6 @@ def stacked(components: Sequence[Any]) -> Any:
     if isinstance(first, int | float) and any(c != first for c in components):
         return np.array(components, dtype=float)
     return first
-
-
-def _structure(component: Component) -> Any:
-    """What components must share to be stacked."""
-    if isinstance(component, Chain):
-        return tuple(_structure(part) for part in component.parts)
-    if isinstance(component, Parallel):
-        return ("parallel", *(_structure(branch) for branch in component.branches))
-    if isinstance(component, Residual):
-        return (component.label, _structure(component.branch))
-    if isinstance(component, BottomToTop):
-        inner = (component.attention, component.norm, component.ffn)
-        return (component.label, *(_structure(part) for part in inner))
-    return (type(component), component.label)
 
 
 def _by_layer(memory: Signal | None) -> Signal | None:
@@ -195,22 +169,16 @@ def _linearise(
         modes.of(kernel), ratio(modes.of(gradient), gradient.diagonal[..., None])
     )
     axes = (1,) * (base.ndim - 1)
-    attention = attention_of(part)
+    attention = part.self_attention
 
     # Rows: unchanged; either mode of the signal a little larger; the logits a little larger.
     steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0]])[: 3 if attention is None else 4]
     nudged = base * (1 + steps.reshape(-1, *axes, 2))
     if attention is not None:
-        part = with_logits(part, 1 + STEP * np.array([0, 0, 0, 1]).reshape(-1, *axes))
+        part = part.with_logits(1 + STEP * np.array([0, 0, 0, 1]).reshape(-1, *axes))
     passes = Passes(modes, width, memory, len(axes))
-    branches = branches_of(part, passes, nudged, kernel, overlap)
-    if isinstance(part, BottomToTop):
-        whole, returned, _ = passes.through(part, passes.signal(modes.kernel(nudged)), nudged.shape)
-        leaving = modes.of(whole.kernel)
-    else:
-        skip = np.asarray(part.skip_scale**2 if isinstance(part, Residual) else 0.0)
-        leaving = skip[..., None] * nudged + sum(one.added for one in branches)
-        returned = skip[..., None, None] * np.eye(2) + sum(one.returned for one in branches)
+    branches = part.alike_branches(passes, nudged, kernel, overlap)
+    leaving, returned = part.about_mean(passes, nudged, branches)
     response = ratio(leaving[1:] - leaving[0], STEP * leaving[0])
 
     sent = np.einsum("...ij,...j->...i", returned, received)
@@ -233,7 +201,7 @@ def _linearise(
 
 def _additions(
     part: Component,
-    attention: SelfAttention | None,
+    attention: Any | None,
     branches: Sequence[Branch],
     moments: tuple[Array, Array, Array, Array],
     modes: Modes,
@@ -252,7 +220,7 @@ def _additions(
     """
     leaving, sent, received, size = moments
     like = np.ones_like(size)
-    random = isinstance(part, Residual | BottomToTop)
+    random = part.adds
     added = [random * one.added[0] for one in branches]
     back = [random * (one.returned[0] @ received[..., None])[..., 0] for one in branches]
     back = [ratio(entry, size[..., None]) for entry in back]
@@ -260,23 +228,21 @@ def _additions(
     if not random:
         carried, carried_back = 0.0 * leaving, 0.0 * sent
     # what a kernel keeps: of a bottom-to-top connection on average over the modes
-    kept = like * (part.skip_scale**2 if isinstance(part, Residual) else 0.0)
-    if isinstance(part, BottomToTop):
-        kept = ratio(carried_back @ modes.average, received @ modes.average) * size
+    kept = ratio(carried_back @ modes.average, received @ modes.average) * size
     above, below = carried, carried_back
     up, down = [], []
     for branch, own, own_back in zip(branches, added, back, strict=True):
-        kappa = (own_fluctuation(branch.path, branch.record) * width if random else 0.0) * like
+        kappa = (own_fluctuation(branch.record) * width if random else 0.0) * like
         gain = branch.gain * like[..., None, None]
         up.append(addition(above, own, kept, gain, kappa, width))
-        crossed = cross_attention_of(branch.path)
+        crossed = branch.record.component.reads
         if crossed is not None:
-            (memory,) = (one.memory for one in branch.record.children if one.memory is not None)
-            kappa = cross_back_kappa(crossed, memory.seq_len) * like
+            (memory,) = (one.memory for one in branch.record.leaves() if one.memory is not None)
+            kappa = crossed.back_kappa(memory.seq_len) * like
         returned_gain = ratio(gain, size[..., None, None])
         plain = addition(below, own_back, ratio(kept, size), returned_gain, kappa, width)
-        if attention is not None and attention_of(branch.path) is not None:
-            tokens = attending(branch.path, branch.record, branch.entering)
+        if attention is not None and branch.record.component.self_attention is not None:
+            tokens = attending(branch.record)
             returned = ratio(branch.returned[0], size[..., None, None])
             plain = attention_addition(attention, plain, returned, received, tokens, modes)
         down.append(plain)

@@ -10,16 +10,18 @@ With D_ij = sum_v d_i(v) d_j(v) of the gradients d at two tokens' logits (`reado
   13 to 17 % at 1;
 * where the text is not known, kernels hold probabilities of coincidence q, and E D_ij^2 exceeds
   their square by q (1 - q) times the square of what a common target adds.
+
+See docs/theory/loss.md.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..engine.sensitivity import SINGLE, Matrix, matrix_of, ratio
 from ..engine.state import Array, Kernel
 from ..transfer.head.cross_entropy import softmax_expectations
 from ..transfer.head.readout import Readout
-from .sensitivity import SINGLE, Matrix, matrix_of, ratio
 
 _NODES = 9  # of the average over the target's logit
 _ROUNDING = 1e-15

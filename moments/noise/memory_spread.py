@@ -18,34 +18,32 @@ memory they have read is left out, and so is the overlap between sequences.
 
 Resolved by token the decoder is followed with moments averaged over tokens, as if all attended to
 all.
+
+See docs/theory/band.md, Where gradients come from.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Layer, Residual
+from ..engine.composition import Chain, Component, Layer
+from ..engine.modes import Modes
 from ..engine.propagate import Trace, forward
+from ..engine.response import in_units
+from ..engine.sensitivity import Response, transposed
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..transfer.attention.cross import CrossAttention
 from ..transfer.attention.logits import logit_law
-from ..transfer.attention.self_attention import SelfAttention
 from ..transfer.attention.softmax import SquareTable
 from ..transfer.attention.softmax.chebyshev import THETA_MAX
-from .averages import Averages, averaged
+from .alike import Alike, part_starts, parts_of
 from .band import Course, course, down
-from .block_noise import Modes
-from .branches import cross_attention_of, parts_of, paths
-from .linearisation import STEP, part_starts
+from .linearisation import STEP
 from .mode_response import AsAlike, OfModes
-from .part_response import in_units
-from .sensitivity import Response, transposed
-from .sequence_overlap import sites
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +67,14 @@ class DecoderTop:
 
         As `HeadTop.alike`; `trace` is the encoder's.
         """
-        decoder: Trace | Averages = self.trace
-        top = self.top
-        if decoder.stream()[0].signal.resolved:
-            decoder = averaged(self.trace)
-            top = None if top is None else AsAlike(top, self.trace)
-        layers = [_alike(part) for part in self.declaration.parts if isinstance(part, Layer)]
-        own = course(layers, decoder, batch, top)
+        decoder, top = Alike.of(self.trace), self.top
+        if top is not None and self.trace.entering.resolved:
+            top = AsAlike(top, self.trace)
+        layers = [part.unplaced() for part in self.declaration.parts]
+        ending = None
+        if top is not None:
+            ending = top.alike(self.trace, Modes(decoder.entering.seq_len), batch)
+        own = course(layers, decoder, batch, ending)
         asked = _Reading(self.read, trace, modes, batch, own.steps.pull.shape[1:-2])
         sent = _sent(layers, decoder, own.modes, asked)
         whole = np.add.reduce([one.added for one in sent.values()])
@@ -127,7 +126,8 @@ class _Reading:
     ) -> None:
         signal = trace.stream()[-1].signal
         if signal.resolved:
-            signal = averaged(trace).stream()[-1].signal
+            kernel = Alike.of(trace).sites[-1][-1][0]
+            signal = Signal(kernel, signal.seq_len, width=signal.width)
         base = np.broadcast_to(modes.of(signal.kernel), (*shape, 2))
         axes = (1,) * (base.ndim - 1)
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
@@ -143,16 +143,14 @@ class _Reading:
         return Signal(kernel, self.modes.seq_len, width=self.width, spread=kernel.scaled(0.0))
 
 
-def _sent(
-    layers: Sequence[Layer], trace: Trace | Averages, modes: Modes, asked: _Reading
-) -> dict[int, _Sent]:
+def _sent(layers: Sequence[Layer], alike: Alike, modes: Modes, asked: _Reading) -> dict[int, _Sent]:
     """By the number of the part, from the first one on."""
     found: dict[int, _Sent] = {}
     starts = part_starts(layers)
-    width = trace.stream()[0].signal.width
-    for index, (layer, points) in enumerate(zip(layers, sites(layers, trace), strict=True)):
+    width = alike.entering.width
+    for index, (layer, points) in enumerate(zip(layers, alike.sites, strict=True)):
         for position, part in enumerate(parts_of(layer)):
-            if cross_attention_of(part) is not None:
+            if part.reads is not None:
                 kernel, gradient = points[position][0], points[position + 1][1]
                 one = _of_part(part, kernel, gradient, width, modes, asked)
                 found[starts[index] + position] = one
@@ -174,11 +172,9 @@ def _of_part(
     steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
     nudged = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
     basis = Gradient(modes.kernel(np.eye(2).reshape(2, 1, *axes, 2)), modes.seq_len)
-    scale, node = 1.0, part
-    if isinstance(part, Residual):
-        scale, node = part.branch_scale**2, part.branch
-    for path in paths(node):
-        attention = cross_attention_of(path)
+    scale, node = part.branch_of()
+    for path in node.paths():
+        attention = path.reads
         if attention is None:
             continue
         signal = Signal(nudged, modes.seq_len, width=width, spread=nudged.scaled(0.0))
@@ -246,33 +242,6 @@ def _beside(own: Course, sent: dict[int, _Sent], size: Array, asked: _Reading) -
         pull=pull, exposure=exposure, logits=steps.logits._replace(gradient=logits)
     )
     return own._replace(steps=steps, gradient_noise=noise, received=grown[0], exposed=grown[1])
-
-
-def _alike(component: Any) -> Any:
-    """The component with every token seeing every other, wherever it stands."""
-    if isinstance(component, SelfAttention):
-        return dataclasses.replace(
-            component,
-            causal=False,
-            window=None,
-            rotary=None,
-            alibi=False,
-            relative_bias=None,
-            padding=None,
-            sequences=1,
-        )
-    if isinstance(component, CrossAttention):
-        return dataclasses.replace(component, padding=None, sequences=1)
-    if isinstance(component, tuple):
-        return tuple(_alike(part) for part in component)
-    if isinstance(component, Component):
-        inner = {
-            f.name: _alike(getattr(component, f.name))
-            for f in dataclasses.fields(component)  # type: ignore[arg-type]
-            if isinstance(getattr(component, f.name), Component | tuple)
-        }
-        return dataclasses.replace(component, **inner)  # type: ignore[type-var]
-    return component
 
 
 def _times(matrix: Array, vector: Array) -> Array:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.modes import Modes
 from ..engine.propagate import Trace
+from ..engine.sensitivity import SINGLE, Ascent, Descent, ratio, transposed
 from ..engine.state import Array
-from .block_noise import Modes
-from .sensitivity import SINGLE, Ascent, Descent, ratio, transposed
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ overlaps vary by 1, 1.3, 1.6, 1.8, 2.0, 2.1 over d in GPT-2 (here 1, 1.4, 1.7, 1
 by 1 to 2.8 in Llama at deviation .02 (2.6). There causal averages fill the stream, what tokens have
 of their own lies in few directions whose sizes vary by more (up to 6/d), and squared query and key
 norms stay 2 to 6 percent low (standard error 4 a layer); docs/real-modules.md has every family.
+
+See docs/theory/norms.md, Overlaps of what tokens have of their own.
 """
 
 from __future__ import annotations
@@ -53,18 +55,18 @@ class Overlaps(NamedTuple):
     """Overlaps over a whole stack.
 
     Attributes:
-        attended: nu of what every attention attends to.
+        attended: nu of what every attention attends to, by its place.
         growth: factors on squared gradient norms, by layer and name.
         last: nu at the stack's output.
     """
 
-    attended: dict[Record, float]
+    attended: dict[tuple[int, str], float]
     growth: dict[tuple[int, str], float]
     last: float
 
     def weights(self, trace: Trace) -> list[tuple[int, str, Array]]:
         """`Trace.weights`, of overlaps as they vary."""
-        rows = weight_rows((one, self.attended.get(one)) for one in trace.weighted())
+        rows = weight_rows((one, self.attended.get(one.place)) for one in trace.weighted())
         return [
             (layer, name, norm * self.growth.get((layer, name), 1.0)) for layer, name, norm in rows
         ]

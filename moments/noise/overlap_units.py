@@ -15,6 +15,8 @@ along the tokens. With K(o, |x_a|^2/d, |x_b|^2/d) the covariance of hidden units
 
 where sum_k is d (C_aa C_bb + 2 C_ab^2) and b = d K_o. An entrywise function has 4 K_qq = K_oo; of a
 gated unit's K_oo that is the smaller part, left out.
+
+See docs/theory/norms.md, Overlaps of what tokens have of their own.
 """
 
 from __future__ import annotations

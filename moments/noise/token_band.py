@@ -21,6 +21,8 @@ gain on one direction, which adds
     (4 tr(Lambda T) h tr(Lambda B) + kappa (h tr(Lambda B))^2) q / d,
 
 the floor under what tokens and sequences that share the weights can average out.
+
+See docs/theory/band.md, What fluctuates.
 """
 
 from __future__ import annotations
@@ -31,10 +33,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Layer
 from ..engine.propagate import Trace
-from ..engine.state import Array, Signal
-from .sensitivity import (
+from ..engine.response import Around, Part
+from ..engine.sensitivity import (
     SINGLE,
     Ascent,
     Descent,
@@ -52,7 +53,7 @@ from .sensitivity import (
     total,
     trace_of,
 )
-from .token_parts import Part, network_parts
+from ..engine.state import Array, Signal
 
 TARGETS = 9
 """Points of the stream that are followed; the deviation is linear in between."""
@@ -62,19 +63,18 @@ CHUNK_ENTRIES = 2**23
 
 
 def log_variance_by_token(
-    layers: Sequence[Layer], trace: Trace, batch: int, overlaps: Sequence[Array], top: Any = None
+    trace: Trace, batch: int, overlaps: Sequence[Array], top: Any = None
 ) -> Array:
     """Var log g of the gradient variance at every point of the stream, shape (..., N + 1).
 
     Args:
-        layers: the stack of layers.
         trace: what both passes saw, by token.
         batch: sequences of independent input and gradient that share the weights.
         overlaps: (parts + 1) covariance of tokens of different sequences before every part.
         top: where the last gradient comes from; None: it is a fresh Gaussian tensor.
     """
-    parts, starts = network_parts(layers, trace)
-    stream = trace.stream()
+    parts, starts = network_parts(trace)
+    stream, layers = trace.stream(), trace.layers
     # The last points are their own: above the topmost layer there is no randomness but the loss's.
     below = np.linspace(0, len(layers) - 1, min(TARGETS - 1, len(layers))).round()
     targets = np.append(below, len(layers)).astype(int)
@@ -94,6 +94,23 @@ def log_variance_by_token(
     way = (points - targets[after - 1]) / (targets[after] - targets[after - 1])
     way = way.reshape(-1, *(1,) * (deviation.ndim - 1))
     return np.moveaxis((1 - way) * deviation[after - 1] + way * deviation[after], 0, -1) ** 2
+
+
+def network_parts(trace: Trace) -> tuple[list[Part], list[int]]:
+    """All parts of all layers, and the number of parts before each layer and in all."""
+    stream = trace.stream()
+    kernels = [point.signal.kernel for point in stream]
+    kernels += [point.gradient.kernel for point in stream if point.gradient is not None]
+    axes = np.broadcast_shapes(*(kernel.diagonal.shape[:-1] for kernel in kernels))
+    found: list[Part] = []
+    starts = [0]
+    for layer in trace.layers:
+        for record in layer.children[0].in_order():
+            unit = trace_of(matrix_of(record.gradient_sent.kernel))
+            around = Around(np.broadcast_to(unit, axes))
+            found.append(record.component.part(record, around))
+        starts.append(len(found))
+    return found, starts
 
 
 @dataclass(frozen=True)

@@ -9,35 +9,23 @@ add their own. Two things depend on more than that:
   softmax sees its realised overlaps: the response of the last gradient to the last signal, from
   where the signal's fluctuations enter all gradients below;
 * D_ii itself varies with the draw, where logits are few (`loss_spread`).
+
+See docs/theory/band.md, Where gradients come from.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..engine.composition import Chain, Component
-from ..engine.propagate import Point, Trace, forward
-from ..engine.state import Array, Gradient, Kernel, Signal
-from ..transfer.elementary import Activation, Linear
-from ..transfer.head.components import Pool
-from ..transfer.head.readout import Readout
-from .block_noise import Modes
-from .loss_spread import (
-    across,
-    log_variance_of_mean,
-    logit_agreement,
-    logit_effect,
-    mean_square,
-    overlap_variance,
-    softmax_variance,
-)
-from .part_response import STEP, Elementwise, Sequence, in_units, response
-from .sensitivity import (
+from ..engine.modes import Modes
+from ..engine.propagate import Trace, forward
+from ..engine.response import STEP, Around, Elementwise, Sequence, in_units
+from ..engine.sensitivity import (
     SINGLE,
     Ascent,
     Descent,
@@ -53,6 +41,19 @@ from .sensitivity import (
     row_sums,
     total,
     trace_of,
+)
+from ..engine.state import Array, Gradient, Kernel, Signal
+from ..transfer.elementary import Activation, Linear
+from ..transfer.head.components import Pool
+from ..transfer.head.readout import Readout
+from .loss_spread import (
+    across,
+    log_variance_of_mean,
+    logit_agreement,
+    logit_effect,
+    mean_square,
+    overlap_variance,
+    softmax_variance,
 )
 
 _COARSE = 1e-2
@@ -73,21 +74,20 @@ class HeadTop:
 
     def by_token(self, trace: Trace, batch: int) -> tuple[Array, Response]:
         """The last layer's gradient (..., L, L), and how it answers to all that is behind it."""
-        points, before = _behind(trace), trace.stream()[-1]
+        before = trace.stream()[-1]
         assert before.gradient is not None
+        assert trace.ending is not None
         unit = trace_of(matrix_of(before.gradient.kernel))
-        first = _received(before, unit)
+        last = first = in_units(matrix_of(before.gradient.kernel), unit)
+        around = Around(np.asarray(unit))
         parts: list[Response] = []
-        for leaf in self.chain.parts:
-            after = next(points)
-            received = _received(after, unit)
-            if isinstance(leaf, Pool):
-                parts.append(_Pooled(leaf.weights(before.signal.kernel.pairs.shape[-1])))
-            else:
-                answer, _ = response(leaf, before.signal, iter([after]), unit)
-                parts.append(_Drawn(answer, after.signal, received, _kappa(leaf, after.signal)))
-            before = after
-        parts.append(_Ending.of(self.readout, _received(before, unit), unit, batch))
+        for record in trace.ending.children:
+            last, leaf, output = around.received(record), record.component, record.output
+            answer = leaf.response(record, around)
+            if not isinstance(leaf, Pool):
+                answer = _Drawn(answer, output, last, _kappa(leaf, output))
+            parts.append(answer)
+        parts.append(_Ending.of(self.readout, last, unit, batch))
         return first, Sequence(tuple(parts))
 
     def alike(self, trace: Trace, modes: Modes, batch: int) -> tuple[Array, Array]:
@@ -112,8 +112,8 @@ class HeadTop:
         sent = modes.of(pulled.kernel)
         response_ = (sent[1:] - sent[0]) / (step * _last(sent[0] @ modes.average))
         noise = 2.0
-        for leaf, point in zip(self.chain.parts, _behind(trace), strict=False):
-            noise = noise + _kappa(leaf, point.signal)
+        for one in () if trace.ending is None else trace.ending.children:
+            noise = noise + _kappa(one.component, one.output)
         own = noise / width * _outer(received) * np.diag(1 / (batch * modes.count))
         of_modes = (
             2
@@ -177,23 +177,6 @@ class _Drawn:
         if not np.any(self.kappa):
             return np.zeros(sensitivity.shape[:-2])
         return self.kappa / self.output.width * paired(sensitivity, kernel, kernel)
-
-
-@dataclass(frozen=True)
-class _Pooled:
-    """One vector per sequence, by weights (sequences, tokens)."""
-
-    weights: Array
-
-    def ascend(self, sensitivity: Array) -> Ascent:
-        none = np.zeros(sensitivity.shape[:-2])
-        onward = self.weights @ sensitivity @ self.weights.T
-        return Ascent(onward.astype(SINGLE), None, none, none + 1.0)
-
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
-        none = np.zeros(sensitivity.shape[:-2])
-        found = self.weights.T @ sensitivity @ self.weights
-        return Descent(found.astype(SINGLE), none, none)
 
 
 @dataclass(frozen=True)
@@ -267,11 +250,6 @@ class _Ending:
         return self.answer.descend(none, exposure)
 
 
-def _received(point: Point, unit: Array) -> Array:
-    assert point.gradient is not None
-    return in_units(matrix_of(point.gradient.kernel), unit)
-
-
 def _moved(readout: Readout, kernel: Kernel) -> Readout:
     """The readout of tokens otherwise correlated, whose softmaxes are what they were."""
     moved = dataclasses.replace(readout, kernel=kernel)
@@ -285,13 +263,3 @@ def _last(entries: Array) -> Array:
 
 def _outer(vector: Array) -> Array:
     return vector[..., :, None] * vector[..., None, :]
-
-
-def _behind(trace: Trace) -> Iterator[Point]:
-    """The points behind the last layer."""
-    points = iter(trace.points)
-    last = trace.stream()[-1]
-    for point in points:
-        if point is last:
-            break
-    return points

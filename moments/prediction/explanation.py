@@ -6,12 +6,10 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..engine.propagate import forward
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
-from ..transfer.architecture import declare
 from .predict import predict
 from .watched import Log, Step, names_of_laws
 
@@ -120,12 +118,8 @@ def explain(
     prediction = predict(model, theory=theory, **inputs)
     if prediction.variance.ndim > 1:
         raise DomainError("explain takes one configuration: pass numbers, not arrays")
-    stream, layout = prediction.trace.stream(), prediction.layout
-    entering, leaving = stream[layer - 1], stream[layer]
-    assert leaving.gradient is not None
-    body = declare(model, theory, layout.padding, layout.sequences).parts[layer - 1]
-    log = Log(layout, names_of_laws(model))
-    with log.listening():
-        _, record = forward(log.watched(body), entering.signal, prediction.trace.memory)
-        record.backward(leaving.gradient)
+    log = Log(prediction.layout, names_of_laws(model))
+    record = prediction.trace.layers[layer - 1]
+    log.forward(record)
+    log.backward(record)
     return Explanation(model, layer, tuple(log.steps))

@@ -18,6 +18,7 @@ from ..engine.trace import Point, Run, Trace
 from ..errors import DomainError
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
+from .threads import few_threads
 
 ROUNDING = 1e-9
 """Share of the largest entry that sums of so many terms may be off by."""
@@ -132,18 +133,20 @@ _SAID = {
 
 
 @contextlib.contextmanager
-def computing(theory: Theory, traces: Sequence[Run | Trace]) -> Iterator[None]:
+def computing(theory: Theory, traces: Sequence[Run | Trace], rows: int = 1) -> Iterator[None]:
     """Turn what breaks inside formulas into one error that says where and why.
 
     Args:
         theory: of the prediction.
         traces: of the stacks, or their passes under way, in that order.
+        rows: of the matrices that are worked on: where they are small, by one BLAS thread.
 
     Raises:
         DomainError: numbers that overflow, or a division by a variance of zero.
     """
     try:
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore"):
+        quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore")
+        with few_threads(rows), quiet:
             yield
     except (ArithmeticError, IndexError):
         raise breakdown(theory, traces) from None

@@ -15,7 +15,7 @@ from ..formulas.law import Theory
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, Interval
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..transfer.embedding import FixedPart, check_ids, embedded_alike, joint_kernel
+from ..transfer.embedding import FixedPart, check_ids, class_kernel, embedded_alike, joint_kernel
 
 
 def check_moments(
@@ -227,6 +227,8 @@ def first_kernel(
             "a patch embedding's moments depend on its images: pass pixels (see "
             "moments.transfer.images.photograph), or variance and correlation"
         )
+    if token_ids is not None and isinstance(resolved, PositionClasses):
+        return class_kernel(embedding, resolved, token_ids)
     if token_ids is not None and resolved:
         return joint_kernel(
             embedding, model.seq_len, token_ids, segment_ids, model.d_model, documents

@@ -49,6 +49,10 @@ class Measurement:
         token_variance, token_grad_variance: (N + 1, L).
         samples: variance, correlation, grad_variance and grad_correlation by draw, (seeds, N + 1).
         loss, logit_variance: means over draws, None where there is no loss or no head.
+        variance_stderr, correlation_stderr, grad_variance_stderr, grad_correlation_stderr,
+            grad_variance_typical_stderr, token_variance_stderr, token_grad_variance_stderr,
+            loss_stderr, logit_variance_stderr: of those.
+        site_rows, weight_gradient_rows: what `to_frame` and `weight_gradients` show.
         encoder: of the model whose output cross-attention read, None where there is none.
     """
 

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,26 @@ if TYPE_CHECKING:
 
     from ..engine.composition import Chain
     from ..noise.overlap import Overlaps
+    from ..step.result import FirstStep
+    from .stack import OuterWeights
+
+
+class Read(NamedTuple):
+    """What a prediction was made on.
+
+    Attributes:
+        inputs: what entered (`stack.Inputs`).
+        targets: of the loss, as they were given.
+        ending: what stands before the matrix to the logits, and that.
+    """
+
+    inputs: Any
+    targets: Any
+    ending: tuple[Any, Any]
+
+
+FORMAT_VERSION = 1
+"""Of the JSON of a Prediction."""
 
 POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_correlation")
 
@@ -47,7 +67,12 @@ class Prediction:
             None without a head. Where several configurations are predicted, arrays of their shape.
         logit_variance: likewise, mean square of the output logits.
         encoder: the encoder's own prediction; None without one.
+        trace, layout: what both passes saw at every site, and how its tokens lie.
+        batch: sequences that share the weights.
+        outer_weights: gives squared gradient norms of what is outside the layers.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
+        read: what the loss was predicted on, which the first step of an optimizer needs; None
+            without a loss.
     """
 
     model: Transformer
@@ -66,8 +91,9 @@ class Prediction:
     loss_stderr: Any = None
     logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: Callable[[], list[tuple[int, str, Any]]] = field(default=list, repr=False)
+    outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
+    read: Read | None = field(default=None, repr=False)
 
     @property
     def resolution(self) -> str:
@@ -76,6 +102,13 @@ class Prediction:
         if self.layout.classes is not None:
             return f"{len(self.layout.classes.nodes)} classes of positions"
         return "tokens alike" if self.token_variance is None else "by token"
+
+    @property
+    def _rows(self) -> int:
+        """Of the matrices that pairs of tokens fill."""
+        if self.layout.classes is not None:
+            return len(self.layout.classes.nodes)
+        return 1 if self.token_variance is None else self.token_variance.shape[-1]
 
     @property
     def grad_variance_typical(self) -> np.ndarray:
@@ -117,7 +150,7 @@ class Prediction:
         from ..noise.band import band, first_order, log_variance
 
         batch = max(self.batch, self.layout.sequences)
-        with computing(self.theory, [self.trace]):
+        with computing(self.theory, [self.trace], self._rows):
             top = None if self.top is None else self.top()
             spread = log_variance(self._declaration(), self.trace, batch, top)
             spread, notes = first_order(spread)
@@ -165,8 +198,9 @@ class Prediction:
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
-        with computing(self.theory, [self.trace]):
-            rows = sorted([*self._inner_weights(), *self.outer_weights()], key=lambda row: row[0])
+        with computing(self.theory, [self.trace], self._rows):
+            outer = [] if self.outer_weights is None else self.outer_weights.rows()
+            rows = sorted([*self._inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
         gate = self._gate()
         norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)
@@ -192,6 +226,45 @@ class Prediction:
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+
+    @functools.cached_property
+    def _stepping(self) -> Any:
+        """What first steps of all rates share."""
+        from ..step.stepping import Stepping
+
+        return Stepping.of(self)
+
+    def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
+        """The network after the first step of an optimizer on the batch that was predicted.
+
+        In training mode, dropout's masks being those of the pass that gave the gradient. Kernels
+        of signal and gradient are those of this prediction, so that nothing is run; how right it
+        is on real modules is measured in docs/first-step.md.
+
+        Args:
+            optimizer: "sgd", "adam", "adamw", "lion", "sign" (signum's and Adam's without eps) or
+                "muon" (every hidden matrix by itself; all else by Adam at the same rate).
+            learning_rate: positive.
+            options: betas (which a first step does not depend on), eps, weight_decay (of every
+                parameter, beside the step), momentum and nesterov (SGD), adjust (of Muon:
+                "original", "match_rms_adamw" or "spectral"), and multipliers of the learning rate,
+                by parameter ("query", "token", "ffn_in.bias", ...) or by group: "matrices"
+                (hidden), "embedding" (tables and patches; a tied head is one), "head", "vectors"
+                (gains and biases).
+
+        Raises:
+            DomainError: the prediction is not that of a batch with a loss (give `token_ids`, or
+                `pixels` and `targets`), the model has what a step does not cover (an encoder
+                beside a decoder, norms of queries and keys, ...; the message names it), or an
+                option is out of range.
+
+        Warns:
+            ValidityWarning: where the step is too large for the theory.
+        """
+        found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
+        for note in found.warnings:
+            warnings.warn(note, ValidityWarning, stacklevel=2)
+        return found
 
     def attention(self) -> pd.DataFrame:
         """What attention does in every layer, averaged over rows (refined theory).
@@ -237,6 +310,7 @@ class Prediction:
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]
         data = {
+            "format": FORMAT_VERSION,
             "model": self.model.to_dict(),
             "theory": self.theory,
             **{name: getattr(self, name).tolist() for name in quantities},

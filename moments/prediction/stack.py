@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.composition import sum_of
+from ..engine.composition import Chain, sum_of
 from ..engine.layout import Layout
 from ..engine.packing import check_documents
+from ..engine.program import Replayed, replayed
 from ..engine.propagate import Point, Record, Run, Trace
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.trace import with_top_gradient
@@ -36,7 +36,7 @@ from .inputs import (
     given_shape,
     last_kernel,
 )
-from .result import Prediction
+from .result import Prediction, Read
 from .validity import validity_warnings
 
 
@@ -58,6 +58,13 @@ class Inputs:
         marks = (self.attention_mask, self.document_ids)
         given = (self.token_ids, self.pixels, self.kernel, *marks)
         return any(value is not None for value in given)
+
+    @property
+    def one_text(self) -> bool:
+        """Whether a text of one sequence is all that is given."""
+        several = (self.segment_ids, self.pixels, self.kernel, self.attention_mask)
+        apart = any(value is not None for value in (*several, self.document_ids))
+        return self.token_ids is not None and self.sequences == 1 and not apart
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,6 +95,7 @@ class Outcome:
 
     gradient: Gradient
     output: OutputMoments | None = None
+    targets: Any = None
 
 
 class Stack:
@@ -103,6 +111,7 @@ class Stack:
     ) -> None:
         """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
+        self.shape = shape
         self.run = Run()
         self._embedding: Record | None = None
         self._layers: Record | None = None
@@ -112,6 +121,7 @@ class Stack:
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
         if isinstance(resolved, PositionClasses):
             tokens = len(resolved.nodes)
+        self.rows = tokens if resolved else 1
         check_memory(model, bool(resolved), math.prod(shape), tokens)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
@@ -171,9 +181,26 @@ class Stack:
         """The last layer's output."""
         signal = self.enter()
         self.run.reached.append(Point(0, "stream", signal))
-        stack = declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
-        self._layers = stack.propagate(signal, self.run)
+        stack = self.declaration()
+        self._layers = replayed(stack, signal) if self._may_replay() else None
+        if self._layers is None:
+            self._layers = stack.propagate(signal, self.run)
         return self._layers.output
+
+    def declaration(self) -> Chain:
+        """Its layers as components."""
+        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+
+    def _may_replay(self) -> bool:
+        """Whether what passes between layers is all that `prediction` asks of them: one of no norms
+        has notes on what passes inside, and a head may want to know."""
+        model = self.model
+        return (
+            self.theory == "refined"
+            and model.norm != "none"
+            and model.head is None
+            and model.encoder is None
+        )
 
     def backward(self, outcome: Outcome) -> None:
         """Carry the gradient at the last layer's output to the embedding tables."""
@@ -215,7 +242,8 @@ class Stack:
         self, batch: int, outcome: Outcome, encoder: Prediction | None, top: Any = None
     ) -> Prediction:
         """What both passes found, the gradient at the last layer coming from `top` if any."""
-        trace, layout = self.trace, self.layout
+        model, trace, layout = self.model, self.trace, self.layout
+        embedded = None if self._embedding is None else self._embedding.gradient_sent
         stream = trace.stream()
         columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
@@ -231,7 +259,8 @@ class Stack:
         correlation = gate.correlation("the correlation of the stream", correlation)
         grad_variance = gate.variance("the gradient variance of the stream", grad_variance)
         grad_correlation = gate.correlation("the gradient correlation", grad_correlation)
-        gate.sites(trace.points)
+        if not isinstance(self._layers, Replayed):
+            gate.sites(trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
             token_variance, token_grad_variance = _by_token(stream, layout)
@@ -262,41 +291,55 @@ class Stack:
             loss_stderr=loss_stderr,
             logit_variance=logit_variance,
             encoder=encoder,
-            outer_weights=self._outer_weights(outcome),
+            outer_weights=OuterWeights(model, self.inputs, embedded, output, self.documents),
             top=top if output is None else functools.partial(head_top, output),
+            read=_read(self.inputs, outcome),
         )
 
-    def _outer_weights(self, outcome: Outcome) -> Callable[[], list[tuple[int, str, Array]]]:
-        """Squared gradient norms of what lies outside the layers: the embedding and the head."""
-        model, inputs = self.model, self.inputs
-        embedding = model.embedding
-        received = None if self._embedding is None else self._embedding.gradient_sent
-        output = outcome.output
 
-        def rows() -> list[tuple[int, str, Array]]:
-            norms: dict[str, Array] = {}
-            if embedding is None or received is None:
-                norms = {}
-            elif inputs.pixels is not None:
-                norms = image_gradients(embedding, inputs.pixels, model.d_model, received.kernel)
-            elif isinstance(embedding, Embedding):
-                norms = embedding_gradients(
-                    embedding,
-                    model.seq_len,
-                    model.d_model,
-                    received.kernel,
-                    inputs.token_ids,
-                    inputs.segment_ids,
-                    self.documents,
-                )
-            if output is not None and "token" in norms:
-                norms["token"] = norms["token"] + output.table()
-            found = [(0, name, norm) for name, norm in norms.items()]
-            if output is not None:
-                found += [(model.layers + 1, name, n) for name, n in output.weights().items()]
-            return found
+@dataclass(frozen=True, eq=False)
+class OuterWeights:
+    """Squared gradient norms of what lies outside the layers: the embedding and the head.
 
-        return rows
+    Attributes:
+        model: the declaration.
+        inputs: what was said of the tensor that enters.
+        received: the gradient at the sum of the embedding's tables; None without one.
+        output: of the head; None without one.
+        documents: of every token; None where each row is one.
+    """
+
+    model: Transformer
+    inputs: Inputs
+    received: Gradient | None
+    output: OutputMoments | None
+    documents: np.ndarray | None
+
+    def rows(self) -> list[tuple[int, str, Array]]:
+        """(layer, name, squared norm); layer 0 and that above the last."""
+        model, inputs, output = self.model, self.inputs, self.output
+        embedding, received = model.embedding, self.received
+        norms: dict[str, Array] = {}
+        if embedding is None or received is None:
+            norms = {}
+        elif inputs.pixels is not None:
+            norms = image_gradients(embedding, inputs.pixels, model.d_model, received.kernel)
+        elif isinstance(embedding, Embedding):
+            norms = embedding_gradients(
+                embedding,
+                model.seq_len,
+                model.d_model,
+                received.kernel,
+                inputs.token_ids,
+                inputs.segment_ids,
+                self.documents,
+            )
+        if output is not None and "token" in norms:
+            norms["token"] = norms["token"] + output.table()
+        found = [(0, name, norm) for name, norm in norms.items()]
+        if output is not None:
+            found += [(model.layers + 1, name, n) for name, n in output.weights().items()]
+        return found
 
 
 def last_gradient(
@@ -322,7 +365,7 @@ def last_gradient(
             batch=batch,
         )
         if output.gradient is not None and not given:
-            return Outcome(output.gradient, output)
+            return Outcome(output.gradient, output, targets)
     elif targets is not None:
         raise DomainError("targets are what a head predicts: declare model.head")
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
@@ -336,6 +379,13 @@ def last_gradient(
         real = real[0] if real.ndim == 2 else real
         last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
     return Outcome(Gradient(last, model.seq_len))
+
+
+def _read(inputs: Inputs, outcome: Outcome) -> Read | None:
+    output = outcome.output
+    if output is None or output.ending is None:
+        return None
+    return Read(inputs, outcome.targets, output.ending)
 
 
 def head_top(output: OutputMoments | None) -> Any:

@@ -76,9 +76,8 @@ def _unnormalised(model: Transformer, trace: Trace) -> tuple[str, ...]:
 def _collected(trace: Trace) -> tuple[str, ...]:
     """Notes of every site, one line for all layers that say the same."""
     layers: dict[tuple[str, str], list[int]] = {}
-    for point in trace.points:
-        for note in point.signal.notes:
-            layers.setdefault((point.site, note), []).append(point.layer)
+    for layer, site, note in trace.notes():
+        layers.setdefault((site, note), []).append(layer)
     return tuple(
         f"{_layer_range(numbers)}, {site}: {note}" for (site, note), numbers in layers.items()
     )

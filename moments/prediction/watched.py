@@ -1,8 +1,7 @@
-"""A declaration under observation: every law that is evaluated, at its site and on its way."""
+"""What `explain` reads off the records of a layer: every law, at its site and on its way."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,22 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import evaluation
-from ..engine.bottom_to_top import BottomToTop
-from ..engine.composition import (
-    Chain,
-    Component,
-    Layer,
-    Leaf,
-    Parallel,
-    Pullback,
-    Pulled,
-    Reader,
-    ReaderPullback,
-    Residual,
-)
+from ..engine.composition import Addition, Component
+from ..engine.evaluation import observed
 from ..engine.layout import Layout
-from ..engine.state import Gradient, Kernel, Signal
+from ..engine.state import Kernel
+from ..engine.trace import Record, Run
 from ..formulas.gated import gated
 from ..formulas.kedia_chain import CORRELATED_RESIDUAL
 from ..formulas.law import Law
@@ -72,32 +60,59 @@ class Step:
 
 
 class Log:
-    """Every law that is evaluated, at the site and on the way where it is."""
+    """Every law of a layer, at the site and on the way where it is evaluated.
+
+    Args:
+        layout: of the tokens.
+        names: where the registry has each law (`names_of_laws`).
+    """
 
     def __init__(self, layout: Layout, names: dict[int, tuple[str, str]]) -> None:
         self.layout, self.names = layout, names
         self.steps: list[Step] = []
         self._where = ("", "")
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        evaluation.observer = self._note
-        try:
-            yield
-        finally:
-            evaluation.observer = None
+    def forward(self, record: Record) -> None:
+        """Evaluate the leaves once more, in the order of the forward pass."""
+        for child in record.children:
+            self.forward(child)
+        component = record.component
+        if not component.children:
+            with self._at(component.label, "forward") as steps:
+                output = component.propagate(record.input, Run(record.memory)).output
+            self._complete(component, "forward", output.kernel, steps)
+        found = component.addition(record)
+        if found is not None:
+            kept, added = found.kept.input.kernel, found.added.output.kernel
+            self._sum(component.label, found, "forward", kept, added, None)
+
+    def backward(self, record: Record) -> None:
+        """The same in the order of the backward pass."""
+        component = record.component
+        for child in component.way_back(record.children):
+            self.backward(child)
+        if not component.children:
+            with self._at(component.label, "backward") as steps:
+                sent = record.backward(record.gradient_received).gradient_sent
+            self._complete(component, "backward", sent.kernel, steps)
+        found = component.addition(record)
+        if found is not None:
+            # The branch was sent branch_scale^2 of the gradient, and the law counts it again.
+            factor = 1 / found.adding if found.adding else 0.0
+            kept = found.kept.gradient_received.kernel
+            added = found.added.gradient_sent.kernel.scaled(factor)
+            total = record.gradient_sent.kernel
+            self._sum(component.label, found, "backward", kept, added, total)
 
     @contextmanager
-    def at(self, site: str, way: str) -> Iterator[list[Step]]:
+    def _at(self, site: str, way: str) -> Iterator[list[Step]]:
         """While the component at a site is passed; gives what it adds to the steps."""
-        before, self._where = self._where, (site, way)
+        self._where = (site, way)
         count = len(self.steps)
         added: list[Step] = []
-        try:
+        with observed(self._note):
             yield added
-        finally:
-            self._where = before
-            added += self.steps[count:]
+        added += self.steps[count:]
 
     def _note(self, law: Law, values: Any, result: Any) -> None:
         average = self._of_pairs if np.ndim(result) == 2 else self._of_tokens
@@ -123,11 +138,11 @@ class Log:
             return float(Kernel(np.diagonal(matrix), matrix, classes).mean_pairs())
         return float(self.layout.token_average(Kernel.of_matrix(matrix))[1])
 
-    def complete(self, leaf: Component, way: str, kernel: Kernel, steps: list[Step]) -> None:
+    def _complete(self, leaf: Component, way: str, kernel: Kernel, steps: list[Step]) -> None:
         """Add what a component gives where none of its laws said so."""
         prefix = "" if way == "forward" else "grad_"
         component = GAIN if hasattr(leaf, "gain") else DIRECTIONS
-        if getattr(leaf, "mixes_tokens", False):
+        if leaf.mixes_tokens:
             component = KERNEL
         for quantity, value in zip(
             ("variance", "covariance"), self.layout.token_average(kernel), strict=True
@@ -137,10 +152,18 @@ class Log:
             if not said or abs(said[-1] - given) > 1e-9 * max(abs(given), 1e-12):
                 self.steps.append(Step(leaf.label, way, component, name, None, {}, given))
 
-    def sum(self, node: Residual, way: str, kept: Kernel, added: Kernel, total: Any) -> None:
+    def _sum(
+        self,
+        site: str,
+        of: Addition,
+        way: str,
+        kept: Kernel,
+        added: Kernel,
+        total: Kernel | None,
+    ) -> None:
         """A residual addition: what is kept, what the branch adds, and the sum."""
         one, two = (float(self.layout.token_average(k)[0]) for k in (kept, added))
-        skip, branch = float(node.skip_scale**2), float(node.branch_scale**2)
+        skip, branch = float(of.keeping), float(of.adding)
         prefix = "" if way == "forward" else "grad_"
         # Not correlated at initialisation, but for what scale invariance takes from a gradient and
         # norms that persist add to it (`directions`).
@@ -158,124 +181,7 @@ class Log:
         }
         law = CORRELATED_RESIDUAL.law(f"{prefix}variance")
         names = (CORRELATED_RESIDUAL.name, f"{prefix}variance")
-        self.steps.append(Step(node.label, way, *names, law, values, float(law.of(values))))
-
-    def watched(self, component: Component) -> Component:
-        """The same declaration with every leaf under observation."""
-        if isinstance(component, Chain):
-            return Chain(tuple(map(self.watched, component.parts)), component.label)
-        if isinstance(component, Parallel):
-            return Parallel(tuple(map(self.watched, component.branches)), component.label)
-        if isinstance(component, Layer):
-            return dataclasses.replace(component, body=self.watched(component.body))
-        if isinstance(component, BottomToTop):
-            return dataclasses.replace(
-                component,
-                attention=self._inside(component.attention)[0],
-                norm=self.watched(component.norm),
-                ffn=self._inside(component.ffn)[0],
-            )
-        if isinstance(component, Residual):
-            return self._residual(component)
-        if isinstance(component, Reader):
-            return _WatchedReader(component, self)
-        return _WatchedLeaf(component, self)  # type: ignore[arg-type]
-
-    def _inside(self, node: Residual) -> tuple[Residual, _Probe]:
-        """The node with its branch under observation, and what sees the branch's input."""
-        first, last = _Probe("branch.in"), _Probe("branch.out")
-
-        def forwards() -> None:
-            self.sum(node, "forward", first.signal.kernel, last.signal.kernel, None)
-
-        last.forwards = forwards
-        branch = Chain((first, self.watched(node.branch), last))
-        return dataclasses.replace(node, branch=branch), first
-
-    def _residual(self, node: Residual) -> Component:
-        inner, branch = self._inside(node)
-        whole, total = _Probe("sum.in"), _Probe("sum.out")
-
-        def backwards() -> None:
-            # The branch was sent branch_scale^2 of the gradient, and the law counts it again.
-            scale = node.branch_scale**2
-            sent = branch.gradient.kernel.scaled(1 / scale if scale else 0.0)
-            self.sum(node, "backward", total.gradient.kernel, sent, whole.gradient.kernel)
-
-        whole.backwards = backwards
-        return Chain((whole, inner, total))
-
-
-class _Probe(Leaf):
-    """Passes everything on and keeps it."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.signal: Any = None
-        self.gradient: Any = None
-        self.forwards: Any = None
-        self.backwards: Any = None
-
-    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        self.signal = signal
-        if self.forwards is not None:
-            self.forwards()
-
-        def pullback(gradient: Gradient) -> Pulled:
-            self.gradient = gradient
-            if self.backwards is not None:
-                self.backwards()
-            return Pulled(gradient)
-
-        return signal, pullback
-
-
-class _WatchedLeaf(Leaf):
-    @property
-    def normalises(self) -> bool:
-        return self.leaf.normalises
-
-    @property
-    def mixes_tokens(self) -> bool:
-        return self.leaf.mixes_tokens
-
-    def __init__(self, leaf: Leaf, log: Log) -> None:
-        self.leaf, self.log, self.label = leaf, log, leaf.label
-
-    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        with self.log.at(self.label, "forward") as steps:
-            output, pull = self.leaf.forward(signal)
-        self.log.complete(self.leaf, "forward", output.kernel, steps)
-
-        def pullback(gradient: Gradient) -> Pulled:
-            with self.log.at(self.label, "backward") as steps:
-                pulled = pull(gradient)
-            self.log.complete(self.leaf, "backward", pulled.gradient.kernel, steps)
-            return pulled
-
-        return output, pullback
-
-
-class _WatchedReader(Reader):
-    @property
-    def mixes_tokens(self) -> bool:
-        return self.reader.mixes_tokens
-
-    def __init__(self, reader: Reader, log: Log) -> None:
-        self.reader, self.log, self.label = reader, log, reader.label
-
-    def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
-        with self.log.at(self.label, "forward") as steps:
-            output, pull = self.reader.attend(signal, memory)
-        self.log.complete(self.reader, "forward", output.kernel, steps)
-
-        def pullback(gradient: Gradient) -> tuple[Pulled, Gradient]:
-            with self.log.at(self.label, "backward") as steps:
-                pulled, to_memory = pull(gradient)
-            self.log.complete(self.reader, "backward", pulled.gradient.kernel, steps)
-            return pulled, to_memory
-
-        return output, pullback
+        self.steps.append(Step(site, way, *names, law, values, float(law.of(values))))
 
 
 # What the registry calls the gated forms of activations.

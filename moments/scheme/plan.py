@@ -12,7 +12,6 @@ from ..errors import ValidityWarning, domain_error, unknown_name
 from ..formulas.checks import check_in
 from ..formulas.symbols import POSITIVE
 from ..model.transformer import Transformer
-from ..prediction.predict import collector_paused
 from ..solver.entering import check_inputs, entered
 from ..solver.layerwise import reached
 from ..solver.plan import Plan
@@ -78,8 +77,7 @@ def solve(
     check_inputs(inputs)
     known = [scheme.name for scheme in schemes()]
     if isinstance(objective, str) and objective in known:
-        with collector_paused():
-            plan = _from_scheme(model, objective, options or {}, inputs)
+        plan = _from_scheme(model, objective, options or {}, inputs)
     elif isinstance(objective, str) and objective not in objectives():
         raise unknown_name("objective", objective, [*objectives(), *known])
     else:

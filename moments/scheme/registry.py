@@ -6,11 +6,14 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import domain_error, unknown_name
 from ..formulas.law import Source
 from ..model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,21 @@ class Scheme:
         """Names of the options and the authors' defaults."""
         parameters = list(inspect.signature(self.transform).parameters.values())[1:]
         return {p.name: p.default for p in parameters}
+
+    def plot(self, model: Transformer, name: str | None = None, **inputs: Any) -> Figure:
+        """What the scheme, at its authors' placement, changes of a model along the depth.
+
+        Args:
+            model: what it is applied to.
+            name: of the model, for the title; None: its own.
+            inputs: what `predict` takes, for one configuration.
+
+        Raises:
+            DomainError: it cannot be applied to the model, or as `predict`.
+        """
+        from ..show.scheme_plot import plot_scheme
+
+        return plot_scheme(self, model, name, inputs)
 
     def apply(self, model: Transformer, **options: Any) -> Transformer:
         """The model as the scheme sets it, its encoder too.

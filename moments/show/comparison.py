@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -16,8 +16,12 @@ from ..noise.band import NORMAL_95
 from ..prediction.measured import last_gradient
 from ..prediction.measurement import Measurement
 from ..prediction.result import Prediction
+from ..step.measured import StepMeasurement
+from ..step.result import FirstStep
 from .expected import TOLERANCE, Expected, expected
 from .gradient_norms import side_by_side
+from .report import comparison_tables, render, summary_table
+from .step import StepComparison, compare_steps
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -218,8 +222,6 @@ class Comparison:
 
     def table(self) -> str:
         """The verdict, stream points side by side, the loss, then the errors, as text."""
-        from .report import comparison_tables, render, summary_table
-
         tables = (*comparison_tables(self), summary_table(self))
         return "\n\n".join([self.verdict(), *map(render, tables)])
 
@@ -247,27 +249,47 @@ def _r_squared(predicted: pd.Series, measured: pd.Series) -> float:
     return 1.0 - float(((predicted - measured) ** 2).sum()) / spread
 
 
+@overload
+def compare(prediction: FirstStep, measurement: StepMeasurement) -> StepComparison: ...
+
+
+@overload
 def compare(
     prediction: Prediction,
     measurement: Measurement,
     *,
     same_weights: bool = False,
     tolerance: float = TOLERANCE,
-) -> Comparison:
+) -> Comparison: ...
+
+
+def compare(
+    prediction: Any,
+    measurement: Any,
+    *,
+    same_weights: bool = False,
+    tolerance: float = TOLERANCE,
+) -> Comparison | StepComparison:
     """Put a measurement beside a prediction of the same model.
 
     Args:
-        prediction: of a single configuration.
-        measurement: by `simulate` or `moments.torch.measure`.
+        prediction: of a single configuration, or a first step (`Prediction.after`).
+        measurement: by `simulate` or `moments.torch.measure`; of a step by
+            `moments.torch.measure_step`.
         same_weights: whether the measurement's draws share their weights, as those of a module (and
             not of a factory) do: then they are one draw.
         tolerance: relative error that is granted to the theory itself, one standard deviation, on
             top of the scatter over draws.
 
+    Returns:
+        A `Comparison`: `summary()`, `to_frame()` by site, `plot()`.
+
     Raises:
         DomainError: not a Prediction and a Measurement, of different depths, or a negative
             tolerance.
     """
+    if isinstance(prediction, FirstStep):
+        return compare_steps(prediction, measurement)
     if not isinstance(prediction, Prediction) or not isinstance(measurement, Measurement):
         raise DomainError(
             "compare needs a Prediction and a Measurement, got "

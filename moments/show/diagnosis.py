@@ -36,6 +36,7 @@ from .verdict import judge
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 TOKENS = "input tokens"
 """Name of the feature that says how a batch's tokens are not as declared: not the module's."""
@@ -134,6 +135,15 @@ class Diagnosis:
         columns = ["feature", "words", "ratio", "layers", "explains"]
         rows = [[getattr(cause, name) for name in columns] for cause in self.causes]
         return pd.DataFrame(rows, columns=columns)
+
+    def plot(self, name: str | None = None) -> Figure:
+        """Prediction, measurement and what the module as it was found should do, with the causes.
+
+        `name`, the model's, heads the title.
+        """
+        from .plot import plot_diagnosis
+
+        return plot_diagnosis(self, name)
 
     def __str__(self) -> str:
         from .diagnosis_text import text

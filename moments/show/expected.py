@@ -182,3 +182,22 @@ def expected(
             chance = np.fmax(over_draws(one, draws), scatter)
         ranges[name] = Expected(getattr(prediction, name), np.sqrt(chance + tolerance**2))
     return ranges
+
+
+def one_draw(prediction: Prediction) -> dict[str, Expected]:
+    """Where one draw of the weights falls 95 % of the time, as far as that is known.
+
+    Of a stack without norms the signal's spread is known to a factor of two only (the module's
+    text) and is left out.
+    """
+    if prediction.variance.ndim > 1 or prediction.theory != "refined":
+        return {}
+    low, high = prediction.grad_variance_band
+    positive = (low > 0) & (high > 0)
+    width = np.log(np.divide(high, low, out=np.ones_like(high), where=positive))
+    found = {"grad_variance": Expected(prediction.grad_variance, width / (2 * NORMAL_95))}
+    if "none" not in prediction.model.placements:
+        deviation = np.sqrt(signal_log_variance(prediction))
+        if np.all(np.isfinite(deviation)):
+            found["variance"] = Expected(prediction.variance, deviation)
+    return found

@@ -6,7 +6,7 @@ import io
 import os
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,18 +14,24 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from ..errors import domain_error
 from ..files import replacing
+from ..model.weights import MATRICES
 from ..noise.band import NORMAL_95
-from .expected import Expected, signal_log_variance
+from ..prediction.predict import predict
+from .diagnosis import SHARE
+from .expected import Expected, one_draw
+from .palette import DASHES, FOUND, GRADIENT, GREY, MEASURED, OUTSIDE, SERIES, SIGNAL, SOFT
 from .report import STREAM_QUANTITIES, TITLES
+from .verdict import growth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from ..model.transformer import Transformer
     from ..prediction.result import Prediction
+    from ..solver.plan import Plan
     from .comparison import Comparison
+    from .diagnosis import Diagnosis
 
-FORWARD, BACKWARD, MEASURED, OUTSIDE = "#1b6ca8", "#c8553d", "#222222", "#d00000"
-ENDINGS = (".png", ".svg", ".pdf")
 SEEN = 2e-3
 """Deviation of a draw's logarithm, below which a band would be hidden by its line."""
 
@@ -77,8 +83,13 @@ def round_ticks(ax: Axes) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
 
 
+def along_layers(ax: Axes) -> None:
+    """Ticks at whole layers."""
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _color(quantity: str) -> str:
-    return BACKWARD if quantity.startswith("grad") else FORWARD
+    return GRADIENT if quantity.startswith("grad") else SIGNAL
 
 
 def _panels(title: str) -> tuple[Figure, dict[str, Axes]]:
@@ -86,14 +97,27 @@ def _panels(title: str) -> tuple[Figure, dict[str, Axes]]:
     grid = figure.subplots(2, 2, sharex=True)
     axes = dict(zip(STREAM_QUANTITIES, grid.ravel(), strict=True))
     for quantity, ax in axes.items():
-        ax.set_title(TITLES[quantity], loc="left", fontsize=10.5)
-        ax.grid(alpha=0.25, linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
+        _dress(ax, TITLES[quantity])
     for ax in grid[1]:
-        ax.set_xlabel("layer (0 enters layer 1)")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _by_layer(ax)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     return figure, axes
+
+
+def _dress(ax: Axes, title: str) -> None:
+    ax.set_title(title, loc="left", fontsize=10.5)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _by_layer(ax: Axes) -> None:
+    ax.set_xlabel("layer (0 enters layer 1)")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _below(figure: Figure, words: str) -> None:
+    """What the picture says, in words under it."""
+    figure.supxlabel(words, x=0.01, ha="left", fontsize=8.5, color=SOFT)
 
 
 def _scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
@@ -111,51 +135,17 @@ def _scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
 
 
+def called(model: Transformer, name: str | None) -> str:
+    """What a title calls a model."""
+    return name or model.name or "a declared model"
+
+
 def _describe(prediction: Prediction, name: str | None) -> str:
     model = prediction.model
-    return f"{name or 'a declared model'}: " + (
+    return f"{called(model, name)}: " + (
         f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
         f"{model.seq_len} tokens, {model.norm} norm, theory {prediction.theory}"
     )
-
-
-def _growth(prediction: Prediction) -> str:
-    """What the depth does to one configuration, in a line."""
-    if prediction.variance.ndim > 1:
-        return f"{prediction.variance.size // prediction.variance.shape[-1]} configurations"
-    variance, gradient = prediction.variance, prediction.grad_variance
-    parts = [
-        f"{title} × {to / start:.3g} {way}"
-        for title, to, start, way in (
-            ("variance", variance[-1], variance[0], "from input to output"),
-            ("gradient variance", gradient[0], gradient[-1], "from output to input"),
-        )
-        if start > 0
-    ]
-    ends = prediction.correlation[[0, -1]]
-    parts.append(f"token correlation {ends[0]:.3g} to {ends[1]:.3g}")
-    if notes := len(prediction.warnings):
-        parts.append(f"{notes} warning{'s' * (notes > 1)} of validity")
-    return "; ".join(parts)
-
-
-def _bands(prediction: Prediction) -> dict[str, Expected]:
-    """Where one draw of the weights falls 95 % of the time, as far as that is known.
-
-    Of a stack without norms the signal's spread is known to a factor of two only (`expected`) and
-    is left out.
-    """
-    if prediction.variance.ndim > 1 or prediction.theory != "refined":
-        return {}
-    low, high = prediction.grad_variance_band
-    positive = (low > 0) & (high > 0)
-    width = np.log(np.divide(high, low, out=np.ones_like(high), where=positive))
-    found = {"grad_variance": Expected(prediction.grad_variance, width / (2 * NORMAL_95))}
-    if "none" not in prediction.model.placements:
-        deviation = np.sqrt(signal_log_variance(prediction))
-        if np.all(np.isfinite(deviation)):
-            found["variance"] = Expected(prediction.variance, deviation)
-    return found
 
 
 def _shade_band(ax: Axes, quantity: str, band: Expected) -> str:
@@ -171,9 +161,9 @@ def _shade_band(ax: Axes, quantity: str, band: Expected) -> str:
 def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
     """Four panels along the depth, `name` in the title; one line per configuration."""
     figure, axes = _panels(_describe(prediction, name))
-    figure.supxlabel(_growth(prediction), x=0.01, ha="left", fontsize=8.5, color="#444444")
+    _below(figure, growth(prediction))
     layers = np.arange(prediction.model.layers + 1)
-    bands = _bands(prediction)
+    bands = one_draw(prediction)
     for quantity, ax in axes.items():
         band = bands.get(quantity)
         label = "mean over draws" if band is None else _shade_band(ax, quantity, band)
@@ -187,23 +177,30 @@ def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
     return figure
 
 
-def plot_comparison(comparison: Comparison, name: str | None = None) -> Figure:
+def plot_comparison(
+    comparison: Comparison, name: str | None = None, found: Prediction | None = None
+) -> Figure:
     """Prediction as lines, measurement as points with bars of two standard errors.
 
     The variances' bands are where 95 % of measurements of as many draws are expected, or what the
     tolerance alone grants where draws scatter less; points out of them are rings. The verdict
-    stands below.
+    stands below. `found`, another prediction, is drawn beside it.
     """
     prediction, measurement = comparison.prediction, comparison.measurement
     figure, axes = _panels(_describe(prediction, name) + _losses(comparison))
-    verdict = textwrap.fill(comparison.verdict(), 150)
-    figure.supxlabel(verdict, x=0.01, ha="left", fontsize=8.5, color="#444444")
+    _below(figure, textwrap.fill(comparison.verdict(), 150))
     layers = np.arange(prediction.model.layers + 1)
     for quantity, ax in axes.items():
         curve = getattr(prediction, quantity)
         points = getattr(measurement, quantity)
         stderr = np.nan_to_num(getattr(measurement, f"{quantity}_stderr"))
-        ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, label="predicted")
+        label = "gradient, predicted" if quantity.startswith("grad") else "signal, predicted"
+        ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, label=label)
+        others = [] if found is None else [getattr(found, quantity)]
+        for other in others:
+            ax.plot(
+                layers, other, color=FOUND, linestyle=DASHES[1], label="predicted for it as found"
+            )
         outside = _shade_range(ax, comparison, quantity)
         ax.errorbar(
             layers,
@@ -227,10 +224,95 @@ def plot_comparison(comparison: Comparison, name: str | None = None) -> Figure:
                 label="out of its band",
             )
         expected = comparison.ranges.get(quantity)
-        _scale(ax, quantity, curve, points, *(() if expected is None else (expected.high,)))
-    for quantity in ("variance", "grad_variance"):
-        axes[quantity].legend(frameon=False, fontsize=9)
+        tops = () if expected is None else (expected.high,)
+        _scale(ax, quantity, curve, points, *tops, *others)
+    _legend_beside(figure)
     return figure
+
+
+def _legend_beside(figure: Figure) -> None:
+    """Every label of any panel once, to their right: points may lie anywhere inside."""
+    found: dict[str, Any] = {}
+    for ax in figure.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(textwrap.fill(label, 20), handle)
+    figure.set_figwidth(11.2)
+    figure.legend(
+        found.values(), found.keys(), loc="outside right upper", frameon=False, fontsize=9
+    )
+
+
+def plot_diagnosis(diagnosis: Diagnosis, name: str | None = None) -> Figure:
+    """The comparison, the prediction for the module as it was found, verdict and causes below."""
+    likely = [cause for cause in diagnosis.causes if cause.explains >= SHARE]
+    shown = diagnosis.found if likely else None
+    figure = plot_comparison(diagnosis.comparison, name, shown)
+    words = [diagnosis.comparison.verdict()]
+    words += [f"{number}. {cause}" for number, cause in enumerate(likely[:3], start=1)]
+    if len(likely) > 3:
+        words[-1] += f" (and {len(likely) - 3} more)"
+    _below(figure, "\n".join(textwrap.fill(line, 150) for line in words))
+    return figure
+
+
+def plot_plan(plan: Plan, name: str | None = None) -> Figure:
+    """Weight variances and scales layer by layer, and the prediction of the model they make."""
+    model = plan.model
+    figure = Picture(figsize=(9.5, 6.2), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True).ravel()
+    frame = plan.to_frame()
+    layers = frame["layer"].to_numpy()
+    names = [column for column in frame if column in MATRICES]
+    _steps(axes[0], layers, {n.replace("_", " "): frame[n].to_numpy() for n in names})
+    scales = {
+        f"{symbol} {block}": frame[f"{block}_{kind}_scale"].to_numpy()
+        for kind, symbol in (("skip", r"$\lambda$"), ("branch", r"$\beta$"))
+        for block in ("attention", "ffn")
+    }
+    _steps(axes[1], layers, scales)
+    found = predict(model, **plan.inputs)
+    for ax, quantity in zip(axes[2:], ("variance", "grad_variance"), strict=True):
+        values = getattr(found, quantity)
+        ax.plot(np.arange(model.layers + 1), values, color=_color(quantity), linewidth=1.8)
+        _scale(ax, quantity, values)
+    titles = ["variance of the weights", r"residual scales $\lambda$ (skip) and $\beta$ (branch)"]
+    titles += ["signal variance, predicted", "gradient variance, predicted"]
+    for ax, title in zip(axes, titles, strict=True):
+        _dress(ax, title)
+    for ax in axes[2:]:
+        _by_layer(ax)
+    title = f"{called(model, name)}, {model.layers} layers: {plan.title or plan.objective}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    _below(figure, textwrap.fill(plan.state, 150))
+    return figure
+
+
+def plot_change(before: Prediction, after: Prediction, title: str) -> Figure:
+    """Two predictions of one model along the depth: as it is in grey, and changed."""
+    figure, axes = _panels(title)
+    _below(figure, f"as it is: {growth(before)}\nchanged: {growth(after)}")
+    for quantity, ax in axes.items():
+        curves = []
+        for found, color, dash, label in (
+            (before, GREY, DASHES[1], "as it is"),
+            (after, _color(quantity), "-", "changed"),
+        ):
+            curves.append(getattr(found, quantity))
+            (line,) = ax.plot(np.arange(found.model.layers + 1), curves[-1], label=label)
+            line.set(color=color, linestyle=dash, linewidth=1.8)
+        _scale(ax, quantity, *curves)
+    axes["variance"].legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _steps(ax: Axes, layers: np.ndarray, curves: dict[str, np.ndarray]) -> None:
+    """Numbers of every layer, later lines thinner and dashed so that those below are seen."""
+    for index, (label, values) in enumerate(curves.items()):
+        (line,) = ax.plot(layers, values, drawstyle="steps-mid", label=label)
+        line.set(color=SERIES[index % len(SERIES)], linestyle=DASHES[index % len(DASHES)])
+        line.set_linewidth(2.6 - 0.25 * index)
+    _scale(ax, "variance", *curves.values())
+    ax.legend(frameon=False, fontsize=8.5, ncols=2)
 
 
 def _shade_range(ax: Axes, comparison: Comparison, quantity: str) -> np.ndarray:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import textwrap
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import ValidityWarning
+from ..model.transformer import Transformer
+from ..prediction.predict import predict
 from ..scheme import Scheme
 from ..scheme.registry import scheme
+from .palette import DASHES, PALE, SERIES, SOFT
+from .plot import Picture, called, plot_change, round_ticks
+from .scheme_table import SchemeComparison, scheme_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .scheme_table import SchemeComparison
-
 MOST = 6
 """Lines that one panel tells apart."""
 
-COLORS = ("#1b6ca8", "#c8553d", "#3a8f5c", "#8d5bb0", "#c98a12", "#3d3d3d")
-DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (1, 1)), (0, (9, 3)))
 QUANTITIES = ("variance", "correlation", "gradient")
 TITLES = {
     "variance": "signal variance, over the input's",
@@ -51,8 +56,6 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
     """Every scheme along the depth; those of other rows in grey, for comparison."""
     from matplotlib.ticker import MaxNLocator
 
-    from .plot import Picture
-
     parts = rows(list(comparison.predictions))
     curves = {one: _curves(found) for one, found in comparison.predictions.items()}
     figure = Picture(figsize=(12.5, 2.5 * len(parts) + 0.7), layout="constrained")
@@ -71,7 +74,7 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
         _scale(axes[0, column], quantity, [c[quantity] for c in curves.values()])
     model = comparison.model
     figure.suptitle(
-        f"{name or 'a declared model'}, {len(curves)} schemes: {model.layers} layers, "
+        f"{called(model, name)}, {len(curves)} schemes: {model.layers} layers, "
         f"d_model {model.d_model}, {model.seq_len} tokens, {model.activation}, "
         f"dropout {model.dropout:g}",
         x=0.01,
@@ -84,9 +87,22 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
         x=0.01,
         ha="left",
         fontsize=9,
-        color="#555555",
+        color=SOFT,
     )
     return figure
+
+
+def plot_scheme(
+    found: Scheme, model: Transformer, name: str | None, inputs: Mapping[str, Any]
+) -> Figure:
+    """A model as it is, and under one scheme."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        before = predict(model, **inputs)
+        after = predict(scheme_model(model, found, inputs), **inputs)
+    title = f"{called(model, name)}, {model.layers} layers: what {found.name} changes"
+    about = textwrap.fill(f"{found.title} ({found.source})", 95)
+    return plot_change(before, after, f"{title}\n{about}")
 
 
 def _curves(found: Any) -> dict[str, np.ndarray]:
@@ -100,8 +116,8 @@ def _curves(found: Any) -> dict[str, np.ndarray]:
 def _panel(ax: Axes, quantity: str, names: list[str], curves: dict[str, Any]) -> None:
     for name, curve in curves.items():
         if name not in names:
-            ax.plot(curve[quantity], color="#dddddd", linewidth=0.8, zorder=1)
-    for name, color, dash in zip(names, COLORS, DASHES, strict=False):
+            ax.plot(curve[quantity], color=PALE, linewidth=0.8, zorder=1)
+    for name, color, dash in zip(names, SERIES, DASHES, strict=False):
         # Later lines are thinner and dashed, so that one that covers another shows both.
         width = 2.4 - 0.2 * names.index(name)
         ax.plot(curves[name][quantity], color=color, linestyle=dash, linewidth=width, label=name)
@@ -113,8 +129,6 @@ def _scale(ax: Axes, quantity: str, curves: list[np.ndarray]) -> None:
     if quantity == "correlation":
         ax.set_ylim(min(0.0, min(c.min() for c in curves)), 1.02)
         return
-    from .plot import round_ticks
-
     ax.set_yscale("log")
     # A line that leaves the others by many orders must not flatten them.
     ends = np.log10(np.array([[c.min(), c.max()] for c in curves]))

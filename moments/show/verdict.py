@@ -12,12 +12,33 @@ from .expected import CLEAR, allowed_outside
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ..prediction.result import Prediction
     from .comparison import Comparison
 
 GIVEN = 1e-9
 """Relative difference below which a prediction is the measurement that it was begun with."""
 
 NAMES = {"variance": "variance", "grad_variance": "gradient variance"}
+
+
+def growth(prediction: Prediction) -> str:
+    """What the depth does to one configuration, in a line."""
+    if prediction.variance.ndim > 1:
+        return f"{prediction.variance.size // prediction.variance.shape[-1]} configurations"
+    variance, gradient = prediction.variance, prediction.grad_variance
+    parts = [
+        f"{title} × {to / start:.3g} {way}"
+        for title, to, start, way in (
+            ("variance", variance[-1], variance[0], "from input to output"),
+            ("gradient variance", gradient[0], gradient[-1], "from output to input"),
+        )
+        if start > 0
+    ]
+    ends = prediction.correlation[[0, -1]]
+    parts.append(f"token correlation {ends[0]:.3g} to {ends[1]:.3g}")
+    if notes := len(prediction.warnings):
+        parts.append(f"{notes} warning{'s' * (notes > 1)} of validity")
+    return "; ".join(parts)
 
 
 class Judgement(NamedTuple):

@@ -1,4 +1,7 @@
-"""The laws of a block solved for a weight variance, with the numbers of one layer."""
+"""The laws of a block solved for a weight variance, with the numbers of one layer.
+
+See docs/theory/inversion.md, In symbols.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from ..engine.state import ratio_or_zero
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_in
 from ..model.transformer import Transformer
-from ..prediction.predict import collector_paused
 from ..prediction.result import Prediction
 from ..transfer.architecture import declare_layer
 from ..transfer.blocks import check_coverage
@@ -160,10 +159,7 @@ class _Depths:
         stack, memory = entered(model.replace(layers=1), inputs)
         check_coverage(model, "refined")
         layout, kept = stack.layout, math.nan
-        with (
-            np.errstate(over="ignore", invalid="ignore", divide="ignore"),
-            collector_paused(),
-        ):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             signal = stack.enter()
             limit = _limit(WALKED_PAIRS, signal.kernel.pairs)
             for depth in range(1, limit + 1):

@@ -5,6 +5,8 @@ residual addition the block's weights are scaled until its output (or the sum) h
 the walk goes on with what they give. A block's output variance is proportional to the variances of
 its value and output matrices, of feed-forward matrices behind the activation, and of those before
 an activation of degree 1; elsewhere a bracketed root finds the factor.
+
+See docs/theory/inversion.md, Why one walk is enough.
 """
 
 from __future__ import annotations

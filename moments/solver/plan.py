@@ -18,6 +18,7 @@ from ..model.weights import MATRICES
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
     from .inversion import Inversion
 
@@ -109,6 +110,18 @@ class Plan:
             return self.model.gated
         return not name.startswith("cross_") or self.model.encoder is not None
 
+    def plot(self, name: str | None = None) -> Figure:
+        """Weight variances and scales layer by layer, and what they make of signal and gradient.
+
+        `name`, the model's, heads the title.
+
+        Raises:
+            DomainError: as `predict`, which is asked about the plan's model.
+        """
+        from ..show.plot import plot_plan
+
+        return plot_plan(self, name)
+
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads it back."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -164,9 +177,11 @@ class Plan:
         frame = self.to_frame()
         short = frame if len(frame) <= 12 else frame.iloc[[0, 1, 2, -2, -1]]
         table = short.to_string(index=False, float_format="{:.4g}".format)
-        return f"{head} ({self._state()})\n{table}"
+        return f"{head} ({self.state})\n{table}"
 
-    def _state(self) -> str:
+    @property
+    def state(self) -> str:
+        """How well the target is met, in words."""
         if self.feasible:
             return f"residual {self.residual:.2g}"
         return f"NOT FEASIBLE: {self.missed}"
@@ -183,9 +198,7 @@ class Plan:
 
     def __repr__(self) -> str:
         by = f", by {', '.join(self.free)}" if self.free else ""
-        return (
-            f"Plan({self.title or self.objective}{by}, {self.model.layers} layers, {self._state()})"
-        )
+        return f"Plan({self.title or self.objective}{by}, {self.model.layers} layers, {self.state})"
 
     def _repr_html_(self) -> str:
         from html import escape

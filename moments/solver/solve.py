@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import DomainError, ValidityWarning, domain_error, unknown_name
 from ..formulas.checks import check_in
 from ..model.transformer import Transformer
-from ..prediction.predict import collector_paused, predict
+from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from .by_block import by_block, per_layer_targets, stored, worded
 from .goals import GOALS, PROFILES, Goal
@@ -51,8 +51,7 @@ def solve_objective(
     if not isinstance(objective, str):
         return task.several(_pairs(objective), names)
     if objective in LAYERWISE:
-        with collector_paused():
-            return by_block(model, objective, target, names, tolerance, inputs)
+        return by_block(model, objective, target, names, tolerance, inputs)
     if objective in GOALS:
         return task.goal(GOALS[objective], target, names)
     if objective in PROFILES:

@@ -25,6 +25,7 @@ with optional("torch", "torch"):
     from .measure import measure
     from .scales import AppliedScales
     from .snippet import snippet, tensor_table
+    from .step import measure_step
 
 __all__ = [
     "AppliedScales",
@@ -43,6 +44,7 @@ __all__ = [
     "initialize",
     "lightning_callback",
     "measure",
+    "measure_step",
     "snippet",
     "tensor_table",
     "trainer_callback",

@@ -10,6 +10,7 @@ from ..errors import domain_error
 from ..model.transformer import Transformer
 from ..optional import optional
 from .advice import Advice, advise
+from .anatomy import anatomy_of
 from .architecture import resolve
 from .causes import Convention, conventions
 from .copies import Copies, copies, copy_findings, copy_notes
@@ -28,9 +29,10 @@ from .findings import (
 )
 from .logits import logits_path, measured_scale
 from .probe import BlockProbe, default_batch, probe_or_why
-from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, tensors_of
 from .scales import FOLDED
 from .temperature import temperature_findings
+from .tensors import padding_row
 from .units import gain_of
 from .wrappers import unwrapped
 
@@ -149,8 +151,10 @@ def audit(
     module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, "an nn.Module")
-    found = roles_of(module, names, sites)
-    model, described = resolve(module, plan, names, architecture, options)
+    parts = anatomy_of(module, batch, names, sites)
+    found, own = parts.found, architecture or parts.architecture()
+    batch = parts.example if batch is None else batch
+    model, described = resolve(module, plan, names, own, options)
     check_fits(model, found, described, placement=False)
     readings = conventions(plan, options, model)
     return audit_read(Read.of(module, found, batch, model), model, described, readings)
@@ -283,7 +287,7 @@ def _entries(module: nn.Module, role: Role, tensors: Mapping[str, Any]) -> Entri
     block = block_of(tensors, role)
     if role.name.endswith("norm.gain"):
         block = gain_of(module, role, block)
-    padding = getattr(module.get_submodule(role.parameter.rpartition(".")[0]), "padding_idx", None)
+    padding = padding_row(module, tensors[role.parameter])
     if padding is not None and not bool(block[padding].any()):
         keep = [row for row in range(len(block)) if row != padding % len(block)]
         block = block[keep]

@@ -1,11 +1,13 @@
-"""The Transformer that a real module is: its own weights, gains and scales as variances."""
+"""What a real module is: its Transformer, with its own weights as variances, and every role."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,20 +16,24 @@ from ..errors import DomainError, ValidityWarning, domain_error
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from ..optional import optional
+from .anatomy import anatomy_of
 from .architecture import architecture_of
 from .assumptions import WeightStatistics, alignment_note, gain_notes, notes
 from .checkpoints import load
 from .copies import copies, copy_notes
+from .dataflow import Reading, read
 from .expectation import check_fits, model_of_stack
+from .hook_points import HookPoint
 from .logits import measured_scale
 from .probe import BlockProbe, Slope, default_batch, probe_or_why
 from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from .structure import ENCODER
+from .tensors import padding_row
 from .units import gain_of
 from .wrappers import unwrapped
 
 with optional("torch", "torch"):
-    from torch import nn
+    from torch import Tensor, nn
 
     from ..simulation.collector import squared_norm
 
@@ -60,22 +66,30 @@ def describe(
     names: Mapping[str, str] | None = None,
     sites: Iterable[Any] | None = None,
     architecture: Transformer | None = None,
-) -> Transformer:
-    """A module or checkpoint as a Transformer with its real variances, layer by layer.
+) -> Description:
+    """A module or checkpoint as a Transformer with its real variances, and its parameters by role.
 
     A variance is the mean square of a matrix's entries, a norm's gain its root mean square;
-    residual multipliers and LayerNorm Scaling are measured by running the module once.
+    residual multipliers and LayerNorm Scaling are measured by running the module once. A module
+    that no family knows is read from that pass: what it computes is followed from the tables to
+    the logits, whatever its parts are called.
 
     Args:
-        module: of a known family, or any with `names`, `sites` and `architecture`; or the path of
-            a checkpoint's folder, or of a .safetensors file with config.json beside it.
-        batch: what to run it on; None: random input, where the module says what it takes.
+        module: any; or the path of a checkpoint's folder, or of a .safetensors file with
+            config.json beside it. One on the meta device is described as its own initialisation
+            would draw it.
+        batch: what to run it on; None: random token ids, features or pictures, as it takes them.
         seq_len: tokens per sequence; None: what the config allows, or 128.
-        names, sites: for a module of one's own, as in `initialize`.
+        names, sites: for a module of one's own that cannot be read, as in `initialize`.
         architecture: what the module cannot tell itself.
+
+    Returns:
+        A Description: `model`, `roles`, `unplaced`, `str(...)`, `to_frame()`.
 
     Raises:
         DomainError: the architecture is not known, or the checkpoint cannot be read.
+        MomentsError: the module cannot be run, or has no attention beside a residual stream; with
+            a draft of `names` and `sites`.
 
     Warns:
         ValidityWarning: for every assumption of the theory that the weights break, with numbers:
@@ -88,8 +102,17 @@ def describe(
     module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, "an nn.Module or a checkpoint's path")
-    found = roles_of(module, names, sites)
-    model = architecture or (architecture_of(module, seq_len) if names is None else None)
+    sites = None if sites is None else list(sites)
+    parts = anatomy_of(module, batch, names, sites)
+    found, model = parts.found, architecture
+    if model is None and names is None:
+        try:
+            model = None if parts.reading is not None else architecture_of(module, seq_len)
+        except DomainError:
+            if sites is not None:
+                raise
+        if model is None and sites is None:
+            return _of_reading(module, read(module, batch, seq_len))
     if model is None:
         raise DomainError(
             "the module's architecture is not known: pass architecture=moments.Transformer(...)"
@@ -101,7 +124,90 @@ def describe(
         described = described.replace(encoder=reading.stack(ENCODER))
     for note in reading.notes():
         warnings.warn(note, ValidityWarning, stacklevel=2)
-    return described
+    unplaced = tuple(f"{name}: no role is known" for name in found.unidentified)
+    return Description(module, described, found, unplaced, parts.sites or ())
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` found.
+
+    Attributes:
+        module: what was described.
+        model: the Transformer, with the module's variances; None where the module does what no
+            Transformer says, for the reasons in `unplaced`.
+        found: parameters by role, and residual branches.
+        unplaced: what has no place in the model, and why, a phrase each.
+        sites: hook points, as `moments.torch.measure` takes them.
+        notes: what was assumed, a phrase each.
+    """
+
+    module: nn.Module
+    model: Transformer | None
+    found: ModuleRoles
+    unplaced: tuple[str, ...]
+    sites: tuple[HookPoint, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def roles(self) -> dict[str, tuple[Role, ...]]:
+        """Every parameter's name with its roles: several where it is fused, none if not known."""
+        named: dict[str, tuple[Role, ...]] = {n: () for n, _ in self.module.named_parameters()}
+        for role in (*self.found.roles, *self.found.scales):
+            named[role.parameter] = (*named.get(role.parameter, ()), role)
+        return named
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per parameter and role: parameter, layer, role ("" if not known), fan_in,
+        fan_out, variance (mean square of its entries).
+        """
+        import pandas
+
+        columns = ["parameter", "layer", "role", "fan_in", "fan_out", "variance"]
+        return pandas.DataFrame(list(self._rows()), columns=columns)
+
+    def _rows(self) -> Iterator[tuple[Any, ...]]:
+        tensors = tensors_of(self.module)
+        for name, roles in self.roles.items():
+            for role in roles:
+                square = float(block_of(tensors, role).double().square().mean())
+                yield role.label, role.layer, role.full_name, role.fan_in, role.fan_out, square
+            if not roles:
+                square = float(tensors[name].detach().double().square().mean())
+                yield name, 0, "", 0, 0, square
+
+    def __str__(self) -> str:
+        title = f"{type(self.module).__name__}: "
+        lines = [title + ("no Transformer says what it does" if self.model is None else "")]
+        lines = [lines[0].strip()] + ([] if self.model is None else str(self.model).splitlines())
+        for name, words in (("not placed", self.unplaced), ("assumed", self.notes)):
+            if words:
+                lines += [f"{name}:", *(f"  {phrase}" for phrase in words)]
+        lines += ["parameters:", *(f"  {row}" for row in self._patterns())]
+        return "\n".join(lines)
+
+    def _patterns(self) -> list[str]:
+        """Names with {layer} in them, as `names` of `initialize` takes them, and their roles."""
+        lines: dict[str, str] = {}
+        for name, roles in self.roles.items():
+            role = "+".join(dict.fromkeys(r.full_name for r in roles)) or "?"
+            layers = {r.layer for r in roles if 1 <= r.layer <= self.found.layers}
+            pattern = name
+            if layers:  # the first number of a name that counts layers
+                pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "{layer}", name, count=1)
+            lines.setdefault(pattern, role)
+        return [f'"{pattern}": "{role}",' for pattern, role in lines.items()]
+
+
+def _of_reading(module: nn.Module, reading: Reading) -> Description:
+    """What one pass told, with the assumptions of the theory that the weights break."""
+    found = reading.roles
+    tensors = tensors_of(module)
+    blocks = {role: block_of(tensors, role) for role in found.roles}
+    for note in _broken(module, found, blocks):
+        warnings.warn(note, ValidityWarning, stacklevel=3)
+    unplaced = [*reading.reasons, *(f"{name}: no role is known" for name in found.unidentified)]
+    return Description(module, reading.model, found, tuple(unplaced), reading.sites, reading.doubts)
 
 
 def weight_statistics(
@@ -109,8 +215,13 @@ def weight_statistics(
 ) -> pandas.DataFrame:
     """Every matrix of a module against independent entries of its variance.
 
-    Columns: layer, role, parameter, variance (mean square), mean, kurtosis, spectral (largest
-    squared singular value over that of independent entries), stable_rank.
+    Args:
+        module: any whose parameters' roles are known, or given.
+        names: as in `describe`.
+
+    Returns:
+        Columns layer, role, parameter, variance (mean square), mean, kurtosis, spectral (largest
+        squared singular value over that of independent entries), stable_rank.
     """
     import pandas
 
@@ -256,35 +367,37 @@ class _Reading:
     def _table(self, role: Role) -> float:
         """Mean square of a table without its padding row, which is never drawn."""
         block = self.blocks[role]
-        owner = self.module.get_submodule(role.parameter.rpartition(".")[0])
-        padding = getattr(owner, "padding_idx", None)
+        padding = padding_row(self.module, tensors_of(self.module)[role.parameter])
         rows = len(block) - int(padding is not None and not bool(block[padding].any()))
         width = block.numel() / len(block)
         return float(squared_norm(block) / (width * rows))
 
     def notes(self) -> list[str]:
         """Broken assumptions, in words."""
-        matrices = [
-            WeightStatistics.of(role, block)
-            for role, block in self.blocks.items()
-            if role.is_matrix and role.name in MATRICES
-        ]
-        found = [*copy_notes(copies(self.blocks.items())), *notes(matrices)]
-        pairs = [
-            [(role, self.blocks[role]) for role in self.found.named(name)]
-            for name in ("query", "key")
-        ]
-        found += alignment_note(*pairs)
-        found += gain_notes(
-            [
-                (role, gain_of(self.module, role, block))
-                for role, block in self.blocks.items()
-                if role.name.endswith("norm.gain")
-            ]
-        )
+        found = _broken(self.module, self.found, self.blocks)
         if not self.probes:
             found.append(f"residual multipliers were not measured and are taken as 1: {self.why}")
         return found
+
+
+def _broken(module: nn.Module, found: ModuleRoles, blocks: Mapping[Role, Tensor]) -> list[str]:
+    """Assumptions of the theory that a module's entries break, in words."""
+    matrices = [
+        WeightStatistics.of(role, block)
+        for role, block in blocks.items()
+        if role.is_matrix and role.name in MATRICES
+    ]
+    lines = [*copy_notes(copies(blocks.items())), *notes(matrices)]
+    pairs = [[(role, blocks[role]) for role in found.named(name)] for name in ("query", "key")]
+    lines += alignment_note(*pairs)
+    lines += gain_notes(
+        [
+            (role, gain_of(module, role, block))
+            for role, block in blocks.items()
+            if role.name.endswith("norm.gain")
+        ]
+    )
+    return lines
 
 
 def _value(slope: Slope | None, default: float) -> float:

@@ -19,6 +19,7 @@ from ..prediction.measurement import Measurement
 from ..show.diagnosis import TOKENS, Diagnosis, diagnose_case, say
 from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
+from .anatomy import anatomy_of
 from .architecture import architecture_of, read_architecture
 from .audit import weight_advice
 from .batches import inputs_of, measured_dropout, measured_gradient, measured_moments
@@ -29,7 +30,7 @@ from .entering import first_stream, ids_read, sees_ahead, targets_read
 from .expectation import model_of
 from .findings import unchecked
 from .probe import probe_or_why
-from .roles import block_of, roles_of, tensors_of
+from .roles import block_of, tensors_of
 from .structure import ENCODER
 from .wrappers import unwrapped
 
@@ -98,8 +99,7 @@ def diagnose(
     sites = None if sites is None else list(sites)
     fixed = isinstance(module, nn.Module)
     target = unwrapped(module if isinstance(module, nn.Module) else module(seed))
-    if sites is None and names is None:
-        roles_of(target)  # a module that is not known is refused with a draft
+    parts = None if names is not None or sites is not None else anatomy_of(target, batch)
     if progress is None:
         progress = _large(target, batch, seeds)
     if progress:
@@ -112,9 +112,12 @@ def diagnose(
 
     measurement = measured(module)
     own = _architecture(target, measurement, names)
+    read = own
+    if own is None and names is None:
+        read = read_architecture(target) if parts is None else parts.architecture()
+        read = read or read_architecture(target)
     if model is None and own is None:
-        raise _meant(read_architecture(target) if names is None else None)
-    read = read_architecture(target) if own is None and names is None else own
+        raise _meant(read)
     declared = at_length(own if model is None else model_of(model, read, options), measurement)
     if declared.layers != measurement.layers:
         raise domain_error("layers of the model", declared.layers, f"{measurement.layers}")
@@ -127,7 +130,9 @@ def diagnose(
     unseen = _unseen(target, case, measurement, inputs)
     advice: tuple[str, ...] = ()
     if found is not None:
-        roles = roles_of(target, names, sites)
+        roles = anatomy_of(target, batch, names, sites).found
+        if parts is not None and parts.reading is not None:
+            sites = list(parts.reading.sites)
         ahead = sees_ahead(target, batch, sites, declared.layers, text.ids)
         changed = _with_mask(found, ahead)
         changed = _with_dropout(changed, declared, measurement)
@@ -319,7 +324,7 @@ def _described(
             )
         except MomentsError as error:
             return None, [f"weights and scales of the module could not be read: {error}"]
-    return found, list(dict.fromkeys(str(w.message) for w in caught))
+    return found.model, list(dict.fromkeys(str(w.message) for w in caught))
 
 
 def _arrays(batch: Any) -> dict[str, Any]:

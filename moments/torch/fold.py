@@ -19,10 +19,11 @@ from typing import Any
 from ..errors import DomainError, domain_error
 from ..model.transformer import Transformer
 from ..optional import optional
+from .anatomy import anatomy_of
 from .architecture import resolve
 from .expectation import Scales, check_fits, scales_of
 from .logits import LogitFactor, logit_factor
-from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, tensors_of
 from .scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
 from .structure import Block
 from .units import unit_gain
@@ -66,8 +67,9 @@ def fold(
         raise domain_error("module", type(module).__name__, "an nn.Module")
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded before: fold a copy of the unfolded one")
-    found = roles_of(module, names, sites)
-    model, described = resolve(module, plan, names, architecture)
+    parts = anatomy_of(module, None, names, sites)
+    found, own = parts.found, architecture or parts.architecture()
+    model, described = resolve(module, plan, names, own)
     check_fits(model, found, described)
     if not found.blocks:
         raise DomainError("sites are needed: where the module's sums and norms sit is not known")

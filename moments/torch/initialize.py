@@ -14,15 +14,17 @@ from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
 from ..optional import optional
+from .anatomy import anatomy_of
 from .architecture import resolve
 from .dropouts import HeldDropout, held_dropouts
 from .expectation import Scales, check_fits, expected_variance, scales_of
 from .logits import logit_factor
 from .probe import drops_behind
-from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, tensors_of
 from .scales import FOLDED, AppliedScales, applied_scales, apply_scales
 from .structure import Block
 from .temperature import factors
+from .tensors import padding_row
 from .units import unit_gain
 from .wrappers import unwrapped
 
@@ -101,6 +103,9 @@ def initialize(
         architecture: what a scheme is applied to, where the module cannot tell it itself.
         options: of the scheme, where the plan is a scheme's name.
 
+    Returns:
+        An `Initialization`: what was written, parameter by parameter.
+
     Raises:
         DomainError: a plan of another architecture, or something the module cannot carry, named
             with the reason; nothing is written then.
@@ -108,7 +113,7 @@ def initialize(
     """
     check_count("seed", seed, least=0)
     module = unwrapped(module)
-    fitted = _Fitted.of(module, plan, names, sites, architecture, options)
+    fitted = _Fitted.of(module, plan, names, sites, architecture, options, batch)
     found, model = fitted.found, fitted.model
     chosen = (
         (model.weights and model.weights.distribution) if distribution is None else distribution
@@ -159,7 +164,7 @@ def attach(
         MomentsError: the module is of no known family and `names` is None.
     """
     module = unwrapped(module)
-    fitted = _Fitted.of(module, plan, names, sites, architecture, options)
+    fitted = _Fitted.of(module, plan, names, sites, architecture, options, batch)
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded: its weights carry the scales already")
     return fitted.attach(module, batch)
@@ -182,6 +187,7 @@ class _Fitted:
         sites: Iterable[Any] | None,
         architecture: Transformer | None,
         options: Mapping[str, Any] | None,
+        batch: Any = None,
     ) -> _Fitted:
         if not isinstance(module, nn.Module):
             raise domain_error("module", type(module).__name__, "an nn.Module")
@@ -190,8 +196,9 @@ class _Fitted:
                 f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for "
                 "another target, or pass plan.model to take the nearest model all the same"
             )
-        found = roles_of(module, names, sites)
-        model, described = resolve(module, plan, names, architecture, options)
+        parts = anatomy_of(module, batch, names, sites)
+        found, own = parts.found, architecture or parts.architecture()
+        model, described = resolve(module, plan, names, own, options)
         check_fits(model, found, described)
         return cls(found, model, described)
 
@@ -240,13 +247,9 @@ def _write(
             rows, columns = columns, rows
     drawn = draw((rows, columns), variance, generator, torch.float32, distribution)
     block.copy_(drawn.detach().reshape(block.shape))
-    padding = getattr(module.get_submodule(_owner(role)), "padding_idx", None)
+    padding = padding_row(module, tensors_of(module)[role.parameter])
     if padding is not None:
         block[padding].zero_()
-
-
-def _owner(role: Role) -> str:
-    return role.parameter.rpartition(".")[0]
 
 
 def _column(role: Role) -> int:

@@ -17,7 +17,8 @@ from ..optional import optional
 from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET
-from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
+from .anatomy import Measured, measured_parts
+from .hook_points import HookPoint, WeightPart
 
 with optional("torch", "torch"):
     import torch
@@ -92,13 +93,15 @@ def measure(
     check_count("seed", seed, least=0)
     given = None if sites is None else tuple(HookPoint(*site) for site in sites)  # type: ignore[arg-type]
     draws, name, size = [], "", 0
+    parts: Measured | None = None
     for draw in range(seeds):
         with torch.random.fork_rng():
             target = module if isinstance(module, nn.Module) else _built(module, seed + draw)
             target = unwrapped(target)
             state = np.random.SeedSequence((seed, draw)).generate_state(1)[0]
             torch.manual_seed(int(state))
-            result, size = _draw(target, batch, loss, given)
+            parts = measured_parts(target, batch, given) if parts is None else parts
+            result, size = _draw(target, batch, loss, parts)
         draws.append(result)
         name = type(target).__name__
         if progress:
@@ -115,12 +118,9 @@ def _built(factory: Callable[[int], nn.Module], seed: int) -> nn.Module:
     return module
 
 
-def _draw(
-    module: nn.Module, batch: Any, loss: Loss | None, sites: tuple[HookPoint, ...] | None
-) -> tuple[Draw, int]:
+def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> tuple[Draw, int]:
     """One pass forward and backward, and the number of sequences it held."""
-    points = hook_points(module) if sites is None else sites
-    weights = weight_parts(module, sites)
+    points, weights = parts
     inputs = _tensors(module, batch)
     if loss is None:
         _add_labels(module, inputs)

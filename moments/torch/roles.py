@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DomainError, MomentsError, domain_error
+from ..errors import DomainError, domain_error
 from ..model.weights import MATRICES
 from ..optional import optional
 from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
@@ -22,6 +22,7 @@ SCALES = ("skip_scale", "branch_scale")
 TABLES = ("token", "position", "segment", "class", "relative_bias")
 """Roles that are looked up or added, not multiplied with."""
 
+_BEHIND = ("head", "final")
 _WORDS = (*MATRICES, *TABLES, "patch", "head", "head.transform")
 _ENDS = (".bias", "norm.gain", *SCALES)
 
@@ -38,6 +39,7 @@ class Role:
         fan_in, fan_out: features summed over, and features made; 0 for vectors.
         transposed: whether the matrix is stored (fan_in, fan_out), as Conv1D stores it.
         label: the parameter's name, with the block's where it is fused.
+        unit: of a norm's gain, whether it is the weight itself, not 1 + weight; None: not known.
     """
 
     stack: str
@@ -48,6 +50,12 @@ class Role:
     fan_out: int
     transposed: bool
     label: str
+    unit: bool | None = None
+
+    def __str__(self) -> str:
+        """As a sentence has it: "query of layer 3", "token", "final.norm.gain"."""
+        inside = self.layer > 0 and not self.name.startswith(_BEHIND)
+        return f"{self.full_name} of layer {self.layer}" if inside else self.full_name
 
     @property
     def full_name(self) -> str:
@@ -111,12 +119,7 @@ def roles_of(
         DomainError: a pattern that matches nothing, or an unknown role.
     """
     given = None if sites is None else [HookPoint(*site) for site in sites]
-    try:
-        found = _by_family(module) if names is None else _by_name(module, names)
-    except DomainError:
-        raise
-    except MomentsError as error:
-        raise MomentsError(f"{error}{_drafted(module)}") from None
+    found = _by_family(module) if names is None else _by_name(module, names)
     if names is None and given is None:
         given = list(hook_points(module))
     owners = dict(module.named_modules())
@@ -134,16 +137,6 @@ def roles_of(
         blocks=blocks,
         scales=tuple(role for role in roles if role.name.endswith(SCALES)),
     )
-
-
-def _drafted(module: nn.Module) -> str:
-    """What a refusal adds: names and sites to correct."""
-    from .draft import draft
-
-    try:
-        return f"\n# a draft of names and sites to correct and pass on:\n{draft(module)}"
-    except Exception:  # a refusal does not fail over its hint
-        return ""
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

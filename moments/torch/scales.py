@@ -54,6 +54,7 @@ class AppliedScales:
         logits: what the logits are multiplied by.
         dropouts: of blocks whose output the module's own code dropped and the hook drops now; the
             submodule that holds the probability has it at 0 meanwhile.
+        handles, holders: of the hooks, and the submodules that they are on.
     """
 
     rows: tuple[ScaleRow, ...]

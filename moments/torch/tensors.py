@@ -11,7 +11,7 @@ from ..errors import MomentsError
 from ..optional import optional
 
 with optional("torch", "torch"):
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 def first_tensor(value: Any) -> Tensor:
@@ -56,3 +56,11 @@ def with_first_tensor(value: Any, tensor: Tensor) -> Any:
         place = next(i for i, entry in enumerate(value) if isinstance(entry, Tensor))
         return type(value)([*value[:place], tensor, *value[place + 1 :]])
     raise MomentsError(f"expected a tensor or a tuple of them, got {type(value).__name__}")
+
+
+def padding_row(module: nn.Module, tensor: Tensor) -> int | None:
+    """The row of a table that a module takes for padding, whatever name the table goes by."""
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and part.weight is tensor:
+            return None if part.padding_idx is None else int(part.padding_idx)
+    return None

@@ -12,6 +12,8 @@ with optional("torch", "torch"):
 
 def unit_gain(module: nn.Module, role: Role) -> bool:
     """Whether the gain is the weight itself, not 1 + weight; found out by running the norm once."""
+    if role.unit is not None:
+        return role.unit
     norm = module.get_submodule(role.parameter.rpartition(".")[0])
     weight = getattr(norm, role.parameter.rpartition(".")[2])
     x = torch.linspace(-1.5, 1.7, weight.numel(), dtype=weight.dtype, device=weight.device)

@@ -2,13 +2,15 @@
 
 Each takes its laws as data, so that a theory is a choice of laws and never a branch in the engine.
 Normalisation and refined attention, which need more than two laws, have modules of their own.
+
+See docs/theory/norms.md, Squared norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -78,23 +80,7 @@ class Lawful(Leaf):
             kept = (*back.arguments, "x_variance")
             one = {name: one[name] for name in kept if name in one}
             two = {name: two[name] for name in back_pairs.arguments if name in two}
-
-        def pullback(gradient: Gradient) -> Pulled:
-            received = gradient.kernel
-            if gradient.resolved:
-                single = one | {"grad_variance": received.diagonal}
-                pair = two | {"grad_covariance": received.pairs}
-            else:
-                single = pair = one.copy()
-                single["grad_variance"] = received.diagonal
-                single["grad_covariance"] = received.pairs
-            variance = evaluate(back, algebra, single)
-            pairs = evaluate(back_pairs, algebra, pair)
-            sent = Kernel.joined(variance, pairs, gradient.resolved)
-            gradient_sent = self._sent(signal, output, gradient, sent, algebra, one)
-            return Pulled(gradient_sent, self._weights(signal, gradient))
-
-        return output, pullback
+        return output, LawfulPullback(self, signal, output, one, two)
 
     def _sent(
         self,
@@ -111,8 +97,41 @@ class Lawful(Leaf):
     def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         """Fill in what the refined theory follows besides the moments: the norms' spread."""
 
-    def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values] | None:
-        return None
+    def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return Pulled(sent)
+
+
+@dataclass(slots=True, eq=False)
+class LawfulPullback:
+    """The way back through a leaf of laws.
+
+    Attributes:
+        leaf: that one.
+        signal, output: what entered and left.
+        one, two: values of the laws' symbols, for a token and for a pair.
+    """
+
+    leaf: Lawful
+    signal: Signal
+    output: Signal
+    one: Values
+    two: Values
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        leaf, received, algebra = self.leaf, gradient.kernel, self.signal.algebra
+        laws = leaf.laws.under(leaf.theory)
+        if gradient.resolved:
+            single = self.one | {"grad_variance": received.diagonal}
+            pair = self.two | {"grad_covariance": received.pairs}
+        else:
+            single = pair = self.one.copy()
+            single["grad_variance"] = received.diagonal
+            single["grad_covariance"] = received.pairs
+        variance = evaluate(laws["grad_variance"], algebra, single)
+        pairs = evaluate(laws["grad_covariance"], algebra, pair)
+        kernel = Kernel.joined(variance, pairs, gradient.resolved)
+        sent = leaf._sent(self.signal, self.output, gradient, kernel, algebra, self.one)
+        return leaf._pulled(sent, self.signal, gradient)
 
 
 @dataclass(frozen=True)
@@ -126,6 +145,8 @@ class Linear(Lawful):
 
     weight: str = "weight"
     has_bias: bool = False
+
+    scales_pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if "bias_variance" in self.parameters and self.laws is LINEAR:
@@ -148,25 +169,35 @@ class Linear(Lawful):
             kernel = without(kernel, signal, (1 - gradient.radial) / self.parameters["fan_in"])
         return gradient.along(kernel)
 
-    def _weights(self, signal: Signal, gradient: Gradient) -> Callable[[], Values]:
-        # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
-        # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
-        def norm() -> Values:
-            size = self.parameters["fan_in"] * self.parameters["fan_out"]
-            tokens = signal.second_moment()
-            if signal.spread is not None:
-                tokens = shortened(tokens, signal.spread, gradient.norm_response)
-            overlap = (tokens * gradient.kernel).total(signal.seq_len)
-            norms = {self.weight: size * overlap}
-            if self.has_bias:
-                total = gradient.kernel.total(signal.seq_len)
-                norms[f"{self.weight}.bias"] = self.parameters["fan_out"] * total
-            return norms
-
-        return norm
+    def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return LinearPulled(sent, self, signal, gradient)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return mapped_overlap(at, record.output.width)
+
+
+@dataclass(slots=True, eq=False)
+class LinearPulled(Pulled):
+    """What a weight matrix sent back, of what entered it and what it received."""
+
+    leaf: Linear
+    signal: Signal
+    received: Gradient
+
+    def weights(self) -> Values:
+        # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
+        # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
+        leaf, signal, gradient = self.leaf, self.signal, self.received
+        size = leaf.parameters["fan_in"] * leaf.parameters["fan_out"]
+        tokens = signal.second_moment()
+        if signal.spread is not None:
+            tokens = shortened(tokens, signal.spread, gradient.norm_response)
+        overlap = (tokens * gradient.kernel).total(signal.seq_len)
+        norms = {leaf.weight: size * overlap}
+        if leaf.has_bias:
+            total = gradient.kernel.total(signal.seq_len)
+            norms[f"{leaf.weight}.bias"] = leaf.parameters["fan_out"] * total
+        return norms
 
 
 @dataclass(frozen=True)
@@ -265,6 +296,9 @@ def faintly(law: Law, algebra: Any, values: Values) -> Array:
 class Dropout(Lawful):
     """Dropout with fresh masks for every token and entry."""
 
+    scales_pairs: ClassVar[bool] = True
+    masks: ClassVar[bool] = True
+
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         own = own_variance(record.input), own_variance(record.output)
         return dropped(at, *own, record.output.width)
@@ -297,6 +331,8 @@ class Dropout(Lawful):
 @dataclass(frozen=True)
 class Scale(Lawful):
     """Multiplication by a constant."""
+
+    scales_pairs: ClassVar[bool] = True
 
     def _track(self, signal: Signal, output: Signal, values: Values) -> None:
         assert signal.spread is not None

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..engine.classes import PositionClasses
 from ..engine.packing import places
 from ..engine.state import Array, Kernel
 from ..errors import DomainError, domain_error
@@ -102,7 +103,7 @@ def joint_kernel(
         DomainError: ids of another shape or outside the table, or sinusoidal positions without
             d_model.
     """
-    ids, where, segments = _rows(embedding, seq_len, token_ids, segment_ids, documents)
+    ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
     drawn = ids != embedding.padding_id if embedding.padding_id is not None else 1.0
     matrix = (
         embedding.scale**2 * embedding.token_variance * _same(ids) * drawn
@@ -111,6 +112,18 @@ def joint_kernel(
     )
     fixed = fixed_positions(embedding, seq_len, d_model, len(ids) // seq_len, documents)
     return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
+
+
+def class_kernel(embedding: Embedding, classes: PositionClasses, token_ids: Any) -> Kernel:
+    """The same of one text on classes of positions: means over their cells.
+
+    The text is one segment without padding, and has no sinusoidal positions.
+    """
+    ids = _text_ids(embedding, classes.length, token_ids).reshape(-1)
+    token = embedding.scale**2 * embedding.token_variance
+    pairs = token * classes.pair_means(ids, ids) + embedding.segment_variance
+    own = token + embedding.segment_variance + embedding.position_variance
+    return Kernel(np.full(len(classes.nodes), own), pairs, classes)
 
 
 class FixedPart(NamedTuple):
@@ -233,7 +246,12 @@ def embedding_gradients(
         token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
         own = seq_len * gradient.mean_diagonal()
         pairs = seq_len * (seq_len - 1) * gradient.mean_pairs()
-        found = {"token": scale * (own + token * pairs), "position": own}
+        repeated = token * pairs
+        if gradient.classes is not None and token_ids is not None:
+            ids, classes = _text_ids(embedding, seq_len, token_ids)[0], gradient.classes
+            same = gradient.pairs * classes.pair_means(ids, ids)
+            repeated = (same * classes.pair_count).sum((-2, -1))
+        found = {"token": scale * (own + repeated), "position": own}
         found["segment"] = own + segment * pairs
     else:
         count = gradient.pairs.shape[-1]
@@ -242,7 +260,7 @@ def embedding_gradients(
             where = _places(seq_len, count // seq_len, documents)
             rows = (token_ids.reshape(-1), where, np.zeros(count))
         else:
-            rows = _rows(embedding, seq_len, token_ids, segment_ids, documents)
+            rows = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
         ids, where, segments = rows
         if ids.size != count:
             raise domain_error("token_ids", f"{ids.size} tokens", f"{count}, as the gradient has")
@@ -260,7 +278,7 @@ def embedding_gradients(
     return {name: d_model * value for name, value in found.items() if there[name]}
 
 
-def _rows(
+def table_rows(
     embedding: Embedding,
     seq_len: int,
     token_ids: Any,

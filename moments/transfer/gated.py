@@ -1,10 +1,12 @@
-"""Gated units: two linear maps of one input, an activation of the first times the second."""
+"""Gated units: two linear maps of one input, an activation of the first times the second.
+
+See docs/theory/norms.md, Realised overlaps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,66 +64,38 @@ class GatedLinear(Leaf):
         two = two | {"factor_covariance": factor.kernel.pairs}
 
         varied, step = self._two_points(signal, inner, factor)
-
-        def over_pairs(pairs: str, pair: Values) -> Array:
-            if varied is None:
-                return evaluate(laws[pairs], algebra, pair)
-            one, two = evaluate_sides(laws[pairs], algebra, pair, varied)
-            return 0.5 * (one + two)
-
-        def both(diagonal: str, pairs: str, single: Values, pair: Values, resolved: Any) -> Kernel:
-            first = evaluate(laws[diagonal], algebra, single)
-            return Kernel.joined(first, over_pairs(pairs, pair), resolved)
-
-        ends = None
+        ends, covariance = None, None
         if varied is None:
             covariance = evaluate(laws["covariance"], algebra, two)
         else:
             ends = evaluate_sides(laws["covariance"], algebra, two, varied)
             covariance = 0.5 * (ends[0] + ends[1])
-        output = Signal(
-            Kernel.joined(evaluate(laws["variance"], algebra, one), covariance, signal.resolved),
-            signal.seq_len,
-            width=self.fan_out,
-            kurtosis=faintly(laws["kurtosis"], algebra, one),
+        kernel = Kernel.joined(
+            evaluate(laws["variance"], algebra, one), covariance, signal.resolved
         )
+        kurtosis = faintly(laws["kurtosis"], algebra, one)
         limit = laws["variance"].domain["x_variance"]
+        notes: tuple[str, ...] = ()
         if not limit.contains(inner.kernel.mean_diagonal()):
-            output.notes = (f"the gate's variance is outside {limit}, where the laws are resolved",)
+            notes = (f"the gate's variance is outside {limit}, where the laws are resolved",)
+        output = Signal(kernel, signal.seq_len, width=self.fan_out, kurtosis=kurtosis, notes=notes)
+        values = _Values(self.activation, signal, one, two, varied)
         if signal.spread is not None:
-            output.notes += _unsteady(signal)
-            of_gate = both(
+            of_gate = values.both(
                 "grad_factor",
-                "grad_factor_covariance",
-                one | {"grad_variance": 1.0},
-                two | {"grad_covariance": 1.0},
+                {"grad_variance": 1.0},
+                {"grad_covariance": 1.0},
                 signal.resolved,
             )
-            output.kurtosis = _mean_over_tokens(output)
-            output.spread = self._spread(signal, inner, factor, of_gate, output.kurtosis / 3)
-            if ends is not None:
-                output.realised = _realised(signal, output, ends, step)
-
-        def pullback(gradient: Gradient) -> Pulled:
-            received = gradient.kernel
-            single = one | {"grad_variance": received.diagonal}
-            pair = two | {"grad_covariance": received.pairs}
-            at_gate = both("grad_variance", "grad_covariance", single, pair, gradient.resolved)
-            at_factor = both(
-                "grad_factor", "grad_factor_covariance", single, pair, gradient.resolved
+            kurtosis = kernel.average(kurtosis)
+            output = output.replace(
+                notes=notes + _unsteady(signal),
+                kurtosis=kurtosis,
+                spread=self._spread(signal, inner, factor, of_gate, kurtosis / 3),
             )
-            if signal.spread is not None and knows_directions(gradient):
-                # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
-                slopes = faintly(self.activation.under("refined")["alignment"], algebra, one)
-                at_gate = realigned(at_gate, output, gradient, 3 * slopes)
-                at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
-            through_gate = gate_back(gradient.with_kernel(at_gate))
-            through_factor = factor_back(gradient.with_kernel(at_factor))
-            # The two matrices are independent, and so are what they send back.
-            total = through_gate.gradient.kernel + through_factor.gradient.kernel
-            return Pulled(Gradient(total, gradient.seq_len), _joined(through_gate, through_factor))
-
-        return output, pullback
+            if ends is not None:
+                output = output.replace(realised=_realised(signal, output, ends, step))
+        return output, GatedPullback(output, values, gate_back, factor_back)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
@@ -239,14 +213,66 @@ def _mean_pairs(like: Kernel, pairs: Array) -> Array:
     return Kernel.joined(0.0 * like.diagonal, pairs, like.resolved).mean_pairs()
 
 
-def _mean_over_tokens(output: Signal) -> Any:
-    return output.kernel.average(output.kurtosis)
+class _Values(NamedTuple):
+    """What entered, and values of the laws' symbols: for a token, for a pair, and at the two
+    overlaps of a pair that are averaged over (`GatedLinear._two_points`)."""
+
+    activation: ComponentLaws
+    signal: Signal
+    one: Values
+    two: Values
+    varied: tuple[Values, Values] | None
+
+    def both(self, quantity: str, single: Values, pair: Values, resolved: Any) -> Kernel:
+        """A law of the gradient and that of its covariance."""
+        laws = gated(self.activation).under("refined")
+        suffix = {"grad_factor": "grad_factor_covariance", "grad_variance": "grad_covariance"}
+        law, of_pairs = laws[quantity], laws[suffix[quantity]]
+        algebra = self.signal.algebra
+        first = evaluate(law, algebra, self.one | single)
+        if self.varied is None:
+            second = evaluate(of_pairs, algebra, self.two | pair)
+        else:
+            above, below = evaluate_sides(of_pairs, algebra, self.two | pair, self.varied)
+            second = 0.5 * (above + below)
+        return Kernel.joined(first, second, resolved)
 
 
-def _joined(first: Pulled, second: Pulled) -> Callable[[], Values]:
-    def norms() -> Values:
-        assert first.weights is not None
-        assert second.weights is not None
-        return {**first.weights(), **second.weights()}
+@dataclass(slots=True, eq=False)
+class GatedPullback:
+    """The way back through a gated unit: to both factors, and through the map before each."""
 
-    return norms
+    output: Signal
+    values: _Values
+    gate: Pullback
+    factor: Pullback
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        received, values, output = gradient.kernel, self.values, self.output
+        single = {"grad_variance": received.diagonal}
+        pair = {"grad_covariance": received.pairs}
+        at_gate = values.both("grad_variance", single, pair, gradient.resolved)
+        at_factor = values.both("grad_factor", single, pair, gradient.resolved)
+        if values.signal.spread is not None and knows_directions(gradient):
+            # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
+            law = values.activation.under("refined")["alignment"]
+            slopes = faintly(law, values.signal.algebra, values.one)
+            at_gate = realigned(at_gate, output, gradient, 3 * slopes)
+            at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
+        through_gate = self.gate(gradient.with_kernel(at_gate))
+        through_factor = self.factor(gradient.with_kernel(at_factor))
+        # The two matrices are independent, and so are what they send back.
+        total = through_gate.gradient.kernel + through_factor.gradient.kernel
+        sent = Gradient(total, gradient.seq_len)
+        return GatedPulled(sent, through_gate, through_factor)
+
+
+@dataclass(slots=True, eq=False)
+class GatedPulled(Pulled):
+    """What a gated unit sent back, through the gate and through the other factor."""
+
+    gate: Pulled
+    factor: Pulled
+
+    def weights(self) -> Values:
+        return {**self.gate.weights(), **self.factor.weights()}

@@ -1,11 +1,12 @@
 """Normalisation at finite width: centring, the constant under the root, and the norms' spread.
 
 And Dynamic Tanh, which stands where a normalisation would and is none.
+
+See docs/theory/norms.md, Dividing by a norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,31 +93,7 @@ class FiniteNormalization(Leaf):
             kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
             notes=(_unexpandable(varies) if self.groups == 1 else ()) + _undefined(epsilon),
         )
-
-        def pullback(gradient: Gradient) -> Pulled:
-            received = gradient.kernel.scaled(square)
-            radial, mean = self._lost_directions(gradient)
-            along, along_first, along_second = at_tokens(received, radial)
-            share = (along + received.lift(mean)[0]) / width
-            overlap = two["x_correlation"] ** 2
-            _, pair_share = received.lift(1 / width)
-            lost = of_pairs(along_first, along_second, overlap) + received.lift(mean)[1]
-            pair_share = pair_share * lost
-            single = one | {"grad_variance": received.diagonal, "removed_share": share}
-            pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}
-            variance = evaluate(laws["grad_variance"], algebra, single)
-            pairs = evaluate(laws["grad_covariance"], algebra, pair)
-            if self.groups > 1:
-                variance, pairs = self._by_group(signal, received, epsilon)
-            sent = Kernel.joined(variance, pairs, received.resolved)
-            # What is normalised has no scale, so its gradient is orthogonal to it.
-            centred = 1.0 if self.centres else gradient.centred_share
-            return Pulled(
-                Gradient(sent, gradient.seq_len, 0.0, centred, norm_response=1.0),
-                affine_gradients(self, width, normal, gradient),
-            )
-
-        return output, pullback
+        return output, NormalizationPullback(self, signal, normal, one, two, epsilon)
 
     def freedom(self, width: Any) -> float:
         """Degrees of freedom of a group's norm."""
@@ -195,7 +172,55 @@ class FiniteNormalization(Leaf):
         return radial, self.groups - gradient.centred_share if self.centres else 0.0
 
 
-_EXPANDED, _FAR = 0.05, 0.3  # relative variances of squared norms: small, and too large
+@dataclass(slots=True, eq=False)
+class NormalizationPullback:
+    """The way back through a normalisation.
+
+    Attributes:
+        leaf: that one.
+        signal: what entered.
+        normal: kernel of what the gain multiplies.
+        one, two: values of the laws' symbols, for a token and for a pair.
+        epsilon: to meet a diagonal.
+    """
+
+    leaf: FiniteNormalization
+    signal: Signal
+    normal: Kernel
+    one: Values
+    two: Values
+    epsilon: Array
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        leaf, one, two, width = self.leaf, self.one, self.two, self.signal.width
+        laws, algebra = leaf.laws.under("refined"), self.signal.algebra
+        received = gradient.kernel.scaled(leaf.gain * leaf.gain)
+        radial, mean = leaf._lost_directions(gradient)
+        along, along_first, along_second = at_tokens(received, radial)
+        share = (along + received.lift(mean)[0]) / width
+        overlap = two["x_correlation"] ** 2
+        _, pair_share = received.lift(1 / width)
+        lost = of_pairs(along_first, along_second, overlap) + received.lift(mean)[1]
+        pair_share = pair_share * lost
+        single = one | {"grad_variance": received.diagonal, "removed_share": share}
+        pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}
+        variance = evaluate(laws["grad_variance"], algebra, single)
+        pairs = evaluate(laws["grad_covariance"], algebra, pair)
+        if leaf.groups > 1:
+            variance, pairs = leaf._by_group(self.signal, received, self.epsilon)
+        kernel = Kernel.joined(variance, pairs, received.resolved)
+        # What is normalised has no scale, so its gradient is orthogonal to it.
+        centred = 1.0 if leaf.centres else gradient.centred_share
+        sent = Gradient(kernel, gradient.seq_len, 0.0, centred, norm_response=1.0)
+        return AffinePulled(sent, leaf, width, self.normal, gradient)
+
+
+_EXPANDED = 0.05
+"""Relative variance of squared norms up to which covariances need no bound: what the expansion
+leaves out is of the order of its square."""
+
+_FAR = 0.3
+"""Relative variance of squared norms beyond which a note says that it is expanded."""
 
 
 def _possible(normal: Kernel, inner: Signal) -> Array:
@@ -264,34 +289,52 @@ class DynamicTanh(Leaf):
             output.spread = output.spread.scaled(square * square)
         if output.realised is not None:
             output.realised = output.realised.scaled(square)
-
-        def pullback(gradient: Gradient) -> Pulled:
-            pulled = back(gradient.with_kernel(gradient.kernel.scaled(square)))
-            weights = affine_gradients(self, signal.width, normal, gradient)
-            return Pulled(pulled.gradient, weights)
-
-        return output, pullback
+        return output, _TanhPullback(self, back, signal.width, normal)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return entrywise_overlap(self, record, at)
 
 
-def affine_gradients(
-    norm: FiniteNormalization | DynamicTanh, width: Any, normal: Kernel, gradient: Gradient
-) -> Callable[[], Values] | None:
-    """Squared gradient norms of a gain and a bias per feature.
+@dataclass(slots=True, eq=False)
+class _TanhPullback:
+    """The way back through `DynamicTanh`: its gain, and the entrywise function behind it."""
 
-    d gain_k = sum_i g_ik n_ik and d bias_k = sum_i g_ik, n what the gain multiplies: gradients and
-    signal are independent entry by entry, up to order 1/width where the gradient is orthogonal.
+    leaf: DynamicTanh
+    inner: Pullback
+    width: Any
+    normal: Kernel
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        leaf = self.leaf
+        pulled = self.inner(gradient.with_kernel(gradient.kernel.scaled(leaf.gain * leaf.gain)))
+        return AffinePulled(pulled.gradient, leaf, self.width, self.normal, gradient)
+
+
+@dataclass(slots=True, eq=False)
+class AffinePulled(Pulled):
+    """What a norm sent back, whose gain and bias per feature receive gradients.
+
+    Attributes:
+        norm: that one.
+        width: number of features.
+        normal: kernel of what the gain multiplies.
+        received: gradient at the output.
     """
-    if not norm.affine:
-        return None
 
-    def norms() -> Values:
-        overlap = (normal * gradient.kernel).total(gradient.seq_len)
-        found = {f"{norm.label}.gain": width * overlap}
+    norm: FiniteNormalization | DynamicTanh
+    width: Any
+    normal: Kernel
+    received: Gradient
+
+    def weights(self) -> Values:
+        """d gain_k = sum_i g_ik n_ik and d bias_k = sum_i g_ik, n what the gain multiplies:
+        gradients and signal are independent entry by entry, up to order 1/width where the gradient
+        is orthogonal."""
+        norm, gradient = self.norm, self.received
+        if not norm.affine:
+            return {}
+        overlap = (self.normal * gradient.kernel).total(gradient.seq_len)
+        found = {f"{norm.label}.gain": self.width * overlap}
         if norm.bias:
-            found[f"{norm.label}.bias"] = width * gradient.kernel.total(gradient.seq_len)
+            found[f"{norm.label}.bias"] = self.width * gradient.kernel.total(gradient.seq_len)
         return found
-
-    return norms

@@ -39,7 +39,8 @@ def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
     model, notes = family(entries.get("model_type")).declare(entries, seq_len)
     for note in notes:
         warnings.warn(note, ValidityWarning, stacklevel=2)
-    return model
+    called = os.path.basename(str(entries.get("_name_or_path") or "").rstrip("/"))
+    return model.replace(name=called or str(entries["model_type"]))
 
 
 def family(kind: Any) -> Family:

@@ -2,8 +2,9 @@
 
 `correlation_fixed_points`, `growth_laws`, `dslm_bounds`, `growth_exponents`, `sensitivity`,
 `trade_off`, `variance_recursion`, `jacobian_bounds`, `angular_distance`, `uniform_attention`,
-`gradient_gap`, `compute_table`, `named_cases`: each returns a small frozen object with
-`to_frame()`.
+`gradient_gap`, `compute_table`, `exponents`, `random_energy`, `named_cases`: each returns a small
+frozen object with
+`to_frame()`. `boundaries` draws some of them over a `moments.sweep`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "angular_distance": "angular",
+    "boundaries": "boundary",
     "chain_constants": "chain",
     "compute_table": "compute",
     "correlation_fixed_points": "fixed_points",
     "dslm_bounds": "scaled",
+    "exponents": "trainability",
     "gradient_gap": "query_value",
     "growth_exponents": "growth",
     "growth_laws": "growth",
     "jacobian_bounds": "jacobian",
     "named_cases": "cases",
+    "random_energy": "frozen",
     "sensitivity": "tradeoff",
     "trade_off": "tradeoff",
     "uniform_attention": "uniform",
@@ -30,15 +34,18 @@ _PUBLIC = {
 
 __all__ = [
     "angular_distance",
+    "boundaries",
     "chain_constants",
     "compute_table",
     "correlation_fixed_points",
     "dslm_bounds",
+    "exponents",
     "gradient_gap",
     "growth_exponents",
     "growth_laws",
     "jacobian_bounds",
     "named_cases",
+    "random_energy",
     "sensitivity",
     "trade_off",
     "uniform_attention",
@@ -47,16 +54,19 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .angular import angular_distance
+    from .boundary import boundaries
     from .cases import named_cases
     from .chain import chain_constants
     from .compute import compute_table
     from .fixed_points import correlation_fixed_points
+    from .frozen import random_energy
     from .growth import growth_exponents, growth_laws
     from .jacobian import jacobian_bounds
     from .query_value import gradient_gap
     from .recursion import variance_recursion
     from .scaled import dslm_bounds
     from .tradeoff import sensitivity, trade_off
+    from .trainability import exponents
     from .uniform import uniform_attention
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...show.palette import MARKERS, PALE, SERIES, SOFT, typeset
+from ...show.plot import Picture, round_ticks, save
 from .catalogue import setup
 from .points import key, stored
 from .setup import HeatMap, Line, Panel, Setup
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-COLORS = ("#1b6ca8", "#c8553d", "#3a8f5c", "#8d5bb0")
-MARKERS = dict(zip(COLORS, "os^D", strict=True))
 MOST_POINTS = 25
 
 
@@ -36,8 +35,6 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
     Raises:
         DomainError: there is no such figure or format, or it cannot be saved there.
     """
-    from ...show.plot import Picture, save
-
     found = setup(name)
     count = found.columns or len(found.panels)
     lines = -(-len(found.panels) // count)
@@ -59,7 +56,7 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
     figure.suptitle(f"{found.title}\n{found.source}", x=0.01, ha="left", fontsize=11)
     text = ". ".join((found.settings, *_about_points(found)))
     wrapped = textwrap.fill(text, int(15 * figure.get_figwidth()))
-    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=8, color="#555555")
+    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=8, color=SOFT)
     if path is not None:
         save(figure, path, dpi=120)
     return figure
@@ -112,11 +109,6 @@ def _alike(axes: list[Axes]) -> None:
         ax.set_ylim(min(low for low, _ in ends), max(high for _, high in ends))
 
 
-def typeset(text: str) -> str:
-    """Greek letters, written out where lines are stored by name, with their powers and indices."""
-    return re.sub(r"\b(alpha|beta|gamma|lambda|sigma)\b([\^_]\w)?", r"$\\\1\2$", text)
-
-
 def _darker(color: str) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
@@ -124,16 +116,14 @@ def _darker(color: str) -> tuple[float, ...]:
 
 
 def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
-    from ...show.plot import round_ticks
-
     ends: list[np.ndarray] = []
     if panel.diagonal:
-        ax.plot([0, 1], [0, 1], color="#bbbbbb", linewidth=1, zorder=0)
+        ax.plot([0, 1], [0, 1], color=PALE, linewidth=1, zorder=0)
     colored = 0
     for line in panel.lines:
         x, values = line.predicted()
         if line.points:
-            color = COLORS[colored % len(COLORS)]
+            color = SERIES[colored % len(SERIES)]
             colored += 1
             ends.append(values)
         dash = "-" if line.points else (0, (5, 2))
@@ -188,7 +178,7 @@ def _points(ax: Axes, line: Line, where: str, color: str, panel: Panel) -> None:
         x,
         value,
         yerr=np.stack([low, high]),
-        fmt=MARKERS[color],
+        fmt=MARKERS[SERIES.index(color)],
         markersize=4.2,
         color=color,
         markeredgecolor="white",

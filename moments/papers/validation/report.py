@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from ...formulas.law import THEORIES
+from ...show.palette import BLACK, BLUE, GREY, VERMILION
 from .errors import CLASS, MEASURES, by_class, worst
 from .grid import ARRAY, BASELINES, FACTORIAL, FACTORS
 
@@ -35,7 +36,7 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("profile", "profile |log|"),
     ("profile_beyond", ">2σ"),
 )
-COLORS = {"published": "#c8553d", "simplified": "#9a9a9a", "refined": "#1b6ca8"}
+COLORS = {"published": VERMILION, "simplified": GREY, "refined": BLUE}
 MARKERS = {"published": "s", "simplified": "^", "refined": "o"}
 
 
@@ -142,7 +143,7 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
             ax.scatter(x[failed], np.full(failed.sum(), roof), marker="x", color=COLORS[theory])
         noise = part.groupby("layers")["noise"].mean()
         places = [depths.index(n) for n in noise.index]
-        ax.scatter(places, noise, s=700, marker="_", color="#222222", label="standard error")
+        ax.scatter(places, noise, s=700, marker="_", color=BLACK, label="standard error")
         ax.set_yscale("log")
         ax.set_ylim(floor * 0.8, roof * 1.4)
         ax.set_xticks(range(len(depths)), [str(n) for n in depths])
@@ -153,7 +154,7 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
         ax.set_xlabel("layers")
     for ax in panels[:, 0]:
         ax.set_ylabel("mean |log| of gradient variance")
-    panels[0, 0].scatter([], [], marker="x", color="#777777", label="no numbers")
+    panels[0, 0].scatter([], [], marker="x", color=GREY, label="no numbers")
     panels[0, 0].legend(frameon=False, fontsize=9, markerscale=0.8, loc=(0.0, 0.7), ncols=2)
     figure.suptitle("Gradient variance: error of each theory", x=0.01, ha="left", fontsize=12)
     return figure

@@ -9,6 +9,8 @@ theta = tau q k_own and of correlation rho between rows, and by symmetry between
 
 with the exact C2 = E sum a a' and T = E tr J J' at rho, or at 1 for i = i'. Orders 1/d_model and
 1/d_head as by token (`kernels.finite_rows`).
+
+See docs/theory/attention.md, Tokens alike.
 """
 
 from __future__ import annotations

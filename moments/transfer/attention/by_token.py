@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engine.classes import ClassRows
 from ...engine.packing import one_document, places
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import DomainError
@@ -15,7 +16,8 @@ from ...formulas.recording import as_number
 from ...model.positions import alibi_slopes
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
 from .kernels.exact_rows import THETA_PEAKED
-from .kernels.position_attention import PositionAttention
+from .kernels.position_attention import ClassLogits, PositionAttention
+from .kernels.turning import Turning
 from .logits import LogitLaw
 
 Mask = NDArray[np.bool_]
@@ -152,10 +154,7 @@ def build(
         separate_queries: whether the queries are not the tokens attended to.
     """
     queries, keys = law.queries.kernel, law.keys.kernel
-    # What the tokens have of their own, which is what a row's logits vary with.
-    own = queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
-    wanted = law.scale * own
-    scales = law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300))
+    scales, wanted = logit_scales(law)
     lead = memory.pairs.shape[:-2]
     scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
     heads: list[HeadAverage] = []
@@ -182,6 +181,14 @@ def build(
         }
         heads.append(_heads(leaf, values, where, settings))
     return heads, wanted
+
+
+def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
+    """tau of every kernel, no larger than there are laws for; and the variance that its logits were
+    to have: what the tokens have of their own, which is what a row's logits vary with."""
+    queries, keys = law.queries.kernel, law.keys.kernel
+    wanted = law.scale * queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
+    return law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)), wanted
 
 
 class Paths(NamedTuple):
@@ -267,27 +274,31 @@ class ClassLayer:
     def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array) -> None:
         assert tokens.classes is not None
         self._classes, self._shape = tokens.classes, tokens.pairs.shape
-        own = tokens.mean_diagonal() * (tokens.mean_diagonal() - tokens.mean_pairs())
-        self.wanted = law.scale * own
-        scales = law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(self.wanted, 1e-300))
+        self._sight = sight = tokens.classes.seen(leaf.window)
+        scales, self.wanted = logit_scales(law)
         lead = self._shape[:-2]
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
-        self._rows = [
-            PositionAttention(
-                diagonal,
-                pairs,
-                self._classes,
-                logit_scale=float(scale),
-                drop_prob=leaf.drop_prob,
-                d_model=leaf.d_model,
-                d_head=law.head_freedom,
-                norm_spread=float(spread),
-                value_bias=leaf.value_bias / memory_gain(leaf),
+        turning = None
+        if leaf.rotary is not None:
+            turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
+        self._rows = []
+        kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
+        for asking, asked, values, scale, spread in zip(*kernels, scales, spreads, strict=True):
+            # A common shift of all keys cancels in the softmax unless it is turned.
+            plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
+            keys = values if plain else asked
+            queries = values if law.queries.kernel is tokens else asking
+            logits = ClassLogits(queries, keys, values, float(scale), sight, turning)
+            self._rows.append(
+                PositionAttention(
+                    logits,
+                    drop_prob=leaf.drop_prob,
+                    d_model=leaf.d_model,
+                    d_head=law.head_freedom,
+                    norm_spread=float(spread),
+                    value_bias=leaf.value_bias / memory_gain(leaf),
+                )
             )
-            for (diagonal, pairs), scale, spread in zip(
-                self._flat(tokens), scales, spreads, strict=True
-            )
-        ]
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
 
     def _flat(self, kernel: Kernel) -> list[tuple[Array, Array]]:
@@ -310,15 +321,16 @@ class ClassLayer:
         means = [one.mean_output() for one in self._rows]
         return self._kernel([(np.diagonal(mean), mean) for mean in means])
 
-    def weights(self) -> Array:
-        return np.stack([one.weights for one in self._rows]).reshape(self._shape)
+    def weights(self) -> ClassRows:
+        found = np.stack([one.weights for one in self._rows]).reshape(self._shape)
+        return ClassRows(found, self._sight)
 
     @functools.cached_property
     def sum_square(self) -> Array:
         return self._numbers("sum_square")
 
     def facts(self) -> dict[str, Array]:
-        keys = self._classes.nodes.astype(float)
+        keys = self._sight.size
         numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
         return attention_facts(numbers[0], numbers[1], numbers[2], keys)
 

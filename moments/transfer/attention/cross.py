@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ...engine.composition import Pulled, Reader, ReaderPullback
+from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.state import Array, Gradient, Kernel, Signal
@@ -26,10 +28,9 @@ from .by_token import (
     variance_notes,
 )
 from .kernels.exact_rows import THETA_PEAKED
-from .logits import LogitLaw, logit_law, positive, through
+from .logits import LogitLaw, logit_law, positive
 from .overlap import through_attention
-from .self_attention import concatenated
-from .weight_gradients import Paths, of_rows, overlap_gradients, projection_gradients
+from .self_attention import AttentionPullback, AttentionPulled, concatenated
 
 
 @dataclass(frozen=True)
@@ -91,40 +92,41 @@ class CrossAttention(Reader):
         asking, asked = signal.second_moment(), memory.second_moment()
         law = logit_law(self, asking, asked, (self.d_model, self.memory_width))
         make = self._by_token if signal.resolved else self._alike
-        seen, back = make(signal, memory, law)
-        output = concatenated(self, signal, memory, *seen.heads)
-        output.facts, output.notes = seen.facts, seen.notes + law.notes
-        mixed, squares, *_ = seen.heads
-        rows = of_rows(output, np.shape(squares))
-
-        def pullback(gradient: Gradient) -> tuple[Pulled, Gradient]:
-            received = gradient.kernel
-            paths, straight = back(received.scaled(self.heads * self.d_head * self.value))
-            # `back` counts the values' gain on the tokens' scale, which is the memory's here.
-            query = through(paths.query, law.queries, law.spoken)
-            query = query.scaled(self.memory_width / self.d_model)
-            key = through(paths.key, law.keys, law.spoken)
-
-            def overlaps() -> dict[str, Array]:
-                return overlap_gradients(self, law, signal, paths.tilt)
-
-            def weights() -> dict[str, Array]:
-                return projection_gradients(self, law, signal, memory, mixed, received, paths, rows)
-
-            def response() -> Kernel:
-                gain = self.heads * self.d_head * self.value * self.memory_width / self.d_model
-                found = through(seen.response(), law.queries, law.spoken)
-                return found.scaled(gain)
-
-            return (
-                Pulled(Gradient(query, gradient.seq_len), weights, overlaps, response),
-                Gradient(straight + key, memory.seq_len),
-            )
-
-        return output, pullback
+        seen = make(signal, memory, law)
+        mixed, *_ = seen.heads
+        output = concatenated(
+            self, signal, memory, *seen.heads, facts=seen.facts, notes=seen.notes + law.notes
+        )
+        return output, _Pullback(self, law, signal, output, mixed, seen.layer, memory)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        one, width = 1.0 + 0.0 * pair.signal.kernel.pairs, self.heads * self.d_head
+        read = pair.memory
+        if read is None:
+            read = Kernel(pair.signal.kernel.diagonal, 0.0 * one)
+        kernel = read.scaled(self.memory_width * self.value)
+        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width), 0.0 * one
+
+    @property
+    def reads(self) -> CrossAttention:
+        return self
+
+    def unplaced(self) -> CrossAttention:
+        return dataclasses.replace(self, padding=None, sequences=1)
+
+    def back_kappa(self, memory_len: int) -> Array:
+        """d_model times the relative variance of what queries of a memory send back, squared.
+
+        Behind W_q, 2 over d_model, stand in each head W_k and what the output projection sent, 2
+        over d_head each, and M W_v g, M the kernel over features of the memory's tokens around
+        their mean, all but of rank r = memory_len - 1: 2/r + 2/memory_width.
+        """
+        rank = 1 / max(memory_len - 1, 1) + 1 / self.memory_width
+        by_head = 2 * (2 / self.d_head + rank) / self.heads
+        return 2.0 + self.d_model * by_head
 
     def _masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""
@@ -137,50 +139,27 @@ class CrossAttention(Reader):
         seen = [np.where((mask & row).any(1, keepdims=True), mask & row, mask) for row in real]
         return seen if len(seen) == matrices else seen * matrices
 
-    def _by_token(self, signal: Signal, memory: Signal, law: LogitLaw) -> tuple[_Attended, _Back]:
+    def _by_token(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
         asked = memory.second_moment()
         shape, memory_shape = signal.kernel.pairs.shape, asked.pairs.shape
         count = int(np.prod(shape[:-2], dtype=int))
         masks = self._masks(shape[-1], memory_shape[-1], count)
         rows, wanted = build(self, law, asked, masks, mean_spread(memory), True)
-        mixed = Kernel.of_matrix(np.stack([one.forward() for one in rows]).reshape(shape))
-        squares = np.stack([one.sum_square for one in rows])
+        layer = _TokenRows(rows, shape, memory_shape)
         facts = attention_facts(
             np.stack([one.logit_variance for one in rows]),
-            squares,
+            layer.squares,
             np.stack([one.entropy for one in rows]),
             np.stack([mask.sum(-1) for mask in masks]).astype(float),
         )
         notes = variance_notes(wanted)
         if not notes and any(np.any(one.beyond_tables) for one in rows):
             notes = (BEYOND_TABLES,)
+        squares = layer.squares.reshape(shape[:-1])
+        heads = (layer.forward(), squares, layer.mean_output, layer.weights)
+        return _Attended(heads, facts, notes, layer)
 
-        def back(received: Kernel) -> tuple[Paths, Kernel]:
-            gained = flat(received)
-            parts = [one.backward(matrix) for one, matrix in zip(rows, gained, strict=True)]
-            query = np.stack([part.query for part in parts]).reshape(shape)
-            key = np.stack([part.key for part in parts]).reshape(memory_shape)
-            straight = np.stack([part.value + part.cross for part in parts]).reshape(memory_shape)
-
-            tilt = np.stack([one.tilt * g for one, g in zip(rows, gained, strict=True)])
-            of = Kernel.of_matrix
-            return Paths(of(query), of(key), of(tilt.reshape(shape))), of(straight)
-
-        def shared() -> Kernel:
-            return Kernel.of_matrix(np.stack([one.mean_output() for one in rows]).reshape(shape))
-
-        def weights() -> Array:
-            found = np.stack([one.mean_attention for one in rows])
-            return found.reshape(*shape[:-2], *found.shape[-2:])
-
-        heads = (mixed, squares.reshape(shape[:-1]), shared, weights)
-
-        def response() -> Kernel:
-            return Kernel.of_matrix(np.stack([one.response for one in rows]).reshape(shape))
-
-        return _Attended(heads, facts, notes, response), back
-
-    def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> tuple[_Attended, _Back]:
+    def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
         asked = memory.second_moment()
         own = law.keys.kernel.diagonal - law.keys.kernel.pairs
         wanted = law.scale * law.queries.kernel.diagonal * own
@@ -200,30 +179,109 @@ class CrossAttention(Reader):
         facts = attention_facts(
             layer.logit_variance, layer.sum_square, layer.entropy, float(memory.seq_len)
         )
-
-        def back(received: Kernel) -> tuple[Paths, Kernel]:
-            paths = layer.backward(received)
-            return Paths(paths.query, paths.key, paths.tilt), paths.value + paths.cross
-
-        def response() -> Kernel:
-            return layer.backward(signal.kernel.with_ones()).query
-
         heads = (layer.forward, layer.sum_square, lambda: layer.mean_output, None)
-        return _Attended(heads, facts, variance_notes(wanted), response), back
+        return _Attended(heads, facts, variance_notes(wanted), _AlikeRows(layer, signal.kernel))
 
 
 class _Attended(NamedTuple):
     """What a way of attending knows: the last four arguments of `concatenated`, facts, notes, and
-    the query path of a gradient of ones (`Pulled.response`)."""
+    the paths of a gradient."""
 
     heads: tuple[Kernel, Array, Callable[[], Kernel], Callable[[], Array] | None]
     facts: dict[str, Array]
     notes: tuple[str, ...]
-    response: Callable[[], Kernel]
+    layer: _TokenRows | _AlikeRows
 
 
-# From the gradient there, the values' gain included: the paths, and what goes straight through the
-# values.
-_Back = Callable[[Kernel], tuple[Paths, Kernel]]
+class _Sides(NamedTuple):
+    """Of a gradient, the values' gain included: the paths, and what goes straight through the
+    values."""
+
+    query: Kernel
+    key: Kernel
+    tilt: Kernel
+    straight: Kernel
+
+
+@dataclass(slots=True, eq=False)
+class _TokenRows:
+    """Rows of tokens of two stacks, by token."""
+
+    rows: list[Any]
+    shape: tuple[int, ...]
+    memory_shape: tuple[int, ...]
+
+    @property
+    def squares(self) -> Array:
+        return np.stack([one.sum_square for one in self.rows])
+
+    def forward(self) -> Kernel:
+        return self._kernel([one.forward() for one in self.rows])
+
+    def mean_output(self) -> Kernel:
+        return self._kernel([one.mean_output() for one in self.rows])
+
+    def weights(self) -> Array:
+        found = np.stack([one.mean_attention for one in self.rows])
+        return found.reshape(*self.shape[:-2], *found.shape[-2:])
+
+    def backward(self, received: Kernel) -> _Sides:
+        gained = flat(received)
+        parts = [one.backward(matrix) for one, matrix in zip(self.rows, gained, strict=True)]
+        keys = np.stack([part.key for part in parts]).reshape(self.memory_shape)
+        straight = np.stack([part.value + part.cross for part in parts])
+        return _Sides(
+            self._kernel([part.query for part in parts]),
+            Kernel.of_matrix(keys),
+            self._kernel([one.tilt * g for one, g in zip(self.rows, gained, strict=True)]),
+            Kernel.of_matrix(straight.reshape(self.memory_shape)),
+        )
+
+    def response(self) -> Kernel:
+        return self._kernel([one.response for one in self.rows])
+
+    def _kernel(self, matrices: list[Array]) -> Kernel:
+        return Kernel.of_matrix(np.stack(matrices).reshape(self.shape))
+
+
+@dataclass(slots=True, eq=False)
+class _AlikeRows:
+    """Rows of tokens alike; `asking` is the kernel of those that ask."""
+
+    layer: AlikeAttention
+    asking: Kernel
+
+    def backward(self, received: Kernel) -> _Sides:
+        paths = self.layer.backward(received)
+        return _Sides(paths.query, paths.key, paths.tilt, paths.value + paths.cross)
+
+    def response(self) -> Kernel:
+        return self.layer.backward(self.asking.with_ones()).query
+
+
+@dataclass(slots=True, eq=False)
+class _Pullback(AttentionPullback):
+    """To the tokens that ask and to those attended to."""
+
+    memory: Signal
+
+    @property
+    def attended(self) -> Signal:
+        return self.memory
+
+    def __call__(self, gradient: Gradient) -> tuple[Pulled, Gradient]:
+        leaf, received = self.leaf, gradient.kernel
+        sides = self.layer.backward(received.scaled(self.gain))
+        # `backward` counts the values' gain on the tokens' scale, which is the memory's here.
+        query = self.at_logits(sides.query, self.law.queries)
+        query = query.scaled(leaf.memory_width / leaf.d_model)
+        key = self.at_logits(sides.key, self.law.keys)
+        pulled = AttentionPulled(Gradient(query, gradient.seq_len), self, received, sides)
+        return pulled, Gradient(sides.straight + key, self.memory.seq_len)
+
+    def response(self, received: Kernel) -> Kernel:
+        found: Kernel = self.layer.response()
+        return found.scaled(self.gain * self.leaf.memory_width / self.leaf.d_model)
+
 
 __all__ = ["CrossAttention"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from .kernels.exact_rows import THETA_PEAKED
 from .logits import positive
 from .profile import profiled_columns, profiled_statistics
 from .statistics import STATISTICS, AttentionStatistics, attention_statistics
-
-AlikePullback = Callable[[Kernel], tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]]
 
 PROFILED_SCALE = 5.0
 """Logit scale up to which statistics are read off a profile: its nodes, at every correlation, then
@@ -108,9 +106,6 @@ def _from_flat(*values: Any) -> AttentionStatistics:
 def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePullback]:
     """Moments of self-attention without positions, and its pullback.
 
-    The pullback gives the gradient's kernel at the input, the query and the key path's parts of it,
-    and what the query path gains per unit of the variance of two tokens' overlap (`overlap`).
-
     Args:
         leaf: a `SelfAttention`.
         signal: tokens alike.
@@ -143,19 +138,53 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
         evaluate(with_value["variance"], algebra, values),
         evaluate(with_value["covariance"], algebra, values),
     )
-    output = Signal(heads, signal.seq_len, mean=0.0 * kernel.diagonal, width=width)
-    output.facts = attention_facts(
+    facts = attention_facts(
         statistics.logit_variance,
         statistics.values["row_square"],
         statistics.entropy,
         float(signal.seq_len),
     )
-    output.notes = variance_notes((1 - correlation) * wanted)
+    spread = None
     if signal.spread is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
-        output.spread = (heads * heads).scaled(2 / width)
+        spread = (heads * heads).scaled(2 / width)
+    output = Signal(
+        heads,
+        signal.seq_len,
+        mean=0.0 * kernel.diagonal,
+        width=width,
+        spread=spread,
+        facts=facts,
+        notes=variance_notes((1 - correlation) * wanted),
+    )
+    return output, mixed, AlikePullback(values, statistics.values, width * leaf.value)
 
-    def pullback(received: Kernel) -> tuple[Kernel, Kernel, Kernel, Callable[[], Kernel]]:
+
+class AlikePaths(NamedTuple):
+    """The gradient's kernel at the input, and the query and the key path's parts of it."""
+
+    sent: Kernel
+    query: Kernel
+    key: Kernel
+
+
+class AlikePullback(NamedTuple):
+    """The way back by the laws.
+
+    Attributes:
+        values: of their symbols.
+        statistics: of the softmax.
+        gain: of the values, on a gradient.
+    """
+
+    values: dict[str, Array]
+    statistics: Mapping[str, Array]
+    gain: Any
+
+    def __call__(self, received: Kernel, algebra: Any) -> AlikePaths:
+        values = self.values
+        average = ATTENTION_WITHOUT_VALUE.under("refined")
+        with_value = ATTENTION.under("refined")
         paths = values | {
             "grad_variance": received.diagonal,
             "grad_covariance": received.pairs,
@@ -176,17 +205,14 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
             evaluate(with_value["grad_variance"], algebra, paths),
             evaluate(with_value["grad_covariance"], algebra, paths),
         )
-        gain = width * leaf.value
         query = Kernel(paths["query_path"], paths["query_path_covariance"])
-        key = Kernel(paths["key_path"], -paths["key_path"] / (signal.seq_len - 1))
+        key = Kernel(paths["key_path"], -paths["key_path"] / (values["seq_len"] - 1))
+        return AlikePaths(sent, query.scaled(self.gain), key.scaled(self.gain))
 
-        def tilt() -> Kernel:
-            found, own = statistics.values, 1 - correlation
-            apart = (1 - found["row_square"]) ** 2
-            return received.weighted(found["row_vacancy"], apart).scaled(
-                gain * own**2 * found["logit_scale"]
-            )
-
-        return sent, query.scaled(gain), key.scaled(gain), tilt
-
-    return output, mixed, pullback
+    def tilt(self, received: Kernel) -> Kernel:
+        """What the query path gains per unit of the variance of two tokens' overlap (`overlap`)."""
+        found, own = self.statistics, 1 - self.values["x_correlation"]
+        apart = (1 - found["row_square"]) ** 2
+        return received.weighted(found["row_vacancy"], apart).scaled(
+            self.gain * own**2 * found["logit_scale"]
+        )

@@ -6,12 +6,16 @@ d s_q C + b_q and d s_k C' + b_k, and logits q.k/(temperature sqrt(d_head)). Wha
 Normalised queries and keys. |q|^2 is chi-square over D features, so that directions of correlation
 r keep r (1 - (1 - r^2)/(2 D)) of it, and the way back is multiplied by E 1/(|q| |q'|), which is
 1 + (3 + r^2)/(2 D), and projected, 1 - (2 - r^2)/D; D = d_head, one less behind LayerNorm. A
-logit is then a coordinate of a point on a sphere: log E e^{ts} = t^2 theta/2 - t^4 theta^2/(4 D).
-The Gaussian logits of the same log E e^{2s} - 2 log E e^s, which is what E sum a^2 is for many
-keys, have theta (1 - 7 theta/(2 D)).
+logit is then a coordinate of a point on a sphere, of fourth cumulant -6 theta^2/(D + 2):
+log E e^{ts} = t^2 theta/2 - t^4 theta^2/(4 (D + 2)). The Gaussian logits of the same
+log E e^{2s} - 2 log E e^s, which is what E sum a^2 is for many keys, have
+theta (1 - 7 theta/(2 (D + 2))), written as an exponential; where keys share a part, it is the
+square of their own that enters.
 
 A soft cap c tanh(s/c). By Stein's lemma its part that is linear in the logits is their product with
 E sech^2(s/c); what is not linear is of relative order (variance/c^2)^2, and left out.
+
+See docs/theory/attention.md, What stands between tokens and logits.
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ from ...formulas.recording import is_number
 
 CAP_NOTED = 0.3
 """Logit variance over the square of its soft cap beyond which a note says so."""
+
+
+FAINTEST = 1e-9
+"""What stands for no weight beside a bias: products of it with the rest keep seven digits."""
 
 
 class Side(NamedTuple):
@@ -144,9 +152,9 @@ def logit_law(leaf: Any, asking: Kernel, asked: Kernel, widths: tuple[Any, Any])
 def positive(variance: Any, least: Any = 0.0) -> Any:
     """A projection of zeros still receives a gradient: the limit of small variances.
 
-    With a bias that limit is taken at a billionth of `least`, the bias's share of a weight.
+    With a bias that limit is taken at `FAINTEST` of `least`, the bias's share of a weight.
     """
-    floor = np.maximum(1e-60, 1e-9 * least) if np.ndim(least) else max(1e-60, 1e-9 * least)
+    floor = np.maximum(1e-60, FAINTEST * least) if np.ndim(least) else max(1e-60, FAINTEST * least)
     return np.maximum(variance, floor) if np.ndim(variance) else max(variance, floor)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.composition import Chain, Leaf, Pullback, Pulled
+from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
+from ...engine.response import Around, Elementwise, Sequence
+from ...engine.sensitivity import SINGLE, Response, kernel_of
 from ...engine.short_vectors import expected_pull
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...engine.trace import Record
@@ -19,6 +23,11 @@ from ...formulas.normalization import RMSNORM
 from ..normalization import FiniteNormalization
 from .overlap import through_attention
 from .self_attention import SelfAttention
+from .sensitivity import Attending
+
+LEAST_FREEDOM = 4.0
+"""Degrees of freedom of a head's norm at which narrower heads are held: E 1/|v|^2 is 1/(n - 2) and
+has no mean at 2, where the ratio (n - 1)/(n - 2) of the way back is without meaning."""
 
 
 @dataclass(frozen=True)
@@ -52,40 +61,96 @@ class NormalizedAttention(Leaf):
         if not np.all(np.add(own.value, own.value_bias) > 0):
             allowed = "above 0 where values are normalised"
             raise domain_error("value", own.value, allowed, "zeros have no direction")
-        unit = FiniteNormalization(RMSNORM, own.label, own.norm_epsilon, centres=False)
+        unit, plain = self.values_normalised()
         inner, back_norm = unit.forward(signal)
         gain = own.d_model * own.value
-        plain = dataclasses.replace(own, value=1 / own.d_model, value_bias=own.value_bias / gain)
         output, back = plain.forward(inner)
         freedom = _freedom(float(own.d_head), own.qk_norm == "layernorm")
         factor = expected_pull(freedom, 1.0)
         both = expected_pull(freedom, inner.correlation())
-
-        def pullback(gradient: Gradient) -> Pulled:
-            pulled = back(gradient)
-            kernel = pulled.gradient.kernel.weighted(factor, both)
-            sent = back_norm(Gradient(kernel, gradient.seq_len))
-
-            def weights() -> dict[str, Array]:
-                found: dict[str, Any] = dict(pulled.weights()) if pulled.weights else {}
-                for name in ("value", "value.bias"):
-                    if name in found:
-                        found[name] = found[name] * factor / gain
-                return found
-
-            def response() -> Kernel:
-                assert pulled.response is not None
-                return back_norm(Gradient(pulled.response(), gradient.seq_len)).gradient.kernel
-
-            return Pulled(sent.gradient, weights, pulled.overlaps, response)
-
-        return output, pullback
+        return output, _Pullback(back, back_norm, factor, both, gain)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         # norms are no overlaps of their own
         return through_attention(self.attention, record, at, walk, fixed=True)
 
+    def values_normalised(self) -> tuple[FiniteNormalization, SelfAttention]:
+        """Tokens of unit norm and attention with values of unit variance, which it amounts to."""
+        own = self.attention
+        unit = FiniteNormalization(RMSNORM, own.label, own.norm_epsilon, centres=False)
+        bias = own.value_bias / (own.d_model * own.value)
+        return unit, dataclasses.replace(own, value=1 / own.d_model, value_bias=bias)
+
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        return Chain(self.values_normalised()).pair(pair)
+
+    @property
+    def self_attention(self) -> SelfAttention:
+        return self.values_normalised()[1]
+
+    def unplaced(self) -> NormalizedAttention:
+        return NormalizedAttention(self.attention.unplaced())
+
+    def response(self, record: Record, around: Around) -> Response:
+        # What the values' norms do is of order 1/d_head. The gradient between the two is that of
+        # the fast maps.
+        (unit, plain), signal = self.values_normalised(), record.input
+        received = around.received(record)
+        tokens, _ = unit.forward(signal)
+        attending = Attending.of(plain, tokens, received)
+        sent, _ = attending.maps.fall(SINGLE(attending.back_gain) * received, None, received)
+        at_tokens = Gradient(kernel_of(sent), record.gradient_received.seq_len)
+        normed = Elementwise.of(unit, signal, at_tokens, sent, False)
+        return Sequence((normed, attending))
+
+
+@dataclass(slots=True, eq=False)
+class _Pullback:
+    """The way back: through attention, and through the tokens' normalisation.
+
+    Attributes:
+        attention, norm: those two ways.
+        factor, both: what normalising values does to a token's gradient, and to that of two.
+        gain: of the unnormalised values.
+    """
+
+    attention: Pullback
+    norm: Pullback
+    factor: Any
+    both: Any
+    gain: Any
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        inner = self.attention(gradient)
+        kernel = inner.gradient.kernel.weighted(self.factor, self.both)
+        sent = self.norm(Gradient(kernel, gradient.seq_len)).gradient
+        return _Pulled(sent, self, inner)
+
+
+@dataclass(slots=True, eq=False)
+class _Pulled(Pulled):
+    """What came back, and what attention alone said."""
+
+    way: _Pullback
+    inner: Pulled
+
+    def weights(self) -> Mapping[str, Array]:
+        way, found = self.way, dict(self.inner.weights())
+        for name in ("value", "value.bias"):
+            if name in found:
+                found[name] = found[name] * way.factor / way.gain
+        return found
+
+    def overlaps(self) -> Mapping[str, Array]:
+        return self.inner.overlaps()
+
+    def response(self) -> Kernel | None:
+        found = self.inner.response()
+        if found is None:
+            return None
+        return self.way.norm(Gradient(found, self.gradient.seq_len)).gradient.kernel
+
 
 def _freedom(d_head: float, centred: bool) -> float:
-    """Of a Gaussian head's squared norm. Narrow heads' 1/|v|^2 has no mean: n is held at 4."""
-    return max(d_head - 1 if centred else d_head, 4.0)
+    """Of a Gaussian head's squared norm."""
+    return max(d_head - 1 if centred else d_head, LEAST_FREEDOM)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...engine.classes import ClassRows
 from ...engine.composition import Pulled
 from ...engine.overlap import Overlap, OverlapWalk, own_variance
 from ...engine.realised import between_rows, has_fixed_norms, met_by
@@ -33,13 +34,13 @@ def through_attention(
         if signal.resolved:
             weights = uniform_rows(leaf, signal)
             averaged = averaging_elasticity(weights, signal)
-            classes = signal.kernel.classes
-            seen = weights * weights if classes is None else classes.keys * weights**2
+            on_classes = isinstance(weights, ClassRows)
+            seen = weights.counted * weights.weights if on_classes else weights * weights
             keys = float(signal.kernel.average(seen.sum(-1)))
     else:
         attended = 1.0 / memory.width if walk.memory is None else walk.memory
         keys = 1.0 / memory.seq_len
-    walk.attended[record] = attended
+    walk.attended[record.place] = attended
     asked = query_elasticity(record.pulled, signal, output)
     grown = 1.0 + (own_spread(memory) if fixed or has_fixed_norms(memory) else 0.0)
     for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
@@ -51,16 +52,17 @@ def through_attention(
     return Overlap(attended + fresh, at.response * (averaged + asked))
 
 
-def uniform_rows(leaf: Any, tokens: Signal) -> np.ndarray:
-    """(L, L) attention that keeps to the mask alone, of tokens resolved; (P, P) on classes."""
+def uniform_rows(leaf: Any, tokens: Signal) -> Any:
+    """(L, L) attention that keeps to the mask alone, of tokens resolved; `ClassRows` on classes."""
     classes = tokens.kernel.classes
     if classes is not None:
-        return np.asarray(np.tril(np.ones_like(classes.keys)) / classes.nodes[:, None])
+        sight = classes.seen(leaf.window)
+        return ClassRows(sight.seen / sight.size[:, None], sight)
     mask = self_masks(leaf, tokens.kernel.pairs.shape[-1], 1)[0]
     return np.asarray(mask / mask.sum(1, keepdims=True))
 
 
-def averaging_elasticity(weights: np.ndarray, tokens: Signal) -> float:
+def averaging_elasticity(weights: Any, tokens: Signal) -> float:
     """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
 
     Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
@@ -82,9 +84,10 @@ def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> fl
     0 where nothing was pulled.
     """
     own = own_variance(after)
-    if pulled is None or pulled.response is None or own == 0.0:
+    response = None if pulled is None or own == 0.0 else pulled.response()
+    if response is None:
         return 0.0
-    sent = float(pulled.response().mean_pairs())
+    sent = float(response.mean_pairs())
     return float(sent * before.width / after.width * own_variance(before) / own)
 
 

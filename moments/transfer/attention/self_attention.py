@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.realised import averaged_overlaps
+from ...engine.response import Around
+from ...engine.sensitivity import Response
 from ...engine.state import Array, Gradient, Kernel, Realised, Signal
 from ...engine.trace import Record
 from ...errors import domain_error
@@ -20,8 +24,9 @@ from .alike import AlikeAttention, averaged
 from .by_token import BEYOND_TABLES, attention_facts, mean_spread, self_attention, variance_notes
 from .kernels.exact_rows import THETA_PEAKED
 from .laws import attend_by_laws
-from .logits import LogitLaw, logit_law, positive, through
+from .logits import LogitLaw, Side, logit_law, positive, through
 from .overlap import through_attention
+from .sensitivity import Attending
 from .statistics import AttentionStatistics
 from .weight_gradients import Paths, of_rows, overlap_gradients, projection_gradients
 
@@ -107,41 +112,21 @@ class SelfAttention(Leaf):
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
         layer = self_attention(self, law, tokens, mean_spread(signal))
         mixed, squares = layer.forward(), layer.sum_square
+        notes = variance_notes(layer.wanted) + law.notes
+        if not notes and layer.beyond_tables:
+            notes = (BEYOND_TABLES,)
         output = concatenated(
-            self, signal, signal, mixed, squares, layer.mean_output, layer.weights
+            self,
+            signal,
+            signal,
+            mixed,
+            squares,
+            layer.mean_output,
+            layer.weights,
+            facts=layer.facts(),
+            notes=notes,
         )
-        output.facts = layer.facts()
-        output.notes = variance_notes(layer.wanted) + law.notes
-        if not output.notes and layer.beyond_tables:
-            output.notes = (BEYOND_TABLES,)
-
-        def pullback(gradient: Gradient) -> Pulled:
-            received = gradient.kernel
-            gained = received.scaled(self._width * self.value)
-            sides = layer.backward(gained)
-            sent = sides.value + sides.cross
-            sent = sent + through(sides.query, law.queries, law.spoken)
-            sent = sent + through(sides.key, law.keys, law.spoken)
-
-            def tilt() -> Kernel:
-                return layer.tilt(gained)
-
-            def weights() -> dict[str, Array]:
-                paths = Paths(sides.query, sides.key, tilt())
-                rows = of_rows(output, squares.shape)
-                norms = projection_gradients(
-                    self, law, signal, signal, mixed, received, paths, rows
-                )
-                table = layer.table_gradient(gained)
-                return norms if table is None else norms | {"relative_bias": table}
-
-            def response() -> Kernel:
-                return layer.response().scaled(self._width * self.value)
-
-            sent_back = Gradient(sent, gradient.seq_len)
-            return self._pulled(signal, sent_back, weights, law, tilt, response)
-
-        return output, pullback
+        return output, _Resolved(self, law, signal, output, mixed, layer)
 
     # --- tokens alike --------------------------------------------------------------------------
 
@@ -170,28 +155,18 @@ class SelfAttention(Leaf):
         # As in a narrow layer, where two heads of one key agree up to what their rows share.
         tokens = signal.second_moment()
         output = concatenated(
-            self, signal, signal, mixed, squares, lambda: averaged(tokens, signal.seq_len)
+            self,
+            signal,
+            signal,
+            mixed,
+            squares,
+            lambda: averaged(tokens, signal.seq_len),
+            heads=found.kernel,
+            facts=found.facts,
+            notes=found.notes,
         )
-        output.kernel = _with_bias(self, found.kernel, squares)
-        output.facts, output.notes = found.facts, found.notes
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-
-        def pullback(gradient: Gradient) -> Pulled:
-            sent, query, key, tilt = back(gradient.kernel)
-
-            def weights() -> dict[str, Array]:
-                paths = Paths(query, key, tilt())
-                return projection_gradients(
-                    self, law, signal, signal, mixed, gradient.kernel, paths, of_rows(output)
-                )
-
-            def response() -> Kernel:
-                return back(gradient.kernel.with_ones())[1]
-
-            sent_back = Gradient(sent, gradient.seq_len)
-            return self._pulled(signal, sent_back, weights, law, tilt, response)
-
-        return output, pullback
+        return output, _ByLaws(self, law, signal, output, mixed, back)
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         tokens, length = signal.second_moment(), signal.seq_len
@@ -212,55 +187,185 @@ class SelfAttention(Leaf):
             value_bias=self.value_bias / positive(self.d_model * self.value),
         )
         mixed, squares = layer.forward, layer.sum_square
-        output = concatenated(self, signal, signal, mixed, squares, lambda: layer.mean_output)
-        output.facts = attention_facts(layer.logit_variance, squares, layer.entropy, float(length))
-        output.notes = variance_notes(wanted) + law.notes
-
-        def pullback(gradient: Gradient) -> Pulled:
-            received = gradient.kernel
-            paths = layer.backward(received.scaled(self._width * self.value))
-            query = through(paths.query, law.queries, law.spoken)
-            key = through(paths.key, law.keys, law.spoken)
-            sent = paths.value + paths.cross + query + key
-
-            def weights() -> dict[str, Array]:
-                of = Paths(paths.query, paths.key, paths.tilt)
-                return projection_gradients(
-                    self, law, signal, signal, mixed, received, of, of_rows(output)
-                )
-
-            def response() -> Kernel:
-                return layer.backward(received.with_ones().scaled(self._width * self.value)).query
-
-            sent_back = Gradient(sent, gradient.seq_len)
-            return self._pulled(signal, sent_back, weights, law, lambda: paths.tilt, response)
-
-        return output, pullback
+        output = concatenated(
+            self,
+            signal,
+            signal,
+            mixed,
+            squares,
+            lambda: layer.mean_output,
+            facts=attention_facts(layer.logit_variance, squares, layer.entropy, float(length)),
+            notes=variance_notes(wanted) + law.notes,
+        )
+        return output, _Alike(self, law, signal, output, mixed, layer)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
 
-    # --- shared --------------------------------------------------------------------------------
+    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+        # Weights sum to 1 within each sequence, and all pairs across have one covariance.
+        width, kernel = self._width, pair.signal.kernel
+        factor = (1.0 + 0.0 * kernel.pairs) * width * self.value
+        output = Signal(kernel.scaled(self.d_model * self.value), 2, width=width)
+        return output, 0.0 * factor if pair.within else factor
 
-    def _pulled(
-        self,
-        signal: Signal,
-        sent: Gradient,
-        weights: Callable[[], dict[str, Array]],
-        law: LogitLaw,
-        tilt: Callable[[], Kernel],
-        response: Callable[[], Kernel],
-    ) -> Pulled:
-        return Pulled(
-            sent,
-            weights,
-            lambda: overlap_gradients(self, law, signal, tilt()),
-            lambda: through(response(), law.queries, law.spoken),
+    @property
+    def self_attention(self) -> SelfAttention:
+        return self
+
+    def with_logits(self, factor: Array) -> SelfAttention:
+        return dataclasses.replace(self, query=self.query * factor)
+
+    def unplaced(self) -> SelfAttention:
+        return dataclasses.replace(
+            self,
+            causal=False,
+            window=None,
+            rotary=None,
+            alibi=False,
+            relative_bias=None,
+            padding=None,
+            sequences=1,
         )
+
+    def response(self, record: Record, around: Around) -> Response:
+        return Attending.of(self, record.input, around.received(record))
 
     @property
     def _width(self) -> Any:
         return self.heads * self.d_head
+
+
+@dataclass(slots=True, eq=False)
+class AttentionPullback:
+    """The way back through attention.
+
+    Attributes:
+        leaf: a `SelfAttention` or `CrossAttention`.
+        law: of its logits.
+        signal, output: the tokens that ask, and what left.
+        mixed: second moments per feature of sum_j a_ij y_j over those attended to.
+        layer: what knows the paths.
+    """
+
+    leaf: Any
+    law: LogitLaw
+    signal: Signal
+    output: Signal
+    mixed: Kernel
+    layer: Any
+
+    @property
+    def attended(self) -> Signal:
+        """The tokens attended to."""
+        return self.signal
+
+    @property
+    def gain(self) -> Any:
+        """Of the values, on a gradient."""
+        return self.leaf.heads * self.leaf.d_head * self.leaf.value
+
+    def tilt(self, received: Kernel, sides: Any) -> Kernel:
+        """What the query path gains per unit of the overlaps' variance."""
+        found: Kernel = sides.tilt
+        return found
+
+    def response(self, received: Kernel) -> Kernel:
+        """The query path of a gradient of ones, before what stands between tokens and logits."""
+        raise NotImplementedError
+
+    def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
+        """`projection_gradients` of the paths of a gradient."""
+        paths = Paths(sides.query, sides.key, self.tilt(received, sides))
+        rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
+        return projection_gradients(
+            self.leaf, self.law, self.signal, self.attended, self.mixed, received, paths, rows
+        )
+
+    def at_logits(self, path: Kernel, side: Side) -> Kernel:
+        """A path's kernel at the tokens behind queries or keys."""
+        return through(path, side, self.law.spoken)
+
+
+@dataclass(slots=True, eq=False)
+class AttentionPulled(Pulled):
+    """What attention sent back, the gradient received, and its paths."""
+
+    way: AttentionPullback
+    received: Kernel
+    sides: Any
+
+    def weights(self) -> dict[str, Array]:
+        return self.way.weights(self.received, self.sides)
+
+    def overlaps(self) -> dict[str, Array]:
+        way = self.way
+        tilt = way.tilt(self.received, self.sides)
+        return overlap_gradients(way.leaf, way.law, way.signal, tilt)
+
+    def response(self) -> Kernel:
+        return self.way.at_logits(self.way.response(self.received), self.way.law.queries)
+
+
+@dataclass(slots=True, eq=False)
+class _Resolved(AttentionPullback):
+    """By token, or by class."""
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        received = gradient.kernel
+        sides = self.layer.backward(received.scaled(self.gain))
+        sent = sides.value + sides.cross
+        sent = sent + self.at_logits(sides.query, self.law.queries)
+        sent = sent + self.at_logits(sides.key, self.law.keys)
+        return AttentionPulled(Gradient(sent, gradient.seq_len), self, received, sides)
+
+    def tilt(self, received: Kernel, sides: Any) -> Kernel:
+        found: Kernel = self.layer.tilt(received.scaled(self.gain))
+        return found
+
+    def response(self, received: Kernel) -> Kernel:
+        found: Kernel = self.layer.response()
+        return found.scaled(self.gain)
+
+    def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
+        norms = super(_Resolved, self).weights(received, sides)
+        table = self.layer.table_gradient(received.scaled(self.gain))
+        return norms if table is None else norms | {"relative_bias": table}
+
+
+@dataclass(slots=True, eq=False)
+class _ByLaws(AttentionPullback):
+    """Of tokens alike, by the laws."""
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        sides = self.layer(gradient.kernel, self.signal.algebra)
+        sent = Gradient(sides.sent, gradient.seq_len)
+        return AttentionPulled(sent, self, gradient.kernel, sides)
+
+    def tilt(self, received: Kernel, sides: Any) -> Kernel:
+        found: Kernel = self.layer.tilt(received)
+        return found
+
+    def response(self, received: Kernel) -> Kernel:
+        found: Kernel = self.layer(received.with_ones(), self.signal.algebra).query
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class _Alike(AttentionPullback):
+    """Of tokens alike, of queries and keys that correlate otherwise."""
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        received = gradient.kernel
+        sides = self.layer.backward(received.scaled(self.gain))
+        query = self.at_logits(sides.query, self.law.queries)
+        key = self.at_logits(sides.key, self.law.keys)
+        sent = Gradient(sides.value + sides.cross + query + key, gradient.seq_len)
+        return AttentionPulled(sent, self, received, sides)
+
+    def response(self, received: Kernel) -> Kernel:
+        found: Kernel = self.layer.backward(received.with_ones().scaled(self.gain)).query
+        return found
 
 
 def _with_bias(leaf: Any, heads: Kernel, squares: Array) -> Kernel:
@@ -282,6 +387,9 @@ def concatenated(
     squares: Array,
     shared: Callable[[], Kernel],
     weights: Callable[[], Array] | None = None,
+    heads: Kernel | None = None,
+    facts: Mapping[str, Array] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Signal:
     """The concatenated heads of a `SelfAttention` or `CrossAttention`.
 
@@ -292,28 +400,42 @@ def concatenated(
         squares: E sum_j a_ij^2.
         shared: gives the overlap of what two heads of one key and value mix.
         weights: gives mean attention; None: uniform, tokens alike.
+        heads: second moments without the values' bias where they are known; None: `mixed` times
+            the values' gain.
+        facts, notes: of the signal.
     """
     width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
-    heads = _with_bias(leaf, mixed.scaled(gain), squares)
-    output = Signal(heads, signal.seq_len, mean=0.0 * heads.diagonal, width=width)
-    if signal.spread is None:
-        return output
-    # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
-    # with one key and value in common overlap besides, by what their rows share.
-    output.spread = (heads * heads).scaled(2 / width)
-    together = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
-    if together > 1:
-        mean = shared().scaled(gain)
-        output.spread += (mean * mean).scaled(2 * (together - 1) / width)
-    row = None if weights is None else weights()
-    found = averaged_overlaps(memory, row, gain)
-    if found is not None and found.norms is not None:  # the averages' own vary too
-        # Of another stack's tokens, those that ask are taken to know nothing; what the layers
-        # before read of them, and thus have in common with this one, is left out.
-        known = found.shared if memory is signal else (output.spread.scaled(0.0),) * 2
-        output.realised = Realised(output.spread + found.overlaps, None, known)
-        output.spread = output.spread + found.norms
-    return output
+    kernel = _with_bias(leaf, mixed.scaled(gain), squares)
+    own = kernel if heads is None else _with_bias(leaf, heads, squares)
+    mean = 0.0 * kernel.diagonal
+    spread: Kernel | None = None
+    realised: Realised | None = None
+    if signal.spread is not None:
+        # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
+        # with one key and value in common overlap besides, by what their rows share.
+        spread = (kernel * kernel).scaled(2 / width)
+        together = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
+        if together > 1:
+            common = shared().scaled(gain)
+            spread += (common * common).scaled(2 * (together - 1) / width)
+        row = None if weights is None else weights()
+        found = averaged_overlaps(memory, row, gain)
+        if found is not None and found.norms is not None:  # the averages' own vary too
+            # Of another stack's tokens, those that ask are taken to know nothing; what the layers
+            # before read of them, and thus have in common with this one, is left out.
+            known = found.shared if memory is signal else (spread.scaled(0.0),) * 2
+            realised = Realised(spread + found.overlaps, None, known)
+            spread = spread + found.norms
+    return Signal(
+        own,
+        signal.seq_len,
+        mean=mean,
+        width=width,
+        spread=spread,
+        realised=realised,
+        facts=facts,
+        notes=notes,
+    )
 
 
 __all__ = ["AttentionStatistics", "SelfAttention"]

@@ -9,6 +9,8 @@ sqrt((1-r)/2) q, what enters are |p|^2 and |q|^2.
 
 Keys. Given w, logits of Gaussian tokens are Gaussian; what tokens of fixed norm change is derived
 in `softmax.fixed_norms`, here for queries and keys that share the same fraction r.
+
+See docs/theory/softmax.md, Queries of finite width.
 """
 
 from __future__ import annotations

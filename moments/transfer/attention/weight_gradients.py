@@ -35,6 +35,8 @@ Rows of logit variance theta and E sum a^2 = S have dQ/dN = theta (1 - 2 p) Q, p
 (1 - N)) (1 - S)/S), as `attention_response`. The keys' gains multiply the same features of the same
 logits, and receive the same; rotary positions turn features into each other between the two, which
 leaves the mean.
+
+See docs/theory/attention.md, Weight gradients.
 """
 
 from __future__ import annotations

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
-from ...engine.state import Gradient, Kernel, Signal
+from ...engine.response import Around
+from ...engine.sensitivity import SINGLE, Ascent, Descent, Response
+from ...engine.state import Array, Gradient, Kernel, Signal
+from ...engine.trace import Record
 from ...formulas.activation import gelu_function, gelu_tanh_function
 from ...formulas.algebra import NUMPY
 from ...formulas.linear import DROPOUT, LINEAR
@@ -170,28 +173,29 @@ class Pool(Leaf):
         weights = self.weights(signal.kernel.pairs.shape[-1])
         pooled = Kernel.of_matrix(weights @ signal.second_moment().pairs @ weights.T)
         output = _gaussian(pooled, signal)
+        return output, functools.partial(self._sent, signal.seq_len, weights)
 
-        def pullback(gradient: Gradient) -> Pulled:
-            sent = Kernel.of_matrix(weights.T @ gradient.kernel.pairs @ weights)
-            return Pulled(Gradient(sent, signal.seq_len))
-
-        return output, pullback
+    def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
+        sent = Kernel.of_matrix(weights.T @ gradient.kernel.pairs @ weights)
+        return Pulled(Gradient(sent, seq_len))
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         kernel, count = signal.second_moment(), signal.seq_len
         variance = kernel.diagonal
         if self.kind == "mean":
             variance = (kernel.diagonal + (count - 1) * kernel.pairs) / count
+        output = _gaussian(Kernel(variance, 0.0 * variance), signal)
+        return output, functools.partial(self._sent_alike, count)
 
-        def pullback(gradient: Gradient) -> Pulled:
-            received = gradient.kernel.diagonal
-            if self.kind == "mean":
-                sent = Kernel(received / count**2, received / count**2)
-            else:
-                sent = Kernel(received / count, 0.0 * received)
-            return Pulled(Gradient(sent, count))
+    def _sent_alike(self, count: int, gradient: Gradient) -> Pulled:
+        received = gradient.kernel.diagonal
+        sent = Kernel(received / count, 0.0 * received)
+        if self.kind == "mean":
+            sent = Kernel(received / count**2, received / count**2)
+        return Pulled(Gradient(sent, count))
 
-        return _gaussian(Kernel(variance, 0.0 * variance), signal), pullback
+    def response(self, record: Record, around: Around) -> Response:
+        return _Pooled(self.weights(record.input.kernel.pairs.shape[-1]))
 
     def weights(self, count: int) -> np.ndarray:
         """(sequences, count) with which tokens enter their sequence's vector."""
@@ -215,3 +219,20 @@ def _gaussian(pooled: Kernel, signal: Signal) -> Signal:
         width=signal.width,
         spread=(pooled * pooled).scaled(2 / signal.width),
     )
+
+
+@dataclass(frozen=True)
+class _Pooled:
+    """One vector per sequence, by weights (sequences, tokens)."""
+
+    weights: Array
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        none = np.zeros(sensitivity.shape[:-2])
+        onward = self.weights @ sensitivity @ self.weights.T
+        return Ascent(onward.astype(SINGLE), None, none, none + 1.0)
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        none = np.zeros(sensitivity.shape[:-2])
+        found = self.weights.T @ sensitivity @ self.weights
+        return Descent(found.astype(SINGLE), none, none)

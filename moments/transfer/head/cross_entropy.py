@@ -12,6 +12,8 @@ Integrands are analytic within |Im| < pi/2, so that equally spaced points conver
 exp(-exp(u)) = P(G < -u) for a Gumbel variable G, so that E exp(-exp(z - y)) = P(z + G < y). Where
 logits vary widely that is a normal distribution smoothed over a few units, and the integral is
 taken over G, which needs as many points at any variance; those over y spread in proportion.
+
+See docs/theory/loss.md.
 """
 
 from __future__ import annotations

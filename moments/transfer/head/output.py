@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,19 @@ from ...model.transformer import Transformer
 from .components import head_chain
 from .notes import output_notes
 from .readout import Readout
-from .targets import Targets, alike_targets, class_targets, position_targets, text_targets
+from .targets import (
+    Targets,
+    alike_targets,
+    class_targets,
+    position_targets,
+    position_text,
+    text_targets,
+)
 from .tied import cross_gradient
 
 
-class OutputMoments(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class OutputMoments:
     """What the end of the network does.
 
     Attributes:
@@ -31,14 +40,12 @@ class OutputMoments(NamedTuple):
             in a normalisation it is without `radial`.
         radial: what a measured gradient has besides there, along the signal; None: nothing.
         logit_variance: mean square of a logit.
-        weights: gives the squared gradient norms of the head's own parameters, by name.
-        table: gives what a tied matrix adds to the token table's squared gradient norm: its own
-            and twice the overlap with what the input reads; 0 where the head is not tied.
         record: of what stands before the matrix to the logits ("final.norm", "head.transform",
             ...); under "classification" sites after "head.pool" have one token per sequence.
         logits: the last site.
         notes: what makes the numbers less certain.
-        ending: what stands before the matrix to the logits, and that; None where there is no loss.
+        model: the declaration.
+        readout: the matrix and its loss.
     """
 
     loss: Array
@@ -46,12 +53,53 @@ class OutputMoments(NamedTuple):
     gradient: Gradient | None
     radial: Kernel | None
     logit_variance: Array
-    weights: Callable[[], Mapping[str, Array]]
-    table: Callable[[], Array]
     record: Record
     logits: Point
     notes: tuple[str, ...]
-    ending: tuple[Chain, Readout] | None = None
+    model: Transformer
+    readout: Readout
+
+    @property
+    def head(self) -> Head:
+        """Of the model."""
+        head = self.model.head
+        assert isinstance(head, Head)
+        return head
+
+    @property
+    def ending(self) -> tuple[Chain, Readout] | None:
+        """What stands before the matrix to the logits, and that; None where there is no loss."""
+        chain = self.record.component
+        assert isinstance(chain, Chain)
+        return None if self.head.loss is None else (chain, self.readout)
+
+    def weights(self) -> Mapping[str, Array]:
+        """The squared gradient norms of the head's own parameters, by name."""
+        head, readout = self.head, self.readout
+        if head.loss is None:
+            return {}
+        walk = self.record.walk_back()
+        found = {name: norm for one in walk for name, norm in one.weights().items()}
+        last = _last_norm(head)
+        if f"{last}.gain" in found:
+            # What the gain multiplies is what the readout multiplies, over the gain.
+            square = head.norm_gain**2 if last == "final.norm" else 1.0
+            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient() / square
+        if readout.normalised and f"{last}.bias" in found:
+            # `gradient` is without what the norm takes away, whose bias is behind it.
+            found[f"{last}.bias"] += self.model.d_model * readout.radial().total(readout.seq_len)
+        if not head.tied:
+            found["head"] = readout.matrix_gradient()
+        if head.bias:
+            found["head.bias"] = readout.bias_gradient()
+        return found
+
+    def table(self) -> Array:
+        """What a tied matrix adds to the token table's squared gradient norm: its own and twice the
+        overlap with what the input reads; 0 where the head is not tied."""
+        if not self.head.tied or self.head.loss is None:
+            return 0.0
+        return self.readout.matrix_gradient() + cross_gradient(self.readout)
 
 
 def output_moments(
@@ -113,11 +161,8 @@ def output_moments(
     logits = Point(run.layer, "logits", _logits(readout))
     run.reached.append(logits)
     if head.loss is None:
-        nothing: Mapping[str, Array] = {}
         square = readout.logit_square
-        return OutputMoments(
-            None, None, None, None, square, lambda: nothing, lambda: 0.0, record, logits, ()
-        )
+        return OutputMoments(None, None, None, None, square, record, logits, (), model, readout)
     received = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
     logits = logits._replace(gradient=received)
     kernel = readout.gradient()
@@ -129,39 +174,17 @@ def output_moments(
     record = record.backward(Gradient(kernel, read.seq_len), run)
     gradient = record.gradient_sent
 
-    def weights() -> dict[str, Array]:
-        found = {name: norm for one in record.walk_back() for name, norm in one.weights().items()}
-        last = _last_norm(head)
-        if f"{last}.gain" in found:
-            # What the gain multiplies is what the readout multiplies, over the gain.
-            square = head.norm_gain**2 if last == "final.norm" else 1.0
-            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient() / square
-        if readout.normalised and f"{last}.bias" in found:
-            # `kernel` is without what the norm takes away, whose bias is behind it.
-            found[f"{last}.bias"] += model.d_model * readout.radial().total(readout.seq_len)
-        if not head.tied:
-            found["head"] = readout.matrix_gradient()
-        if head.bias:
-            found["head.bias"] = readout.bias_gradient()
-        return found
-
-    def table() -> Array:
-        if not head.tied:
-            return 0.0
-        return readout.matrix_gradient() + cross_gradient(readout)
-
     return OutputMoments(
         readout.loss,
         np.sqrt(readout.loss_variance())[()],
         gradient,
         radial,
         readout.logit_square,
-        weights,
-        table,
         record,
         logits,
         output_notes(head, readout, signal),
-        (chain, readout),
+        model,
+        readout,
     )
 
 
@@ -280,7 +303,10 @@ def _targets(
         if targets is not None:
             raise DomainError("targets are resolved by token: leave tokens=False out")
         if signal.kernel.classes is not None:
-            return position_targets(head, vocab_size, signal.kernel.classes, batch)
+            classes = signal.kernel.classes
+            if token_ids is not None:
+                return position_text(classes, token_ids).repeated(batch)
+            return position_targets(head, vocab_size, classes, batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)
     every = np.ones(sequences * model.seq_len)
     if real is not None:

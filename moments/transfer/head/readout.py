@@ -9,6 +9,8 @@ which a normalisation before the head removes, and the rest, independent of z_i:
 D_ii is exact for logits of one token. A pair's expectations are exact where the two tokens' logits
 are independent or equal. Between, E sum_v p_i(v) p_j(v) over tokens that neither reads follows
 `softmax_agreement`; the others are geometric in the correlation, as exp(c) is in E exp(z + z').
+
+See docs/theory/loss.md, The gradient of random logits.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ Between E p_v E p'_v, where the logits are independent, and E p_v^2, where they 
 logarithm rises in proportion to the correlation as long as softmaxes are flat. Peaked ones agree
 where their largest logits do, and those agree by V^-(1 - rho)/(1 + rho): the rise is
 2 rho/(1 + rho) there.
+
+See docs/theory/loss.md.
 """
 
 from __future__ import annotations

@@ -200,6 +200,27 @@ def position_targets(
     return Targets(count, active, np.outer(active, active), even, even, hit, own, both_hit)
 
 
+def position_text(classes: PositionClasses, token_ids: Any) -> Targets:
+    """Targets of one text on classes of positions, the next token of each: means over cells."""
+    read = check_ids(token_ids, classes.length, "token_ids")[0].astype(np.int64)
+    chosen = np.append(read[1:], NO_TARGET)
+    active = np.ones(classes.length)
+    active[-1] = 0.0
+    itself = chosen == read
+    repeated = np.where(itself, read, NO_TARGET - 1)
+    share = classes.cell_means(active)
+    return Targets(
+        float(active.sum()),
+        share,
+        np.outer(share, share),
+        classes.pair_means(chosen, chosen),
+        classes.pair_means(read, read),
+        classes.pair_means(chosen, read),
+        classes.cell_means(itself + 0.0),
+        classes.pair_means(repeated, chosen),
+    )
+
+
 def class_targets(classes: int, sequences: int, labels: Any = None, batch: int = 1) -> Targets:
     """One label per sequence; None: drawn uniformly.
 

@@ -1,4 +1,7 @@
-"""Softmax attention on an arbitrary token kernel, at initialisation."""
+"""Softmax attention on an arbitrary token kernel, at initialisation.
+
+See docs/theory/attention.md.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,19 @@ EXPONENT_MAX = 40.0
 TOLERANCE = 2e-4
 """Largest change of an overlap at which its iteration ends."""
 
+ITERATIONS = 30
+"""Most steps to a self-consistent overlap: rows of a text need six to `TOLERANCE`, and only those
+of logit variances beyond 30 use all."""
+
+SELF_SWEEPS = 4
+"""Sinkhorn sweeps within a step of that iteration, which itself goes on balancing."""
+
+JOINT_SWEEPS = 3
+"""Sinkhorn sweeps of the joint law of two rows."""
+
+TANGENT_SWEEPS = 6
+"""Sweeps that bring the means of its derivative to 0."""
+
 
 Real = TypeVar("Real", np.float32, np.float64)
 
@@ -83,7 +96,7 @@ def tangent(
     columns = (weights[..., None, :] @ moved)[..., 0, :]
     right = np.zeros_like(columns)
     left = rows
-    for _ in range(6):
+    for _ in range(TANGENT_SWEEPS):
         left = -rows - (joint @ (weights2 * right)[..., None])[..., 0]
         right = -columns - ((weights * left)[..., None, :] @ joint)[..., 0, :]
     moved += joint * (left[..., :, None] + right[..., None, :])
@@ -109,11 +122,11 @@ def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: fl
     guess = first_guess / np.maximum(first_guess.sum(1, keepdims=True), 1e-300)
     overlap = guess.astype(np.float32)
     step, last = 0.5, None
-    for _ in range(30):
+    for _ in range(ITERATIONS):
         response = identity - overlap
         projected = response @ scaled @ response.T
         joint = np.exp(np.minimum(projected, EXPONENT_MAX, out=projected), out=projected)
-        change = balanced(joint, shares, shares, 4)
+        change = balanced(joint, shares, shares, SELF_SWEEPS)
         change *= shares
         change -= overlap
         if last is not None:  # the step that would have cancelled the last change (Irons and Tuck)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .balance import EXPONENT_MAX, joint_excess, tangent
+from .balance import EXPONENT_MAX, JOINT_SWEEPS, joint_excess, tangent
 from .contractions import PairSum
 from .logits import Logits
 from .padded import PaddedClass
@@ -110,7 +110,7 @@ class Block(NamedTuple):
         )
         joint = exponents[..., None, None].astype(np.float32) * projected.within.of(pairs)
         np.minimum(joint, EXPONENT_MAX, out=joint)
-        joint = joint_excess(joint, shares[0], shares[1], 3)
+        joint = joint_excess(joint, shares[0], shares[1], JOINT_SWEEPS)
         response = turned = plain = None
         if projected.values is not None:
             along = projected.values.of(pairs)

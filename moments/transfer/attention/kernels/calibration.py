@@ -13,6 +13,8 @@ worst case being a row of two or three keys against a long one).
 
 Finite widths enter here and in `width_terms`. The gradient paths carry the width terms of an
 exchangeable layer (`finite_rows`) divided by the closure's own derivative dC2/drho, as factors.
+
+See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations

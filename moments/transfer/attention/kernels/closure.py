@@ -18,6 +18,8 @@ an approximation whose errors are measured in `attention.KernelAttention`.
 Where positions are rotated, rows i and i' meet C times rho(D) rho(delta), treated as above, and
 a remainder (`rotation`) that is added to first order, times the growth of an exchangeable row's
 response from correlation 0 to that of the two rows.
+
+See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations

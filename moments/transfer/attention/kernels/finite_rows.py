@@ -7,6 +7,8 @@ keys' logits are to be read). Every exact statistic is averaged over two such ru
 order 1/d_model and 1/d_head are those that `laws.attention_refined` derives for tokens alike, whose
 queries and keys share one fraction r of their second moment: here the queries correlate by rho, and
 of a key's second moment the fraction u = 1 - r is its own.
+
+See docs/theory/softmax.md, Queries of finite width.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ at rho = 1, where u keeps the marginals of F. Its shape is used; its trace is kn
 E a_j^2: that of the exchangeable row with the same number of keys and the same E sum a^2. Both are
 exact for exchangeable rows; elsewhere this is an approximation, measured in
 `attention.KernelAttention`.
+
+See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from .row_classes import window
 
 Array = NDArray[np.float64]
 
+MARGINAL_SWEEPS = 12
+"""Sweeps that bring the weighted means of the response to 0; each halves what is left, at least."""
+
 
 def marginal_free(joint: Array, direction: Array, weights: Array) -> Array:
     """joint o (direction + u 1^T + 1 u^T) with u such that its weighted row means vanish.
@@ -38,7 +43,7 @@ def marginal_free(joint: Array, direction: Array, weights: Array) -> Array:
     overlap = joint * weights  # rows sum to 1; its spectrum in [0, 1] makes the iteration contract
     mean = (overlap * direction).sum(1)
     shift = -0.5 * mean
-    for _ in range(12):
+    for _ in range(MARGINAL_SWEEPS):
         shift = 0.5 * (shift - mean - overlap @ shift)
     return np.asarray(joint * (direction + shift[:, None] + shift))
 

@@ -11,6 +11,16 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
+TOLERANCE = 2e-2
+"""Chebyshev coefficient of the derivative, relative to the whole, from which on none is kept."""
+
+NEAREST_END = 0.9
+"""The other end of the interval lies here at least: derivatives divide by its length."""
+
+MOST_ORDERS = 10
+"""Largest degree, which peaked rows alone ask for."""
+
+
 class Nodes(NamedTuple):
     """Chebyshev-Lobatto nodes in the query correlation, from 1 downwards.
 
@@ -41,10 +51,10 @@ def nodes_for(correlation: Array, theta: float) -> Nodes:
     the gradient needs, multiplies that by m. The interval ends at 1, where every row meets itself.
     The error of the paths that is left was measured: .1 % at most, a tenth of the closure's own.
     """
-    low = float(min(correlation.min(), 0.9))
+    low = float(min(correlation.min(), NEAREST_END))
     half = 0.25 * theta * (1.0 - low)
     order, term = 1, half
-    while order < 10 and term * (order + 1) > 2e-2:
+    while order < MOST_ORDERS and term * (order + 1) > TOLERANCE:
         order += 1
         term *= half / order
     unit = np.cos(np.pi * np.arange(order + 1) / order)

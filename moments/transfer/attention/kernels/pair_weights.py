@@ -1,4 +1,7 @@
-"""What the joint law of two rows is read at: weights on the nodes for every pair of rows."""
+"""What the joint law of two rows is read at: weights on the nodes for every pair of rows.
+
+See docs/theory/attention.md, The closure.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ class PairWeights:
             turn = _turn(rotation, overlaps, bare, nodes.low)
         correlation = bare * turn
         value, slope = nodes.basis(correlation)
-        sharpened = _sharpening(stats, pattern, correlation)
+        sharpened = sharpening(stats, pattern[:, None], pattern[None, :], correlation)
 
         def between(values: Array) -> Array:
             factor = np.einsum("rij,ir->ij", value, values[own])
@@ -140,19 +143,21 @@ def _growth(theta: Array, keys: Array, nodes: Nodes) -> Array:
     return np.where(keys[:, None] > 1.0, ratio, 1.0)
 
 
-def _sharpening(stats: RowStatistics, pattern: Indices, correlation: Array) -> Array | float:
-    """Growth of dF/drho beyond the tables.
+def sharpening(
+    stats: RowStatistics, first: Indices, second: Indices, correlation: Array
+) -> Array | float:
+    """Growth of dF/drho beyond the tables, of pairs of rows with these statistics.
 
     At rho = 1 a hard softmax is sensitive only where two logits nearly tie, E tr J^2 of order
     theta^{-1/2}; correlations with theta (1 - rho) >> 1 have reached their limit.
     """
     if not np.any(stats.logit_variance > stats.theta):
         return 1.0
-    inside = np.sqrt(stats.theta[pattern])
-    beyond = np.sqrt(np.maximum(stats.logit_variance, stats.theta)[pattern])
+    inside = np.sqrt(stats.theta)
+    beyond = np.sqrt(np.maximum(stats.logit_variance, stats.theta))
     apart = 1.0 - correlation
-    inner = 1.0 / np.outer(inside, inside) + apart
-    return np.asarray(np.sqrt(inner / (1.0 / np.outer(beyond, beyond) + apart)))
+    inner = 1.0 / (inside[first] * inside[second]) + apart
+    return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + apart)))
 
 
 def row_scale(

@@ -2,14 +2,17 @@
 
 Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (own, pairs); its
 products close, so that each step of the closure keeps its form: reference rows, mean attention, the
-self overlap of a row, joint laws of two rows, dropped attention. Rows of one class see one support,
-and every node is a row class of its own, exact on its own reference; between nodes everything is
-interpolated.
+self overlap of a row, joint laws of two rows, dropped attention. Masks and windows are the counts
+of a `Sight`, rotary positions the means of a `Turning`. Every node is a row class of its own, exact
+on its own reference, and every two of them have a law at the correlation of their queries and its
+derivative there; between nodes everything is interpolated.
 
 For tokens that are alike but for their position nothing else is approximated: with every position
-a node, a layer meets `KernelAttention` as closely as that one's single precision allows, where it
-gives every row a class of its own. `tests/test_position_classes.py` holds that; what nodes lose in
-whole models is in `benchmarks/data/position_classes.json`.
+a node, a layer meets `KernelAttention` as closely as that one's single precision and its nodes in
+the correlation allow, where it gives every row a class of its own. `tests/test_position_classes.py`
+holds that; what nodes lose in whole models is in `benchmarks/data/position_classes.json`.
+
+See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -20,16 +23,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, PositionClasses, diagonal, product, transposed
+from ....engine.classes import Matrix, Sight, diagonal, product, transposed
 from ..softmax.chebyshev import THETA_MAX
 from . import exact_rows
-from .balance import EXPONENT_MAX
+from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS
 from .calibration import calibrate
-from .logits import Logits
+from .independent_noise import MARGINAL_SWEEPS
 from .nodes import nodes_for
-from .pair_weights import PairWeights, geometric_mean
+from .pair_weights import RHO_MIN, geometric_mean, sharpening
 from .reference import annealed_moments, matched
+from .row_pairs import RowPairs, Tile
 from .row_statistics import RowStatistics, log_weights, reference_scale, statistics_of
+from .turning import Turning
 from .width_terms import fixed_norms, unshared_part
 from .widths import Widths
 
@@ -37,6 +42,56 @@ Array = NDArray[np.float64]
 
 TOLERANCE = 2e-5
 """Largest change of an overlap at which its iteration ends; rows are few, so below `balance`'s."""
+
+
+class ClassLogits(NamedTuple):
+    """`logits.Logits` on classes.
+
+    Attributes:
+        queries, keys, values: kernels (own (P,), pairs (P, P)); as there.
+        scale: tau.
+        sight: which keys rows see.
+        turning: rotary positions; None: none.
+    """
+
+    queries: Matrix
+    keys: Matrix
+    values: Matrix
+    scale: float
+    sight: Sight
+    turning: Turning | None = None
+
+    @property
+    def aligned(self) -> bool:
+        """As in `Logits`."""
+        return self.turning is None and self.keys is self.values
+
+    @property
+    def within(self) -> Array:
+        """(P, P), or (P, P, P) by row where positions turn: the kernel of two keys of one row."""
+        pairs = self.keys[1]
+        return np.asarray(pairs if self.turning is None else pairs * self.turning.within)
+
+    @property
+    def deviation(self) -> Array | None:
+        """(P, P, P) root of its variance inside cells."""
+        return None if self.turning is None else np.abs(self.keys[1]) * self.turning.deviation
+
+    def among(self, rows: slice, keys: slice) -> tuple[Array, Array | None]:
+        """(n, k, k) of both, for some rows and keys."""
+        pairs = self.keys[1][keys, keys]
+        if self.turning is None:
+            return np.broadcast_to(pairs, (rows.stop - rows.start, *pairs.shape)), None
+        where = rows, keys, keys
+        away = np.abs(pairs) * self.turning.deviation[where]
+        return pairs * self.turning.within[where], away
+
+    def averaged(self, function: Callable[[Array], Array]) -> tuple[Array, Array]:
+        """(P,) and (P, P) or (P, P, P): of an entry of the keys' kernel within a row."""
+        own, middle, away = function(self.keys[0]), self.within, self.deviation
+        if away is None:
+            return own, function(middle)
+        return own, np.asarray(0.5 * (function(middle + away) + function(middle - away)))
 
 
 class Paths(NamedTuple):
@@ -53,7 +108,6 @@ class PositionAttention:
     """Moments of one causal softmax attention layer on classes of positions.
 
     Attributes:
-        classes: the positions.
         weights: (P, P) mean attention [row, key] to one token of a class.
         logit_variance, entropy, sum_square: (P,) as in `attention.KernelAttention`.
         output: second moments per feature of sum_j a_ij x_j, attention dropout included.
@@ -64,11 +118,8 @@ class PositionAttention:
 
     def __init__(
         self,
-        own: Array,
-        pairs: Array,
-        classes: PositionClasses,
+        logits: ClassLogits,
         *,
-        logit_scale: float,
         drop_prob: float = 0.0,
         d_model: float = np.inf,
         d_head: float = np.inf,
@@ -78,37 +129,27 @@ class PositionAttention:
         """Build the layer's joint law; O(P^4).
 
         Args:
-            own: (P,) second moment of a token per feature.
-            pairs: (P, P) of two different tokens.
-            classes: of positions.
-            logit_scale, drop_prob, d_model, d_head, norm_spread, value_bias: as in
-                `attention.KernelAttention`.
+            logits: of the layer.
+            drop_prob, d_model, d_head, norm_spread, value_bias: as in `attention.KernelAttention`.
         """
-        self.classes, self._own, self._pairs = classes, own, pairs
-        self._scale = logit_scale
+        self.logits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
-        keys = classes.keys
-        index = np.arange(len(own))
-        self._seen = index[None, :] <= index[:, None]
-        self._both = self._seen[:, :, None] & self._seen[:, None, :]
-        self._apart = own - diagonal(pairs)
-        self._rows = rows = row_statistics(own, pairs, classes, logit_scale)
-        self.weights = mean_attention(own, pairs, classes, logit_scale, rows)
-        self._counted = keys * self.weights
-        response = self._self_response()
-        self._response = response
-        self._short, self._long = np.triu_indices(len(own))
-        self._mine = np.flatnonzero(self._short == self._long)
+        sight = logits.sight
+        self._rows = rows = row_statistics(logits)
+        self.weights = mean_attention(logits, rows)
+        self._counted = sight.keys * self.weights
+        self._pairs = RowPairs.of(sight, logits.turning)
+        self._response = self._self_response()
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
-        a, inside = self._joint
-        square = self.weights**2 * np.maximum((a + diagonal(inside))[self._mine, 0], 0.0)
-        self._squares = square
-        self.sum_square = (keys * square).sum(1)
+        own, inside = self._alone
+        self._squares = self.weights**2 * np.maximum(own + diagonal(inside), 0.0)
+        self.sum_square = (sight.keys * self._squares).sum(1)
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
+        self._sent: list[tuple[Any, Any]] | None = None
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -117,32 +158,41 @@ class PositionAttention:
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def _projected(self, response: Matrix, counts: Array, other: Matrix) -> Matrix:
-        """(1 - A) C (1 - A')^T."""
-        kernel = (
-            np.broadcast_to(self._apart, response[0].shape),
-            np.broadcast_to(self._pairs, response[1].shape),
-        )
-        return product(product(response, kernel, counts), transposed(other), counts)
-
     def _self_response(self) -> Matrix:
         """1 - A of every row; see `balance.self_overlap`."""
-        own, pairs, rows, keys = self._own, self._pairs, self._rows, self.classes.keys
-        weights, seen, both = self.weights, self._seen, self._both
-        pull = rows.own_response * self._scale * own * rows.softening
-        top = max(own.max(), pairs.max())
-        of_pairs = np.exp(pull[:, None, None] * (pairs - top))
-        of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
+        size = len(self.weights)
+        found, inside = np.zeros((size, size)), np.zeros((size,) * 3)
+        for rows, keys in self._pairs.rows:
+            found[rows, keys], inside[rows, keys, keys] = self._responses(rows, keys)
+        return found, inside
+
+    def _responses(self, of: slice, among: slice) -> Matrix:
+        """1 - A of some rows, over the keys that they see."""
+        logits, rows = self.logits, self._rows
+        keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
+        weights, own = self.weights[of, among], logits.keys[0][among]
+        both = seen[:, :, None] & seen[:, None, :]
+        temperature = logits.scale * logits.queries[0]
+        pull = (rows.own_response * temperature * rows.softening)[of, None, None]
+        within, away = logits.among(of, among)
+        top = max(own.max(), within.max())
+        of_pairs = np.exp(pull * (within - top))
+        of_own = np.exp(pull[..., 0] * (own - top)) - diagonal(of_pairs)
         total = np.einsum("pr,pqr->pq", keys, of_pairs) + of_own
         found = np.where(seen, of_own / total, 0.0)
         inside = np.where(both, of_pairs / total[:, :, None], 0.0)
-        exponent = pull / np.maximum(rows.strength, 1e-6) ** 2
-        step, last = np.full(len(own), 0.5), None
-        for _ in range(30):
+        exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
+        kernel, away = (own - diagonal(within), within), _log_cosh(away, exponent)
+        step, last = np.full(len(keys), 0.5), None
+        for _ in range(ITERATIONS):
             response = (1.0 - found, -inside)
-            joint = _bounded_exp(self._projected(response, keys, response), exponent[:, None, None])
+            projected = product(product(response, kernel, keys), transposed(response), keys)
+            joint = _bounded_exp(
+                (projected[0] + diagonal(projected[1]), projected[1]), exponent, away
+            )
+            joint = joint[0] - diagonal(joint[1]), joint[1]
             joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
-            joint = _balanced(joint, (weights, weights), (keys, keys), 4)
+            joint = _balanced(joint, (weights, weights), (keys, keys), SELF_SWEEPS)
             change = joint[0] * weights - found, joint[1] * weights[:, None, :] - inside
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change[0]
@@ -158,141 +208,244 @@ class PositionAttention:
 
     # --- pairs of rows -------------------------------------------------------------------------
 
+    def _projected(self, tile: Tile, kernel: Matrix) -> Matrix:
+        """(1 - A) C (1 - A')^T of pairs of rows, of one kernel or of one for every pair."""
+        own, pairs = self._response
+        long, short, left, right = tile.long, tile.short, tile.left, tile.right
+        keys = self.logits.sight.keys
+        return tile.projected(
+            (own[long, left], pairs[long, left, left]),
+            kernel,
+            (own[short, right], pairs[short, right, right]),
+            (keys[long, left], keys[short, right]),
+        )
+
     def _joint_laws(self) -> None:
-        """F/(w w') of every pair of rows, the longer one's keys first, at every node of rho."""
-        own, pairs, rows, keys = self._own, self._pairs, self._rows, self.classes.keys
-        size = len(own)
-        bare = np.clip(pairs / np.sqrt(np.outer(own, own)), -1.0, 1.0)
-        nodes = nodes_for(bare, float(rows.theta.max()))
+        """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
+        it."""
+        logits, rows, pairs = self.logits, self._rows, self._pairs
+        turning, (temperature, between) = logits.turning, logits.queries
+        bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
+        bare = pairs.joined(np.ones(len(temperature)), bare)
+        beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
+        lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
+        nodes = nodes_for(lowest, float(rows.theta.max()))
         self._calibration = calibration = calibrate(
             rows.theta, rows.keys, rows.unshared_fraction, rows.own_fraction, nodes, self._widths
         )
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
         self._exponent_slope = exponent @ nodes.basis(np.ones(1))[1][:, 0]
-        exponent = exponent * self._scale * own[:, None]
-        short, long = self._short, self._long
-        of_long = self._response[0][long], self._response[1][long]
-        of_short = self._response[0][short], self._response[1][short]
-        kernel = np.broadcast_to(self._apart, of_long[0].shape), self._pairs[None]
-        # (1 - A) C over the longer row's keys, then (1 - A')^T over the keys of the shorter one
-        moved = product(of_long, kernel, keys[long])
-        projected = product(moved, transposed(of_short), keys[short])
-        between = geometric_mean(exponent[short], exponent[long])
-        joint = _bounded_exp(
-            (projected[0][:, None], projected[1][:, None]), between[..., None, None]
+        exponent = exponent * logits.scale * temperature[:, None]
+        exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
+
+        moved = []
+        turn = np.ones(len(bare))
+        for tile in pairs.tiles:
+            own, kernel = logits.keys[0][tile.own], logits.keys[1][tile.left, tile.right]
+            if tile.turned is None:
+                moved.append(self._projected(tile, (own, kernel)))
+                continue
+            assert turning is not None
+            of_keys, of_rows = tile.turned
+            moved.append(self._projected(tile, (own * of_rows[:, None], kernel * of_keys)))
+            still = turning.within[tile.long, tile.left, tile.right]
+            still = self._gathered(tile, self._projected(tile, (own, kernel * still)))
+            turn[tile.pairs] = _ratio(self._gathered(tile, moved[-1]), still, of_rows)
+        self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
+        self._basis, slopes = nodes.basis(rho)
+        factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
+        if turning is not None:  # per unit of what the kernel already holds of the correlation
+            apart = np.abs(rho) > RHO_MIN
+            factor = np.where(apart, factor / np.where(apart, rho, 1.0), slope) * bare
+        self._laws = [
+            self._law(tile, one, factor[tile.pairs], slope[tile.pairs])
+            for tile, one in zip(pairs.tiles, moved, strict=True)
+        ]
+
+        shared_part = 2.0 / self._widths.d_model
+        sharp = sharpening(rows, pairs.long, pairs.short, rho)
+        self._growth = self._over_pairs(calibration.growth)
+        self._query = self._over_pairs(calibration.query) * sharp
+        if turning is None:
+            self._key = self._over_pairs(calibration.key) * sharp
+            self._cross = shared_part * self._growth * sharp
+            return
+        apart = np.abs(nodes.rho) > RHO_MIN
+        divided = np.where(apart, nodes.rho, 1.0)
+        self._key, growth = (
+            self._over_pairs(np.where(apart, values / divided, 1.0)) * sharp * bare
+            for values in (calibration.key, calibration.growth)
         )
-        seen = self._seen[short][:, None]
-        both = self._seen[long][:, None, :, None] & seen[..., None, :]
-        joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
-        weights = self.weights[long][:, None], self.weights[short][:, None]
+        self._cross = shared_part * growth
+
+    def _law(self, tile: Tile, moved: Matrix, factor: Array, slope: Array) -> _Laws:
+        """The joint law of pairs of rows, of exponents `factor` of the projected kernel, with its
+        derivatives."""
+        logits, sight, weights = self.logits, self.logits.sight, self.weights
+        long, short, left, right = tile.long, tile.short, tile.left, tile.right
+        seen = sight.seen[long, left], sight.seen[short, right]
+        shared = seen[0][:, tile.own_left] & seen[1][:, tile.own_right]
+        both = seen[0][:, :, None] & seen[1][:, None, :]
+        alone = self._pairs.alone[tile.pairs]
+        away = None
+        if logits.turning is not None and alone.any():
+            away = np.zeros_like(moved[1])
+            rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
+            _, inside = logits.among(rows, left)
+            away[alone] = _log_cosh(inside, factor[alone, None, None])
+        whole = moved[0] + tile.diagonal(moved[1])
+        own, pairs = _bounded_exp((whole, moved[1]), factor[:, None, None], away)
+        own -= tile.diagonal(pairs)
+        own[~shared], pairs[~both] = 0.0, 0.0
         # the longer row's keys behind the shorter one's last lack what that row's own terms add
-        counts = self.classes.split[short, long][:, None], keys[short][:, None]
-        self._joint = _balanced(joint, weights, counts, 3)
-        # a row with itself, and with its neighbour
-        twin = np.block([[pairs, pairs], [pairs, pairs]])
-        every = np.arange(2 * size)
-        twin[every, every] = np.concatenate([own, own])
-        logits = Logits(twin, twin, twin, np.zeros_like(twin), self._scale)
-        twice = RowStatistics(*(np.concatenate([values, values]) for values in vars(rows).values()))
-        pattern = np.concatenate([np.arange(size), np.arange(size)])
-        self._weights_at = PairWeights.of(
-            logits,
-            twice,
-            pattern,
-            np.arange(size),
-            np.ones((len(nodes.rho), 2 * size)),
-            nodes,
-            calibration,
-            self._widths,
-            None,
+        sums = _Sums(
+            tile,
+            sight.split[short, long, left] * weights[long, left],
+            self._counted[short, right],
+            weights[long, left],
+            weights[short, right],
         )
+        joint = sums.balanced((own, pairs), JOINT_SWEEPS)
 
-    def _split(self, of_twins: Any) -> Matrix:
-        """(own, pairs) over rows of what every row has with itself and with its neighbour."""
-        size = len(self._own)
-        found = np.asarray(of_twins, dtype=np.float64)
-        return diagonal(found[..., :size, :size]), found[..., :size, size:]
+        def along(direction: Matrix) -> Matrix:
+            own = slope[:, None] * (direction[0] + tile.diagonal(direction[1]))
+            return sums.tangent(joint, own, slope[:, None, None] * direction[1])
 
-    def _gather(self) -> Array:
-        """(r, P, P) tr(F C) of two rows at every node."""
-        (a, inside), keys = self._joint, self.classes.keys
-        short, long, weights = self._short, self._long, self.weights
-        left = self.classes.split[short, long] * weights[long]
-        right = self._counted[short]
-        value = np.einsum("cx,crxy,cy->cr", left, inside * self._pairs, right, optimize=True)
-        beside = (a + diagonal(inside)) * self._own - diagonal(inside) * diagonal(self._pairs)
-        value += np.einsum("crq,cq->cr", beside, keys[short] * weights[short] * weights[long])
-        found = np.empty((value.shape[1], len(self._own), len(self._own)))
-        found[:, short, long] = found[:, long, short] = value.T
-        return found
+        slopes = along(moved)
+        if logits.aligned:
+            return _Laws(joint, slopes, slopes)
+        values = logits.values[0][tile.own], logits.values[1][left, right]
+        return _Laws(joint, slopes, along(self._projected(tile, values)))
+
+    @property
+    def _alone(self) -> Matrix:
+        """(P, P) and (P, P, P) joint law of every row with itself."""
+        size = len(self.weights)
+        own, inside = np.zeros((size, size)), np.zeros((size,) * 3)
+        for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
+            alone = self._pairs.alone[tile.pairs]
+            rows = tile.long[alone]
+            if len(rows):
+                own[rows, tile.left] = law.joint[0][alone]
+                inside[rows, tile.left, tile.right] = law.joint[1][alone]
+        return own, inside
+
+    def _over_pairs(self, values: Array) -> Array:
+        """(C,) of (P, r) values of rows at the nodes of the correlation."""
+        halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
+        return np.asarray(np.einsum("rc,cr->c", self._basis, halves))
+
+    def _gathered(self, tile: Tile, law: Matrix) -> Array:
+        """(c,) tr(F C) of two rows, of the values' kernel."""
+        sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
+        kernel = self.logits.values[1][tile.left, tile.right]
+        left = sight.split[short, long, tile.left] * weights[long, tile.left]
+        right = self._counted[short, tile.right]
+        once = sight.shared[long, short, tile.own] * weights[long, tile.own]
+        inside = tile.diagonal(law[1])
+        beside = (law[0] + inside) * self.logits.values[0][tile.own]
+        beside -= inside * tile.diagonal(kernel)
+        met = ((law[1] * kernel) @ right[:, :, None])[..., 0]
+        return np.asarray((met * left).sum(1) + (beside * once * weights[short, tile.own]).sum(1))
+
+    def _gather(self, of: int) -> Array:
+        """(C,) of the joint laws or of their derivatives in the correlation."""
+        laws = zip(self._pairs.tiles, self._laws, strict=True)
+        return np.concatenate([self._gathered(tile, law[of]) for tile, law in laws])
 
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        own, pairs, weights, rows = self._own, self._pairs, self.weights, self._rows
-        size, at, calibration = len(own), self._weights_at, self._calibration
+        logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
+        own, pairs, calibration = logits.values[0], self._pairs, self._calibration
+        long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
-
-        def twins(one: Array) -> Array:
-            """A row's numbers with its neighbours': the same."""
-            return np.block([[one, one], [one, one]])
-
-        def doubled(one: Array) -> Array:
-            return np.concatenate([one, one])
-
-        mean = self.mean_output()
-        found = self._gather() - mean
-        excess = np.einsum("rij,rij->ij", at.value, np.tile(found, (1, 2, 2)))
-        slope = np.einsum("rij,rij->ij", at.slope, np.tile(found, (1, 2, 2)))
-        self_excess = np.diagonal(excess)[:size]
-        shift = self._counted @ own - (diagonal(mean) + self_excess)
+        whole = self.mean_output()
+        mean = whole[long, short]
+        excess, slope = self._gather(0) - mean, self._gather(1)
+        shift = self._counted @ own - np.diagonal(whole) - excess[alone]
         shift = shift * np.sqrt(rows.softening)
-        tilt = self._scale * twins(np.outer(shift, shift))
-        kernel = twins(pairs)
-        every = np.arange(2 * size)
-        kernel[every, every] = doubled(own)
-        output = twins(mean) + excess + tilt * at.tilt * kernel / width
+        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
+            moved = self._apart(logits.values)
+            usable = moved > 1e-9 * (self._counted @ own)
+            ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
+            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
+        tilt = logits.scale * self._tilted(shift)
+        temperature, between = logits.queries
+        asked = pairs.joined(temperature, between)
+        of_tilt, of_query = (
+            self._over_pairs(one) for one in (calibration.tilt, calibration.query_tilt)
+        )
+        output = mean + excess + tilt * of_tilt * asked / width
         if self._widths.deficit > 0.0:
-            apart = self._counted @ own - diagonal(mean)
+            apart = self._counted @ own - np.diagonal(whole)
             unshared = unshared_part(rows.keys, apart, (self._counted * weights).sum(1))
-            held = np.einsum("psq,pq,sq->ps", self.classes.shared, weights, weights)
+            held = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)[long, short]
+            held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
-                at,
-                doubled(calibration.stiffness),
-                doubled(calibration.against),
-                doubled(rows.own_fraction),
-                twins(mean),
+                (long, short),
+                self._correlation,
+                self._growth,
+                calibration.stiffness,
+                calibration.against,
+                rows.own_fraction,
+                mean,
                 excess,
                 slope,
-                twins(held * np.sqrt(np.outer(unshared, unshared))),
+                held,
             )
-        tilted = tilt * at.query_tilt
-        norm = doubled(np.sqrt(own))
-        query = at.query * slope / np.outer(norm, norm) + tilted / width
-        common = calibration.common * np.diagonal(slope)[:size] / own
-        query[every, every] += doubled(common)
+        tilted = tilt * of_query
+        norm = np.sqrt(temperature)
+        query = self._query * slope / (norm[long] * norm[short]) + tilted / width
+        query[alone] += calibration.common * slope[alone] / temperature
         if self._dropped > 0.0:
-            masks = (1.0 + calibration.masks) * ((self.classes.keys * self._squares) @ own)
-            output[every, every] += self._dropped * doubled(masks)
-            noise = calibration.noise_query * self._noise_overlap(own, pairs)
-            query[every, every] += self._dropped * self._scale * doubled(noise)
-        self.output, self.response = self._split(output), self._split(query)
-        self.tilt = self._split(tilted)
+            masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
+            output[alone] += self._dropped * masks
+            noise = calibration.noise_query * self._noise_overlap(logits.keys[0], logits.within)
+            query[alone] += self._dropped * logits.scale * noise
+        self.output, self.response = pairs.split(output), pairs.split(query)
+        self.tilt = pairs.split(tilted)
+
+    def _met_by(self, kernel: Matrix) -> Array:
+        """(P, P) [row, key] of W C."""
+        apart = kernel[0] - diagonal(kernel[1])
+        return np.asarray(self._counted @ kernel[1] + self.weights * apart)
+
+    def _apart(self, kernel: Matrix) -> Array:
+        """(P,) what the attended tokens of a row do not share."""
+        held = (self._counted * self._met_by(kernel)).sum(1)
+        return np.asarray(np.maximum(self._counted @ kernel[0] - held, 0.0))
+
+    def _tilted(self, shift: Array) -> Array:
+        """(C,) products of two rows' shifts; see `width_terms.tilted`."""
+        turning, long, short = self.logits.turning, self._pairs.long, self._pairs.short
+        if turning is None or self._pairs.phases is None:
+            return shift[long] * shift[short]
+        parts = self._counted * (self.logits.values[0] - self._met_by(self.logits.values))
+        total = parts.sum(1)
+        usable = np.abs(total) > 1e-300
+        parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
+        turned = np.einsum("pq,pqm->pm", parts, turning.keys)
+        both = turned[long] * turned[short].conj() * self._pairs.phases.conj()
+        return np.asarray((both @ turning.shares).real)
 
     def mean_output(self) -> Array:
         """(P, P) overlap W C W^T of mean outputs, of a row with itself too."""
-        own = np.einsum(
-            "psq,pq,sq,q->ps", self.classes.shared, self.weights, self.weights, self._apart
-        )
-        return np.asarray(self._counted @ self._pairs @ self._counted.T + own)
+        own, pairs = self.logits.values
+        shared = self.logits.sight.shared
+        apart = own - diagonal(pairs)
+        of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
+        return np.asarray(self._counted @ pairs @ self._counted.T + of_own)
 
     # --- attention dropout (see `independent_noise`) -------------------------------------------
 
     def _respond_to_noise(self) -> None:
-        keys, weights, own = self.classes.keys, self.weights, self._own
-        beside, inside = (one[self._mine, 0] for one in self._joint)
+        logits = self.logits
+        keys, weights, seen = logits.sight.keys, self.weights, logits.sight.seen
+        own = logits.values[0] + self._value_bias
+        beside, inside = self._alone
         response = self._response
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
         trace = trace * np.sqrt(self._rows.softening) * (self._counted @ own)
@@ -302,9 +455,9 @@ class PositionAttention:
         whole = beside + diagonal(inside)
         mean = np.einsum("pqr,pqr,pr->pq", inside, direction, self._counted)
         mean += (whole * (a + diagonal(direction)) - diagonal(inside * direction)) * weights
-        mean = np.where(self._seen, mean, 0.0)
+        mean = np.where(seen, mean, 0.0)
         shift = -0.5 * mean
-        for _ in range(12):
+        for _ in range(MARGINAL_SWEEPS):
             overlap = np.einsum("pqr,pr->pq", inside, self._counted * shift)
             overlap += beside * weights * shift
             shift = 0.5 * (shift - mean - overlap)
@@ -314,24 +467,50 @@ class PositionAttention:
         self._noise_left = np.einsum("pq,pqr->pr", self._counted, pairs) + weights * self._noise[0]
         self._noise_both = (self._counted * self._noise_left).sum(1)
         self._noise_scale = np.ones(len(own))
-        bare = self._noise_overlap(np.ones(len(own)), np.zeros_like(self._pairs))
+        bare = self._noise_overlap(np.ones(len(own)), np.zeros_like(logits.keys[1]))
         usable = bare > 1e-300
         self._noise_scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
 
     def _noise_overlap(self, own: Array, pairs: Array) -> Array:
-        """(P,) tr(E[J D J] X) of every row."""
+        """(P,) tr(E[J D J] X) of every row, of one kernel X or of one for every row."""
         counted, weights = self._counted, self.weights
-        apart = own - diagonal(pairs)
-        mapped = counted @ pairs + weights * apart
         a, inside = self._noise
-        total = np.einsum("pq,pqr,qr,pr->p", counted, inside, pairs, counted, optimize=True)
+        pairs = np.broadcast_to(pairs, inside.shape)
+        apart = own - diagonal(pairs)
+        mapped = np.einsum("pq,pqr->pr", counted, pairs) + weights * apart
+        total = np.einsum("pq,pqr,pqr,pr->p", counted, inside, pairs, counted, optimize=True)
         beside = (a + diagonal(inside)) * own - diagonal(inside) * diagonal(pairs)
         total += (counted * weights * beside).sum(1)
-        total -= 2.0 * (self.classes.keys * self._noise_left * mapped * weights).sum(1)
+        total -= 2.0 * (self.logits.sight.keys * self._noise_left * mapped * weights).sum(1)
         total += self._noise_both * (counted * mapped).sum(1)
         return np.asarray(total * self._noise_scale)
 
     # --- backward ------------------------------------------------------------------------------
+
+    def _at_keys(self, tile: Tile, laws: _Laws) -> tuple[Any, Any]:
+        """What every pair of rows sends to their keys per unit of its gradient, by the joint law
+        and by its derivative along the values: (c, o) and (c, n k) of each."""
+        sight, weights = self.logits.sight, self.weights
+        long, short, left, right = tile.long, tile.short, tile.left, tile.right
+        sent, beside = sight.rows.T * weights, (long == short) & ~self._pairs.alone[tile.pairs]
+        alone = self._pairs.alone[tile.pairs]
+        twice = np.where(long == short, 1.0, 2.0)[:, None]
+        both = (twice * sent[long, left])[:, :, None] * sent[short, right][:, None, :]
+        alike = twice * sent[long, tile.own] * sent[short, tile.own]
+        if alone.any():  # a row with itself instead of with its neighbour
+            rows = long[alone]
+            once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
+            once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
+            both[alone], alike[alone] = once, diagonal(once)
+            both[beside] -= once
+            alike[beside] -= diagonal(once)
+        found = []
+        for law, turned in ((laws.joint, None), (laws.keyed, tile.turned)):
+            own, pairs = (law[0] + tile.diagonal(law[1])) * alike, law[1] * both
+            if turned is not None:
+                own, pairs = own * turned[1][:, None], pairs * turned[0]
+            found.append((own, pairs.reshape(len(pairs), -1)))
+        return found[0], found[1]
 
     def backward(self, own: Array, pairs: Array) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
@@ -339,134 +518,187 @@ class PositionAttention:
         Args:
             own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
         """
-        classes, weights, at = self.classes, self.weights, self._weights_at
-        short, long, mine = self._short, self._long, self._mine
-        beside, inside = self._joint
-        value = self._split(at.value)
-        slope = self._split(at.slope)
-        key, cross = self._split(at.key), self._split(at.cross)
-        driven = np.stack(
-            [pairs * value[1], pairs * key[1] * slope[1], pairs * cross[1] * slope[1]]
-        )
-        alone = np.stack([own * value[0], own * key[0] * slope[0], own * cross[0] * slope[0]])
-        # what the nodes' weights do not hold of w w', the joint law at correlation 0
-        given = np.stack([pairs, np.zeros_like(pairs), np.zeros_like(pairs)])
-        rest = given - driven.sum(1)
-        given = np.stack([own, np.zeros_like(own), np.zeros_like(own)])
-        rest_alone = given - alone.sum(1)
-        along = driven[:, :, short, long]
-        whole = beside + diagonal(inside)
-        mixed = np.einsum("trc,crxy->tcxy", along, inside, optimize=True)
-        mixed += rest[:, short, long][..., None, None]
-        mixed_own = np.einsum("trc,crx->tcx", along, whole, optimize=True)
-        mixed_own += rest[:, short, long][..., None]
-        itself = np.einsum("trp,prxy->tpxy", alone, inside[mine], optimize=True)
-        itself += rest_alone[..., None, None]
-        itself_own = np.einsum("trp,prx->tpx", alone, whole[mine], optimize=True)
-        itself_own += rest_alone[..., None]
-        sent = classes.rows.T * weights
-        left, right = sent[long], sent[short]
-        apart = short != long
-        total = np.einsum("tcxy,cx,cy->txy", mixed, left, right, optimize=True)
-        other = np.einsum(
-            "tcxy,cx,cy->txy", mixed[:, apart], left[apart], right[apart], optimize=True
-        )
-        total = total + np.swapaxes(other, -1, -2)
-        twice = np.where(apart, 2.0, 1.0)
-        total_own = np.einsum("tcx,cx,cx,c->tx", mixed_own, left, right, twice, optimize=True)
-        # a row with itself instead of with its neighbour
-        index = np.arange(len(own))
-        later = classes.rows_square[np.maximum.outer(index, index)]  # rows that see both keys
-        once = np.einsum("pq,pr,qrp->pqr", weights, weights, later)
-        total += np.einsum("tpxy,pxy->txy", itself - mixed[:, mine], once, optimize=True)
-        total_own += np.einsum(
-            "tpx,xp,px->tx",
-            itself_own - mixed_own[:, mine],
-            classes.rows_square,
-            weights**2,
-            optimize=True,
-        )
+        size, tiles = len(self.weights), self._pairs.tiles
+        if self._sent is None:
+            laws = zip(tiles, self._laws, strict=True)
+            self._sent = [self._at_keys(tile, law) for tile, law in laws]
+        given = self._pairs.joined(own, pairs)
+        driven = np.stack([given * self._key, given * self._cross])
+        total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
+        for tile, sent in zip(tiles, self._sent, strict=True):
+            shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
+            paths = (slice(0, 1), given[None]), (slice(1, 3), driven)
+            for (path, of_law), law in zip(paths, sent, strict=True):
+                total_own[path, tile.own] += of_law[:, tile.pairs] @ law[0]
+                found = of_law[:, tile.pairs] @ law[1]
+                total[path, tile.left, tile.right] += found.reshape(-1, *shape)
         if self._dropped > 0.0:
-            total_own[0] += self._dropped * (classes.rows_square * self._squares.T) @ own
-            driven_own = self._dropped * self._scale * own * self._own * self._noise_scale
-            a, noise = self._noise
-            left_noise = self._noise_left
-            shape = noise - left_noise[:, None, :] - left_noise[:, :, None]
-            shape = shape + self._noise_both[:, None, None]
-            factors = self._calibration.noise_key, self._calibration.noise_cross
-            for path, factor in enumerate(factors, start=1):
-                total[path] += np.einsum(
-                    "p,pqr,pqr->qr", factor * driven_own, shape, once, optimize=True
-                )
-                total_own[path] += np.einsum(
-                    "p,pq,qp,pq->q",
-                    factor * driven_own,
-                    a + diagonal(shape),
-                    classes.rows_square,
-                    weights**2,
-                    optimize=True,
-                )
+            self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
         query = own * self.response[0], pairs * self.response[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
 
+    def _send_noise(self, given: Array, total_own: Array, total: Array) -> None:
+        """Add what dropped attention sends."""
+        logits, weights, later = self.logits, self.weights, self.logits.sight.later
+        squares = np.diagonal(later).T  # (key, row)
+        total_own[0] += self._dropped * (squares * self._squares.T) @ given
+        driven = self._dropped * logits.scale * given * logits.queries[0] * self._noise_scale
+        a, noise = self._noise
+        left = self._noise_left
+        shape = noise - left[:, None, :] - left[:, :, None] + self._noise_both[:, None, None]
+        whole, once = a + diagonal(shape), np.einsum("pq,pr,qrp->pqr", weights, weights, later)
+        turned = shape if logits.turning is None else shape * logits.turning.within
+        calibration = self._calibration
+        paths = (calibration.noise_key, turned), (calibration.noise_cross, shape)
+        for path, (factor, law) in enumerate(paths, start=1):
+            total[path] += np.einsum("p,pqr,pqr->qr", factor * driven, law, once, optimize=True)
+            total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
-def row_statistics(
-    own: Array, pairs: Array, classes: PositionClasses, logit_scale: float
-) -> RowStatistics:
-    """Of every node as a row; arguments as those of `PositionAttention`."""
-    keys = classes.keys
-    count = keys.sum(1)
-    top = float(max(own.max(), pairs.max()))
-    spread = top - float(pairs.min())
-    below_own, below = own - top, pairs - top
+
+def row_statistics(logits: ClassLogits) -> RowStatistics:
+    """Of every node as a row."""
+    keys, temperature, own = logits.sight.keys, logits.queries[0], logits.keys[0]
+    count, within = keys.sum(1), logits.within
+    top = float(max(own.max(), within.max()))
+    spread = top - float(within.min())
 
     def mean(function: Callable[[Array], Array]) -> Array:
-        of_own, of_pairs = function(below_own), function(below)
-        total = np.einsum("pq,pq->p", keys @ of_pairs, keys)
-        return np.asarray((total + keys @ (of_own - diagonal(of_pairs))) / count**2)
+        of_own, of_pairs = logits.averaged(lambda entries: function(entries - top))
+        apart = of_own - diagonal(of_pairs)
+        return np.asarray((_over_keys(keys, of_pairs) + (keys * apart).sum(1)) / count**2)
 
     relative = mean(lambda values: values)
-    scale = reference_scale(logit_scale * float(classes.mean(own)), spread)
+    scale = reference_scale(logits.scale * float(logits.sight.classes.mean(temperature)), spread)
     reference = matched(*annealed_moments(mean, relative, spread, scale), count)
-    mean_own = keys @ own / count
+    mean_own, uniform = keys @ own / count, np.log(count)
     return statistics_of(
-        reference, scale, count, own, logit_scale, mean_own, relative + top, np.log(count)
+        reference, scale, count, temperature, logits.scale, mean_own, relative + top, uniform
     )
 
 
-def mean_attention(
-    own: Array, pairs: Array, classes: PositionClasses, logit_scale: float, rows: RowStatistics
-) -> Array:
+def _over_keys(keys: Array, pairs: Array) -> Array:
+    """(P,) sums over both keys of a row."""
+    if pairs.ndim == 2:
+        return np.asarray(np.einsum("pq,pq->p", keys @ pairs, keys))
+    return np.asarray(((pairs @ keys[:, :, None])[..., 0] * keys).sum(1))
+
+
+def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
     """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
-    keys = classes.keys
-    pull = rows.own_response * logit_scale * own * rows.softening
-    top = max(own.max(), pairs.max())
-    of_pairs = np.exp(pull[:, None, None] * (pairs - top))
+    keys, own, scale = logits.sight.keys, logits.keys[0], logits.scale
+    pull = rows.own_response * scale * logits.queries[0] * rows.softening
+    within, away = logits.within, logits.deviation
+    top = max(own.max(), within.max())
+    raised = pull[:, None, None]
+    of_pairs = np.exp(raised * (within - top))
+    if away is not None:
+        of_pairs = of_pairs * np.cosh(np.minimum(raised * away, EXPONENT_MAX))
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
     crowd = (np.einsum("pr,pqr->pq", keys, of_pairs) + of_own) / rows.count[:, None]
     crowd = np.log(np.maximum(crowd, 1e-300))
     relative = own - (keys @ own / rows.count)[:, None]
     every = np.arange(len(own))
-    logs = log_weights(rows, every, logit_scale, relative, crowd, rows.own_response)
-    logs = np.where(np.tril(np.ones_like(keys)) > 0.0, logs, -np.inf)
+    logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
+    logs = np.where(logits.sight.seen, logs, -np.inf)
     weight = np.exp(logs - logs.max(1, keepdims=True))
     return np.asarray(weight / (keys * weight).sum(1, keepdims=True))
 
 
-def _bounded_exp(exponent: Matrix, factor: Array) -> Matrix:
-    """exp of a matrix times a factor per row of matrices."""
-    own, pairs = exponent
-    inside = np.exp(np.minimum(factor * pairs, EXPONENT_MAX))
-    whole = np.exp(np.minimum(factor[..., 0] * (own + diagonal(pairs)), EXPONENT_MAX))
-    return whole - diagonal(inside), inside
+def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
+    usable = np.abs(whole) > 1e-12 * np.abs(whole).max(initial=1e-300)
+    return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
+
+
+def _log_cosh(deviation: Array | None, factor: Array) -> Array | None:
+    """log E e^x of an exponent that is as likely this much above as below its mean."""
+    if deviation is None:
+        return None
+    size = np.abs(factor * deviation)
+    return np.asarray(size + np.log1p(np.exp(-2.0 * size)) - np.log(2.0))
+
+
+def _bounded_exp(exponent: Matrix, factor: Array, away: Array | None) -> tuple[Array, Array]:
+    """exp of a token's and of pairs' exponents times a factor per matrix; pairs' vary by `away`."""
+    inside = factor * exponent[1]
+    if away is not None:
+        inside += away
+    inside = np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
+    return np.exp(np.minimum(factor[..., 0] * exponent[0], EXPONENT_MAX)), inside
+
+
+class _Laws(NamedTuple):
+    """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
+    values."""
+
+    joint: Matrix
+    slope: Matrix
+    keyed: Matrix
+
+
+class _Sums(NamedTuple):
+    """Sums over the keys of either row.
+
+    Attributes:
+        tile: of pairs of rows.
+        first, second: (c, n) and (c, k) weights of classes.
+        one, two: (c, n) and (c, k) of one token.
+    """
+
+    tile: Tile
+    first: Array
+    second: Array
+    one: Array
+    two: Array
+
+    def over_first(self, joint: Matrix, values: Array) -> Array:
+        """(c, k)."""
+        total = ((values * self.first)[:, None, :] @ joint[1])[:, 0]
+        part = joint[0] * (values * self.one)[:, self.tile.own_left]
+        total[:, self.tile.own_right] += part
+        return np.asarray(total)
+
+    def over_second(self, joint: Matrix, values: Array) -> Array:
+        """(c, n)."""
+        total = (joint[1] @ (values * self.second)[:, :, None])[..., 0]
+        part = joint[0] * (values * self.two)[:, self.tile.own_right]
+        total[:, self.tile.own_left] += part
+        return np.asarray(total)
+
+    def balanced(self, joint: Matrix, sweeps: int) -> Matrix:
+        """Scaled so that its means over either key are 1; see `balance.balanced`."""
+        left, right = np.ones_like(self.first), np.ones_like(self.second)
+        for _ in range(sweeps):
+            right = 1.0 / np.maximum(self.over_first(joint, left), 1e-300)
+            left = 1.0 / np.maximum(self.over_second(joint, right), 1e-300)
+        own = joint[0] * left[:, self.tile.own_left] * right[:, self.tile.own_right]
+        return own, joint[1] * left[:, :, None] * right[:, None, :]
+
+    def tangent(self, joint: Matrix, whole: Array, direction: Array) -> Matrix:
+        """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0; see
+        `balance.tangent`.
+
+        Args:
+            joint: of means 1.
+            whole, direction: of a key of both, and of two keys.
+        """
+        tile, moved = self.tile, joint[1] * direction
+        own = (joint[0] + tile.diagonal(joint[1])) * whole - tile.diagonal(moved)
+        rows = self.over_second((own, moved), np.ones_like(self.second))
+        columns = self.over_first((own, moved), np.ones_like(self.first))
+        left, right = -rows, np.zeros_like(columns)
+        for _ in range(6):
+            left = -rows - self.over_second(joint, right)
+            right = -columns - self.over_first(joint, left)
+        moved += joint[1] * (left[:, :, None] + right[:, None, :])
+        return own + joint[0] * (left[:, tile.own_left] + right[:, tile.own_right]), moved
 
 
 def _balanced(
     joint: Matrix, weights: tuple[Array, Array], counts: tuple[Array, Array], sweeps: int
 ) -> Matrix:
-    """Scaled so that its means over either key are 1; see `balance.balanced`."""
+    """The same for a row with itself, over its own keys."""
     own, pairs = joint
     left, right = np.ones_like(pairs[..., 0]), np.ones_like(pairs[..., 0, :])
     first, second = counts[0] * weights[0], counts[1] * weights[1]

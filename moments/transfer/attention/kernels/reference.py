@@ -9,6 +9,8 @@ n_e. They are chosen to reproduce the overlap distribution of the kernel's keys 
 
 the last two being the second and fourth annealed moments of the partition sum. An exchangeable
 kernel is returned exactly, and so are clusters of equal size whose members coincide.
+
+See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ whose first part is a smaller correlation of the two queries over the same key k
 vanishes where D = 0 or delta = 0. Sums over rows or over keys meet the rest through smooth weights,
 which average fast frequencies out: those that turn by more than `TURNS` full circles over the
 tokens are kept at delta = 0 and at D = 0 only.
+
+See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Statistics of single attention rows: variance, participation, entropy and mean attention."""
+"""Statistics of single attention rows: variance, participation, entropy and mean attention.
+
+See docs/theory/attention.md, The closure.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,13 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 ONE_KEY = 1.0 + 1e-9
+
+LEAST_SCALE = 1e-3
+"""Logit variance over a kernel's range below which its reference row is found at that scale: it has
+a limit, linear from there."""
+
+LEAST_RESPONSE = 1e-3
+"""Floor of x, which divides; rows of several keys have .5 to 1."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ def row_statistics(
 def reference_scale(logit_scale: float, spread: float) -> float:
     """Where logits vanish the reference has a limit, which a small scale finds without
     cancellation."""
-    return max(logit_scale, 1e-3 / max(spread, 1e-12))
+    return max(logit_scale, LEAST_SCALE / max(spread, 1e-12))
 
 
 def statistics_of(
@@ -157,7 +167,7 @@ def statistics_of(
         np.asarray(exact.entropy) + uniform - np.log(reference.keys),
         strength,
         np.maximum(odds, 1e-12),
-        np.maximum(own, 1e-3),
+        np.maximum(own, LEAST_RESPONSE),
         response,
         own_variance,
     )

@@ -10,6 +10,8 @@ their norm's fluctuation and u the fraction of a key that it does not share with
     the overlap of different tokens falls where both are attended to, by the fraction
     u (1 + u) delta theta (1 - 3 P2 + 2 P3) of what the rows' tokens share;
     and with the keys' own variance, which gives back 2 (1 - u)^2 delta dO/dlog theta.
+
+See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from numpy.typing import NDArray
 
 from .closure import OverlapClosure
 from .logits import Logits
-from .pair_weights import PairWeights
 from .widths import Widths
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 
 class WidthTerms:
@@ -70,9 +72,12 @@ class WidthTerms:
             (weights * weights).sum(1),
         )
         rooted = weights * np.sqrt(unshared)[:, None]
+        every = np.arange(len(weights))
         self.output += fixed_norms(
             widths,
-            pairs,
+            (every[:, None], every[None, :]),
+            pairs.correlation,
+            pairs.growth,
             calibration.stiffness[own_class],
             calibration.against[own_class],
             closure.own_fraction,
@@ -100,7 +105,9 @@ def unshared_part(effective_keys: Array, apart: Array, square: Array) -> Array:
 
 def fixed_norms(
     widths: Widths,
-    pairs: PairWeights,
+    rows: tuple[Indices, Indices],
+    correlation: Array,
+    growth: Array,
     stiffness: Array,
     against: Array,
     own_fraction: Array,
@@ -109,21 +116,23 @@ def fixed_norms(
     slope: Array,
     held: Array,
 ) -> Array:
-    """(Lq, Lq) what tokens of fixed norm add to the output; see above.
+    """What tokens of fixed norm add to the output, for pairs of rows; see above.
 
     Args:
-        widths, pairs: of the layer.
+        widths: of the layer.
+        rows: both indices of every pair.
+        correlation, growth: as in `pair_weights.PairWeights`.
         stiffness, against, own_fraction: (Lq,) of every row.
         mean, excess, slope: as in `WidthTerms`.
         held: what two rows hold in common of the same tokens' own parts.
     """
+    one, two = rows
     half = 0.5 * stiffness
-    exponent = np.add.outer(half, half) * (1.0 + pairs.correlation)
-    output = np.expm1(-exponent) * (held + excess)
+    output = np.expm1(-(half[one] + half[two]) * (1.0 + correlation)) * (held + excess)
     half = 0.5 * against
-    output -= np.add.outer(half, half) * (mean - held)
+    output -= (half[one] + half[two]) * (mean - held)
     shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - own_fraction, 0.0, 1.0)
-    return np.asarray(output + np.outer(shared, shared) * pairs.growth * slope)
+    return np.asarray(output + shared[one] * shared[two] * growth * slope)
 
 
 def _apart(weights: Array, kernel: Array) -> Array:

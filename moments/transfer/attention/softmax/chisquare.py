@@ -3,6 +3,8 @@
 The logits of query i are <w_i, x_j>, and given w_i their variance within the row is theta |w_i|^2
 over its mean. |w_i|^2 is close to a gamma variable of mean 1 and variance 2/nu (chi-square over nu,
 nu degrees of freedom); the rule below is Gaussian quadrature for exactly that density.
+
+See docs/theory/softmax.md, Queries of finite width.
 """
 
 from __future__ import annotations

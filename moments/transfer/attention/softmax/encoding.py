@@ -3,6 +3,8 @@
 Tables interpolate the functions below rather than the statistics, which span many decades. Each is
 a statistic over its behaviour in the limits theta -> 0, n -> 1 and n -> infinity (or the logarithm
 of that, where it is positive and varies a lot): errors are relative, and those limits are exact.
+
+See docs/theory/softmax.md, The integrals.
 """
 
 from __future__ import annotations

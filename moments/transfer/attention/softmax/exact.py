@@ -22,6 +22,8 @@ keys may be any real numbers >= 1: the integrals continue the statistics analyti
 that rest on a sum over keys may fail between 1 and 2). As k grows, k C2 and k T tend to limits that
 do not depend on theta' at given psi, n times the mean softmax of a key whose logit is raised by psi
 and its derivative; k = 1e12 n is that limit to 12 digits.
+
+See docs/theory/softmax.md, The integrals.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ that is, exactly,
 For many keys it replaces the logit covariance psi of two rows by log E e^{s+s'} - log E e^s -
 log E e^s', with s on a sphere. Finite rows are taken at that psi with its shift scaled by dP_2 over
 the limit of dP_2: first order is exact for P_2, and the limit of many keys for all statistics.
+
+See docs/theory/softmax.md, Tokens of fixed norm.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ STIFFNESS_LEAST = 1e-12
 """Stands for a fourth cumulant of 0: Gaussian keys."""
 
 CORRECTED_MAX = 30.0
-"""Logit variance beyond which what is of first order in the widths stays as it is there."""
+"""Logit variance beyond which what is of first order in the widths stays as it is there: a row that
+all but picks a key sees no annealed sum. Differences around it stay below `THETA_EXACT`."""
 
 _RELATIVE_STEP = 0.02
+"""Of differences in theta; tables are interpolated to 1e-4 of what is differenced."""
+
 _THETA_LEAST = 1e-4  # corrections vanish below
 
 
@@ -108,6 +113,12 @@ class KeyCorrections(NamedTuple):
         return (psi + self.share * (joint - psi)) / held
 
 
+def _least_fifth(p2: Any, p3: Any, p4: Any) -> Any:
+    """The least P5: a_j-weighted moments of a_j are 1, P2, P3, ..., of a Hankel determinant that is
+    not negative. Exact for rows whose weights take two values."""
+    return p3**2 + (p4 - p2 * p3) ** 2 / np.maximum(p3 - p2**2, 1e-300)
+
+
 def key_corrections(
     single: Callable[[Any], RowStatistics], theta: Any, dimension: Any, theta_largest: float
 ) -> KeyCorrections:
@@ -131,8 +142,7 @@ def key_corrections(
     p2, p3, p4 = moments[:, 1]
     slope2, slope3, slope4 = (moments[:, 2] - moments[:, 0]) / (2 * h * inside)
     share = 1 - (12 * slope3 - 6 * slope4) / (7 * np.maximum(slope2, 1e-300))
-    # a_j-weighted moments of a_j are 1, P2, P3, ...: their Hankel determinant is not negative.
-    p5 = p3**2 + (p4 - p2 * p3) ** 2 / np.maximum(p3 - p2**2, 1e-300)
+    p5 = _least_fifth(p2, p3, p4)
     square_square = np.asarray(around.trace_square)[1] - 1 + 2 * p2
     curvature = (
         4 * p2 - 18 * p3 + 18 * p4 - 10 / 3 * slope3 + 2 * slope4 + 4 * square_square - 8 * p5

@@ -9,6 +9,8 @@ after which the keys are independent and each contributes an expectation over on
 every integrand is smooth and decays at both ends, so the trapezoidal rule converges geometrically:
 its error is the integrand's Fourier transform at 2 pi / step, and for t^p e^{-t} that is
 |Gamma(p + 2 pi i / step)|.
+
+See docs/theory/softmax.md, The integrals.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ Beyond the line through equal rows at the edge (1 - C2)^2, nearly linear in 1 - 
 cubic up to equal rows. Derived here.
 
 Error of C2, of 1 - C2 and of dC2/drho beside the exact evaluator: `tests/test_peaked.py`.
+
+See docs/theory/softmax.md, Beyond the tables.
 """
 
 from __future__ import annotations

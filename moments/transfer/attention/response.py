@@ -14,6 +14,8 @@ with m = (n - 1)/n^2.
 
 Products of (L, L) matrices alone: a small part of what `kernels.KernelAttention` costs. It is for
 sensitivities, which need a shape; the size comes from the moments that were traced.
+
+See docs/theory/band.md, Saturation.
 """
 
 from __future__ import annotations
@@ -24,16 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix
-from ..engine.state import Array
-from ..transfer.attention.kernels import exact_rows, position_attention
-from ..transfer.attention.kernels.row_statistics import (
-    RowStatistics,
-    mean_attention,
-    row_statistics,
-)
-from ..transfer.attention.self_attention import SelfAttention
-from .sensitivity import (
+from ...engine.classes import ClassMatrix, Sight
+from ...engine.sensitivity import (
     SINGLE,
     Matrix,
     count_of,
@@ -48,9 +42,27 @@ from .sensitivity import (
     trace_of,
     transposed,
 )
+from ...engine.state import Array
+from .kernels import exact_rows, position_attention
+from .kernels.position_attention import ClassLogits
+from .kernels.row_statistics import (
+    RowStatistics,
+    mean_attention,
+    row_statistics,
+)
 
 FAINT = 1e-9
 """A product of correlation and logit variance below which rows are read as independent."""
+
+
+LEAST_OWN = 0.05
+"""Least share of its own that a key is taken to have where dropped weights are told apart."""
+
+BEND_STEP = 0.02
+"""Relative step of the difference for `_bend`, whose statistics are interpolated to 1e-4."""
+
+LEAST_BENT = 1e-3
+"""Logit variance below which the odds grow in proportion."""
 
 
 class Rise(NamedTuple):
@@ -116,13 +128,11 @@ class AttentionResponse:
     keys: Array
 
     @classmethod
-    def of(
-        cls, attention: SelfAttention, kernel: Matrix, allowed: Any, tau: float
-    ) -> AttentionResponse:
+    def of(cls, attention: Any, kernel: Matrix, allowed: Any, tau: float) -> AttentionResponse:
         """The response around a kernel (..., L, L).
 
         Args:
-            attention: the layer.
+            attention: the layer, a `SelfAttention`.
             kernel: second moments of the tokens that attend.
             allowed: for every leading entry, (L, L) which keys each query sees; None on classes,
                 where it sees those before it.
@@ -133,7 +143,10 @@ class AttentionResponse:
         built = []
         for place, index in enumerate(np.ndindex(axes)):
             one = kernel[index]
-            rows = _on_classes(one, tau) if allowed is None else _by_token(one, allowed[place], tau)
+            if allowed is None:
+                rows = _on_classes(one, one.classes.seen(attention.window), tau)
+            else:
+                rows = _by_token(one, allowed[place], tau)
             built.append(_response(one, *rows, tau, dropped, float(attention.d_model)))
         fields = [_reshaped(field, axes) for field in zip(*built, strict=True)]
         return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
@@ -253,12 +266,15 @@ def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[RowStatistics, Ar
     return rows, weights, weights**2
 
 
-def _on_classes(kernel: ClassMatrix, tau: float) -> tuple[RowStatistics, Matrix, Matrix]:
-    given = kernel.own, kernel.pairs, kernel.classes, tau
-    rows = position_attention.row_statistics(*given)
-    weights = position_attention.mean_attention(*given, rows)
-    squares = ClassMatrix.of_rows(weights**2, kernel.classes)
-    return rows, ClassMatrix.of_rows(weights, kernel.classes), squares
+def _on_classes(
+    kernel: ClassMatrix, sight: Sight, tau: float
+) -> tuple[RowStatistics, Matrix, Matrix]:
+    tokens = kernel.own, kernel.pairs
+    logits = ClassLogits(tokens, tokens, tokens, tau, sight)
+    rows = position_attention.row_statistics(logits)
+    weights = position_attention.mean_attention(logits, rows)
+    squares = ClassMatrix.of_rows(weights**2, sight)
+    return rows, ClassMatrix.of_rows(weights, sight), squares
 
 
 def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
@@ -294,7 +310,7 @@ def _response(
                 strict=True,
             )
         ]
-    chord, slope, change = (tau * rows.softening.mean() * shape for shape in shapes)
+    chord, slope, change = (tau * _softened(rows) * shape for shape in shapes)
     mixed = weights @ kernel
     means = mixed @ transposed(weights)
     itself = own_entries(means)[:, None]
@@ -308,7 +324,7 @@ def _response(
     query = slope * (overlap + np.outer(apart, apart) / d_model)
     # Dropout makes logits matter by what their keys have of their own, whatever they share.
     mean = trace_of(kernel) / count_of(kernel)
-    through_keys = dropped / np.maximum(ratio(rows.unshared, mean), 0.05)
+    through_keys = dropped / np.maximum(ratio(rows.unshared, mean), LEAST_OWN)
     by_head = kernel * (chord + slope * (1 + diagonal(through_keys, kernel)))
     query_change = (slope + change) * overlap
     squares, squares_change = dropped * squares, dropped * squares_change
@@ -316,12 +332,17 @@ def _response(
     return *maps, through_keys, apart, _bend(rows), rows.theta, rows.keys
 
 
+def _softened(rows: RowStatistics) -> float:
+    """One factor for all rows where some are beyond the tables, and 1 where none is: a guess."""
+    return float(rows.softening.mean())
+
+
 def _bend(rows: RowStatistics) -> Array:
     """d log t/d log theta - 1: how much less than in proportion the odds of one key grow."""
     keys = np.maximum(rows.keys, 1 + 1e-6)
-    step, logs = 0.02, []
+    step, logs = BEND_STEP, []
     for factor in (1 - step, 1 + step):
-        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, 1e-3))
+        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, LEAST_BENT))
         square = np.asarray(exact_rows.rows(theta, keys).sum_square)
         logs.append(np.log(np.log(square * (keys - 1) / (1 - square))))
     slope = (logs[1] - logs[0]) / np.log((1 + step) / (1 - step))

@@ -1,4 +1,7 @@
-"""Sensitivities through attention, and what one draw of its heads adds at random."""
+"""Sensitivities through attention, and what one draw of its heads adds at random.
+
+See docs/theory/band.md, Saturation.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.state import Array, Signal
-from ..transfer.attention.by_token import self_masks
-from ..transfer.attention.logits import logit_law
-from ..transfer.attention.self_attention import SelfAttention
-from .attention_response import AttentionResponse
-from .sensitivity import (
+from ...engine.sensitivity import (
     SINGLE,
     Ascent,
     Descent,
@@ -30,6 +28,10 @@ from .sensitivity import (
     total,
     trace_of,
 )
+from ...engine.state import Array, Signal
+from .by_token import self_masks
+from .logits import logit_law
+from .response import AttentionResponse
 
 
 class Together(NamedTuple):
@@ -94,7 +96,7 @@ class Attending:
     d_model: float
 
     @classmethod
-    def of(cls, attention: SelfAttention, signal: Signal, received: Matrix) -> Attending:
+    def of(cls, attention: Any, signal: Signal, received: Matrix) -> Attending:
         """Around the signal that enters and the gradient kernel received."""
         tokens = signal.second_moment()
         kernel = matrix_of(tokens)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix, own_part
-from ..engine.state import Array, Kernel
+from .classes import ClassMatrix, own_part
+from .state import Array, Kernel
 
 SINGLE = np.float32
 """Precision of sensitivities and of the maps they pass through: they need no more."""

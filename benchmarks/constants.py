@@ -1,0 +1,375 @@
+"""What every number in the engine that no argument gives changes in predictions.
+
+Each constant is set to other values, one at a time, and a few small models are predicted that meet
+the place where it stands. Stored is the largest relative change, over those models and over layers
+and matrices, of forward variance, token correlation (absolute), gradient variance, weight gradients
+and the deviation of one draw.
+
+    python benchmarks/constants.py         # measures and stores, some ten minutes
+    python benchmarks/constants.py page > docs/theory/constants.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+import moments
+
+DATA = Path(__file__).parent / "data" / "constants.json"
+QUANTITIES = ("variance", "correlation", "gradient", "weight gradients", "deviation")
+KERNELS = "transfer.attention.kernels"
+SOFTMAX = "transfer.attention.softmax"
+
+
+class Constant(NamedTuple):
+    """A number, where it stands, and other values that would do.
+
+    Attributes:
+        module: below `moments`.
+        name: in it; a function where the choice is one.
+        others: values or functions tried instead.
+        why: what kind of number it is.
+        models: which of `MODELS` meet it; the first is the one that meets it most.
+    """
+
+    module: str
+    name: str
+    others: tuple[Any, ...]
+    why: str
+    models: tuple[str, ...]
+
+
+def _third(pair: Any, row: Any, theta: Any, rho: Any) -> Any:
+    """`finite_rows._tilts` with |rho|^3 instead of rho^2."""
+    product = np.maximum((1.0 - row.square) ** 2, 1e-300)
+    own, cosine = row.vacancy / product, np.abs(rho) ** 3
+    query = 1.0 + cosine * (own[:, None] - 1.0)
+    rest = 4.0 * (row.cube - (row.vacancy - 1.0 + 2.0 * row.square))
+    tilt = query + (pair.jacobian - rest[:, None]) / product[:, None]
+    exact = (row.tilt - row.square) / (theta * product)
+    return tilt + (exact - tilt[:, 0])[:, None] * cosine, query
+
+
+def _one_more(p2: Any, p3: Any, p4: Any) -> Any:
+    """`fixed_norms._least_fifth` with the geometric continuation P4^2/P3, which is larger."""
+    return p4 * p4 / np.maximum(p3, 1e-300)
+
+
+def _of_hottest(rows: Any) -> float:
+    """`attention_response._softened` at the row that is furthest beyond the tables."""
+    return float(rows.softening.min())
+
+
+BY_TOKEN = ("text", "rotary", "distances")
+TABLE = (
+    Constant(f"{KERNELS}.balance", "EXPONENT_MAX", (30.0, 80.0), "range", ("hot", "text")),
+    Constant(f"{KERNELS}.balance", "TOLERANCE", (2e-3, 2e-5), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.balance", "ITERATIONS", (15, 60), "precision", ("hot", "text")),
+    Constant(f"{KERNELS}.balance", "SELF_SWEEPS", (2, 8), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.balance", "JOINT_SWEEPS", (2, 6), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.balance", "TANGENT_SWEEPS", (3, 12), "precision", ("rotary",)),
+    Constant(f"{KERNELS}.independent_noise", "MARGINAL_SWEEPS", (6, 24), "precision", ("text",)),
+    Constant(f"{KERNELS}.nodes", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
+    Constant(f"{KERNELS}.nodes", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
+    Constant(f"{KERNELS}.nodes", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.rotation", "TURNS", (1.0, 4.0), "choice", ("rotary",)),
+    Constant(f"{KERNELS}.rotation", "TERM_TOLERANCE", (0.05, 0.002), "precision", ("rotary",)),
+    Constant(f"{KERNELS}.row_statistics", "LEAST_SCALE", (1e-2, 1e-4), "range", ("text",)),
+    Constant(f"{KERNELS}.row_statistics", "LEAST_RESPONSE", (1e-2, 1e-4), "range", BY_TOKEN),
+    Constant(f"{KERNELS}.reference", "FEWEST_KEYS", (2.5, 4.0), "choice", BY_TOKEN),
+    Constant(f"{KERNELS}.row_classes", "EXACT_KEYS", (2, 8), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.row_classes", "SUPPORT_SLACK", (0.6, 0.1), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.row_classes", "NORM_STEP", (0.2, 0.01), "precision", ("bare", *BY_TOKEN)),
+    Constant(f"{KERNELS}.logits", "LEAST_WEIGHT", (1e-2, 1e-5), "precision", ("distances",)),
+    Constant(f"{KERNELS}.pair_weights", "RHO_MIN", (1e-2, 1e-5), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.attention", "FAINT", (1e-4, 1e-7), "range", ("text",)),
+    Constant(f"{KERNELS}.exact_rows", "THETA_PEAKED", (100.0,), "range", ("hot",)),
+    Constant("transfer.attention.by_token", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
+    Constant("transfer.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
+    Constant("transfer.attention.profile", "_NODES", (20, 80), "precision", ("alike",)),
+    Constant("transfer.attention.logits", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
+    Constant("transfer.attention.normalized", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)),
+    Constant(f"{SOFTMAX}.fixed_norms", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
+    Constant(f"{SOFTMAX}.fixed_norms", "_RELATIVE_STEP", (0.05, 0.008), "step", ("alike", "text")),
+    Constant(f"{SOFTMAX}.fixed_norms", "_THETA_LEAST", (1e-3, 1e-5), "step", ("alike", "text")),
+    Constant(f"{SOFTMAX}.fixed_norms", "_least_fifth", (_one_more,), "guess", ("alike", "text")),
+    Constant(f"{KERNELS}.finite_rows", "_tilts", (_third,), "guess", ("text", "rotary")),
+    Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
+    Constant("noise.attention_response", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
+    Constant("noise.attention_response", "_softened", (_of_hottest,), "guess", ("hot",)),
+    Constant("noise.attention_response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
+    Constant("noise.attention_response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
+    Constant("noise.token_band", "TARGETS", (5, 17), "precision", ("deep",)),
+    Constant("noise.linearisation", "STEP", (1e-4, 1e-6), "step", ("alike",)),
+    Constant("noise.part_response", "STEP", (1e-3, 1e-5), "step", ("text",)),
+    Constant("noise.top_spread", "_COARSE", (3e-2, 3e-3), "step", ("alike", "text")),
+    Constant("noise.loss_spread", "_NODES", (5, 17), "precision", ("alike", "text")),
+    Constant("transfer.normalization", "_EXPANDED", (0.02, 0.2), "range", ("narrow",)),
+    Constant("transfer.head.cross_entropy", "_STEP", (0.5, 0.2), "precision", ("alike", "text")),
+    Constant("transfer.head.softmax_agreement", "_FLAT", (0.3, 3.0), "choice", ("peaked",)),
+    Constant("transfer.head.softmax_agreement", "_STEP", (0.5, 0.2), "precision", ("peaked",)),
+    Constant("transfer.head.readout", "_STILL", (1e-1, 1e-5), "precision", ("peaked",)),
+)
+
+WORDS = {
+    "precision": "how finely something known is computed; the error falls with it",
+    "step": "of a difference: its error grows with it, rounding against it",
+    "range": "an edge that keeps numbers finite, or that few models reach",
+    "choice": "a rule that another would do as well",
+    "guess": "a form that no argument gives",
+}
+
+# --- models ---------------------------------------------------------------------------------------
+
+TEXT = np.random.default_rng(0).zipf(1.3, size=32) % 200
+
+
+def _plain(**changes: Any) -> moments.Transformer:
+    given: dict[str, Any] = {"layers": 2, "d_model": 128, "heads": 4, "seq_len": 32}
+    return moments.Transformer(**(given | changes))
+
+
+def _head(**changes: Any) -> dict[str, Any]:
+    table = moments.Embedding(200, 0.5, positions="none")
+    return {
+        "embedding": table,
+        "head": moments.Head(**({"tied": False, "weight_variance": 1.5 / 128} | changes)),
+    }
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "text": lambda: moments.predict(
+        _plain(causal=True, dropout=0.1, activation="gelu", **_head()), token_ids=TEXT
+    ),
+    "rotary": lambda: moments.predict(
+        _plain(
+            causal=True,
+            normalization="rmsnorm",
+            gated=True,
+            activation="silu",
+            rotary=moments.Rotary(),
+            kv_heads=2,
+        ),
+        correlation=0.3,
+        tokens=True,
+    ),
+    "distances": lambda: moments.predict(
+        _plain(causal=True, alibi=True, heads=8), correlation=0.3, tokens=True
+    ),
+    "alike": lambda: moments.predict(
+        _plain(layers=6, norm="post", dropout=0.1, **_head(loss="masked")), tokens=False
+    ),
+    "hybrid": lambda: moments.predict(_plain(norm="hybrid", heads=32), correlation=0.3),
+    "hot": lambda: moments.predict(
+        _plain(causal=True, temperature=0.15), correlation=0.3, tokens=True
+    ),
+    "narrow": lambda: moments.predict(
+        _plain(d_model=16, heads=2, causal=True), correlation=0.3, tokens=True
+    ),
+    "close": lambda: moments.predict(_plain(causal=True), correlation=0.95, tokens=True),
+    "bare": lambda: moments.predict(
+        _plain(causal=True, norm="none", branch_scale=0.5), correlation=0.3, tokens=True
+    ),
+    "deep": lambda: moments.predict(
+        _plain(layers=12, seq_len=12, causal=True), correlation=0.3, tokens=True
+    ),
+    "long": lambda: moments.predict(_plain(causal=True, seq_len=1024), correlation=0.3),
+    "peaked": lambda: moments.predict(_plain(**_head(weight_variance=0.016)), token_ids=TEXT),
+}
+DESCRIBED = {
+    "text": "causal GELU on a text with repeats, dropout, a head",
+    "rotary": "rotary, grouped heads, gated units, RMSNorm, by token",
+    "distances": "ALiBi of 8 heads",
+    "alike": "Post-LN, tokens alike, masked loss",
+    "hybrid": "HybridNorm with heads of 4 features",
+    "hot": "causal at logit variances of 60 to 80",
+    "narrow": "width 16",
+    "close": "causal, tokens that correlate by .95",
+    "bare": "causal, no normalisation",
+    "deep": "12 layers, by token",
+    "long": "1024 tokens on classes",
+    "peaked": "a head of logit variance 2",
+}
+
+
+def predicted(model: str) -> dict[str, np.ndarray]:
+    """What a model is predicted to be, by quantity."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        p = MODELS[model]()
+        frame = p.weight_gradients()
+        low, high = p.grad_variance_band
+    return {
+        "variance": p.variance,
+        "correlation": p.correlation,
+        "gradient": p.grad_variance,
+        "weight gradients": frame.squared_norm.to_numpy(),
+        "deviation": np.log(high / low)[:-1] / (2 * 1.96),
+    }
+
+
+# --- change one number ----------------------------------------------------------------------------
+
+
+def _everything() -> list[Any]:
+    for found in pkgutil.walk_packages(moments.__path__, "moments."):
+        if found.name.split(".")[1] not in ("torch", "simulation", "cli", "papers", "__main__"):
+            importlib.import_module(found.name)
+    return [m for name, m in sys.modules.items() if name.startswith("moments.")]
+
+
+def _forget(modules: list[Any]) -> None:
+    for module in modules:
+        for value in list(vars(module).values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+
+
+@contextmanager
+def changed(constant: Constant, value: Any) -> Iterator[None]:
+    """With the constant at another value, in every module that has it by name."""
+    modules = _everything()
+    home = sys.modules[f"moments.{constant.module}"]
+    was = getattr(home, constant.name)
+    several = [m for m in modules if vars(m).get(constant.name) is was]
+    extra: dict[str, Any] = {}
+    if constant.module.endswith("profile"):
+        extra["_ORDERS"] = (home._ORDERS, np.arange(value))
+    try:
+        for module in several:
+            setattr(module, constant.name, value)
+        for name, (_, other) in extra.items():
+            setattr(home, name, other)
+        _forget(modules)
+        yield
+    finally:
+        for module in several:
+            setattr(module, constant.name, was)
+        for name, (before, _) in extra.items():
+            setattr(home, name, before)
+        _forget(modules)
+
+
+def difference(found: np.ndarray, base: np.ndarray, absolute: bool) -> float:
+    """Largest change."""
+    apart = np.abs(found - base)
+    if not absolute:
+        apart = apart / np.maximum(np.abs(base), 1e-300)
+    return float(np.max(apart))
+
+
+def measured(constant: Constant, base: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
+    """Largest change of every quantity over a constant's models, by its other value."""
+    found = {}
+    for other in constant.others:
+        name = other.__name__ if callable(other) else f"{other:g}"
+        with changed(constant, other):
+            each = {model: predicted(model) for model in constant.models}
+        found[name] = {
+            quantity: max(
+                difference(each[m][quantity], base[m][quantity], quantity == "correlation")
+                for m in constant.models
+            )
+            for quantity in QUANTITIES
+        }
+    return found
+
+
+def main() -> None:
+    """Measure, or write the page."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="?", default="measure", choices=("measure", "page"))
+    parser.add_argument("--only", help="names that hold this; the others stay as stored")
+    given = parser.parse_args()
+    if given.what == "page":
+        print(page(), end="")
+        return
+    stored = json.loads(DATA.read_text()) if given.only and DATA.exists() else {}
+    wanted = [c for c in TABLE if not given.only or given.only in f"{c.module}.{c.name}"]
+    base = {model: predicted(model) for model in {m: 0 for c in wanted for m in c.models}}
+    for constant in wanted:
+        stored[f"{constant.module}.{constant.name}"] = measured(constant, base)
+        print(constant.name, file=sys.stderr, flush=True)
+        order = [f"{c.module}.{c.name}" for c in TABLE]
+        stored = {name: stored[name] for name in order if name in stored}
+        DATA.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+# --- page -----------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """docs/theory/constants.md."""
+    stored = json.loads(DATA.read_text())
+    lines = [_ABOVE.strip(), ""]
+    for kind, words in WORDS.items():
+        lines += [f"## {kind.capitalize()}", "", f"{words[0].upper()}{words[1:]}.", ""]
+        lines += ["| constant | value | instead | " + " | ".join(QUANTITIES) + " | models |"]
+        lines += ["| --- | --- | --- | " + "--- | " * len(QUANTITIES) + "--- |"]
+        for constant in (c for c in TABLE if c.why == kind):
+            lines += _rows(constant, stored[f"{constant.module}.{constant.name}"])
+        lines.append("")
+    lines += ["## Models", ""]
+    lines += [f"* {name}: {words}" for name, words in DESCRIBED.items()]
+    return "\n".join(lines) + "\n" + _BELOW
+
+
+def _rows(constant: Constant, found: dict[str, Any]) -> Iterator[str]:
+    home = importlib.import_module(f"moments.{constant.module}")
+    value = getattr(home, constant.name)
+    shown = "see there" if callable(value) else f"{value:g}"
+    place = f"`moments/{constant.module.replace('.', '/')}.py::{constant.name}`"
+    for other, changes in found.items():
+        other = "another form" if callable(value) else other
+        cells = [_printed(changes[quantity]) for quantity in QUANTITIES]
+        row = [place, shown, other, *cells, ", ".join(constant.models)]
+        yield "| " + " | ".join(row) + " |"
+        place = shown = ""
+
+
+def _printed(change: float) -> str:
+    return "0" if change < 1e-9 else f"{change:.1e}".replace("e-0", "e-")
+
+
+_ABOVE = """
+# Constants
+
+Every number in the engine that no argument gives, and what predictions change by where it is
+another: the largest relative change (of correlation: the change) over the models named, over their
+layers and matrices. Written by `python benchmarks/constants.py page` from
+`benchmarks/data/constants.json`; do not edit. Numbers that have a derivation (as 3.5 in
+`moments/transfer/attention/logits.py`) stand on the other pages; limits of the logit variance stand
+together in [softmax statistics](softmax.md); nodes of position with their own measured effect in
+`moments/engine/classes.py`. Zeros mean that no model here reaches the edge.
+"""
+
+_BELOW = """
+## Numbers that move no prediction
+
+Thresholds of notes and warnings say from where on something is mentioned:
+`moments/transfer/attention/by_token.py::LOGIT_VARIANCE_NOTED`,
+`moments/transfer/attention/logits.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
+`moments/transfer/head/notes.py::_PEAKED`. Others bound work or memory:
+`moments/noise/token_band.py::CHUNK_ENTRIES`,
+`moments/transfer/attention/kernels/blocks.py::STACK_ENTRIES`,
+`moments/transfer/attention/kernels/padded.py::MOST_PADDED`.
+"""
+
+
+if __name__ == "__main__":
+    main()

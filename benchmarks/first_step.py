@@ -1,0 +1,244 @@
+"""First steps of real modules against `Prediction.after`, and the page docs/first-step.md.
+
+    python benchmarks/first_step.py measure [CASE ...]
+    python benchmarks/first_step.py predict
+    python benchmarks/first_step.py page
+
+`measure` runs what benchmarks/data/first_step.json does not hold yet and stores it case by case, so
+that it can be interrupted: a few minutes on one core. `predict` puts today's theory beside it, a
+minute. `page` writes docs/first-step.md from the two. No case was left out after it had been seen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from first_step_page import page
+
+import moments
+from moments.step.parametrisation import parametrised
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "benchmarks/data/first_step.json"
+PAGE = ROOT / "docs/first-step.md"
+STREAM = ("relative_change", "variance")
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 32, "n_head": 4}
+WIDTH = {"n_embd": 128, "n_layer": 4}
+DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+ENCODER = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "GPT-2": GPT2 | WIDTH,
+    "GPT-2, untied, no dropout": GPT2 | WIDTH | DRY | {"tie_word_embeddings": False},
+    "GPT-2, std 1/sqrt(d)": GPT2 | WIDTH | DRY | {"initializer_range": 128**-0.5},
+    "Llama": LLAMA,
+    "Llama, std 1/sqrt(d)": LLAMA | {"initializer_range": 128**-0.5},
+    "GPT-NeoX": ENCODER | {"model_type": "gpt_neox", "vocab_size": 512},
+    "BERT": ENCODER | {"model_type": "bert", "vocab_size": 512, "max_position_embeddings": 32},
+    "ViT": ENCODER | {"model_type": "vit", "image_size": 32, "patch_size": 8},
+}
+ADAM, MUON, SGD = (1e-5, 1e-4, 3e-4, 1e-3), (3e-4, 3e-3), (3e-3, 3e-2)
+FAMILIES = [
+    *((name, "adam", ADAM) for name in CONFIGS),
+    *((name, "muon", MUON) for name in ("GPT-2", "Llama", "BERT", "ViT")),
+    *((name, "sgd", SGD) for name in ("GPT-2", "Llama", "BERT", "ViT")),
+]
+WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 8, 24)
+SWEPT = GPT2 | DRY | {"n_head": 2, "n_embd": 64, "n_layer": 4, "tie_word_embeddings": False}
+RATE = 3e-4
+
+
+def batch_of(config: dict[str, Any]) -> tuple[dict[str, Any], moments.Prediction]:
+    """What the module reads, and the prediction on it."""
+    from moments.torch.huggingface_modules import module_batch
+
+    vision = config["model_type"] == "vit"
+    batch = module_batch(config, seq_len=None if vision else 32, batch=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        if vision:
+            pixels, labels = (np.asarray(batch[name]) for name in ("pixel_values", "labels"))
+            model = moments.from_huggingface(config)
+            return batch, moments.predict(model, pixels=pixels, targets=labels)
+        model = moments.from_huggingface(config, seq_len=32)
+        given = {"token_ids": np.asarray(batch["input_ids"])}
+        if config["model_type"] == "bert":
+            given["targets"] = np.asarray(batch["labels"])
+        return batch, moments.predict(model, **given)
+
+
+def stored() -> dict[str, Any]:
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+
+
+def _store(data: dict[str, Any]) -> None:
+    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _measured(found: Any, seconds: float) -> dict[str, Any]:
+    names = ("loss_before", "loss_change", "loss_change_stderr", "slope", "slope_stderr", "seeds")
+    row = {name: getattr(found, name) for name in names}
+    for name in STREAM:
+        for suffix in ("", "_stderr"):
+            row[name + suffix] = getattr(found, name + suffix).tolist()
+    weights = found.weights()
+    kept = weights[weights["weight"].isin(MATRICES)]
+    columns = ["layer", "weight", "update_variance", "update_variance_stderr", "alignment"]
+    row["weights"] = kept[[*columns, "alignment_stderr"]].values.tolist()
+    return row | {"seconds": round(seconds, 1)}
+
+
+MATRICES = ("query", "key", "value", "output", "gate", "ffn_in", "ffn_out")
+
+
+def scaled(size: dict[str, int], name: str) -> tuple[Any, Any, dict[str, float], Any]:
+    """A swept module's factory, its model, multipliers and loss under a parametrisation."""
+    import torch
+
+    from moments.torch.huggingface_modules import build_module
+
+    d, n = size.get("d_model", 64), size.get("layers", 4)
+    base = moments.from_huggingface(SWEPT, seq_len=32)
+    model, multipliers = parametrised(base, name, "adam", d, n)
+    config = SWEPT | {"n_embd": d, "n_layer": n, "n_head": d // 32}
+    scale, logits = 1.0 if name == "fixed" else (64 / d) ** 0.5, model.head.output_scale
+
+    def factory(seed: int) -> Any:
+        module = build_module(config, seed)
+        with torch.no_grad():
+            for path, parameter in module.named_parameters():
+                if parameter.ndim == 2 and "transformer.h." in path:
+                    # the config's own output projections follow its depth; the base's stay
+                    own = (n / 4) ** 0.5 if "c_proj" in path else 1.0
+                    parameter.mul_(scale * own)
+        return module
+
+    def loss(output: Any, batch: Any) -> Any:
+        found = output.logits[:, :-1] * logits
+        targets = batch["labels"][:, 1:].ravel()
+        return torch.nn.functional.cross_entropy(found.flatten(0, 1), targets)
+
+    return factory, model, multipliers, loss
+
+
+def cases() -> dict[str, Any]:
+    """key -> what to run."""
+    found: dict[str, Any] = {}
+    for name, optimizer, rates in FAMILIES:
+        found[f"family/{name}/{optimizer}"] = (name, optimizer, rates)
+    for name in ("standard", "mup"):
+        for d in WIDTHS:
+            found[f"width/{name}/{d}"] = ({"d_model": d}, name)
+    for n in DEPTHS:
+        found[f"depth/mup/{n}"] = ({"layers": n}, "mup")
+    return found
+
+
+def measure(chosen: list[str]) -> None:
+    """Run what is missing."""
+    import torch
+
+    from moments.torch import measure_step
+    from moments.torch.huggingface_modules import build_module
+
+    torch.set_num_threads(1)
+    for key, case in cases().items():
+        data = stored()
+        if key in data or (chosen and not any(part in key for part in chosen)):
+            continue
+        began = time.process_time()
+        if key.startswith("family"):
+            name, optimizer, rates = case
+            config = CONFIGS[name]
+            batch, _ = batch_of(config)
+
+            def factory(seed: int, config: Any = config) -> Any:
+                return build_module(config, seed)
+
+            measured = measure_step(factory, batch, optimizer, list(rates), seeds=10)
+        else:
+            size, name = case
+            factory, _, multipliers, loss = scaled(size, name)
+            batch, _ = batch_of(SWEPT)
+            large = size.get("d_model", 64) > 256
+            measured = measure_step(
+                factory,
+                batch,
+                "adam",
+                [RATE],
+                loss=loss,
+                seeds=4 if large else 8,
+                multipliers=multipliers,
+            )
+        spent = time.process_time() - began
+        rates = [found.learning_rate for found in measured]
+        data[key] = {
+            str(rate): {"measured": _measured(found, spent)}
+            for rate, found in zip(rates, measured, strict=True)
+        }
+        _store(data)
+        print(f"{key}: {spent:.0f} s", flush=True)
+
+
+def predict() -> None:
+    """Today's theory beside every measurement."""
+    data, known = stored(), {}
+    for key, case in cases().items():
+        if key not in data:
+            continue
+        options: dict[str, Any] = {}
+        if key.startswith("family"):
+            name, optimizer, _ = case
+            if name not in known:
+                known[name] = batch_of(CONFIGS[name])[1]
+            prediction = known[name]
+        else:
+            optimizer = "adam"
+            _, model, options["multipliers"], _ = scaled(*case)
+            batch, _ = batch_of(SWEPT)
+            prediction = moments.predict(model, token_ids=np.asarray(batch["input_ids"]))
+        for rate, row in data[key].items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", moments.ValidityWarning)
+                step = prediction.after(optimizer, float(rate), **options)
+            weights = step.weights()
+            kept = weights[weights["weight"].isin(MATRICES)]
+            row["predicted"] = {
+                **{name: getattr(step, name) for name in ("loss_before", "loss_change", "slope")},
+                **{name: getattr(step, name).tolist() for name in STREAM},
+                "weights": kept[
+                    ["layer", "weight", "update_variance", "alignment"]
+                ].values.tolist(),
+            }
+        _store(data)
+
+
+if __name__ == "__main__":
+    command, *rest = sys.argv[1:] or ["page"]
+    if command == "measure":
+        measure(rest)
+    elif command == "predict":
+        predict()
+    else:
+        PAGE.write_text(page(stored()), encoding="utf-8")

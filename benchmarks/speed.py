@@ -1,0 +1,355 @@
+"""What a prediction costs, against what one would do instead.
+
+    python benchmarks/speed.py                 # measures and stores, about ten minutes; draws
+    python benchmarks/speed.py --show          # prints the stored table
+    python benchmarks/speed.py --plot          # draws docs/speed.png from what is stored
+
+Processor seconds of one thread, the least of several runs, all in one run: ratios are what to
+quote. A machine that others use makes all of them longer, ratios little. The module's eight seeds
+are two measured, times four. Rivals that do not install or import are named with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import numpy as np
+
+import moments
+
+HERE = Path(__file__).parent
+DATA, PICTURE = HERE / "data" / "speed.json", HERE.parent / "docs" / "speed.png"
+ALIKE = moments.Transformer(24, 256, 4, 128, dropout=0.1)
+CAUSAL = moments.Transformer(24, 256, 4, 256, dropout=0.1, causal=True)
+DEPTHS = (6, 12, 24, 48, 96, 192, 384, 768)
+LENGTHS = (64, 256, 1024, 4096, 16384, 65536)
+TOKENS = (16, 32, 64, 128, 256)
+COUNTS = (1, 10, 100, 1000, 10_000)
+
+
+def seconds(work: Callable[[], Any], runs: int = 3) -> float:
+    """Processor time, the least of some runs after one that fills tables."""
+    work()
+    found = []
+    for _ in range(runs):
+        start = time.process_time()
+        work()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+# --- the rivals -----------------------------------------------------------------------------------
+
+
+def real_module(seeds: int = 8, measured: int = 2) -> float:
+    """GPT-2 small, 2 texts of 128 tokens: its weights drawn, forward and backward, for `seeds`."""
+    import torch
+
+    from moments.torch.huggingface_modules import build_module, module_batch
+
+    torch.set_num_threads(1)
+    config = moments.preset.config("gpt2")
+    batch = module_batch(config, seq_len=128, batch=2)
+    start = time.process_time()
+    for seed in range(measured):
+        module = build_module(config, seed)
+        module.train()
+        module(**batch).loss.backward()
+    return (time.process_time() - start) * seeds / measured
+
+
+def by_hand(model: moments.Transformer) -> tuple[np.ndarray, ...]:
+    """Kedia et al.'s Table 2 for a Pre-LN stack, as one would type it: variances and covariances of
+    stream and gradient with arrays of no axes."""
+    weights, d, f = model.layer_weights(1), model.d_model, model.d_ff
+    kept, n = 1 - model.dropout, model.layers
+    attention, hidden = (
+        d * d * weights.output * weights.value,
+        d * f * weights.ffn_in * weights.ffn_out,
+    )
+    v, c = np.zeros(n + 1), np.zeros(n + 1)
+    slopes, norms = [], []
+    v[0], c[0] = 1.0, 0.2
+    for i in range(n):
+        own, pair = v[i], c[i]
+        norms.append(own)
+        r = pair / own
+        own, pair = own + attention * r / kept, pair + attention * r
+        norms.append(own)
+        r = pair / own
+        slopes.append(0.25 + np.arcsin(r) / (2 * np.pi))
+        polynomial = 1 / np.pi + r / 2 + (0.5 - 1 / np.pi) * r**2
+        v[i + 1], c[i + 1] = own + hidden / 2 / kept, pair + hidden / 2 * polynomial
+    g, h = np.zeros(n + 1), np.zeros(n + 1)
+    g[n], h[n] = 1.0, 0.2
+    for i in range(n - 1, -1, -1):
+        own, pair, norm = g[i + 1], h[i + 1], norms[2 * i + 1]
+        own, pair = own + hidden / 2 / kept * own / norm, pair + hidden * slopes[i] * pair / norm
+        norm = norms[2 * i]
+        own, pair = own + attention * pair / kept / norm, pair + attention * pair / norm
+        g[i], h[i] = own, pair
+    return v, c / v, g, h / g
+
+
+def anyinit() -> tuple[float | None, str]:
+    """Its analytic report of twelve layers, which draws weights and measures forward, too."""
+    import torch
+
+    try:
+        rival = importlib.import_module("anyinit")
+    except ImportError as error:
+        return None, f"anyinit: {error}"
+    torch.set_num_threads(1)
+    layer = torch.nn.TransformerEncoderLayer(
+        256, 4, 1024, activation="gelu", batch_first=True, norm_first=True
+    )
+    module = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    time_of = seconds(lambda: rival.initialize(module, "analytic", (2, 128, 256)), 1)
+    return time_of, f"anyinit {importlib.metadata.version('anyinit')}"
+
+
+def neural_tangents() -> tuple[float | None, str]:
+    """The kernel of 12 residual attention layers of 128 tokens, forward only: it has no gradients
+    by layer, and its attention weighs by the logits themselves."""
+    try:
+        stax = importlib.import_module("neural_tangents").stax
+    except Exception as error:  # whatever an import of it raises
+        return None, f"neural-tangents: {type(error).__name__}: {error}"
+    block = stax.serial(stax.LayerNorm(axis=-1), stax.GlobalSelfAttention(256, 64, 64, 4))
+    ffn = stax.serial(stax.LayerNorm(axis=-1), stax.Dense(1024), stax.Relu(), stax.Dense(256))
+
+    def residual(branch: Any) -> Any:
+        return stax.serial(stax.FanOut(2), stax.parallel(branch, stax.Identity()), stax.FanInSum())
+
+    kernel = stax.serial(*[part for _ in range(12) for part in (residual(block), residual(ffn))])[2]
+    x = np.random.default_rng(0).standard_normal((2, 128, 256))
+    time_of = seconds(lambda: np.asarray(kernel(x, None, "nngp")), 1)
+    return time_of, f"neural-tangents {importlib.metadata.version('neural-tangents')}"
+
+
+def shell() -> float:
+    """`moments predict gpt2` from a shell, the interpreter's own start included."""
+    found = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "moments", "predict", "gpt2", "--json"]
+        subprocess.run(command, check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    return min(found)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def measured() -> dict[str, Any]:
+    def predicting(model: moments.Transformer, **given: Any) -> float:
+        return seconds(lambda: moments.predict(model, **given), 2)
+
+    gpt2 = moments.preset("gpt2", seq_len=128)
+    ids = np.random.default_rng(0).zipf(1.3, (2, 128)) % gpt2.embedding.vocab_size
+    found: dict[str, Any] = {"machine": machine()}
+    table = {
+        "GPT-2 preset, 128 tokens, no text": predicting(gpt2),
+        "GPT-2 preset, 2 x 128 tokens of text": predicting(gpt2, token_ids=ids),
+        "GPT-2 preset, 1024 tokens, no text": predicting(moments.preset("gpt2")),
+        "24 causal layers, 256 tokens": predicting(CAUSAL),
+        "192 layers, tokens alike": predicting(ALIKE.replace(layers=192)),
+        "1000-layer solve (dslm)": seconds(
+            lambda: moments.solve(ALIKE.replace(layers=1000), "dslm", correlation=0.2), 1
+        ),
+        "moments predict gpt2, shell": shell(),
+    }
+    note("table done")
+    curves = {
+        "layers, tokens alike": [(n, predicting(ALIKE.replace(layers=n))) for n in DEPTHS],
+        "layers, classes of positions": [
+            (n, predicting(CAUSAL.replace(layers=n))) for n in (3, 6, 12, 24)
+        ],
+        "tokens, by classes (6 layers)": [
+            (n, predicting(CAUSAL.replace(layers=6, seq_len=n))) for n in LENGTHS
+        ],
+        "tokens, one by one (6 layers)": [
+            (n, predicting(CAUSAL.replace(layers=6, seq_len=n), tokens=True)) for n in TOKENS
+        ],
+        "configurations, one array (24 layers)": [
+            (n, predicting(ALIKE, correlation=np.linspace(0.0, 0.9, n))) for n in COUNTS
+        ],
+        "configurations, a sweep (24 layers)": [(n, sweeping(n)) for n in COUNTS[1:4]],
+    }
+    note("curves done")
+    count, cost = curves["configurations, one array (24 layers)"][-1]
+    table["10,000 configurations x 24 layers"] = cost
+    found["million configuration-layers a second"] = count * ALIKE.layers / cost / 1e6
+    deep = ALIKE.replace(layers=12, embedding=None)
+    hand = by_hand(deep)
+    p = moments.predict(deep, theory="simplified", correlation=0.2, grad_correlation=0.2)
+    names = ("variance", "correlation", "grad_variance", "grad_correlation")
+    off = max(float(np.max(np.abs(getattr(p, n) - h))) for n, h in zip(names, hand, strict=True))
+    if off > 1e-9:
+        raise SystemExit(f"the formulas by hand differ from the package's by {off:.2g}")
+    encoder = moments.Transformer(12, 256, 4, 128, activation="gelu")
+    rivals: dict[str, Any] = {
+        "Table 2 by hand in numpy, 12 layers": (
+            seconds(lambda: by_hand(deep)),
+            predicting(deep, theory="simplified", correlation=0.2),
+            'predict, theory="simplified"',
+        ),
+        "the same, against the refined theory": (
+            seconds(lambda: by_hand(deep)),
+            predicting(deep, correlation=0.2),
+            "predict, refined",
+        ),
+    }
+    unavailable = []
+    for what, (cost_of, said) in (
+        ("AnyInit's analytic report, 12 layers (forward)", anyinit()),
+        ("neural-tangents, 12 layers (forward)", neural_tangents()),
+    ):
+        if cost_of is None:
+            unavailable.append(said)
+        else:
+            rivals[f"{what}: {said}"] = (
+                cost_of,
+                predicting(encoder),
+                "predict, refined, both ways",
+            )
+    note("rivals done")
+    rivals["real GPT-2, 8 seeds, 2 x 128 tokens, both ways"] = (
+        real_module(),
+        table["GPT-2 preset, 128 tokens, no text"],
+        "predict, classes of positions",
+    )
+    rivals["the same, against a prediction of the text itself"] = (
+        rivals["real GPT-2, 8 seeds, 2 x 128 tokens, both ways"][0],
+        table["GPT-2 preset, 2 x 128 tokens of text"],
+        "predict, token_ids, by token",
+    )
+    return found | {
+        "seconds": table,
+        "rivals": {
+            name: {"rival": cost_of, "ours": ours, "what": what, "times": cost_of / ours}
+            for name, (cost_of, ours, what) in rivals.items()
+        },
+        "unavailable": unavailable,
+        "curves": curves,
+    }
+
+
+def sweeping(count: int) -> float:
+    values = np.geomspace(1e-4, 5e-3, count)
+    start = time.process_time()
+    moments.sweep(ALIKE, {"weights.query": values})
+    return time.process_time() - start
+
+
+def machine() -> dict[str, str]:
+    versions = {n: importlib.metadata.version(n) for n in ("numpy", "scipy", "torch")}
+    try:
+        cpu = next(
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        cpu = platform.processor()
+    load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    return {"cpu": cpu, "python": platform.python_version(), "load at the start": load} | versions
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# --- showing --------------------------------------------------------------------------------------
+
+
+def table(found: dict[str, Any]) -> str:
+    """As Markdown."""
+    rows = ["| | seconds |", "| --- | --- |"]
+    rows += [f"| {name} | {cost:.3g} |" for name, cost in found["seconds"].items()]
+    rate = found["million configuration-layers a second"]
+    rows += [f"| (million configuration-layers a second) | {rate:.2g} |", ""]
+    rows += ["| instead | seconds | ours | seconds | times |", "| --- | --- | --- | --- | --- |"]
+    for name, one in found["rivals"].items():
+        cells = (
+            name,
+            f"{one['rival']:.3g}",
+            one["what"],
+            f"{one['ours']:.3g}",
+            f"{one['times']:.3g}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    rows += ["", *(f"Not compared: {reason}" for reason in found["unavailable"])]
+    return "\n".join([*rows, "", ", ".join(f"{k} {v}" for k, v in found["machine"].items())])
+
+
+def draw(found: dict[str, Any]) -> None:
+    from moments.show.plot import Picture, save
+
+    figure = Picture(figsize=(11, 4.0), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    styles = (("o-", "#1b6ca8"), ("s--", "#c8553d"))
+    for ax, what in zip(panels, ("layers", "tokens", "configurations"), strict=True):
+        mine = {n: c for n, c in found["curves"].items() if n.startswith(what)}
+        for (style, color), (name, points) in zip(styles, mine.items(), strict=False):
+            ax.loglog(*zip(*points, strict=True), style, color=color, label=name.partition(", ")[2])
+        ax.set_xlabel(what)
+        ax.grid(alpha=0.25, linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(frameon=False, fontsize=9)
+    panels[0].set_ylabel("processor seconds, one thread")
+    cost = found["rivals"]["real GPT-2, 8 seeds, 2 x 128 tokens, both ways"]["rival"]
+    for ax in panels:
+        ax.axhline(cost, color="#888888", linewidth=1)
+    panels[0].annotate(
+        "real GPT-2, 8 seeds, both ways",
+        (0.02, cost),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -11),
+        textcoords="offset points",
+        fontsize=8.5,
+        color="#666666",
+    )
+    where = found["machine"]
+    figure.suptitle(
+        f"what a prediction costs: d_model 256, 4 heads ({where['cpu']}, load "
+        f"{where['load at the start']})",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
+    save(figure, PICTURE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--show", action="store_true", help="print what is stored")
+    parser.add_argument("--plot", action="store_true", help="draw what is stored")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", moments.ValidityWarning)
+    if not (options.show or options.plot):
+        DATA.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
+    found = json.loads(DATA.read_text(encoding="utf-8"))
+    if not options.show:
+        draw(found)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""`moments report` and `moments explore`: one model as a page, at rest and under sliders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import DomainError
+from .base import (
+    JsonOption,
+    LayersOption,
+    ModelArgument,
+    SeqLenOption,
+    SomeSchemes,
+    app,
+    declared,
+    input_moments,
+    named,
+    note,
+    out,
+    plain,
+    shortened,
+    steps,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from ..model.transformer import Transformer
+    from ..show.explorer_page import Server
+
+
+@app.command(
+    examples=(
+        "report bert-base -o bert.html",
+        "report config.json --seq-len 256 -o mine.html",
+        "report gpt2 --scheme dslm --scheme admin -o two.html",
+        "report gpt2 --no-schemes -o quick.html",
+    )
+)
+def report(
+    model: ModelArgument = None,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The page, a .html file.", callback=writable),
+    ] = Path("report.html"),
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
+    correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
+    scheme: SomeSchemes = None,
+    schemes: Annotated[bool, typer.Option(help="Compare with published schemes.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one self-contained page about a model: growth, gradients, schemes, what to cite.
+
+    The page needs no network, follows the reader's light or dark setting, and prints.
+    """
+    from ..scheme import schemes as every
+    from ..show.page import check_html
+    from ..show.page import report as make
+    from ..show.verdict import growth
+
+    check_html(output)
+    if scheme and not schemes:
+        raise DomainError("--scheme names what --no-schemes leaves out: give one of them")
+    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described = shortened(described, seq_len)
+    inputs = input_moments(described, variance, correlation, known)
+    chosen = (scheme or True) if schemes else False
+    count = len(scheme or every()) if schemes else 0
+    with steps("applying schemes", count) as advance:
+        found = make(
+            described, name=named(model), schemes=chosen, step=lambda _: advance(1), **inputs
+        )
+    found.save(output)
+    if as_json:
+        said = {
+            "format": 1,
+            "page": str(output),
+            "model": described.to_dict(),
+            "verdict": growth(found.prediction),
+            "warnings": list(found.prediction.warnings),
+            "schemes": [] if found.schemes is None else list(found.schemes.predictions),
+        }
+        print(json.dumps(said, indent=2))
+    else:
+        out.print(plain(growth(found.prediction)), soft_wrap=True)
+        out.print(f"page: {plain(str(output))}", soft_wrap=True)
+
+
+@app.command(
+    examples=(
+        "explore",
+        "explore bert-base",
+        "explore config.json --port 8000 --no-browser",
+    )
+)
+def explore(
+    model: ModelArgument = None,
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    port: Annotated[int, typer.Option(help="Of this machine; 0: any that is free.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
+) -> None:
+    """Turn depth, width, scales, placement and scheme by hand, on a page of this machine.
+
+    The page needs no network; every state of it is a link and a line of Python. Ctrl-C ends it.
+    """
+    import webbrowser
+
+    with server(model, layers, seq_len, port) as serving:
+        out.print(f"{serving.address}  (Ctrl-C ends it)", soft_wrap=True)
+        if browser and not webbrowser.open(serving.address):
+            note("no browser found: open that address in one")
+        try:
+            serving.serve_forever()
+        except KeyboardInterrupt:
+            out.print("ended")
+
+
+def server(
+    model: str | None = None, layers: int | None = None, seq_len: int | None = None, port: int = 0
+) -> Server:
+    """The explorer's server for the MODEL argument and options, bound but not yet serving."""
+    from ..show.explorer import Explorer
+    from ..show.explorer_page import Server
+
+    if model is None:
+        if layers is not None or seq_len is not None:
+            raise DomainError("--layers and --seq-len are of a MODEL: name one")
+        return Server(Explorer(), port)
+    described, _ = declared(model, {"layers": layers, "seq_len": seq_len})
+    described = shortened(described, seq_len)
+    return Server(Explorer(described, named(model), _python(model, layers, described)), port)
+
+
+def _python(model: str, layers: int | None, described: Transformer) -> str:
+    """The expression that declares a MODEL argument in a session."""
+    from ..model.presets import preset
+
+    if model in preset.names():
+        made = f"moments.preset({model!r}, seq_len={described.seq_len})"
+        return made if layers is None else f"{made}.replace(layers={layers})"
+    if model.endswith(".toml") or described != _huggingface(model, described.seq_len):
+        return f"moments.Transformer.from_dict({described.to_dict()!r})"
+    return f"moments.from_huggingface({model!r}, seq_len={described.seq_len})"
+
+
+def _huggingface(model: str, seq_len: int) -> Transformer | None:
+    from ..model.huggingface.config import from_huggingface
+
+    try:
+        return from_huggingface(model, seq_len=seq_len)
+    except DomainError:
+        return None

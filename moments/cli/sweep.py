@@ -1,0 +1,235 @@
+"""`moments sweep`: a grid of predictions, as a table and as a picture."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from ..errors import DomainError, brief, domain_error, unknown_name
+from ..files import parse_json
+from .base import (
+    CsvOption,
+    JsonOption,
+    LayersOption,
+    ModelArgument,
+    PlotOption,
+    SeqLenOption,
+    TheoryName,
+    TheoryOption,
+    app,
+    declared,
+    named,
+    out,
+    plain,
+    write_csv,
+    write_plot,
+)
+
+if TYPE_CHECKING:
+    from ..model.transformer import Transformer
+
+MOST_VALUES = 100_000
+
+
+@app.command(
+    examples=(
+        "sweep gpt2 --axis layers=6,12,24,48 --axis weights.query=log:1e-4:1e-2:9 --plot map.png",
+        "sweep --d-model 256 --heads 4 --seq-len 64 --axis layers=range:4:64:4 "
+        "--axis scheme=none,deepnorm --plot schemes.svg",
+        "sweep bert-base --seq-len 64 --axis correlation=lin:0:0.9:10 "
+        "--axis branch_scale=log:0.05:1:12 --quantity correlation --jobs 4 --csv grid.csv",
+        "sweep bert-base --axis layers=range:1:96 --axis theory=refined,published "
+        "--path grid.jsonl --json > grid.json",
+    )
+)
+def sweep(
+    model: ModelArgument = None,
+    axis: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--axis",
+            help="NAME=VALUES; may be repeated. VALUES: 12,24,48 or log:LEAST:MOST:COUNT, "
+            "lin:LEAST:MOST:COUNT, range:FIRST:LAST[:STEP].",
+            show_default=False,
+        ),
+    ] = None,
+    layers: LayersOption = None,
+    d_model: Annotated[int | None, typer.Option(help="Width of the stream.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
+    seq_len: SeqLenOption = None,
+    variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
+    correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
+    theory: TheoryOption = TheoryName.refined,
+    quantity: Annotated[
+        str, typer.Option(help="What is drawn; a wrong name lists all.")
+    ] = "grad_variance",
+    x: Annotated[str | None, typer.Option(help="Axis along the picture; the first.")] = None,
+    y: Annotated[
+        str | None, typer.Option(help="Axis up a map; lines where the second is short.")
+    ] = None,
+    by: Annotated[str | None, typer.Option(help="Axis of whose values each is drawn.")] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Keep every layer: a row each in --csv and --json.")
+    ] = False,
+    path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Append results to this file as they come; a killed sweep goes on from there.",
+            show_default=False,
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 1,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Predict a grid of configurations: any field of the model, its schemes, and its input.
+
+    An axis is a field (layers, dropout, norm), a part's field (weights.query, embedding.scale,
+    head.output_scale), scheme and its options (scheme=none,deepnorm), or variance, correlation,
+    grad_variance, grad_correlation, theory.
+    """
+    from ..grids.result import QUANTITIES
+    from ..grids.run import sweep as run
+
+    if not axis:
+        raise DomainError("no --axis given: add one such as --axis layers=12,24,48")
+    options: dict[str, Any] = {}
+    for text in axis:
+        name, values = _axis(text)
+        if name in options:
+            raise domain_error("--axis", text, f"once for each name: {name} is given twice")
+        options[name] = values
+    sizes = {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": seq_len}
+    if model is None:  # what varies need not be said twice
+        sizes = {
+            name: options[name][0] if size is None and name in options else size
+            for name, size in sizes.items()
+        }
+        sizes = {n: v if v is None else round(v) for n, v in sizes.items()}
+    described, known = declared(model, sizes)
+    axes = {
+        name: _whole(values) if _counts(described, name) else values
+        for name, values in options.items()
+    }
+    if quantity not in QUANTITIES:
+        raise unknown_name("--quantity", quantity, QUANTITIES)
+    for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
+        if chosen is not None and chosen not in axes:
+            raise unknown_name(option, chosen, axes)
+    given = {"variance": variance, "correlation": correlation}
+    inputs = known | {name: value for name, value in given.items() if value is not None}
+    for name in axes:
+        inputs.pop(name, None)
+    with contextlib.ExitStack() as stack:
+        executor = None
+        if jobs > 1:
+            executor = stack.enter_context(_processes(jobs))
+        found = run(
+            described,
+            axes,
+            theory=theory.value,
+            executor=executor,
+            path=path,
+            profile=profile,
+            **inputs,
+        )
+    if csv is not None:
+        write_csv(found.to_frame(by_layer=profile), csv)
+    if plot is not None:
+        write_plot(found.plot(x, y, quantity, by=by, name=named(model)), plot)
+    if as_json:
+        rows = found.to_frame(by_layer=profile).to_json(orient="records", double_precision=15)
+        data = {
+            "format": 1,
+            "axes": {name: list(values) for name, values in found.axes.values.items()},
+            "theory": found.theory,
+            "inputs": dict(found.inputs),
+            "rows": json.loads(rows),
+        }
+        print(json.dumps(data, indent=2, allow_nan=False))
+    else:
+        out.print(plain(str(found)), soft_wrap=True)
+
+
+def _processes(jobs: int) -> concurrent.futures.Executor:
+    """Fresh ones, which inherit no threads; the same on every system."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context)
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    """Name and values of one --axis."""
+    name, sign, spelled = text.partition("=")
+    if not sign or not name or not spelled:
+        allowed = "NAME=VALUES, such as layers=12,24,48 or weights.query=log:1e-4:1e-1:9"
+        raise domain_error("--axis", text, allowed)
+    kind, colon, rest = spelled.partition(":")
+    if colon and kind in ("log", "lin", "range"):
+        return name, _progression(text, kind, rest.split(":"))
+    return name, [_value(one, text) for one in spelled.split(",")]
+
+
+def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
+    allowed = {
+        "log": "log:LEAST:MOST:COUNT with positive numbers",
+        "lin": "lin:LEAST:MOST:COUNT",
+        "range": "range:FIRST:LAST or range:FIRST:LAST:STEP with whole numbers",
+    }[kind]
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        raise domain_error("--axis", text, allowed) from None
+    finite = all(np.isfinite(numbers))
+    if kind == "range" and finite and len(numbers) in (2, 3):
+        first, last, step = (*numbers, 1.0)[:3]
+        whole = all(value == round(value) for value in (first, last, step))
+        if whole and step > 0 and last >= first and (last - first) / step < MOST_VALUES:
+            return list(range(int(first), int(last) + 1, int(step)))
+    elif kind != "range" and finite and len(numbers) == 3:
+        least, most, count = numbers
+        if count == round(count) and 2 <= count <= MOST_VALUES:
+            if kind == "lin":
+                return list(map(float, np.linspace(least, most, int(count))))
+            if least > 0 and most > 0:
+                return list(map(float, np.geomspace(least, most, int(count))))
+    raise domain_error("--axis", text, allowed)
+
+
+def _whole(values: list[Any]) -> list[Any]:
+    """Steps of a progression rounded, each once; what is no number stays."""
+    return list(dict.fromkeys(round(v) if isinstance(v, float) else v for v in values))
+
+
+def _counts(model: Transformer, name: str) -> bool:
+    """Whether a field holds a whole number."""
+    holder: Any = model
+    for part in name.split("."):
+        if not dataclasses.is_dataclass(holder):
+            return False
+        holder = getattr(holder, part, None)
+    return isinstance(holder, int) and not isinstance(holder, bool)
+
+
+def _value(spelled: str, text: str) -> Any:
+    """A number, true, false or null as in JSON, "none" for null too, else a name."""
+    spelled = spelled.strip()
+    if spelled.lower() == "none":
+        return None
+    if not spelled:
+        raise domain_error("--axis", text, "values between its commas")
+    try:
+        return parse_json(spelled, f"--axis {brief(text)}")
+    except DomainError:
+        raise
+    except ValueError:
+        return spelled

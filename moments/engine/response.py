@@ -1,0 +1,436 @@
+"""What a part of a network does to sensitivities, by token: around a record of both passes.
+
+Leaves that act on every token alone have elementwise derivatives: taken here as differences of what
+the leaves themselves return at slightly changed kernels, so that no law is stated a second time.
+Chains and parallel branches pass sensitivities on to what they hold, and additions add noise
+(`moments.noise.token_band`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from .sensitivity import (
+    SINGLE,
+    Ascent,
+    Descent,
+    Matrix,
+    Response,
+    diagonal,
+    entrywise,
+    grown,
+    kernel_of,
+    matrix_of,
+    off_diagonal,
+    ones,
+    own_entries,
+    per_unit,
+    present,
+    ratio,
+    row_sums,
+    sum_of,
+    total,
+    transposed,
+)
+from .state import Array, Gradient, Kernel, Signal
+from .trace import Record
+
+STEP = 1e-4
+"""Relative step of the one-sided differences, whose error is of this order."""
+
+
+class Moving(Protocol):
+    """What carries a signal on and a gradient back, as a `Leaf` does."""
+
+    def forward(self, signal: Signal) -> tuple[Signal, Any]:
+        """The output, and the way back."""
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """A leaf that acts on every token alone.
+
+    Attributes:
+        onward, back: (..., L, L) derivative of an output pair by its input pair, and the factor on
+            a gradient pair.
+        own, back_own: (..., L, L) change of an output pair, and of that factor, where both tokens
+            grow, over the tokens' relative growth; correlated as they were.
+        back_change: (..., L, L) derivative of that factor by the pair.
+        kernel, gradient: second moments at the input, gradient at the output.
+    """
+
+    onward: Matrix
+    own: Matrix
+    back: Matrix
+    back_change: Matrix
+    back_own: Matrix
+    kernel: Matrix
+    gradient: Matrix
+
+    @classmethod
+    def of(
+        cls, leaf: Moving, signal: Signal, gradient: Gradient, received: Array, linear: bool
+    ) -> Elementwise:
+        """Differences of a leaf around the signal that entered it.
+
+        Args:
+            leaf: any.
+            signal: that one.
+            gradient: at the output.
+            received: the same, as sensitivities have it.
+            linear: whether the leaf scales every pair by a factor, the same at any kernel.
+        """
+        kernel = signal.second_moment()
+        if linear:
+            return cls._linear(leaf, signal, gradient, received)
+        spread = signal.spread
+        base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
+        first, second = kernel.over_tokens(kernel.diagonal)
+        scale = np.sqrt(first * second)
+        nearer = Kernel.joined(kernel.diagonal, kernel.pairs - STEP * scale, kernel.resolved)
+        risen = base.replace(
+            kernel=kernel.scaled(1 + STEP),
+            spread=None if spread is None else spread.scaled((1 + STEP) ** 2),
+        )
+        even = _ones(gradient, kernel)
+        values = []
+        for entering in (base, base.replace(kernel=nearer), risen):
+            output, pullback = leaf.forward(entering)
+            sent = pullback(even).gradient.kernel
+            values.append((matrix_of(output.second_moment()), matrix_of(sent)))
+        (out, back), (out_near, back_near), (out_grown, back_grown) = values
+        tokens = matrix_of(kernel)
+        onward, change = (
+            off_diagonal(entrywise(ratio, at - near, STEP * scale))
+            for at, near in ((out, out_near), (back, back_near))
+        )
+        own = (out_grown - out) / STEP - onward * tokens
+        back_own = (back_grown - back) / STEP - change * tokens
+        fields = (onward, own, back, change, back_own, tokens, received)
+        return cls(*(field.astype(SINGLE) for field in fields))
+
+    @classmethod
+    def _linear(
+        cls, leaf: Moving, signal: Signal, gradient: Gradient, received: Array
+    ) -> Elementwise:
+        """What needs no differences."""
+        kernel = signal.second_moment()
+        even = _ones(gradient, kernel)
+        unit = Signal(even.kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=signal.width)
+        output, pullback = leaf.forward(unit)
+        factor, back = matrix_of(output.kernel), matrix_of(pullback(even).gradient.kernel)
+        own = diagonal(own_entries(factor) * kernel.diagonal, factor)
+        onward = off_diagonal(factor)
+        fields = (onward, own, back, 0 * back, 0 * back, matrix_of(kernel), received)
+        return cls(*(field.astype(SINGLE) for field in fields))
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        paired = sensitivity * self.gradient
+        none = np.zeros(sensitivity.shape[:-2])
+        by_pair = self.back_change * paired if present(self.back_change) else None
+        exposure = by_pair, self._by_size(self.back_own * paired)
+        return Ascent(self.back * sensitivity, exposure, none, none + self._coherence)
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        by_pair, by_size = exposure
+        size = self._by_size(self.own * sensitivity)
+        size[: len(by_size)] += by_size
+        found = self.onward * sensitivity
+        if by_pair is not None:
+            found = grown(found, by_pair)
+        none = np.zeros(sensitivity.shape[:-2])
+        return Descent(found + diagonal(size, found), none, none)
+
+    @functools.cached_property
+    def _coherence(self) -> Array:
+        factor = kernel_of(self.back)
+        return ratio(factor.mean_pairs(), factor.mean_diagonal())
+
+    def _by_size(self, pairs: Array) -> Array:
+        """Each of two tokens has half a share in their pair."""
+        return ratio(row_sums(pairs), own_entries(self.kernel))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Parts one after the other."""
+
+    parts: tuple[Response, ...]
+
+    @property
+    def shares(self) -> list[Array]:
+        """Those of the parallel branches in it."""
+        inner = [part for part in self.parts if isinstance(part, Sum | Sequence)]
+        return inner[0].shares
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        steps = []
+        for part in self.parts:
+            steps.append(part.ascend(sensitivity))
+            sensitivity = steps[-1].sensitivity
+        noise, coherence = steps[0].noise, steps[0].coherence
+        for step in steps[1:]:
+            noise, coherence = noise + step.noise, coherence * step.coherence
+        return Ascent(sensitivity, [step.exposure for step in steps], noise, coherence)
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        noise = common = 0.0
+        for part, exposed in zip(self.parts[::-1], exposure[::-1], strict=True):
+            step = part.descend(sensitivity, exposed)
+            sensitivity, noise, common = step.sensitivity, noise + step.noise, common + step.common
+        return Descent(sensitivity, noise, common)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Branches that read the same tensor, whose outputs add up.
+
+    Attributes:
+        parts: the branches.
+        received: (..., L, L) gradient at the output.
+    """
+
+    parts: tuple[Response, ...]
+    received: Array
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        steps = [part.ascend(sensitivity) for part in self.parts]
+        shared = zip(self.shares, steps, strict=True)
+        return Ascent(
+            sum_of([step.sensitivity for step in steps]),
+            [step.exposure for step in steps],
+            np.sum([step.noise for step in steps], axis=0),
+            sum(share * step.coherence for share, step in shared),  # type: ignore[arg-type]
+        )
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        steps = [
+            part.descend(sensitivity, exposed)
+            for part, exposed in zip(self.parts, exposure, strict=True)
+        ]
+        return Descent(
+            sum_of([step.sensitivity for step in steps]),
+            np.sum([step.noise for step in steps], axis=0),
+            np.sum([step.common for step in steps], axis=0),
+        )
+
+    @functools.cached_property
+    def shares(self) -> list[Array]:
+        """(...,) share of every branch in the variance of the gradient they send back."""
+        identity = diagonal(np.ones((1, *self.received.shape[:-1]), SINGLE), self.received)
+        sizes = [total(part.ascend(identity).sensitivity[0] * self.received) for part in self.parts]
+        return [ratio(size, sum(sizes)) for size in sizes]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What follows one another in a layer, around its means; kernels (..., L, L).
+
+    Attributes:
+        response: of the branch, or of the whole where there is no skip connection.
+        residual: whether there is an addition.
+        skip, scale: squared factors of skip connection and branch; 0 and 1 where there is none.
+        entering, leaving: kernels of the signal.
+        sent, received: kernels of the gradient, at the input and at the output, in units of the
+            former's trace.
+        kappa: (...,) d_model times the relative variance of |branch|^2.
+        back_kappa: the same of the gradient, beyond what `response` calls noise.
+        width: d_model.
+        inner: number of features of all heads, where the branch attends; else None.
+        attends: (...,) share of attention in what the branch adds; 1 where it is all of it.
+    """
+
+    response: Response
+    residual: bool
+    skip: float
+    scale: float
+    entering: Matrix
+    leaving: Matrix
+    sent: Matrix
+    received: Matrix
+    kappa: Array
+    back_kappa: Array
+    width: float
+    inner: float | None
+    attends: Array = 1.0
+
+    def ascend(self, sensitivity: Array) -> Ascent:
+        """What a sensitivity to the gradient sent says; see `sensitivity.Ascent`."""
+        found = self.response.ascend(sensitivity)
+        onward = self.scale * found.sensitivity + self.skip * sensitivity
+        return found._replace(sensitivity=onward)
+
+    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+        """What a sensitivity to the signal that leaves says; see `sensitivity.Descent`."""
+        found = self.response.descend(self.scale * sensitivity, exposure)
+        return found._replace(sensitivity=found.sensitivity + self.skip * sensitivity)
+
+    def gradient_noise(self, sensitivity: Array) -> Array:
+        """Variance that the addition of the gradients adds."""
+        carried = self.skip * self.received
+        return self._noise(sensitivity, carried, self.sent - carried, self.back_kappa)
+
+    def signal_noise(self, sensitivity: Array) -> Array:
+        """Variance that the addition of the signals adds."""
+        carried = self.skip * self.entering
+        return self._noise(sensitivity, carried, self.leaving - carried, self.kappa)
+
+    def floor(self, carried: Array, added: Array, coherent: Array, overlap: Array) -> Array:
+        """Covariance of what the addition does to different directions of random overlap.
+
+        Args:
+            carried, added: parts of y through the skip connection and through the branch.
+            coherent: of `added`, what the mean of the tokens carries on.
+            overlap: q, second moment of the directions' correlation.
+        """
+        cross = 4 * carried * coherent * overlap
+        if self.inner is None:
+            return (cross + self.kappa * coherent**2 * overlap) / self.width
+        # two matrices one after the other: behind the first, overlaps have grown by 1/inner
+        twice = 2 * overlap * self.width / self.inner + 2 * (overlap + 1 / self.inner)
+        beside = 0.0 if np.all(self.attends == 1) else self.kappa * coherent**2 * overlap
+        return (cross + twice * (self.attends * added) ** 2 + beside) / self.width
+
+    def _noise(self, sensitivity: Array, carried: Array, added: Array, kappa: Array) -> Array:
+        if not self.residual:
+            return np.zeros(sensitivity.shape[:-2])
+        skipped, branch = sensitivity @ carried, sensitivity @ added
+        weight = np.asarray(kappa)[..., None, None].astype(SINGLE)
+        return total((4 * skipped + weight * branch) * transposed(branch)) / self.width
+
+
+@dataclass(frozen=True)
+class Around:
+    """The units in which a part's gradients are measured.
+
+    Attributes:
+        unit: (...,) trace of the gradient that the part sends.
+    """
+
+    unit: Array
+
+    def received(self, record: Record) -> Matrix:
+        """The gradient at the output."""
+        return in_units(matrix_of(record.gradient_received.kernel), self.unit)
+
+    def kernels(self, record: Record) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+        """Of the signal that enters and leaves, and of the gradient sent and received."""
+        return (
+            matrix_of(record.input.second_moment()).astype(SINGLE),
+            matrix_of(record.output.second_moment()).astype(SINGLE),
+            in_units(matrix_of(record.gradient_sent.kernel), self.unit),
+            self.received(record),
+        )
+
+    def whole(self, record: Record) -> Part:
+        """A part without a skip connection."""
+        answer, none = record.component.response(record, self), 0.0
+        kernels, width = self.kernels(record), float(record.output.width)
+        return Part(answer, False, 0.0, 1.0, *kernels, none, none, width, heads_width(record))
+
+    def added(self, record: Record, branch: Record, skip: float, scale: float) -> Part:
+        """What `branch` adds to a skip connection; squared factors of both."""
+        answer = branch.component.response(branch, self)
+        kappa, back_kappa, attends = kappas(branch, answer)
+        return Part(
+            answer,
+            True,
+            skip,
+            scale,
+            *self.kernels(record),
+            kappa,
+            back_kappa,
+            float(record.output.width),
+            heads_width(branch),
+            attends,
+        )
+
+
+def heads_width(record: Record) -> float | None:
+    """Number of features of all heads of self-attention, None where there is none."""
+    for leaf in record.leaves():
+        if leaf.component.mixes_tokens and leaf.memory is None:
+            return float(leaf.output.width)
+    return None
+
+
+def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
+    """kappa, back_kappa and share of attention of `Part`.
+
+    Of parallel branches, whose sum varies by 2 (sum B)^2/d if each does by 2 B^2/d; unless a
+    normalisation behind them fixes the size of the sum.
+    """
+    found = branch.paths()
+    common = set(found[0]).intersection(*found[1:]) if len(found) > 1 else set()
+    if fixed_behind(found[0], common):
+        found, common = [tuple(branch.leaves())], set()
+    sizes, of_signal, of_gradient, attending = [], [], [], []
+    for path in found:
+        reached = last_matrix([leaf for leaf in path if leaf not in common]).output
+        of_signal.append(_own_fluctuation(path, branch.input, reached))
+        sizes.append(np.asarray(reached.second_moment().mean_diagonal()))
+        attends = any(leaf.component.mixes_tokens and leaf.memory is None for leaf in path)
+        of_gradient.append(2.0 if attends else of_signal[-1])
+        for leaf in path:
+            reader: Any = leaf.component
+            if leaf.memory is not None:
+                of_gradient[-1] = reader.back_kappa(leaf.memory.seq_len)
+        attending.append(float(attends))
+    if len(found) == 1:
+        return of_signal[0], of_gradient[0], 1.0
+    shares = answer.shares
+    return (
+        _together(of_signal, [ratio(size, sum(sizes)) for size in sizes]),
+        _together(of_gradient, shares),
+        sum(share * one for share, one in zip(shares, attending, strict=True)),
+    )
+
+
+def fixed_behind(path: Several[Record], common: set[Record]) -> bool:
+    """Whether a normalisation stands behind parallel branches, in what their paths have in
+    common."""
+    behind = itertools.takewhile(lambda leaf: leaf in common, reversed(path))
+    return any(leaf.component.normalises for leaf in behind)
+
+
+def last_matrix(path: Several[Record]) -> Record:
+    """A path's last leaf but dropout, whose masks, fresh for every token, average out."""
+    return next(leaf for leaf in reversed(path) if not leaf.component.masks)
+
+
+def _together(kappas: Several[Array], shares: Several[Array]) -> Array:
+    own = ((kappa - 2) * share**2 for kappa, share in zip(kappas, shares, strict=True))
+    return 2 + sum(own)
+
+
+def _own_fluctuation(path: Several[Record], entering: Signal, reached: Signal) -> Array:
+    """d_model times the relative variance of |branch|^2 that its own matrices add."""
+    # What a norm divides by, and what attention averages, is tracked anew.
+    anew = any(leaf.component.normalises or leaf.component.mixes_tokens for leaf in path)
+    inherited = 0.0 if anew else _relative_spread(entering)
+    return reached.width * np.maximum(_relative_spread(reached) - inherited, 0.0)
+
+
+def _relative_spread(signal: Signal) -> Array:
+    """Var |x|^2/E^2 |x|^2, averaged over tokens."""
+    assert signal.spread is not None
+    relative = ratio(signal.spread.diagonal, signal.second_moment().diagonal ** 2)
+    return signal.kernel.average(relative)
+
+
+def in_units(kernel: Matrix, unit: Array) -> Matrix:
+    """A gradient's kernel in these units; 0 where the unit is."""
+    return per_unit(kernel, unit).astype(SINGLE)
+
+
+def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
+    """A gradient of covariance 1 everywhere, otherwise as the one given."""
+    shape = np.broadcast_shapes(gradient.kernel.pairs.shape, kernel.pairs.shape)
+    even = kernel_of(ones(shape, matrix_of(kernel)))
+    return Gradient(even, gradient.seq_len, gradient.radial, gradient.centred_share)

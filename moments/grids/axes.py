@@ -1,0 +1,278 @@
+"""What a sweep varies: fields of a declaration, its schemes, and arguments of `predict`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import DomainError, domain_error, unknown_name
+from ..model.transformer import Transformer
+from ..scheme.registry import scheme
+
+Value = int | float | bool | str | None
+Maker = Callable[..., Transformer]
+
+ARGUMENTS = (
+    "variance",
+    "correlation",
+    "grad_variance",
+    "grad_correlation",
+    "theory",
+    "tokens",
+    "batch",
+)
+"""Arguments of `predict` that a sweep varies."""
+
+MOMENTS = ARGUMENTS[:4]
+LABELS = {
+    "variance": "input_variance",
+    "correlation": "input_correlation",
+    "grad_variance": "output_grad_variance",
+    "grad_correlation": "output_grad_correlation",
+}
+"""What tables and pictures call these axes, beside the quantities that are predicted."""
+
+PARTS = ("weights", "biases", "embedding", "head", "rotary", "relative_bias", "encoder")
+"""Fields that are declarations of their own, whose fields have dotted names."""
+
+LARGEST = 10_000_000
+"""Configurations of one sweep."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Names and values of what varies, and the model that it varies.
+
+    Attributes:
+        model: a declaration, or a function of some of the axes that makes one.
+        values: of every axis, in the order given; the last varies fastest.
+        made: the axes that the function takes.
+    """
+
+    model: Transformer | Maker
+    values: Mapping[str, tuple[Value, ...]]
+    made: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Any, axes: Mapping[str, Any]) -> Axes:
+        """Validate names and values; a declaration is made with the first of each.
+
+        Raises:
+            DomainError: no such field or argument, values that are no list of single ones, or the
+                same twice; no model.
+        """
+        if not isinstance(model, Transformer) and not callable(model):
+            raise DomainError(
+                "model must be a moments.Transformer or a function that makes one, not "
+                f"{type(model).__name__}"
+            )
+        if not isinstance(axes, Mapping) or not axes:
+            raise domain_error("axes", axes, 'a dictionary such as {"layers": [12, 24]}')
+        values = {_name(name): _values(name, given) for name, given in axes.items()}
+        size = int(np.prod([len(v) for v in values.values()], dtype=float))
+        if size > LARGEST:
+            raise domain_error("axes", f"{size} configurations", f"at most {LARGEST}")
+        made = () if isinstance(model, Transformer) else _taken(model, values)
+        found = cls(model, values, made)
+        found._check_names()
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.values)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names as tables have them: those of moments say where they were given."""
+        return tuple(LABELS.get(name, name) for name in self.values)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(len(v) for v in self.values.values())
+
+    @property
+    def size(self) -> int:
+        """Number of configurations."""
+        return int(np.prod(self.shape))
+
+    def points(self) -> Iterator[tuple[Value, ...]]:
+        """The values at every configuration, the last axis varying fastest."""
+        return itertools.product(*self.values.values())
+
+    def base(self) -> Transformer:
+        """The model at the first value of what makes it.
+
+        Raises:
+            DomainError: as the function does, or it makes something else.
+        """
+        return self._made({name: self.values[name][0] for name in self.made})
+
+    def configure(self, values: Sequence[Value]) -> tuple[Transformer, dict[str, Value]]:
+        """The declaration and the arguments of `predict` at one configuration.
+
+        Fields of the model are set before those of its parts, which what is left to a default
+        follows, and schemes come last, which set what they set.
+
+        Raises:
+            DomainError: a value outside what is allowed.
+        """
+        given = dict(zip(self.values, values, strict=True))
+        model = self._made({name: given.pop(name) for name in self.made})
+        arguments = {name: given.pop(name) for name in ARGUMENTS if name in given}
+        scheme = given.pop("scheme", None)
+        options = {
+            name.partition(".")[2]: given.pop(name)
+            for name in tuple(given)
+            if name.startswith("scheme.")
+        }
+        flat = {name: value for name, value in given.items() if "." not in name}
+        if flat:
+            model = model.replace(**flat)
+        for part, inner in _by_part(given).items():
+            model = _replaced(model, part, inner)
+        if scheme is not None:
+            assert isinstance(scheme, str)
+            model = model.with_scheme(scheme, **options)
+        return model, arguments
+
+    def _made(self, given: Mapping[str, Value]) -> Transformer:
+        if isinstance(self.model, Transformer):
+            return self.model
+        found = self.model(**given)
+        if not isinstance(found, Transformer):
+            raise DomainError(
+                f"the function that makes the model returned {type(found).__name__}, "
+                "not a moments.Transformer"
+            )
+        return found
+
+    def _check_names(self) -> None:
+        base = self.base()
+        fields = {f.name for f in dataclasses.fields(Transformer) if f.init}
+        for name in self.values:
+            if name in self.made or name in ARGUMENTS:
+                continue
+            root, _, rest = name.partition(".")
+            if root == "scheme":
+                self._check_scheme(name, rest)
+            elif name in PARTS:
+                raise domain_error(
+                    "axis", name, f"one of its fields, such as {name}.{_field(name)}"
+                )
+            elif root not in fields:
+                known = [*fields, *ARGUMENTS, "scheme"]
+                raise unknown_name("axis", name, known)
+            elif rest:
+                _check_field(base, root, rest)
+
+    def _check_scheme(self, name: str, option: str) -> None:
+        chosen = [one for one in self.values.get("scheme", ()) if one is not None]
+        if option and not chosen:
+            raise domain_error("axis", name, 'beside an axis "scheme" that names the scheme')
+        for one in chosen:
+            found = scheme(one)  # type: ignore[arg-type]
+            if option and option not in found.options:
+                raise unknown_name(f"axis of scheme {one!r}", name, found.options)
+            clash = [n for n in self.values if n.partition(".")[0] in found.sets]
+            if clash:
+                raise domain_error(
+                    "axis", clash[0], f"none that scheme {one!r} sets ({', '.join(found.sets)})"
+                )
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise domain_error("axis", name, "the name of a field or of an argument of predict")
+    return name
+
+
+def _values(name: str, given: Any) -> tuple[Value, ...]:
+    """Single values, each once."""
+    if isinstance(given, str | bytes | Mapping) or (np.ndim(given) == 0 and not _iterable(given)):
+        raise domain_error(f"axes[{name!r}]", given, "a list of values")
+    found = tuple(v.item() if isinstance(v, np.generic) else v for v in given)
+    if not found:
+        raise domain_error(f"axes[{name!r}]", given, "one value at least")
+    for value in found:
+        if not (value is None or isinstance(value, bool | int | float | str)):
+            raise domain_error(f"axes[{name!r}]", value, "a number, a name, True, False or None")
+        if isinstance(value, float) and not np.isfinite(value):
+            raise domain_error(f"axes[{name!r}]", value, "finite")
+    if len(set(map(repr, found))) < len(found):
+        twice = next(v for v in found if found.count(v) > 1)
+        raise domain_error(f"axes[{name!r}]", twice, "there once")
+    return found
+
+
+def _iterable(given: Any) -> bool:
+    try:
+        iter(given)
+    except TypeError:
+        return False
+    return True
+
+
+def _taken(model: Maker, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The axes that are parameters of a function."""
+
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return tuple(name for name in values if name in named)
+
+
+def _by_part(given: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
+    found: dict[str, dict[str, Value]] = {}
+    for name, value in given.items():
+        root, dot, rest = name.partition(".")
+        if dot:
+            found.setdefault(root, {})[rest] = value
+    return found
+
+
+def _replaced(holder: Any, part: str, changes: Mapping[str, Value]) -> Any:
+    """`holder` with fields of one of its parts changed, at any depth."""
+    inner = getattr(holder, part)
+    if inner is None:
+        raise DomainError(f"the model declares no {part}, whose {next(iter(changes))} would vary")
+    flat = {name: value for name, value in changes.items() if "." not in name}
+    if flat:
+        inner = (
+            dataclasses.replace(inner, **flat)
+            if not hasattr(inner, "replace")
+            else (inner.replace(**flat))
+        )
+    for deeper, more in _by_part(changes).items():
+        inner = _replaced(inner, deeper, more)
+    return holder.replace(**{part: inner})
+
+
+def _check_field(holder: Any, part: str, rest: str) -> None:
+    """Raise unless a part is there and has the field."""
+    name, _, deeper = rest.partition(".")
+    inner = getattr(holder, part)
+    if inner is None:
+        raise domain_error(
+            "axis", f"{part}.{rest}", f"of something declared: the model has no {part}"
+        )
+    if not dataclasses.is_dataclass(inner):
+        raise domain_error("axis", f"{part}.{rest}", f"{part} alone, which is no declaration")
+    known = [f.name for f in dataclasses.fields(inner) if f.init]
+    if name not in known:
+        raise unknown_name("axis", f"{part}.{rest}", [f"{part}.{one}" for one in known])
+    if deeper:
+        _check_field(inner, name, deeper)
+
+
+def _field(part: str) -> str:
+    return {"weights": "query", "embedding": "token_variance", "head": "output_scale"}.get(
+        part, "..."
+    )

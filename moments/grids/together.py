@@ -1,0 +1,246 @@
+"""Many configurations in one pass: declarations alike but for their numbers, as one with arrays.
+
+Laws broadcast over leading axes, so a declaration whose numbers are arrays carries as many
+configurations as these have entries. Its leaves are those of the single declarations, stacked. A
+stack of fewer layers is one whose further layers add nothing: a residual connection that keeps the
+stream and scales its branch by 0 changes neither signal nor gradient, so that stacks of different
+depths go together where every part of a layer is such a connection (Pre-LN, but not Post-LN).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..engine.composition import Chain, Component, Layer, Residual
+from ..engine.state import Kernel
+from ..formulas.law import Theory
+from ..model.transformer import Transformer
+from ..prediction.gate import computing
+from ..prediction.predict import resolution_of
+from ..prediction.stack import Inputs, Stack, last_gradient
+from ..transfer.architecture import declare, declare_layer
+
+
+class Unlike(Exception):
+    """Declarations that differ in more than numbers."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Moments of the stream of several configurations, as far as each is deep.
+
+    Attributes:
+        stream: variance, correlation, gradient variance and correlation, each (B, N + 1).
+        outputs: loss, its deviation and the logits' variance, (B,), where there is a head.
+        warnings: of any of them.
+    """
+
+    stream: tuple[np.ndarray, ...]
+    outputs: Mapping[str, np.ndarray]
+    warnings: tuple[str, ...]
+
+
+def kind(
+    model: Transformer, theory: Theory, arguments: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    """What configurations must share to go together; None for one that goes alone.
+
+    Of tokens alike: classes of positions, and tokens one by one, are arrays already, which gain
+    nothing from more.
+    """
+    if model.encoder is not None or resolution_of(model, theory, arguments.get("tokens")):
+        return None
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
+    shared = ("d_model", "heads", "seq_len", "d_ff", "norm", "normalization", "activation", "head")
+    more = ("embedding", "d_head", "kv_heads", "gated", "parallel", "parallel_norms", "qk_norm")
+    rest = ("norm_groups", "layernorm_scaling", "identity_attention", "norm_affine", "norm_bias")
+    same = tuple(fields[name] for name in (*shared, *more, *rest))
+    depth = () if _extends(model) else (model.layers,)
+    return (theory, arguments.get("batch", 1), *same, *depth)
+
+
+def _extends(model: Transformer) -> bool:
+    """Whether layers that add nothing may follow its last."""
+    return set(model.placements) <= {"pre", "sandwich", "none"} and (
+        model.layernorm_scaling != "after-residual"
+    )
+
+
+def predict_together(
+    models: Sequence[Transformer],
+    theory: Theory,
+    moments: Mapping[str, np.ndarray],
+    batch: int = 1,
+) -> Found:
+    """`predict` of several configurations of one `kind` at once, tokens alike.
+
+    Args:
+        models: one each.
+        theory: as of `predict`.
+        moments: those of `predict`'s arguments that are given, one number each.
+        batch: as of `predict`.
+
+    Raises:
+        Unlike: the declarations differ in more than numbers.
+        DomainError: as `predict`, for any of them.
+    """
+    deepest = max(models, key=lambda model: model.layers)
+    declaration = stacked_layers(models, theory)
+    own = Inputs(moments.get("variance"), moments.get("correlation"))
+    stack = _Together(declaration, deepest, theory, own, False, (len(models),))
+    given = (moments.get("grad_variance"), moments.get("grad_correlation"))
+    with computing(theory, [stack.run]):
+        signal = stack.forward()
+        outcome = last_gradient(stack, signal, *given, None, None, batch)
+        stack.backward(outcome)
+    p = stack.prediction(batch, outcome, None)
+    shape = (len(models), deepest.layers + 1)
+    stream = (p.variance, p.correlation, p.grad_variance, p.grad_correlation)
+    outputs = {
+        name: np.broadcast_to(getattr(p, name), (len(models),))
+        for name in ("loss", "loss_stderr", "logit_variance")
+        if getattr(p, name) is not None
+    }
+    return Found(tuple(np.broadcast_to(v, shape) for v in stream), outputs, p.warnings)
+
+
+class _Together(Stack):
+    """A stack whose declaration has a number for every configuration."""
+
+    def __init__(self, declaration: Chain, *args: Any) -> None:
+        self._declaration = declaration
+        super().__init__(*args)
+
+    def declaration(self) -> Chain:
+        return self._declaration
+
+    def _first(self, *args: Any) -> Kernel:
+        found = super()._first(*args)
+        count = self.shape
+        return Kernel(
+            np.array(np.broadcast_to(found.diagonal, count), dtype=float),
+            np.array(np.broadcast_to(found.pairs, count), dtype=float),
+        )
+
+
+# --- declarations with arrays ---------------------------------------------------------------------
+
+
+def stacked_layers(models: Sequence[Transformer], theory: Theory) -> Chain:
+    """The layers of all models as one stack, as deep as the deepest.
+
+    Raises:
+        Unlike: the declarations differ in more than numbers, or in depth where layers cannot be
+            added.
+    """
+    depth = max(model.layers for model in models)
+    uniform = all(_uniform(model) for model in models)
+    cache: dict[tuple[int, ...], Component] = {}
+    layers = []
+    single = [declare_layer(m, theory, 1) for m in models] if uniform else None
+    whole = None if uniform else [declare(m, theory).parts for m in models]
+    for number in range(1, depth + 1):
+        over = tuple(i for i, model in enumerate(models) if model.layers < number)
+        if single is not None:
+            if over not in cache:
+                cache[over] = _joined(single, over)
+            layers.append(Layer(cache[over], number))
+            continue
+        assert whole is not None
+        here = [parts[min(number, len(parts)) - 1] for parts in whole]
+        layers.append(Layer(_joined(here, over), number))
+    return Chain(tuple(layers))
+
+
+def _joined(layers: Sequence[Component], over: Sequence[int]) -> Component:
+    """One body of the layers' bodies; of stacks that are over, one that adds nothing."""
+    bodies = [layer.body for layer in layers if isinstance(layer, Layer)]
+    going = next(i for i in range(len(bodies)) if i not in over)
+    for i in over:
+        bodies[i] = _adding_nothing(bodies[going])
+    found = stacked(bodies)
+    assert isinstance(found, Component)
+    return found
+
+
+def _uniform(model: Transformer) -> bool:
+    """Whether every layer has the numbers of the first."""
+    if model.layernorm_scaling or model.norm == "mix":
+        return False
+    per_layer: list[Any] = [model.skip_scale, model.branch_scale, model.norm_gain]
+    per_layer += [model.temperature, model.window]
+    for part in (model.weights, model.biases):
+        if part is not None:
+            per_layer += [getattr(part, f.name) for f in dataclasses.fields(part)]
+    return not any(isinstance(value, tuple | list) for value in per_layer)
+
+
+def _adding_nothing(body: Component) -> Component:
+    """The body of a layer whose residual connections keep the stream and add none of a branch."""
+    parts = body.parts if isinstance(body, Chain) else (body,)
+    found = []
+    for part in parts:
+        if not isinstance(part, Residual):
+            raise Unlike(part.label)
+        branch = _without_logits(part.branch)
+        found.append(dataclasses.replace(part, branch=branch, skip_scale=1.0, branch_scale=0.0))
+    return dataclasses.replace(body, parts=tuple(found)) if isinstance(body, Chain) else found[0]
+
+
+HOT = 1e6
+"""A temperature that leaves logits next to no variance, whose attention costs least; what it does
+is multiplied by 0."""
+
+
+def _without_logits(part: Any) -> Any:
+    """A component whose attention is uniform."""
+    if isinstance(part, tuple):
+        return tuple(_without_logits(one) for one in part)
+    if not isinstance(part, Component):
+        return part
+    fields = dataclasses.fields(part)  # type: ignore[arg-type]
+    changes = {f.name: _without_logits(getattr(part, f.name)) for f in fields}
+    if "temperature" in changes:
+        changes["temperature"] = HOT
+    return dataclasses.replace(part, **changes)  # type: ignore[type-var]
+
+
+def stacked(parts: Sequence[Any]) -> Any:
+    """What is the same in all stays; numbers that differ become an array of them.
+
+    Raises:
+        Unlike: anything else that differs.
+    """
+    first = parts[0]
+    if all(part is first for part in parts):
+        return first
+    if isinstance(first, Component):
+        if any(type(part) is not type(first) for part in parts):
+            raise Unlike(first.label)
+        changes = {}
+        for f in dataclasses.fields(first):  # type: ignore[arg-type]
+            values = [getattr(part, f.name) for part in parts]
+            found = stacked(values)
+            if found is not values[0]:
+                changes[f.name] = found
+        return dataclasses.replace(first, **changes) if changes else first  # type: ignore[type-var]
+    if type(first) is tuple:
+        if any(type(part) is not tuple or len(part) != len(first) for part in parts):
+            raise Unlike(repr(first))
+        found = tuple(stacked(values) for values in zip(*parts, strict=True))
+        return first if all(a is b for a, b in zip(found, first, strict=True)) else found
+    if isinstance(first, Mapping):
+        if any(part.keys() != first.keys() for part in parts):
+            raise Unlike(repr(sorted(first)))
+        found = {name: stacked([part[name] for part in parts]) for name in first}
+        return first if all(found[name] is first[name] for name in first) else found
+    if type(first) is float and all(type(part) is float for part in parts):
+        return first if all(part == first for part in parts) else np.array(parts)
+    if all(type(part) is type(first) and part == first for part in parts):
+        return first
+    raise Unlike(repr(first))

@@ -1,0 +1,137 @@
+"""Boundaries that theories of infinite size draw, and ours at finite size, over a sweep's map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import MomentsError
+from ...formulas.checks import check_choice, check_in
+from ...formulas.symbols import PROBABILITY
+from ...grids.result import Sweep
+from ...model.transformer import Transformer
+from ...show.sweep_plot import Boundary
+from .frozen import RandomEnergy, random_energy
+from .trainability import many_exponents, repeated
+
+KINDS = ("angle", "gradient", "entropy", "rank", "correlation")
+TOGETHER = 128
+
+
+def boundaries(
+    sweep: Sweep,
+    x: str,
+    y: str,
+    kinds: Sequence[str] = ("angle", "gradient", "entropy", "rank"),
+    *,
+    correlation: float = 0.9,
+) -> list[Boundary]:
+    """Lines for `sweep.plot(x, y, lines=...)`, at the sweep's values of both axes.
+
+    They are those of the model without dropout, which no theory of boundaries has, at the first
+    value of every other axis.
+
+    Args:
+        sweep: whose configurations.
+        x, y: axes of the map.
+        kinds: "angle" and "gradient": where that exponent is 0 (`exponents`, of the first layer
+            repeated, finite size). "entropy": where attention freezes in some layer, and "rank":
+            where tokens reach `correlation` at the last layer, both of infinite width and length
+            (`random_energy`). "correlation": the latter as `predict` has it.
+        correlation: of the latter two.
+
+    Raises:
+        DomainError: no such kind or axis.
+    """
+    for kind in kinds:
+        check_choice("kinds", kind, KINDS)
+    check_in("correlation", correlation, PROBABILITY)
+    models = [
+        [_undropped(sweep, {x: across, y: up}) for up in sweep.axes.values[y]]
+        for across in sweep.axes.values[x]
+    ]
+    given = {name: sweep.inputs.get(name) for name in ("variance", "correlation")}
+    found = []
+    cache: dict[str, np.ndarray] = {}
+    for kind in kinds:
+        if kind in ("angle", "gradient") and not cache:
+            cache = _exponents(models)
+        if kind == "angle":
+            label = "tokens neither part nor meet (angle exponent 0, Cowsik et al.)"
+            found.append(Boundary(label, cache["angle"]))
+        elif kind == "gradient":
+            label = "gradients neither grow nor shrink (gradient exponent 0, Cowsik et al.)"
+            found.append(Boundary(label, cache["gradient"]))
+        elif kind == "entropy":
+            label = "attention freezes at infinite length (Giorlandino and Goldt)"
+            found.append(Boundary(label, _each(sweep, models, given, x, y, _freezing)))
+        elif kind == "rank":
+            label = f"correlation {correlation:g} at infinite size (Giorlandino and Goldt)"
+            values = _each(sweep, models, given, x, y, lambda r: float(r.correlation[-1]))
+            found.append(Boundary(label, values, correlation))
+        else:
+            label = f"correlation {correlation:g}, predicted at this size"
+            found.append(Boundary(label, _predicted(sweep, x, y), correlation))
+    return found
+
+
+def _undropped(sweep: Sweep, values: dict[str, Any]) -> Transformer | None:
+    """The configuration without dropout; None where it cannot be declared."""
+    try:
+        model = sweep.model(**values)
+    except MomentsError:
+        return None
+    return model.replace(
+        dropout=0.0, attention_dropout=0.0, ffn_dropout=0.0, activation_dropout=0.0
+    )
+
+
+def _exponents(models: list[list[Transformer | None]]) -> dict[str, np.ndarray]:
+    """Both exponents at every configuration, each kind of layer once."""
+    shape = (len(models), len(models[0]))
+    layers: dict[Transformer, list[tuple[int, int]]] = {}
+    for i, j in np.ndindex(shape):
+        model = models[i][j]
+        if model is not None:
+            layers.setdefault(repeated(model, 1), []).append((i, j))
+    both = {name: np.full(shape, np.nan) for name in ("angle", "gradient")}
+    kept = list(layers)
+    for start in range(0, len(kept), TOGETHER):
+        part = kept[start : start + TOGETHER]
+        for model, one in zip(part, many_exponents(part), strict=True):
+            for place in layers[model]:
+                both["angle"][place], both["gradient"][place] = one.angle, one.gradient
+    return both
+
+
+def _each(
+    sweep: Sweep,
+    models: list[list[Transformer | None]],
+    given: dict[str, Any],
+    x: str,
+    y: str,
+    read: Callable[[RandomEnergy], float],
+) -> np.ndarray:
+    """A number of that theory at every configuration; NaN where it has none."""
+    found = np.full((len(models), len(models[0])), np.nan)
+    for i, across in enumerate(sweep.axes.values[x]):
+        for j, up in enumerate(sweep.axes.values[y]):
+            model = models[i][j]
+            inputs = given | {n: v for n, v in ((x, across), (y, up)) if n in given}
+            told = {name: float(v) for name, v in inputs.items() if v is not None}
+            if model is not None:
+                found[i, j] = read(random_energy(model, **told))
+    return found
+
+
+def _freezing(found: RandomEnergy) -> float:
+    """Logarithm of the largest logit variance over the critical one."""
+    return float(np.log(found.logit_variance.max() / found.critical_logit_variance))
+
+
+def _predicted(sweep: Sweep, x: str, y: str) -> np.ndarray:
+    names = list(sweep.axes.values)
+    values = np.moveaxis(sweep["correlation"], (names.index(x), names.index(y)), (0, 1))
+    return np.asarray(values.reshape(*values.shape[:2], -1)[..., 0])

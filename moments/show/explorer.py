@@ -1,0 +1,336 @@
+"""What the explorer shows: controls over one model, and the view of a state of them.
+
+A state is a few names with values; it is what stands in a link after the question mark, and gives
+one line of Python that any session can run. The page (`explorer_page`) and the widgets of Jupyter
+(`explorer_widgets`) both show `Explorer.view`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from ..errors import MomentsError, domain_error
+from ..model.declaration import GATED
+from ..model.transformer import Transformer
+from ..prediction.predict import predict
+from ..prediction.result import Prediction
+from ..scheme.registry import scheme as known_scheme
+from ..scheme.registry import schemes as every_scheme
+from .page import stream_charts
+from .scheme_table import input_options
+from .verdict import growth
+
+Value = float | int | str | bool
+
+NO_SCHEME = "none"
+HELD = "held"
+"""Name under which a link carries the state that is drawn in grey."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """One thing to turn.
+
+    Attributes:
+        name: in links, and for what is a field of `Transformer` the field's.
+        title: beside it.
+        values: stops of a slider, or the choices.
+        start: where it stands at first.
+        choice: whether one of `values` is picked; else any number between their ends is allowed.
+        whole: whether a number is a count.
+    """
+
+    name: str
+    title: str
+    values: tuple[Value, ...]
+    start: Value
+    choice: bool = False
+    whole: bool = False
+
+    def read(self, text: str) -> Value:
+        """The value that a link says.
+
+        Raises:
+            DomainError: none that it can have.
+        """
+        if self.choice:
+            found = {str(value).lower(): value for value in self.values}.get(text.lower())
+            if found is None:
+                raise domain_error(self.name, text, f"one of {', '.join(map(str, self.values))}")
+            return found
+        low, high = float(self.values[0]), float(self.values[-1])
+        allowed = f"a {'whole ' * self.whole}number from {low:g} to {high:g}"
+        try:
+            number = int(text) if self.whole else float(text)
+        except ValueError:
+            raise domain_error(self.name, text, allowed) from None
+        if not (math.isfinite(number) and low <= number <= high):
+            raise domain_error(self.name, text, allowed)
+        return number
+
+
+_SCALES = tuple(round(10 ** (n / 10), 3) for n in range(-10, 11))
+_LENGTHS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_DEPTHS = (*range(1, 13), 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 128, 160, 200)
+_WIDTHS = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1600, 2048, 2560, 4096, 5120, 8192)
+_ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "identity", "swiglu", "geglu")
+
+
+def _controls(model: Transformer) -> tuple[Control, ...]:
+    """Those that make sense of a model, standing where it is."""
+    own = model.weights is None or "weights" in model._defaulted  # widths can follow
+    embedded = model.embedding is not None
+    found = [Control("layers", "layers", _DEPTHS, model.layers, whole=True)]
+    if own and not embedded and model.encoder is None:
+        found += [
+            Control("d_model", "width d_model", _WIDTHS, model.d_model, whole=True),
+            Control(
+                "heads", "heads", (1, 2, 4, 6, 8, 12, 16, 20, 25, 32, 64), model.heads, whole=True
+            ),
+        ]
+    found.append(Control("seq_len", "tokens", _LENGTHS, model.seq_len, whole=True))
+    if not embedded:
+        stops = tuple(n / 20 for n in range(20))
+        found.append(Control("correlation", "input correlation", stops, 0.0))
+    found += [
+        Control("dropout", "dropout", tuple(n / 40 for n in range(21)), model.dropout),
+        Control("logit_scale", "factor on the logits", _SCALES, 1.0),
+    ]
+    for name, title, stops in (
+        ("skip_scale", "skip scale λ", tuple(n / 40 for n in range(20, 41))),
+        ("branch_scale", "branch scale β", tuple(n / 20 for n in range(1, 41))),
+    ):
+        value = getattr(model, name)
+        if isinstance(value, int | float):
+            found.append(Control(name, title, stops, float(value)))
+    placements = ("pre", "post", "none", "sandwich", "hybrid", "b2t")
+    names = (NO_SCHEME, *(scheme.name for scheme in every_scheme()))
+    activations = tuple(dict.fromkeys((_named_activation(model), *_ACTIVATIONS)))
+    for name, title, choices, start in (
+        ("norm", "norm placement", tuple(dict.fromkeys((model.norm, *placements))), model.norm),
+        ("normalization", "normalisation", ("layernorm", "rmsnorm", "dyt"), model.normalization),
+        ("activation", "activation", activations, activations[0]),
+        ("causal", "causal mask", (False, True), model.causal),
+        ("scheme", "scheme", names, NO_SCHEME),
+    ):
+        found.append(Control(name, title, choices, start, choice=True))
+    return tuple(_reaching(control) for control in found)
+
+
+def _reaching(control: Control) -> Control:
+    """With where the model stands among its stops."""
+    if control.choice or control.start in control.values:
+        return control
+    stops = tuple(sorted({*control.values, control.start}))
+    return Control(control.name, control.title, stops, control.start, whole=control.whole)
+
+
+def _named_activation(model: Transformer) -> str:
+    gated = {unit: name for name, unit in GATED.items()}
+    return gated.get(model.activation, model.activation) if model.gated else model.activation
+
+
+@dataclass(frozen=True)
+class View:
+    """What one state looks like.
+
+    Attributes:
+        values: of every control, as they were settled.
+        settled: what was changed to fit, in words.
+        by_scheme: controls that the scheme decides.
+        title: which model it is.
+        verdict: what the depth does to it, in a line.
+        python: one line that gives the same prediction.
+        link: the state as the query of an address.
+        charts: SVG panels.
+        warnings: where formulas left their validity.
+        error: why there is nothing to see; "" where there is.
+        milliseconds: what predicting and drawing took.
+    """
+
+    values: Mapping[str, Value]
+    settled: tuple[str, ...] = ()
+    by_scheme: tuple[str, ...] = ()
+    title: str = ""
+    verdict: str = ""
+    python: str = ""
+    link: str = ""
+    charts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    error: str = ""
+    milliseconds: float = 0.0
+
+
+class Explorer:
+    """Controls over a model, and what they show.
+
+    Args:
+        model: where the controls stand at first; None: 12 layers of width 768 without embedding.
+        name: of the model, in titles.
+        python: the expression that makes the model in the line of Python; None: written out.
+    """
+
+    def __init__(
+        self, model: Transformer | None = None, name: str | None = None, python: str | None = None
+    ) -> None:
+        if model is not None and not isinstance(model, Transformer):
+            raise domain_error("model", type(model).__name__, "a moments.Transformer, or None")
+        self._written_out = model is None
+        self.model = model or Transformer(12, 768, 12, 128)
+        self.name = name or self.model.name or "a declared model"
+        self._python = python or "model"
+        self.controls = {control.name: control for control in _controls(self.model)}
+        self._lock = threading.Lock()
+        self._predicted = functools.lru_cache(maxsize=64)(self._predict)
+
+    def read(self, query: str) -> tuple[dict[str, Value], dict[str, Value] | None]:
+        """The state that a link's query says, and the one it holds in grey.
+
+        Raises:
+            DomainError: no such control, or a value that it cannot have.
+        """
+        given = dict(parse_qsl(query.removeprefix("?"), keep_blank_values=True))
+        held = given.pop(HELD, None)
+        return self._state(given), None if held is None else self._state(dict(parse_qsl(held)))
+
+    def _state(self, given: Mapping[str, str]) -> dict[str, Value]:
+        for name in given:
+            if name not in self.controls:
+                raise domain_error("control", name, f"one of {', '.join(self.controls)}")
+        return {
+            name: control.read(given[name]) if name in given else control.start
+            for name, control in self.controls.items()
+        }
+
+    def link(self, state: Mapping[str, Value], held: Mapping[str, Value] | None = None) -> str:
+        """What `read` reads; controls at their start are left out."""
+        changed = {
+            name: str(state[name]).lower()
+            for name, control in self.controls.items()
+            if name in state and state[name] != control.start
+        }
+        if held is not None:
+            changed[HELD] = self.link(held)
+        return urlencode(changed)
+
+    def view(self, query: str = "") -> View:
+        """What a state looks like; where it is none that can be, why."""
+        with self._lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            began = time.perf_counter()
+            state = {name: control.start for name, control in self.controls.items()}
+            try:
+                state, held = self.read(query)
+                state, settled = _settle(state)
+                behind = None if held is None else self._at(_settle(held)[0])
+                found = self._at(state)
+                charts = tuple(chart.svg() for chart in stream_charts(found, behind))
+                notes = (*found.warnings, *(found._draws[2] if found.theory == "refined" else ()))
+            except MomentsError as error:
+                return View(state, error=str(error), python=self.python(state), link=query)
+            return View(
+                state,
+                settled,
+                self._by_scheme(state),
+                self._title(found.model, state),
+                growth(found),
+                self.python(state),
+                self.link(state, held),
+                charts,
+                notes,
+                milliseconds=1e3 * (time.perf_counter() - began),
+            )
+
+    def _at(self, state: Mapping[str, Value]) -> Prediction:
+        return self._predicted(tuple(state.items()))
+
+    def _predict(self, state: tuple[tuple[str, Value], ...]) -> Prediction:
+        model, inputs = self._declared(dict(state))
+        return predict(model, **inputs)
+
+    def _declared(self, state: Mapping[str, Value]) -> tuple[Transformer, dict[str, Any]]:
+        fields, scheme, options, inputs = self._parts(state)
+        model = self.model.replace(**fields) if fields else self.model
+        return model.with_scheme(scheme, **options) if scheme else model, inputs
+
+    def _parts(
+        self, state: Mapping[str, Value]
+    ) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]:
+        """Changed fields of the Transformer, a scheme or "", its options, what `predict` is told.
+
+        A scheme whose constants depend on the input learns of it by its options.
+        """
+        decided = self._by_scheme(state)
+        changed: dict[str, Any] = {
+            name: value
+            for name, value in state.items()
+            if value != self.controls[name].start and name not in decided
+        }
+        scheme = changed.pop("scheme", "")
+        correlation = changed.pop("correlation", None)
+        scale = changed.pop("logit_scale", None)
+        if scale is not None:
+            changed["temperature"] = _divided(self.model.temperature, scale)
+        inputs = {} if correlation is None else {"correlation": correlation}
+        if not scheme:
+            return changed, "", {}, inputs
+        model = self.model.replace(dropout=changed.get("dropout", self.model.dropout))
+        return changed, scheme, input_options(model, known_scheme(scheme), inputs), inputs
+
+    def _by_scheme(self, state: Mapping[str, Value]) -> tuple[str, ...]:
+        """Controls whose values a scheme overwrites."""
+        name = state.get("scheme", NO_SCHEME)
+        if name == NO_SCHEME:
+            return ()
+        fields = set(known_scheme(str(name)).sets)
+        if "temperature" in fields:
+            fields.add("logit_scale")
+        return tuple(control for control in self.controls if control in fields)
+
+    def _title(self, model: Transformer, state: Mapping[str, Value]) -> str:
+        scheme = state.get("scheme", NO_SCHEME)
+        under = "" if scheme == NO_SCHEME else f", scheme {scheme}"
+        return (
+            f"{self.name}: {model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
+            f"{model.seq_len} tokens, {model.norm} norm{under}"
+        )
+
+    def python(self, state: Mapping[str, Value]) -> str:
+        """One line that gives the state's prediction."""
+        fields, scheme, options, inputs = self._parts(state)
+        if self._written_out:
+            shape = {n: getattr(self.model, n) for n in ("layers", "d_model", "heads", "seq_len")}
+            made = f"moments.Transformer({_arguments(shape | fields)})"
+        else:
+            made = self._python + (f".replace({_arguments(fields)})" if fields else "")
+        if scheme:
+            made += f".with_scheme({', '.join(filter(None, (repr(scheme), _arguments(options))))})"
+        return f"moments.predict({', '.join(filter(None, (made, _arguments(inputs))))})"
+
+
+def _divided(temperature: Any, scale: float) -> Any:
+    if isinstance(temperature, int | float):
+        return float(f"{temperature / scale:.6g}")
+    return tuple(float(f"{one / scale:.6g}") for one in temperature)
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def _settle(state: dict[str, Value]) -> tuple[dict[str, Value], tuple[str, ...]]:
+    """The nearest state that can be: heads divide the width."""
+    width, heads = state.get("d_model"), state.get("heads")
+    if not (isinstance(width, int) and isinstance(heads, int)) or width % heads == 0:
+        return state, ()
+    divisors = [count for count in range(1, width + 1) if width % count == 0]
+    fitting = min(divisors, key=lambda count: abs(math.log(count / heads)))
+    return {**state, "heads": fitting}, (f"{fitting} heads: {heads} do not divide {width}",)

@@ -1,0 +1,96 @@
+"""The explorer as a page of this machine: `moments explore`.
+
+The standard library's server and one page without a framework. Candidates were measured by what a
+user must install: panel, nicegui, dash and marimo bring 9 to 40 packages and 20 to 120 MB for a
+dozen sliders, and all but the drawing is the browser's own. The page asks for nothing but this
+server, which listens on this machine alone and answers two addresses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import DomainError
+from .chart import STYLE
+from .explorer import Explorer
+
+ADDRESS = "127.0.0.1"
+_NOTHING_ELSE = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+)
+MOST_QUERY = 4096
+"""Characters of a state; the longest that the page sends has some 600."""
+
+
+def page(explorer: Explorer) -> str:
+    """The page's text, controls included."""
+    text = Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
+    known = json.dumps([dataclasses.asdict(control) for control in explorer.controls.values()])
+    return text.replace("/*STYLE*/", STYLE).replace("/*CONTROLS*/", known.replace("<", "\\u003c"))
+
+
+class Server(ThreadingHTTPServer):
+    """The explorer on a port of this machine; `serve_forever` runs it, `shutdown` ends it.
+
+    Args:
+        explorer: what it shows.
+        port: 0: any that is free.
+
+    Raises:
+        DomainError: the port is taken or not allowed.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, explorer: Explorer, port: int = 0) -> None:
+        self.explorer = explorer
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DomainError(f"--port {port}: {reason}; 0 takes any that is free") from None
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds it."""
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """The page, or the view of a state."""
+        where = urlsplit(self.path)
+        host = self.headers.get("Host", "")
+        # A page of elsewhere whose name was made to point here must not read the answers.
+        if host.rpartition(":")[0] not in (ADDRESS, "localhost"):
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "not the name of this machine\n")
+        elif where.path == "/":
+            self._send(HTTPStatus.OK, "text/html", page(self.server.explorer))
+        elif where.path == "/view" and len(where.query) <= MOST_QUERY:
+            view = dataclasses.asdict(self.server.explorer.view(where.query))
+            self._send(HTTPStatus.OK, "application/json", json.dumps(view, allow_nan=False))
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "nothing here\n")
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", _NOTHING_ELSE)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: a line for every step of a slider helps nobody."""

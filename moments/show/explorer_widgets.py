@@ -1,0 +1,114 @@
+"""`moments.explore`: the explorer inside a notebook, on ipywidgets."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ..optional import optional
+from .chart import STYLE
+from .explorer import Control, Explorer, Value
+
+if TYPE_CHECKING:
+    from ..model.transformer import Transformer
+    from .explorer import View
+
+_GRID = "display:grid;grid-template-columns:repeat(auto-fit,minmax(19rem,1fr));gap:.6rem"
+
+
+class Widgets:
+    """Controls beside live charts, as a notebook shows them.
+
+    Attributes:
+        explorer: what they show.
+        inputs: the widget of every control, by its name.
+        view: what is shown now.
+        box: all of it, as one widget.
+    """
+
+    def __init__(self, explorer: Explorer) -> None:
+        with optional("notebook", "ipywidgets"):
+            import ipywidgets
+
+        self.explorer = explorer
+        self.inputs = {name: _widget(control) for name, control in explorer.controls.items()}
+        self._shown = ipywidgets.HTML()
+        for widget in self.inputs.values():
+            widget.observe(self._changed, names="value")
+        controls = ipywidgets.VBox(list(self.inputs.values()))
+        self.box = ipywidgets.HBox([controls, self._shown])
+        self.view: View
+        self._show()
+
+    @property
+    def python(self) -> str:
+        """One line that gives the prediction shown."""
+        return self.view.python
+
+    def _changed(self, _: Any) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        state: dict[str, Value] = {name: w.value for name, w in self.inputs.items()}
+        self.view = self.explorer.view(self.explorer.link(state))
+        for name, widget in self.inputs.items():
+            widget.disabled = name in self.view.by_scheme
+        self._shown.value = _html(self.view)
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(self.box)
+
+    def __repr__(self) -> str:
+        return f"Widgets({self.view.title or self.explorer.name})"
+
+
+def explore(model: Transformer | None = None, name: str | None = None) -> Widgets:
+    """Turn a model's depth, width, scales, placement and scheme by hand, and see what they do.
+
+    For Jupyter; `moments explore` is the same as a page. Under the charts stands the line of Python
+    that gives what they show.
+
+    Args:
+        model: where the controls stand at first; None: 12 layers of width 768.
+        name: of the model, in titles.
+
+    Raises:
+        DomainError: not a Transformer.
+        MomentsError: ipywidgets is not installed.
+    """
+    return Widgets(Explorer(model, name))
+
+
+def _widget(control: Control) -> Any:
+    import ipywidgets
+
+    options = [(_said(value), value) for value in control.values]
+    style = {"description_width": "8.5em"}
+    layout = ipywidgets.Layout(width="23em")
+    kind = ipywidgets.Dropdown if control.choice else ipywidgets.SelectionSlider
+    return kind(
+        options=options,
+        value=control.start,
+        description=control.title,
+        style=style,
+        layout=layout,
+    )
+
+
+def _said(value: Value) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _html(view: View) -> str:
+    if view.error:
+        return f"<p><b>{escape(view.error)}</b></p><pre>{escape(view.python)}</pre>"
+    notes = "".join(f"<p>{escape(note)}</p>" for note in (*view.settled, *view.warnings))
+    return (
+        f"<style>{STYLE}</style><div style='min-width:40rem'><b>{escape(view.title)}</b>"
+        f"<p>{escape(view.verdict)}</p><div style='{_GRID}'>{''.join(view.charts)}</div>{notes}"
+        f"<pre>{escape(view.python)}</pre></div>"
+    )

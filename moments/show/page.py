@@ -1,0 +1,471 @@
+"""`moments.report`: everything about one model as a single HTML page that needs nothing else.
+
+Its pictures are SVG inside the page and take the reader's light or dark colours; nothing is loaded
+from anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import DomainError, ValidityWarning, domain_error
+from ..files import replacing
+from ..formulas.bibliography import bibtex
+from ..model.summary import rows
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES
+from ..prediction.explanation import Explanation, explain
+from ..prediction.predict import predict
+from ..scheme.registry import schemes as every_scheme
+from .chart import ROLES, STYLE, Chart, Curve, shown
+from .expected import one_draw
+from .scheme_table import COLUMNS as SCHEME_COLUMNS
+from .scheme_table import SchemeComparison, compare_schemes
+from .verdict import growth
+
+if TYPE_CHECKING:
+    from ..prediction.result import Prediction
+
+SHOWN_LAYERS = 400
+"""Rows of a table by layer; of deeper models every so many."""
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What is known of one model at initialisation, as a page.
+
+    Attributes:
+        name: of the model, for titles.
+        prediction: of it.
+        schemes: what the published schemes would make of it; None where that was not asked for.
+        explanation: the laws at work in its first layer; None where the theory resolves it in a
+            way that `moments.explain` does not follow.
+    """
+
+    name: str
+    prediction: Prediction
+    schemes: SchemeComparison | None
+    explanation: Explanation | None
+
+    def to_html(self) -> str:
+        """The whole page."""
+        return _page(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page, whole or not at all.
+
+        Raises:
+            DomainError: the file's name does not end in .html, or it cannot be written.
+        """
+        check_html(path)
+        with replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
+            file.write(self.to_html())
+
+    def _repr_html_(self) -> str:
+        source = escape(self.to_html(), quote=True)
+        return f'<iframe srcdoc="{source}" style="width:100%;height:42em;border:0"></iframe>'
+
+    def __repr__(self) -> str:
+        count = 0 if self.schemes is None else len(self.schemes.predictions)
+        return f"Report({self.name}: {growth(self.prediction)}; {count} schemes)"
+
+
+def check_html(path: str | os.PathLike[str]) -> None:
+    """Refuse a name that no browser takes for a page.
+
+    Raises:
+        DomainError: it does not end in .html.
+    """
+    if not os.fspath(path).lower().endswith((".html", ".htm")):
+        raise domain_error("report", os.fspath(path), "a file name that ends in .html")
+
+
+def report(
+    model: Transformer,
+    *,
+    name: str | None = None,
+    schemes: bool | Sequence[str] = True,
+    step: Callable[[str], None] | None = None,
+    **inputs: Any,
+) -> Report:
+    """Everything about one model: what it is, growth, gradients, loss, schemes, laws, citations.
+
+    Args:
+        model: the declaration.
+        name: for titles; None: the model's own, if it has one.
+        schemes: whether to apply every published scheme to it too, or the names of some.
+        step: is called with the name of every scheme before it is predicted.
+        inputs: what `predict` takes, for one configuration.
+
+    Raises:
+        DomainError: as `predict`, or several configurations at once.
+    """
+    if not isinstance(model, Transformer):
+        raise domain_error("model", type(model).__name__, "a moments.Transformer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)  # they stand on the page
+        prediction = predict(model, **inputs)
+        if prediction.variance.ndim > 1:
+            raise DomainError("report takes one configuration: pass numbers, not arrays")
+        try:
+            explanation = explain(model, 1, **_explained(inputs))
+        except DomainError:
+            explanation = None
+        compared = None
+        if schemes is True or (schemes is not False and len(schemes)):
+            names = [s.name for s in every_scheme()] if schemes is True else list(schemes)
+            compared = _compared(model, names, step, inputs)
+    title = name or model.name or "a declared model"
+    return Report(title, prediction, compared, explanation)
+
+
+def _explained(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in inputs.items() if key != "progress"}
+
+
+def _compared(
+    model: Transformer,
+    names: list[str],
+    step: Callable[[str], None] | None,
+    inputs: dict[str, Any],
+) -> SchemeComparison:
+    found = SchemeComparison(model, {}, {})
+    plain = {key: value for key, value in inputs.items() if key != "progress"}
+    for name in names:
+        if step is not None:
+            step(name)
+        one = compare_schemes(model, [name], **plain)
+        found = SchemeComparison(
+            model, {**found.predictions, **one.predictions}, {**found.left_out, **one.left_out}
+        )
+    return found
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+_STYLE = """
+:root { color-scheme: light dark; --ground: #ffffff; --ink: #1d1d1f; --soft: #5b5f66;
+  --edge: #d8dbe0; --panel: #f6f7f9 }
+@media (prefers-color-scheme: dark) { :root { --ground: #15171a; --ink: #e8e8ea;
+  --soft: #a5abb4; --edge: #363a41; --panel: #1e2126 } }
+@media print { :root { --ground: #ffffff; --ink: #000000; --soft: #444444; --edge: #bbbbbb;
+  --panel: #ffffff } }
+* { box-sizing: border-box }
+body { background: var(--ground); color: var(--ink); margin: 0 auto; padding: 1.5rem;
+  max-width: 62rem; font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid var(--edge) }
+p { margin: .4rem 0 } .soft { color: var(--soft) }
+.verdict { background: var(--panel); border-left: 4px solid var(--soft); padding: .7rem 1rem;
+  margin: 1rem 0 }
+.warning { border-left-color: #e69f00 }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(21rem, 1fr)); gap: 1rem }
+.charts svg { width: 100% }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
+th, td { padding: .18rem .6rem; text-align: right; border-bottom: 1px solid var(--edge);
+  white-space: nowrap }
+th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom }
+.text { text-align: left; white-space: normal }
+td.text:last-child { min-width: 14rem }
+tr.own td { background: var(--panel); font-weight: 600 }
+pre { background: var(--panel); border: 1px solid var(--edge); padding: .7rem; overflow-x: auto;
+  font-size: 12.5px }
+summary { cursor: pointer; color: var(--soft); margin: .6rem 0 }
+@media print { body { padding: 0; font-size: 10.5pt } pre { white-space: pre-wrap }
+  .wide { overflow: visible } table { font-size: 7.5pt } th, td { padding: .1rem .25rem }
+  td.text:last-child { min-width: 0 }
+  svg, tr, .verdict { break-inside: avoid } h2 { break-after: avoid } }
+"""
+
+_OPEN_TO_PRINT = (
+    "addEventListener('beforeprint',()=>document.querySelectorAll('details')"
+    ".forEach(d=>{d.open=true}))"
+)
+
+
+def _page(report: Report) -> str:
+    from .. import __version__
+
+    prediction, model = report.prediction, report.prediction.model
+    title = escape(report.name)
+    body = [
+        f"<h1>{title} at initialisation</h1>",
+        f'<p class="soft">{model.layers} layers, d_model {model.d_model}, {model.heads} heads, '
+        f"{model.seq_len} tokens, {model.norm} norm; theory {prediction.theory}, "
+        f"{escape(prediction.resolution)}; moments {__version__}</p>",
+        f'<p class="verdict">{escape(_sentence(growth(prediction)))}</p>',
+        _warnings(prediction),
+        "<h2>What it is</h2>",
+        _table([], [(name, text) for name, text in rows(model)], text={0, 1}),
+        f"<h2>Signal and gradient along the depth of {title}</h2>",
+        '<p class="soft">Variances are means over draws of the weights; shaded: where one draw '
+        "falls 95 % of the time. Correlations are those between different tokens. Gradients are "
+        f"{_of_what(prediction)}.</p>",
+        _charts(stream_charts(prediction)),
+        _details("layer by layer", _stream_table(prediction)),
+        f"<h2>Gradients of the weight matrices of {title}</h2>",
+        _weights(prediction),
+        _tokens(prediction),
+        _loss(prediction),
+        _schemes(report),
+        _laws(report),
+        "<h2>Do it again</h2>",
+        "<p>As <code>model.json</code>: <code>moments report model.json -o report.html</code>, "
+        "or in Python:</p>",
+        f"<pre>{escape(_SNIPPET)}</pre>",
+        _details("model.json", f"<pre>{escape(_json(model))}</pre>"),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title} at initialisation</title><style>{_STYLE}{STYLE}</style></head>"
+        f"<body>{''.join(body)}<script>{_OPEN_TO_PRINT}</script></body></html>\n"
+    )
+
+
+_SNIPPET = """import json, pathlib, moments
+
+model = moments.Transformer.from_dict(json.loads(pathlib.Path("model.json").read_text()))
+moments.report(model).save("report.html")"""
+
+
+def _json(model: Transformer) -> str:
+    return json.dumps(model.to_dict(), indent=1, allow_nan=False)
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:] + "."
+
+
+def _of_what(prediction: Prediction) -> str:
+    if prediction.loss is None:
+        return (
+            "relative to a variance of "
+            f"{shown(float(prediction.grad_variance[-1]))} at the last layer: no loss is declared"
+        )
+    return "those of the model's own loss"
+
+
+def _warnings(prediction: Prediction) -> str:
+    if not prediction.warnings:
+        return '<p class="soft">No formula left the range in which it was validated.</p>'
+    notes = "".join(f"<p>{escape(note)}</p>" for note in prediction.warnings)
+    title = "<strong>Where formulas leave their range</strong>"
+    return f'<div class="verdict warning">{title}{notes}</div>'
+
+
+def _charts(charts: Iterable[Chart]) -> str:
+    return f'<div class="charts">{"".join(chart.svg() for chart in charts)}</div>'
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def _table(
+    heads: Sequence[str],
+    cells: Iterable[Sequence[str]],
+    text: set[int] = frozenset(),  # type: ignore[assignment]
+    own: int = -1,
+) -> str:
+    """Cells in the columns `text` read from the left; row `own` is set apart."""
+
+    def row(values: Sequence[str], tag: str, marked: bool) -> str:
+        inside = "".join(
+            f"<{tag}{' class=text' if column in text else ''}>{escape(value)}</{tag}>"
+            for column, value in enumerate(values)
+        )
+        return f"<tr{' class=own' if marked else ''}>{inside}</tr>"
+
+    head = f"<thead>{row(heads, 'th', False)}</thead>" if heads else ""
+    lines = "".join(row(values, "td", index == own) for index, values in enumerate(cells))
+    return f'<div class="wide"><table>{head}<tbody>{lines}</tbody></table></div>'
+
+
+def stream_charts(prediction: Prediction, held: Prediction | None = None) -> list[Chart]:
+    """Variance, correlation, gradient variance and gradient correlation along the depth.
+
+    Args:
+        prediction: of one configuration.
+        held: another one, drawn in grey behind it.
+    """
+    layers = np.arange(prediction.model.layers + 1)
+    bands = one_draw(prediction)
+    found = []
+    for quantity, title, role in (
+        ("variance", "signal variance", "signal"),
+        ("correlation", "token correlation", "signal"),
+        ("grad_variance", "gradient variance", "gradient"),
+        ("grad_correlation", "gradient correlation", "gradient"),
+    ):
+        band = bands.get(quantity)
+        ends = None if band is None else np.stack([band.low, band.high])
+        curves = [Curve("", getattr(prediction, quantity), layers, role, ends)]
+        if held is not None:
+            before = np.arange(held.model.layers + 1)
+            curves.append(Curve("", getattr(held, quantity), before, "held"))
+        found.append(Chart(title, curves, bounded=quantity.endswith("correlation")))
+    return found
+
+
+def _every(count: int) -> list[int]:
+    """Indices of a table's rows, few enough to be read."""
+    step = -(-count // SHOWN_LAYERS)
+    return sorted({*range(0, count, step), count - 1})
+
+
+def _stream_table(prediction: Prediction) -> str:
+    names = ["variance", "correlation", "grad_variance", "grad_correlation"]
+    titles = ["layer", "variance", "correlation", "gradient variance", "gradient correlation"]
+    if prediction.theory == "refined":
+        names.insert(3, "grad_variance_typical")
+        titles.insert(4, "gradient of one draw, typical")
+    columns = [getattr(prediction, name) for name in names]
+    cells = [
+        [str(n), *(shown(float(column[n])) for column in columns)]
+        for n in _every(prediction.model.layers + 1)
+    ]
+    return _table(titles, cells)
+
+
+def _weights(prediction: Prediction) -> str:
+    frame = prediction.weight_gradients()
+    inner = frame[(frame.layer > 0) & (frame.layer <= prediction.model.layers)]
+    if inner.empty:
+        return "<p>This theory states no gradients of weights.</p>"
+    square = inner.pivot_table(index="layer", columns="weight", values="squared_norm", sort=False)
+    matrices = [name for name in MATRICES if name in square]
+    blocks = [
+        ("attention", [n for n in matrices if not n.startswith(("ffn", "gate"))]),
+        ("feed-forward block", [n for n in matrices if n.startswith(("ffn", "gate"))]),
+    ]
+    charts = [
+        Chart(
+            f"squared gradient norm, {title}",
+            [
+                Curve(_spaced(name), square[name].to_numpy(), square.index.to_numpy(), role)
+                for name, role in zip(names, itertools.cycle(ROLES))
+            ],
+            "layer",
+        )
+        for title, names in blocks
+        if names
+    ]
+    names = [*matrices, *(name for name in square.columns if name not in matrices)]
+    cells = [
+        [str(layer), *(shown(float(square.loc[layer, name])) for name in names)]
+        for layer in (square.index[n] for n in _every(len(square)))
+    ]
+    outer = frame[(frame.layer == 0) | (frame.layer > prediction.model.layers)]
+    rest = [(str(r["weight"]), shown(r["squared_norm"])) for r in outer.to_dict("records")]
+    tables = _details(
+        "every parameter, layer by layer", _table(["layer", *map(_spaced, names)], cells)
+    )
+    if rest:
+        tables += _details("embedding and head", _table(["parameter", "squared norm"], rest, {0}))
+    return _charts(charts) + tables
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ").replace(".", " ")
+
+
+def _tokens(prediction: Prediction) -> str:
+    """Profiles by position, where positions count."""
+    signal, gradient = prediction.token_variance, prediction.token_grad_variance
+    if signal is None or gradient is None or signal.shape[-1] < 3:
+        return ""
+    layers = prediction.model.layers
+    chosen = sorted({0, layers // 2, layers})
+    places = np.arange(1, signal.shape[-1] + 1)
+    kept = np.unique(np.rint(np.linspace(0, places.size - 1, 200)).astype(int))
+    charts = [
+        Chart(
+            f"{title} by position",
+            [
+                Curve(f"layer {n}", values[n][kept], places[kept], role)
+                for n, role in zip(chosen, ("signal", "gradient", "third"), strict=False)
+            ],
+            "position in the sequence",
+        )
+        for title, values in (("signal variance", signal), ("gradient variance", gradient))
+    ]
+    return "<h2>By position</h2>" + _charts(charts)
+
+
+def _loss(prediction: Prediction) -> str:
+    if prediction.loss is None:
+        return ""
+    vocabulary = getattr(prediction.model.embedding, "vocab_size", None)
+    text = (
+        f"Loss {float(prediction.loss):.4g} ± {float(prediction.loss_stderr):.2g} (one draw of the "
+        f"weights); mean square of the logits {shown(float(prediction.logit_variance or 0.0))}."
+    )
+    if vocabulary:
+        text += f" Guessing evenly among {vocabulary} words costs {np.log(vocabulary):.4g}."
+    return f"<h2>Loss</h2><p>{escape(text)}</p>"
+
+
+def _schemes(report: Report) -> str:
+    found = report.schemes
+    if found is None:
+        return ""
+    own = SchemeComparison(found.model, {"as it is": report.prediction}, {}).to_frame()
+    sets = {scheme.name: ", ".join(scheme.sets) for scheme in every_scheme()}
+    heads = ["scheme", "norm", "variance, last over first", "gradient, first over last"]
+    heads += ["last token correlation", "sensitivity", "what it sets"]
+    cells = []
+    for frame in (own, found.to_frame()):
+        for r in frame.to_dict("records"):
+            numbers = [shown(float(r[column])) for column in SCHEME_COLUMNS[2:]]
+            fields = sets.get(r["scheme"], "").replace("_", " ")
+            cells.append([r["scheme"], r["norm"], *numbers, fields])
+    missing = "".join(
+        f"<p class=soft>Without {escape(name)}: {escape(why)}</p>"
+        for name, why in found.left_out.items()
+    )
+    return (
+        f"<h2>What every scheme would change of {escape(report.name)}</h2>"
+        '<p class="soft">Each at its authors’ placement of the norm, with their options. '
+        "Sensitivity: median over blocks of the number of layers times the variance that a block "
+        "adds over that of the skip connection.</p>"
+        + _table(heads, cells, text={0, 1, 6}, own=0)
+        + missing
+    )
+
+
+def _laws(report: Report) -> str:
+    sources = [str(scheme.source) for scheme in _cited_schemes(report)]
+    table = ""
+    if report.explanation is not None:
+        seen: dict[tuple[str, str], tuple[str, str]] = {}
+        for step in report.explanation.steps:
+            status = "" if step.law is None else step.law.status
+            source = step.source if step.law is None else str(step.law.source)
+            seen.setdefault((step.component, step.quantity), (status, source))
+            sources.append(source)
+        cells = [
+            (component, quantity.replace("_", " "), *about)
+            for (component, quantity), about in sorted(seen.items())
+        ]
+        heads = ["component", "quantity", "status", "source"]
+        table = _details(f"{len(cells)} laws", _table(heads, cells, text={0, 1, 2, 3}))
+    return (
+        f"<h2>Laws at work in layer 1 of {escape(report.name)}, and what to cite</h2>{table}"
+        f"<pre>{escape(bibtex(sources))}</pre>"
+    )
+
+
+def _cited_schemes(report: Report) -> list[Any]:
+    held = () if report.schemes is None else report.schemes.predictions
+    return [scheme for scheme in every_scheme() if scheme.name in held]

@@ -1,0 +1,174 @@
+"""A first step as a table, and beside a measured one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from ..errors import DomainError
+from ..step.measured import StepMeasurement
+from ..step.result import FirstStep
+from .report import number, render
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+def _empty(title: str, caption: str | None = None) -> Table:
+    return Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+
+
+def first_step_text(step: FirstStep) -> str:
+    """`first_step_table` as plain text."""
+    return render(first_step_table(step))
+
+
+def first_step_table(step: FirstStep) -> Table:
+    """The stream layer by layer, and the loss."""
+    table = _empty(
+        f"first step of {step.optimizer} at learning rate {step.learning_rate:g}: loss "
+        f"{step.loss_before:.4g} to {step.loss:.4g}",
+        f"index 0 enters layer 1; relative change: E |dh|^2/E |h|^2 before the step\n"
+        f"slope {step.slope:.4g}: the loss would fall by "
+        f"{-step.slope * step.learning_rate:.4g} if it were linear",
+    )
+    for head in ("layer", "variance after", "relative change"):
+        table.add_column(head, justify="right")
+    for k, (variance, change) in enumerate(zip(step.variance, step.relative_change, strict=True)):
+        table.add_row(str(k), number(variance), number(change))
+    return table
+
+
+@dataclass(frozen=True, eq=False)
+class StepComparison:
+    """A predicted first step against a measured one.
+
+    Attributes:
+        step, measurement: the two.
+    """
+
+    step: FirstStep
+    measurement: StepMeasurement
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per site: layer, site, and predicted, measured, stderr (relative) and error
+        (relative) of the change and of the variance after the step."""
+        both = self.step.to_frame().merge(
+            self.measurement.to_frame(), on=["layer", "site"], suffixes=("", "_measured")
+        )
+        return _beside(both, ("relative_change", "variance"), ["layer", "site"])
+
+    def weights(self) -> pd.DataFrame:
+        """One row per parameter both know, likewise of update_variance, alignment and slope."""
+        both = self.step.weights().merge(
+            self.measurement.weights(), on=["layer", "weight"], suffixes=("", "_measured")
+        )
+        return _beside(both, ("update_variance", "alignment", "slope"), ["layer", "weight"])
+
+    def outputs(self) -> pd.DataFrame:
+        """The loss after the step, its change and the slope: predicted, measured, stderr, error
+        (relative; of the loss itself too)."""
+        import pandas as pd
+
+        rows = []
+        for name in ("loss", "loss_change", "slope"):
+            found = getattr(self.step, name)
+            seen = getattr(self.measurement, name)
+            stderr = getattr(self.measurement, f"{name}_stderr")
+            rows.append((name, found, seen, stderr, found / seen - 1 if seen else np.nan))
+        return pd.DataFrame(rows, columns=["quantity", "predicted", "measured", "stderr", "error"])
+
+    def summary(self) -> pd.DataFrame:
+        """Errors over sites and parameters: quantity, mean, median and max of |error|, and excess,
+        the mean of what lies beyond twice the standard error. Alignments' are absolute."""
+        import pandas as pd
+
+        rows = []
+        for frame, names in (
+            (self.to_frame(), ("relative_change", "variance")),
+            (self.weights(), ("update_variance", "alignment", "slope")),
+        ):
+            for name in names:
+                error = frame[f"{name}_error"].abs().to_numpy(float)
+                stderr = np.nan_to_num(frame[f"{name}_stderr"].to_numpy(float))
+                seen = np.isfinite(error)
+                if seen.any():
+                    beyond = np.maximum(error - 2 * stderr, 0.0)[seen]
+                    error = error[seen]
+                    rows.append((name, error.mean(), np.median(error), error.max(), beyond.mean()))
+        return pd.DataFrame(rows, columns=["quantity", "mean", "median", "max", "excess"])
+
+    def table(self) -> str:
+        """Loss and summary as text."""
+        outputs = _empty(
+            f"first step of {self.step.optimizer} at {self.step.learning_rate:g}: "
+            f"{self.measurement.source}, {self.measurement.seeds} draws"
+        )
+        for head in ("quantity", "predicted", "measured", "+-", "error"):
+            outputs.add_column(head, justify="right")
+        for quantity, *cells, error in self.outputs().to_numpy().tolist():
+            outputs.add_row(quantity, *map(number, cells), f"{100 * error:+.1f} %")
+        summary = _empty("errors over sites and parameters (relative; alignment absolute)")
+        for head in ("quantity", "mean", "median", "max", "beyond 2 s.e."):
+            summary.add_column(head, justify="right")
+        for quantity, *errors in self.summary().to_numpy().tolist():
+            summary.add_row(quantity, *(f"{value:.3f}" for value in errors))
+        return f"{render(outputs)}\n{render(summary)}"
+
+    def plot(self, name: str | None = None) -> Figure:
+        """The coordinate check of the prediction with what was measured."""
+        from .step_plot import plot_first_step
+
+        return plot_first_step(self.step, name, self.measurement)
+
+    def __repr__(self) -> str:
+        return f"StepComparison({self.step!r} against {self.measurement!r})"
+
+
+def _beside(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.DataFrame:
+    found = both[keys].copy()
+    for name in names:
+        measured, stderr = both[f"{name}_measured"], both[f"{name}_stderr"]
+        absolute = name == "alignment"
+        scale = 1.0 if absolute else measured.abs().where(measured != 0)
+        found[name] = both[name]
+        found[f"{name}_measured"] = measured
+        found[f"{name}_stderr"] = stderr / scale
+        found[f"{name}_error"] = (both[name] - measured) / scale
+    return found
+
+
+def compare_steps(step: FirstStep, measurement: StepMeasurement) -> StepComparison:
+    """Put a measured step beside a predicted one.
+
+    Raises:
+        DomainError: of different depths, optimizers' rates, or not both of a step.
+    """
+    if not isinstance(measurement, StepMeasurement):
+        raise DomainError(
+            "a FirstStep is compared with what moments.torch.measure_step gives, not "
+            f"{type(measurement).__name__}"
+        )
+    if len(step.variance) != len(measurement.variance):
+        raise DomainError(
+            f"the step has {len(step.variance) - 1} layers, the measurement "
+            f"{len(measurement.variance) - 1}"
+        )
+    if not np.isclose(step.learning_rate, measurement.learning_rate, rtol=1e-6):
+        raise DomainError(
+            f"the step was taken at learning rate {step.learning_rate:g}, the measured one at "
+            f"{measurement.learning_rate:g}"
+        )
+    return StepComparison(step, measurement)

@@ -1,0 +1,433 @@
+"""Pictures of a sweep: lines over one axis, maps over two with boundaries on them."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..errors import DomainError, domain_error, unknown_name
+from .plot import Picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Panel
+    from matplotlib.figure import Figure
+
+    from ..grids.result import Sweep
+    from ..model.transformer import Transformer
+
+FEW = 8
+"""Values of a second axis up to which there is a line each."""
+
+MOST_PANELS = 9
+
+NAMES = {
+    "variance": "signal variance at the output",
+    "correlation": "token correlation at the output",
+    "grad_variance": "gradient variance at the input",
+    "grad_correlation": "gradient correlation at the input",
+    "variance_growth": "signal variance, output / input",
+    "grad_variance_growth": "gradient variance, input / output",
+    "loss": "loss at initialisation",
+    "loss_stderr": "deviation of one draw's loss",
+    "logit_variance": "output logits' mean square",
+}
+AXES = {
+    "layers": "layers",
+    "seq_len": "tokens",
+    "weights.query": "variance of query weights",
+    "weights.key": "variance of key weights",
+    "weights.value": "variance of value weights",
+    "weights.output": "variance of output weights",
+    "branch_scale": "branch scale",
+    "skip_scale": "skip scale",
+    "temperature": "temperature of the attention",
+    "variance": "variance of the input",
+    "correlation": "token correlation of the input",
+    "grad_variance": "gradient variance at the output",
+    "grad_correlation": "gradient correlation at the output",
+}
+_ROUND = [m * 10**e for e in range(7) for m in (1, 2, 5)]
+STYLES = ("-", "--", ":", "-.")
+
+
+class Boundary(NamedTuple):
+    """A line over a map: where a quantity of the same two axes crosses a level.
+
+    Attributes:
+        label: of the legend.
+        values: shape (number of x, number of y) of the map it is drawn on.
+        level: at which the line runs.
+    """
+
+    label: str
+    values: np.ndarray
+    level: float = 0.0
+
+
+def plot_sweep(
+    sweep: Sweep,
+    x: str | None,
+    y: str | None,
+    quantity: str,
+    by: str | None,
+    name: str | None,
+    lines: Iterable[Boundary],
+) -> Figure:
+    """See `Sweep.plot`."""
+    if quantity not in sweep.values:
+        raise unknown_name("quantity", quantity, sweep.values)
+    x, y, by = _chosen(sweep, x, y, by)
+    drawn = tuple(lines)
+    if y is None:
+        if drawn:
+            raise domain_error("lines", len(drawn), "none unless a map is drawn: name y")
+        figure = _lines(sweep, x, by, quantity)
+    else:
+        figure = _maps(sweep, x, y, by, quantity, drawn)
+    width = int(10.5 * figure.get_figwidth())
+    title = textwrap.fill(_title(sweep, name, {x, y, by}), width)
+    note = _note(sweep)
+    if note and drawn:  # whose names stand below
+        title, note = f"{title}\n{note}", ""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    if note:
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color="#444444")
+    return figure
+
+
+def _chosen(
+    sweep: Sweep, x: str | None, y: str | None, by: str | None
+) -> tuple[str, str | None, str | None]:
+    """Which axis goes where; those of one value are fixed."""
+    values = sweep.axes.values
+    for argument, axis in (("x", x), ("y", y), ("by", by)):
+        if axis is not None and axis not in values:
+            raise unknown_name(argument, axis, values)
+    given = [axis for axis in (x, y, by) if axis is not None]
+    if len(set(given)) < len(given):
+        raise domain_error("y" if x == y else "by", given[-1], "another axis than the others")
+    left = [axis for axis, found in values.items() if len(found) > 1 and axis not in given]
+    if x is None:
+        x = left.pop(0) if left else next(axis for axis in values if axis not in given)
+    if y is None and by is None and len(left) == 1 and len(values[left[0]]) <= FEW:
+        by = left.pop()
+    elif y is None and left and by is None:
+        y = left.pop(0)
+    if by is None and left:
+        by = left.pop(0)
+    if left:
+        raise DomainError(
+            f"{len(left)} axes more than a picture has ({', '.join(left)}): sweep one value of them"
+        )
+    most = MOST_PANELS if y is not None else FEW
+    if by is not None and len(values[by]) > most:
+        what = "maps" if y is not None else "lines"
+        raise domain_error(
+            "by", by, f"an axis of at most {most} values, one for each of the {what}"
+        )
+    return x, y, by
+
+
+def _array(sweep: Sweep, quantity: str, order: Iterable[str | None]) -> np.ndarray:
+    """A quantity with its axes in this order, the others at their single value."""
+    names = list(sweep.axes.values)
+    wanted = [axis for axis in order if axis is not None]
+    rest = [names.index(axis) for axis in names if axis not in wanted]
+    values = np.transpose(sweep.values[quantity], [*map(names.index, wanted), *rest])
+    return values.reshape(values.shape[: len(wanted)])
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Figure:
+    import matplotlib as mpl
+
+    figure = Picture(figsize=(7.2, 4.6), layout="constrained")
+    ax = figure.subplots()
+    values = _array(sweep, quantity, (x, by))
+    curves = values.T if by is not None else values[None]
+    places = _places(sweep.axes.values[x])
+    colors = mpl.colormaps["viridis"](np.linspace(0.0, 0.85, len(curves)))
+    marker = "o" if len(places) <= 30 else ""
+    for i, curve in enumerate(curves):
+        label = None if by is None else _value(sweep.axes.values[by][i])
+        style = STYLES[i % len(STYLES)] if len(curves) > 1 else "-"
+        ax.plot(places, curve, style, marker=marker, markersize=3.5, color=colors[i], label=label)
+    _set_axis(ax, "x", x, sweep.axes.values[x])
+    ax.set_ylabel(NAMES[quantity])
+    low, high = _range(values)
+    if _logarithmic(quantity, values):
+        ax.set_yscale("log")
+    elif quantity.endswith("correlation"):
+        ax.set_ylim(min(0.0, 1.1 * low), max(min(1.02, 1.2 * high), 0.05))
+    if quantity.endswith("growth"):
+        ax.axhline(1.0, color="#888888", linewidth=0.8, zorder=0)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+    if by is not None:
+        ax.legend(title=AXES.get(by, by), frameon=False, fontsize=9, title_fontsize=9)
+    return figure
+
+
+# --- maps -----------------------------------------------------------------------------------------
+
+
+def _maps(
+    sweep: Sweep, x: str, y: str, by: str | None, quantity: str, lines: tuple[Boundary, ...]
+) -> Figure:
+    values = _array(sweep, quantity, (by, x, y))
+    panels = values if by is not None else values[None]
+    count = len(panels)
+    across = min(count, 3)
+    down = math.ceil(count / across)
+    size = (7.4, 5.2) if count == 1 else (1.6 + 3.3 * across, 1.5 + 3.0 * down)
+    figure = Picture(figsize=size, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    colors = _colors(quantity, values)
+    flags = {name: _flags(sweep, notes, (by, x, y)) for name, notes in _notes(sweep).items()}
+    mesh: Any = None
+    for i, ax in enumerate(grid.ravel()):
+        if i >= count:
+            ax.set_visible(False)
+            continue
+        here = {n: (f[i] if by is not None else f) for n, f in flags.items()}
+        mesh = _map(ax, sweep, x, y, panels[i], _levels(quantity, values), colors, here)
+        _boundaries(ax, sweep, x, y, lines)
+        if by is not None:
+            ax.set_title(f"{AXES.get(by, by)} {_value(sweep.axes.values[by][i])}", fontsize=10)
+    bar = figure.colorbar(
+        mesh, ax=grid.ravel().tolist(), pad=0.02, shrink=0.95 if count == 1 else 0.8
+    )
+    bar.set_label(NAMES[quantity])
+    for ax in grid[:, 1:].ravel():
+        ax.set_ylabel("")
+    for ax in grid[:-1].ravel():
+        ax.set_xlabel("")
+    return figure
+
+
+def _map(
+    ax: Panel,
+    sweep: Sweep,
+    x: str,
+    y: str,
+    values: np.ndarray,
+    levels: list[float],
+    colors: dict[str, Any],
+    flags: Mapping[str, np.ndarray],
+) -> Any:
+    across, up = _places(sweep.axes.values[x]), _places(sweep.axes.values[y])
+    ax.set_facecolor("#dddddd")
+    _set_axis(ax, "x", x, sweep.axes.values[x])
+    _set_axis(ax, "y", y, sweep.axes.values[y])
+    mesh = ax.pcolormesh(
+        _edges(across, ax.get_xscale()),
+        _edges(up, ax.get_yscale()),
+        np.ma.masked_invalid(values).T,
+        **colors,
+        rasterized=True,
+    )
+    if min(values.shape) > 2 and levels:
+        drawn = ax.contour(
+            across, up, values.T, levels=levels, colors="black", linewidths=0.7, alpha=0.7
+        )
+        ax.clabel(drawn, fmt=_value, fontsize=7.5, inline_spacing=3)
+    for name, mark in (("warnings", "."), ("refused", "x")):
+        where = np.argwhere(flags[name])
+        if len(where):
+            ax.plot(
+                across[where[:, 0]],
+                up[where[:, 1]],
+                mark,
+                color="#222222" if name == "refused" else "white",
+                markersize=4 if name == "refused" else 2.5,
+                linestyle="none",
+            )
+    return mesh
+
+
+def _boundaries(ax: Panel, sweep: Sweep, x: str, y: str, lines: tuple[Boundary, ...]) -> None:
+    """Lines with a white rim, told apart by dashes and named in a legend."""
+    if not lines:
+        return
+    from matplotlib.lines import Line2D
+    from matplotlib.patheffects import withStroke
+
+    across, up = _places(sweep.axes.values[x]), _places(sweep.axes.values[y])
+    handles = []
+    colors = ("#d00000", "#000000", "#e69f00", "#7b2d8b")
+    for i, line in enumerate(lines):
+        values = np.asarray(line.values, dtype=float)
+        if values.shape != (len(across), len(up)):
+            raise domain_error(
+                "lines", f"{line.label!r} of shape {values.shape}", f"({len(across)}, {len(up)})"
+            )
+        style = ("solid", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))[i % 4]
+        color = colors[i % len(colors)]
+        rim = [withStroke(linewidth=3.4, foreground="white")]
+        finite = values[np.isfinite(values)]
+        there = finite.size and finite.min() < line.level < finite.max()
+        if there and min(values.shape) > 1:
+            drawn = ax.contour(
+                across, up, values.T, levels=[line.level], colors=[color], linewidths=2.0
+            )
+            drawn.set(linestyle=style, path_effects=rim)
+        label = line.label if there else f"{line.label}: not on this map"
+        handles.append(Line2D([], [], color=color, linestyle=style, linewidth=2.0, label=label))
+    ax.figure.legend(
+        handles=handles, loc="outside lower center", ncols=1, frameon=False, fontsize=9
+    )
+
+
+# --- axes, colours and words ----------------------------------------------------------------------
+
+
+def _numeric(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+
+def _places(values: tuple[Any, ...]) -> np.ndarray:
+    return np.array(values if _numeric(values) else range(len(values)), dtype=float)
+
+
+def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None:
+    """Name and scale: logarithmic where positive values span a factor of twenty."""
+    places = _places(values)
+    getattr(ax, f"set_{which}label")(AXES.get(name, name))
+    if not _numeric(values):
+        getattr(ax, f"set_{which}ticks")(places, [_value(v) for v in values])
+    elif places.min() > 0 and places.max() >= 20 * places.min():
+        getattr(ax, f"set_{which}scale")("log")
+        if all(isinstance(v, int) for v in values):
+            whole = [int(v) for v in values]
+            if len(whole) > 10:
+                whole = [n for n in _ROUND if min(whole) <= n <= max(whole)]
+            getattr(ax, f"set_{which}ticks")(whole, [str(v) for v in whole])
+            getattr(ax, f"set_{which}ticks")([], minor=True)
+
+
+def _edges(places: np.ndarray, scale: str) -> np.ndarray:
+    """Borders of cells around places, halfway on the axis's scale."""
+    order = np.log(places) if scale == "log" else places
+    if len(order) == 1:
+        found = order[0] + np.array([-0.5, 0.5])
+    else:
+        middle = (order[1:] + order[:-1]) / 2
+        first, last = 2 * order[0] - middle[0], 2 * order[-1] - middle[-1]
+        found = np.concatenate([[first], middle, [last]])
+    return np.asarray(np.exp(found) if scale == "log" else found)
+
+
+def _range(values: np.ndarray) -> tuple[float, float]:
+    finite = values[np.isfinite(values)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+
+
+def _logarithmic(quantity: str, values: np.ndarray) -> bool:
+    low, high = _range(values)
+    return not quantity.endswith("correlation") and low > 0 and high > 5 * low
+
+
+def _colors(quantity: str, values: np.ndarray) -> dict[str, Any]:
+    """Growth and decay in two colours, all else in one scale that prints in grey."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    low, high = _range(values)
+    if quantity.endswith("growth") and 0 < low < 0.9 and high > 1.1:
+        far = max(high, 1 / low, 1.05)
+        return {"cmap": "RdBu_r", "norm": LogNorm(1 / far, far)}
+    if _logarithmic(quantity, values):
+        return {"cmap": "viridis", "norm": LogNorm(low, high)}
+    if quantity.endswith("correlation"):
+        low, high = min(low, 0.0), max(high, low + 0.05)
+    return {"cmap": "viridis", "norm": Normalize(low, high if high > low else low + 1.0)}
+
+
+def _levels(quantity: str, values: np.ndarray) -> list[float]:
+    """Round levels inside the range of values."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = _range(values)
+    if not high > low:
+        return []
+    if _logarithmic(quantity, values):
+        decades = math.log10(high / low)
+        step = max(1, round(decades / 6))
+        exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        found = [10.0**e for e in exponents if e % step == 0]
+        if decades < 3:
+            found = [m * 10.0**e for e in exponents for m in (1, 2, 5)]
+    elif quantity.endswith("correlation"):
+        found = [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999]
+    else:
+        found = list(map(float, MaxNLocator(7).tick_values(low, high)))
+    return sorted(level for level in found if low < level < high)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "none" if value is None else str(value)
+    return f"{value:.4g}"
+
+
+def _notes(sweep: Sweep) -> dict[str, Mapping[int, Any]]:
+    return {"warnings": sweep.warnings, "refused": sweep.refused}
+
+
+def _flags(sweep: Sweep, notes: Mapping[int, Any], order: Iterable[str | None]) -> np.ndarray:
+    flat = np.zeros(sweep.axes.size, dtype=bool)
+    flat[list(notes)] = True
+    names = list(sweep.axes.values)
+    wanted = [axis for axis in order if axis is not None]
+    rest = [names.index(axis) for axis in names if axis not in wanted]
+    found = np.transpose(flat.reshape(sweep.axes.shape), [*map(names.index, wanted), *rest])
+    return found.reshape(found.shape[: len(wanted)])
+
+
+def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
+    """Which model, without what varies, and the axes that are fixed."""
+    base = sweep.model()
+    fixed = {
+        axis: values[0]
+        for axis, values in sweep.axes.values.items()
+        if len(values) == 1 and axis not in varied
+    }
+    first = name or "a declared model"
+    parts = [text for axis, text in _sizes(base).items() if axis not in sweep.axes.values]
+    theory = [] if "theory" in sweep.axes.values else [f"theory {sweep.theory}"]
+    told = [f"{AXES.get(axis, axis)} {_value(value)}" for axis, value in fixed.items()]
+    told += [
+        f"{AXES.get(axis, axis)} {_value(value)}"
+        for axis, value in sweep.inputs.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+    return f"{first}: {', '.join([*parts, *told, *theory])}"
+
+
+def _sizes(model: Transformer) -> dict[str, str]:
+    return {
+        "layers": f"{model.layers} layers",
+        "d_model": f"d_model {model.d_model}",
+        "heads": f"{model.heads} heads",
+        "seq_len": f"{model.seq_len} tokens",
+        "norm": f"{model.norm} norm",
+        "activation": model.activation,
+    }
+
+
+def _note(sweep: Sweep) -> str:
+    """What the marks mean, and what is missing."""
+    parts = []
+    if sweep.warnings:
+        parts.append(f"dots: {len(sweep.warnings)} outside a formula's validity")
+    if sweep.refused:
+        parts.append(f"crosses: {len(sweep.refused)} refused")
+    left = int((~sweep.done).sum())
+    if left:
+        parts.append(f"grey: {left} not computed yet")
+    return "; ".join(parts)

@@ -1,0 +1,6 @@
+"""The first step of an optimizer in closed form: `Prediction.after`.
+
+A third walk over the engine (`walk`) carries what a step does to every tensor (`change`) through
+components (`elementwise`, `attention`) and adds what an optimizer does to each parameter (`rules`),
+from the tables (`ends`) to the loss. `sites` is all that knows how the engine keeps its kernels.
+"""

@@ -1,0 +1,170 @@
+"""A step's change carried through attention.
+
+Heads are A V with A the softmax of queries and keys. To first order in the logits, a change dl of
+row i moves it by sum_j w_ij dl_ij (v_j - v-bar_i), w the mean weights. With kernels of queries,
+keys and values that product has the kernel
+
+    T(Q, K, V) = Q o J(K, V),
+    J(K, V) = W (K o V) W^T - (WK) o (WV) ... = E over two rows of what J = diag(a) - a a^T leaves,
+
+trilinear in its three kernels, and everything follows from it: the change of A V is
+T(Q', K', V') - T(Q, K, V) besides W V' W^T - W V W^T. T is scaled, entry by entry, to the package's
+own law of the query path at the old kernels, which knows finite logits, rotation, windows, biases
+and dropped heads; the key path is scaled as a whole, to the package's own. Logits of order 1 that
+change by as much are beyond first order.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .change import Array, Change
+
+
+class Three(NamedTuple):
+    """Something of queries, keys and values, on the scale of the tokens they read."""
+
+    query: Any
+    key: Any
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One layer's attention, as the step meets it.
+
+    Attributes:
+        kernel: of the tokens attended to, C.
+        weights: W, mean attention.
+        response: the query path's kernel per unit of the gradient's behind the value weights.
+        gain: of the value weights.
+        keyed: what multiplies T's key path to give the package's.
+        gradients: D at queries, keys and values, before any rotation.
+        sequences: that the tokens are, none of which sees another.
+    """
+
+    kernel: Array
+    weights: Array
+    response: Array
+    gain: float
+    keyed: float
+    gradients: Three
+    sequences: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        kernel: Array,
+        weights: Array,
+        response: Array,
+        gain: float,
+        received: Array,
+        paths: Three,
+        gradients: Three,
+        sequences: int,
+    ) -> Rows:
+        """`received`: gradient behind the value weights; `paths`: its kernels at the tokens."""
+        plain = cls(kernel, weights, response, gain, 1.0, gradients, sequences)
+        size = float((received * plain._product(kernel, kernel, kernel)).sum())
+        keyed = float((kernel * paths.key).sum()) / size if size else 1.0
+        return cls(kernel, weights, response, gain, keyed, gradients, sequences)
+
+    def _joint(self, keys: Array, values: Array) -> Array:
+        mean = self._mean
+        left, right = mean(keys), mean(values)
+        crossed = mean((left * right).T).T
+        alike = values is keys or _symmetric(keys, values)
+        turned = crossed.T if alike else mean(mean(keys.T).T * mean(values.T).T)
+        both = mean(mean(keys * values).T).T
+        return both - crossed - turned + mean(left.T).T * mean(right.T).T
+
+    def _mean(self, tokens: Array) -> Array:
+        """W A, sequence by sequence."""
+        size = len(self.weights)
+        length = size // self.sequences
+        if self.sequences == 1:
+            return np.asarray(self.weights @ tokens)
+        split = tokens.reshape(self.sequences, length, -1)
+        return np.asarray((self._blocks @ split).reshape(size, -1))
+
+    @functools.cached_property
+    def _blocks(self) -> Array:
+        count = self.sequences
+        length = len(self.weights) // count
+        shaped = self.weights.reshape(count, length, count, length)
+        return np.stack([shaped[k, :, k] for k in range(count)])
+
+    @functools.cached_property
+    def _factor(self) -> Array:
+        found = self._still
+        there = np.abs(found) > 1e-6 * np.abs(found).max(initial=0.0)
+        return np.where(there, self.response / np.where(there, found, 1.0), 0.0)
+
+    def _product(self, queries: Array, keys: Array, values: Array) -> Array:
+        """T, without the value weights' gain."""
+        still = keys is self.kernel and values is self.kernel
+        joint = self._still if still else self._joint(keys, values)
+        return self._factor * queries * joint
+
+    @functools.cached_property
+    def _still(self) -> Array:
+        return self._joint(self.kernel, self.kernel)
+
+    def carried(self, changes: Three, gradient: Array) -> Change:
+        """The heads' change, from those of queries, keys and values on the scale of the tokens.
+
+        Args:
+            changes: of the three.
+            gradient: E delta delta at the heads.
+        """
+        query, key, value = changes
+        c, gain, product = self.kernel, self.gain, self._product
+        moved = value.mixed(self.weights)
+        # with the value path, the excess of A V A^T over W V W^T
+        coherent = [
+            moved.coherent + product(c, c, _even(value.coherent)),
+            product(_even(query.coherent), c, c),
+            self.keyed * product(c, _even(key.coherent), c),
+        ]
+        old = product(c, c, c)
+        met = product(query.met(c), key.met(c), value.met(c))
+        new = product(query.new(c), key.new(c), value.new(c))
+        if max(_share(query, c), _share(key, c), _share(value, c)) < _SMALL:
+            total = product(query.total, c, c) + product(c, c, value.total)
+            total = total + self.keyed * product(c, key.total, c)
+            overlap = product(query.overlap, c, c) + product(c, key.overlap, c)
+            overlap = overlap + product(c, c, value.overlap)
+        else:
+            overlap, total = met - old, new - met - met.T + old
+            if abs(self.keyed - 1) > _ALIKE:
+                total = total + (self.keyed - 1) * product(c, key.total, c)
+        total = gain * (moved.total + total)
+        parts = [gain * part for part in coherent]
+        # queries and keys meet random weights of the others: their coherent part appears once as
+        # carried and once as mean, and the three causes share delta
+        sent = sum(parts[1:], parts[0])
+        total = total + sent @ gradient @ sent.T - parts[0] @ gradient @ parts[0].T
+        return Change(sent, gain * (moved.overlap + overlap), total)
+
+
+def _symmetric(first: Array, second: Array) -> bool:
+    return all(np.array_equal(one, one.T) for one in (first, second))
+
+
+_ALIKE = 0.02
+"""Difference of the key path's scale that is left out of a change's square."""
+
+_SMALL = 1e-9
+"""Relative change below which differences of products would lose digits."""
+
+
+def _share(change: Change, kernel: Array) -> float:
+    return float(np.max(np.diag(change.total)) / np.max(np.diag(kernel)))
+
+
+def _even(matrix: Array) -> Array:
+    return (matrix + matrix.T) / 2

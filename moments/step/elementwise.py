@@ -1,0 +1,134 @@
+"""A step's change through activations and gated units, by their pair laws.
+
+With y' = y + u jointly Gaussian to the order that is followed, the second moments of phi(y') and of
+phi(y') with phi(y) are the activation's pair law at the updated kernel and at the one between, and
+the coherent part is E phi'(y'_t) phi'(y_s) P_ts. Small changes are carried by the slopes alone,
+U -> E phi' phi' o U, where differences of kernels would lose digits.
+
+What is left out is that a coherent change meets one neuron's slopes at all tokens at once, their
+four-point function, of which pairs are taken: E (phi'_t P_tr phi'_r)(phi'_s P_sq phi'_q) by
+E phi'_t phi'_r E phi'_s phi'_q and its other pairings. It is exact where slopes do not vary, good
+for smooth units of small variance, and 10 to 20 % low or high in U for ReLU and erf at variance 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..engine.evaluation import evaluate
+from ..formulas.algebra import NUMPY
+from ..formulas.law import ComponentLaws, Law
+from .change import Array, Change
+
+_SMALL = 1e-5
+"""Relative change of a tensor below which slopes carry it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Pair laws of an activation: second moments and slopes."""
+
+    laws: Mapping[str, Law]
+    parameters: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, laws: ComponentLaws, parameters: Mapping[str, Any]) -> Pairs:
+        return cls(laws.under("refined"), dict(parameters))
+
+    def _values(self, first: Array, second: Array, kernel: Array) -> dict[str, Any]:
+        a, b = first[:, None], second[None, :]
+        scale = np.sqrt(a * b)
+        correlation = np.divide(kernel, scale, out=np.zeros_like(kernel), where=scale > 0)
+        return dict(self.parameters) | {
+            "x_variance": a,
+            "x_other_variance": b,
+            "x_correlation": np.clip(correlation, -1.0, 1.0),
+        }
+
+    def moment(self, first: Array, second: Array, kernel: Array) -> Array:
+        """E phi(y_t) phi(z_s), of variances `first` and `second` and covariance `kernel`."""
+        values = self._values(first, second, kernel)
+        means = [
+            evaluate(self.laws["mean"], NUMPY, dict(self.parameters) | {"x_variance": v})
+            for v in (first, second)
+        ]
+        found = evaluate(self.laws["covariance"], NUMPY, values)
+        product = np.multiply.outer(means[0] + 0 * first, means[1] + 0 * second)
+        return np.asarray(found + product)
+
+    def slope(self, first: Array, second: Array, kernel: Array) -> Array:
+        """E phi'(y_t) phi'(z_s)."""
+        values = self._values(first, second, kernel) | {"grad_covariance": np.ones_like(kernel)}
+        return np.asarray(evaluate(self.laws["grad_covariance"], NUMPY, values))
+
+
+def activated(
+    laws: ComponentLaws,
+    parameters: Mapping[str, Any],
+    change: Change,
+    kernel: Array,
+    output: Array,
+) -> Change:
+    """Behind an activation of Gaussian preactivations, whose kernel there is `output`."""
+    pairs, old = Pairs.of(laws, parameters), np.diag(kernel)
+    if _largest(change, kernel) < _SMALL:
+        return change.times(pairs.slope(old, old, kernel))
+    met, new = change.met(kernel), change.new(kernel)
+    grown = np.diag(new)
+    between = pairs.moment(grown, old, met)
+    overlap = between - output
+    total = pairs.moment(grown, grown, new) - between - overlap.T
+    return Change(pairs.slope(grown, old, met) * change.coherent, overlap, total)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """phi(a) u, of independent maps a and u of one input.
+
+    Attributes:
+        pairs: of phi.
+        gate, factor: kernels of a and u.
+        slopes: what multiplies the product's gradient kernel to give those at a and at u.
+    """
+
+    pairs: Pairs
+    gate: Array
+    factor: Array
+    slopes: tuple[Array, Array]
+
+    def carried(self, gate: Change, factor: Change, gradient: Array) -> Change:
+        """The product's change, from those of a and u."""
+        pairs, old = self.pairs, np.diag(self.gate)
+        slope, moment = self.slopes
+        small = max(_largest(gate, self.gate), _largest(factor, self.factor)) < _SMALL
+        if small:
+            found = gate.times(slope), factor.times(moment)
+            return found[0].plus(found[1], gradient)
+        met, new = gate.met(self.gate), gate.new(self.gate)
+        grown = np.diag(new)
+        between = pairs.moment(grown, old, met)
+        met_factor = factor.met(self.factor)
+        overlap = between * met_factor - moment * self.factor
+        total = pairs.moment(grown, grown, new) * factor.new(self.factor)
+        total = total - between * met_factor - overlap.T
+        sides = (
+            pairs.slope(grown, old, met) * met_factor * gate.coherent,
+            between * factor.coherent,
+        )
+        cross = sides[0] @ gradient @ sides[1].T
+        return Change(sides[0] + sides[1], overlap, total + cross + cross.T)
+
+
+def gated(laws: ComponentLaws, gate: Array, factor: Array) -> Unit:
+    """A gated unit at the kernels of its two maps."""
+    pairs, old = Pairs.of(laws, {}), np.diag(gate)
+    slopes = pairs.slope(old, old, gate) * factor, pairs.moment(old, old, gate)
+    return Unit(pairs, gate, factor, slopes)
+
+
+def _largest(change: Change, kernel: Array) -> float:
+    return float(np.max(np.diag(change.total)) / np.max(np.diag(kernel)))

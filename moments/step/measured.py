@@ -1,0 +1,155 @@
+"""What a step was seen to do to a real module: `FirstStep`'s quantities, with standard errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import MomentsError
+from ..prediction.draws import STREAM
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Place = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class StepDraw:
+    """One step of one draw of the weights.
+
+    Attributes:
+        loss, loss_after: of the batch.
+        slope: derivative of the loss in the learning rate, at 0.
+        sites: (layer, site) -> mean squares before, after and of the change.
+        weights: (layer, weight) -> mean squares of the step and of the weight, alignment exponent
+            (nan where it was not seen), and the parameter's share of the slope.
+    """
+
+    loss: float
+    loss_after: float
+    slope: float
+    sites: Mapping[Place, tuple[float, float, float]]
+    weights: Mapping[Place, tuple[float, float, float, float]]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class StepMeasurement:
+    """A first step as a module took it, over draws of its weights.
+
+    Each `*_stderr` is the standard error over draws, nan of one.
+
+    Attributes:
+        source, optimizer, learning_rate: what was run.
+        seeds: draws.
+        loss, loss_before, loss_change, slope: as in `FirstStep`.
+        variance, relative_change: (N + 1,) of the stream after the step; changes are relative to
+            the mean square before it.
+        site_rows, weight_rows: what `to_frame` and `weights` show.
+    """
+
+    source: str
+    optimizer: str
+    learning_rate: float
+    seeds: int
+    loss: float
+    loss_stderr: float
+    loss_before: float
+    loss_change: float
+    loss_change_stderr: float
+    slope: float
+    slope_stderr: float
+    variance: np.ndarray
+    variance_stderr: np.ndarray
+    relative_change: np.ndarray
+    relative_change_stderr: np.ndarray
+    site_rows: tuple[Mapping[str, Any], ...]
+    weight_rows: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def from_draws(
+        cls, draws: Sequence[StepDraw], *, source: str, optimizer: str, learning_rate: float
+    ) -> StepMeasurement:
+        """Means and standard errors over draws."""
+        places = sorted(draws[0].sites, key=lambda place: place[0])
+        if any(set(draw.sites) != set(places) for draw in draws):
+            raise MomentsError("the draws passed different sites: each must run the same network")
+        numbers = np.array([[draw.sites[place] for place in places] for draw in draws])
+        before, after, change = np.moveaxis(numbers, -1, 0)
+        columns = {
+            "variance_before": before,
+            "variance": after,
+            "relative_change": change / before.mean(0),
+        }
+        rows: list[dict[str, Any]] = []
+        for k, (layer, site) in enumerate(places):
+            row: dict[str, Any] = {"layer": layer, "site": site}
+            for name, values in columns.items():
+                row[name], row[f"{name}_stderr"] = _mean(values[:, k])
+            rows.append(row)
+        stream = [row for row in rows if row["site"] == STREAM]
+        weights: list[dict[str, Any]] = []
+        for key in draws[0].weights:
+            row = {"layer": key[0], "weight": key[1]}
+            found = np.array([draw.weights[key] for draw in draws])
+            names = ("update_variance", "weight_variance", "alignment", "slope")
+            for name, values in zip(names, found.T, strict=True):
+                row[name], row[f"{name}_stderr"] = _mean(values)
+            weights.append(row)
+
+        def along(name: str) -> np.ndarray:
+            return np.array([row[name] for row in stream])
+
+        loss, loss_stderr = _mean(np.array([draw.loss_after for draw in draws]))
+        changed = _mean(np.array([draw.loss_after - draw.loss for draw in draws]))
+        slope = _mean(np.array([draw.slope for draw in draws]))
+        return cls(
+            source,
+            optimizer,
+            learning_rate,
+            len(draws),
+            loss,
+            loss_stderr,
+            float(np.mean([draw.loss for draw in draws])),
+            *changed,
+            *slope,
+            along("variance"),
+            along("variance_stderr"),
+            along("relative_change"),
+            along("relative_change_stderr"),
+            tuple(rows),
+            tuple(sorted(weights, key=lambda row: row["layer"])),
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per site: layer, site, variance_before, variance (after the step) and
+        relative_change, each with its `_stderr`."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self.site_rows))
+
+    def weights(self) -> pd.DataFrame:
+        """One row per parameter: layer, weight, update_variance and weight_variance (mean squares
+        of an entry), alignment and slope, each with its `_stderr`."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self.weight_rows))
+
+    def __repr__(self) -> str:
+        last = self.relative_change[-1]
+        return (
+            f"StepMeasurement of {self.source}, {self.optimizer} at {self.learning_rate:g}, "
+            f"{self.seeds} draws: loss {self.loss_before:.4g} to {self.loss:.4g} "
+            f"(change {self.loss_change:.4g} +- {self.loss_change_stderr:.1g}), last stream "
+            f"changes by {last:.3g}"
+        )
+
+
+def _mean(values: np.ndarray) -> tuple[float, float]:
+    if len(values) == 1:
+        return float(values[0]), math.nan
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))

@@ -1,0 +1,274 @@
+"""The learning rate whose first step reaches a bound, and how it moves with width and depth."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import DomainError, ValidityWarning, domain_error
+from ..formulas.checks import check_choice, check_count, check_number
+from ..formulas.symbols import POSITIVE
+from ..model.embedding import Embedding
+from ..model.transformer import Transformer
+from ..prediction.predict import predict
+from ..prediction.result import Prediction
+from .parametrisation import PARAMETRISATIONS, parametrised
+from .result import FirstStep
+from .rules import GROUPS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+QUANTITIES: dict[str, Callable[[FirstStep], float]] = {
+    "relative_change": lambda step: float(step.relative_change.max()),
+    "logit_change": lambda step: step.logit_change,
+    "loss_drop": lambda step: -step.loss_change,
+}
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """A learning rate whose first step reaches a bound.
+
+    Attributes:
+        rate: it.
+        quantity, bound: what reaches what: "relative_change" (the largest E |dh|^2/E |h|^2 along
+            the stream), "logit_change" (mean square of a logit's change) or "loss_drop" (nats).
+        step: the first step at that rate.
+        by_group: the same where one group of parameters moves alone; empty unless asked for, inf
+            where it never gets there.
+    """
+
+    rate: float
+    quantity: str
+    bound: float
+    step: FirstStep = field(repr=False)
+    by_group: Mapping[str, float] = field(default_factory=dict)
+
+
+def learning_rate(
+    model: Transformer | Prediction,
+    optimizer: str,
+    *,
+    quantity: str = "relative_change",
+    bound: float = 0.1,
+    groups: bool = False,
+    token_ids: Any = None,
+    sequences: int = 2,
+    seed: int = 0,
+    **options: Any,
+) -> LearningRate:
+    """The rate at which the first step of an optimizer reaches a bound.
+
+    It says how far a step goes, not how well training does: a step whose stream changes by .1 to 1
+    is where linear theory ends and common learning rates lie.
+
+    >>> import moments
+    >>> model = moments.preset("gpt2").replace(layers=2, seq_len=16, dropout=0.0)
+    >>> found = moments.learning_rate(model, "adam", bound=0.1)
+    >>> round(float(found.step.relative_change.max()), 3)
+    0.1
+
+    Args:
+        model: the declaration, or a prediction of a batch.
+        optimizer: as in `Prediction.after`.
+        quantity: "relative_change", "logit_change" or "loss_drop".
+        bound: what it is to reach.
+        groups: whether to find that rate for each group of parameters alone, too.
+        token_ids: (L,) or (B, L) the text; None: `sequences` of the model's length by Zipf's law.
+        sequences, seed: of that text.
+        options: of the optimizer.
+
+    Raises:
+        DomainError: as `Prediction.after`, or no rate reaches the bound.
+    """
+    check_choice("quantity", quantity, tuple(QUANTITIES))
+    aim = check_number("bound", bound, POSITIVE)
+    prediction = (
+        model if isinstance(model, Prediction) else _read(model, token_ids, sequences, seed)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        step = _search(prediction, optimizer, quantity, aim, options)
+        by_group: dict[str, float] = {}
+        for group in GROUPS if groups else ():
+            given = dict(options.get("multipliers") or {})
+            alone = {name: (given.get(group, 1.0) if name == group else 0.0) for name in GROUPS}
+            try:
+                found = _search(
+                    prediction, optimizer, quantity, aim, options | {"multipliers": alone}
+                )
+                by_group[group] = found.learning_rate
+            except DomainError:
+                by_group[group] = math.inf
+    return LearningRate(step.learning_rate, quantity, aim, step, by_group)
+
+
+def _read(model: Any, token_ids: Any, sequences: int, seed: int) -> Prediction:
+    if not isinstance(model, Transformer):
+        kind = type(model).__name__
+        raise DomainError(f"model must be a moments.Transformer or a Prediction, not {kind}")
+    if token_ids is None:
+        if not isinstance(model.embedding, Embedding):
+            raise DomainError(
+                "a first step is that of a batch: pass a prediction of pixels and targets, or "
+                "declare model.embedding with a token table"
+            )
+        token_ids = zipf_text(model.embedding.vocab_size, model.seq_len, sequences, seed)
+    return predict(model, token_ids=token_ids)
+
+
+def zipf_text(vocab_size: int, seq_len: int, sequences: int = 2, seed: int = 0) -> np.ndarray:
+    """Tokens drawn by Zipf's law, the r-th word with probability proportional to 1/r."""
+    check_count("sequences", sequences)
+    check_count("seed", seed, least=0)
+    weights = 1.0 / np.arange(1, vocab_size + 1)
+    rng = np.random.default_rng(seed)
+    return rng.choice(vocab_size, (sequences, seq_len), p=weights / weights.sum())
+
+
+_TRIES = 20
+
+_LEAST, _MOST = 1e-12, 1e6
+"""Learning rates that are tried."""
+
+
+def _search(
+    prediction: Prediction, optimizer: str, quantity: str, bound: float, options: dict[str, Any]
+) -> FirstStep:
+    """Secant steps in logarithms, kept inside a bracket; changes go with a power of the rate."""
+    value = QUANTITIES[quantity]
+
+    def at(log_rate: float) -> tuple[FirstStep, float]:
+        step = prediction.after(optimizer, math.exp(log_rate), **options)
+        found = value(step)
+        return step, math.log(found / bound) if found > 0 else -math.inf
+
+    low, high = math.log(_LEAST), math.log(_MOST)
+    x, slope = math.log(1e-4), 1.0 if quantity == "loss_drop" else 2.0
+    last: tuple[float, float] | None = None
+    most = -math.inf
+    for _ in range(_TRIES):
+        step, gap = at(x)
+        if gap == -math.inf and most == -math.inf and last is None and x > 0:
+            break  # nothing moves at all
+        most = max(most, gap)
+        if abs(gap) < 1e-3:
+            return step
+        if last is not None and x > last[0] and gap < min(last[1], 0.0):
+            break  # it falls again
+        if gap < 0:
+            low = x
+        else:
+            high = x
+        if last is not None and math.isfinite(gap) and x != last[0]:
+            found = (gap - last[1]) / (x - last[0])
+            slope = found if 0.2 < found < 4 else slope
+        last = (x, gap) if math.isfinite(gap) else None
+        moved = x - gap / slope if math.isfinite(gap) else x + 12.0
+        moved = min(max(moved, x - 7.0), x + 12.0 if gap == -math.inf else x + 4.0)
+        x = moved if low < moved < high else (low + high) / 2
+        if high - low < 1e-4:
+            break
+    reached = bound * math.exp(most) if math.isfinite(most) else 0.0
+    raise domain_error(
+        "bound", bound, f"what a step of {optimizer} reaches in {quantity}", f"found {reached:.3g}"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """Learning rates along width or depth under one parametrisation.
+
+    Attributes:
+        parametrisation, optimizer, quantity, bound: what was asked.
+        along: "d_model" or "layers".
+        sizes: its values.
+        rates: where the bound is reached, the parametrisation's factors applied.
+        exponents: d log rate/d log size between neighbours.
+    """
+
+    parametrisation: str
+    optimizer: str
+    quantity: str
+    bound: float
+    along: str
+    sizes: tuple[int, ...]
+    rates: tuple[float, ...]
+
+    @property
+    def exponents(self) -> tuple[float, ...]:
+        logs = np.diff(np.log(self.rates)) / np.diff(np.log(self.sizes))
+        return tuple(float(value) for value in logs)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per size: the size, rate and exponent to the next."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                self.along: self.sizes,
+                "rate": self.rates,
+                "exponent": (*self.exponents, np.nan),
+            }
+        )
+
+
+def transfer(
+    model: Transformer,
+    optimizer: str,
+    *,
+    parametrisation: str = "standard",
+    widths: Sequence[int] | None = None,
+    depths: Sequence[int] | None = None,
+    quantity: str = "relative_change",
+    bound: float = 0.1,
+    sequences: int = 2,
+    seed: int = 0,
+    **options: Any,
+) -> Transfer:
+    """How the rate of `learning_rate` moves with width or depth: flat where it transfers.
+
+    Args:
+        model: the base, at which every parametrisation is the model itself.
+        optimizer: as in `Prediction.after`.
+        parametrisation: "fixed" (variances as they are), "standard" (hidden variances by 1/width),
+            "mup", "depth-mup" or "completep"; see `moments.step.parametrisation`.
+        widths, depths: values of d_model (multiples of a head's width) or of layers; one of them.
+        quantity, bound, sequences, seed, options: as in `learning_rate`.
+
+    Raises:
+        DomainError: both or neither of widths and depths, or a parametrisation that the optimizer
+            has none of.
+    """
+    check_choice("parametrisation", parametrisation, PARAMETRISATIONS)
+    if (widths is None) == (depths is None):
+        raise DomainError("give widths or depths, and not both")
+    sizes = tuple(widths if widths is not None else depths or ())
+    given = dict(options.pop("multipliers", None) or {})
+    rates = []
+    for size in sizes:
+        width = size if widths is not None else model.d_model
+        depth = size if depths is not None else model.layers
+        scaled, factors = parametrised(model, parametrisation, optimizer, width, depth)
+        multipliers = factors | {
+            name: factors.get(name, 1.0) * value for name, value in given.items()
+        }
+        found = learning_rate(
+            scaled,
+            optimizer,
+            quantity=quantity,
+            bound=bound,
+            sequences=sequences,
+            seed=seed,
+            multipliers=multipliers,
+            **options,
+        )
+        rates.append(found.rate)
+    along = "d_model" if widths is not None else "layers"
+    return Transfer(parametrisation, optimizer, quantity, bound, along, sizes, tuple(rates))

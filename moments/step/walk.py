@@ -1,0 +1,448 @@
+"""The third walk over the engine: after the signal's pass and the gradient's, the step's.
+
+It carries a `Change` through the declaration in the order of the forward pass, meets at every site
+the kernels that both passes left there, and adds what the parameters of each component do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..errors import DomainError
+from ..formulas.law import ComponentLaws
+from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.elementary import Activation, Dropout, Linear, Scale
+from ..transfer.gated import GatedLinear
+from ..transfer.head.components import Pool
+from ..transfer.normalization import FiniteNormalization
+from .attention import Rows, Three
+from .change import Array, Change, summed
+from .elementwise import activated, gated
+from .neurons import Neurons, gaussian
+from .rules import (
+    Effect,
+    Optimizer,
+    Root,
+    Signs,
+    Spectrum,
+    effect,
+    gain_effect,
+    sign_of_columns,
+    sign_of_rows,
+    vector_effect,
+)
+from .sites import Site
+
+
+class SiteStep(NamedTuple):
+    """A site before and after the step.
+
+    Attributes:
+        layer, site: where.
+        kernel: second moments before.
+        change: what the step does.
+        gradient: E delta delta before.
+        width: features.
+    """
+
+    layer: int
+    site: str
+    kernel: Array
+    change: Change
+    gradient: Array
+    width: float
+
+
+class WeightStep(NamedTuple):
+    """A parameter's step.
+
+    Attributes:
+        layer, weight: which.
+        rate: its learning rate, all factors included.
+        slope: its share of minus the loss's derivative in the learning rate.
+        square: E of an entry of its step squared, at that rate.
+        variance: of an entry before; nan where the parameter starts at a constant.
+        width: features of the input.
+        aligned: kernel of the step's output over n times that of its input and the square.
+    """
+
+    layer: int
+    weight: str
+    rate: float
+    slope: float
+    square: float
+    variance: float
+    width: float
+    aligned: float
+
+
+@dataclass
+class Walk:
+    """One step of one learning rate.
+
+    Attributes:
+        optimizer: which.
+        rate: its learning rate.
+        tied: E h_t delta_s along the stream's identity path.
+        spectra, roots, signs, rows, neurons: eigenvalues of matrices and of kernels, what is not
+            Gaussian at them, attention and hidden units, by the index of a site; other rates
+            share them.
+        points: every site, in order.
+    """
+
+    optimizer: Optimizer
+    rate: float
+    tied: Array
+    spectra: dict[tuple[int, str], Spectrum]
+    roots: dict[int, Root]
+    signs: dict[tuple[int, str], Signs]
+    rows: dict[int, Rows]
+    neurons: dict[int, Neurons | None]
+    points: tuple[Site, ...]
+    sites: list[SiteStep] = field(default_factory=list)
+    weights: list[WeightStep] = field(default_factory=list)
+    _following: tuple[Component, ...] = ()
+    _unit: Activation | None = None
+
+    # --- the walk ------------------------------------------------------------------------------
+
+    def through(
+        self, component: Component, change: Change, entering: Site, points: Iterator[Site]
+    ) -> tuple[Change, Site]:
+        """The change behind a component, and the site it is at."""
+        following, self._following = self._following, ()
+        if isinstance(component, Chain):
+            for place, part in enumerate(component.parts):
+                self._following = component.parts[place + 1 : place + 2]
+                change, entering = self.through(part, change, entering, points)
+            return change, entering
+        if isinstance(component, Layer):
+            change, _ = self.through(component.body, change, entering, points)
+            return self.noted(change, next(points))
+        if isinstance(component, Residual):
+            branch, _ = self.through(component.branch, change, entering, points)
+            leaving = next(points)
+            scales = float(component.skip_scale) ** 2, float(component.branch_scale) ** 2
+            found = summed(change, branch, scales, leaving.gradient, self.tied)
+            return self.noted(found, leaving)
+        if isinstance(component, Parallel):
+            return self._parallel(component, change, entering, points)
+        self._unit = following[0] if following and isinstance(following[0], Activation) else None
+        step = _STEPS.get(type(component)) or next(
+            (found for kind, found in _STEPS.items() if isinstance(component, kind)), None
+        )
+        if step is None:
+            raise uncovered(component)
+        leaving = next(points)
+        return self.noted(step(self, component, change, entering, leaving), leaving)
+
+    def _parallel(
+        self, node: Parallel, change: Change, entering: Site, points: Iterator[Site]
+    ) -> tuple[Change, Site]:
+        found, leaving = self.through(node.branches[0], change, entering, points)
+        for branch in node.branches[1:]:
+            other, last = self.through(branch, change, entering, points)
+            # a sum hands both the gradient that it receives
+            found = found.plus(other, leaving.gradient)
+            leaving = last
+        return found, leaving
+
+    def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
+        self.sites.append(SiteStep(at.layer, at.name, at.kernel, change, at.gradient, at.width))
+        return change, at
+
+    # --- parameters ----------------------------------------------------------------------------
+
+    def entry(
+        self, layer: int, name: str, factor: float, found: Effect, variance: float, n: float
+    ) -> float:
+        """Note a parameter's step; its learning rate."""
+        rate = self.rate * factor
+        self.weights.append(
+            WeightStep(
+                layer,
+                name,
+                rate,
+                factor * found.slope,
+                rate * rate * found.square,
+                variance,
+                n,
+                found.aligned,
+            )
+        )
+        return rate
+
+    def _spectrum(self, index: int, name: str, kernel: Array, gradient: Array) -> Spectrum:
+        key = index, name
+        if key not in self.spectra:
+            # the matrices that read a site, and the gain before them, share its root
+            if index not in self.roots:
+                self.roots[index] = Root.of(kernel)
+            self.spectra[key] = Spectrum.of(kernel, gradient, self.roots[index])
+        return self.spectra[key]
+
+    def _signs(self, index: int, name: str, drawn: Callable[[], Signs]) -> Signs:
+        key = index, name
+        if key not in self.signs:
+            self.signs[key] = drawn()
+        return self.signs[key]
+
+    def _neurons(
+        self, laws: ComponentLaws, kernels: tuple[Array, ...], leaving: Site
+    ) -> Neurons | None:
+        """Of the hidden units whose output is that site."""
+        if leaving.index not in self.neurons:
+            self.neurons[leaving.index] = Neurons.of(laws, kernels, leaving.gradient)
+        return self.neurons[leaving.index]
+
+    def kept(self, name: str) -> float:
+        """What weight decay leaves of a parameter."""
+        return 1.0 - self.rate * self.optimizer.multiplier(name) * self.optimizer.weight_decay
+
+    def matrix(
+        self,
+        name: str,
+        change: Change,
+        entering: Site,
+        gradient: Array,
+        layer: int,
+        shape: tuple[float, float],
+        variance: float,
+        signs: Callable[[], Signs] | None = None,
+    ) -> Change:
+        """Behind an (m, n) matrix of random entries, its own step included.
+
+        Args:
+            name: of the parameter.
+            change: of its input, at the site `entering`.
+            gradient: E delta delta at its output.
+            layer: that it is counted in.
+            shape: n and m.
+            variance: of its entries.
+            signs: gives what is not Gaussian across tokens at it; None: nothing.
+        """
+        n, m = shape
+        kernel, gain, rule = entering.kernel, n * variance, self.optimizer.rule_of(name)
+        carried = change.times(gain)
+        # W delta_x = W W^T delta_y: its coherent part appears as if W were independent, and once
+        # more as a mean
+        sent = carried.coherent @ gradient @ carried.coherent.T
+        carried = Change(carried.coherent, carried.overlap, carried.total + sent)
+        left = self.kept(name)
+        if left != 1.0:
+            same = np.full(len(kernel), left)
+            carried = carried.rescaled(gain * kernel, same, same - 1.0)
+        spectrum = self._spectrum(entering.index, name, kernel, gradient)
+        found = effect(
+            spectrum,
+            rule,
+            change.met(kernel),
+            change.new(kernel),
+            n,
+            m,
+            entering.excess(),
+            self.optimizer.epsilon,
+            None if signs is None or rule != "sign" else self._signs(entering.index, name, signs),
+        )
+        factor = self.optimizer.factor(name, n, m)
+        rate = self.entry(layer, name, factor, found, variance, n)
+        own = Change(rate * found.coherent, 0 * kernel, rate * rate * found.total)
+        return carried.plus(own, gradient)
+
+    def bias(self, name: str, change: Change, gradient: Array, m: float, layer: int) -> Change:
+        """With a bias's step."""
+        rule = self.optimizer.rule_of(name)
+        found = vector_effect(gradient, rule, m, self.optimizer.epsilon)
+        rate = self.entry(layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
+        shift = float(found.coherent.flat[0]), float(found.total.flat[0])
+        return change.shifted(rate * shift[0], rate * rate * shift[1], gradient)
+
+    # --- components ----------------------------------------------------------------------------
+
+    def linear(self, leaf: Linear, change: Change, entering: Site, leaving: Site) -> Change:
+        given = leaf.parameters
+        shape = float(given["fan_in"]), float(given["fan_out"])
+        variance = float(given["weight_variance"])
+        signs = None
+        before = self.neurons.get(entering.index)
+        if self._unit is not None:
+            units = self._neurons(
+                self._unit.laws, (leaving.kernel,), self.points[leaving.index + 1]
+            )
+            if units is not None:
+                signs = functools.partial(_rows_of, entering.kernel, units, 0)
+        elif before is not None:
+            signs = functools.partial(_columns_of, before, leaving.gradient)
+        found = self.matrix(
+            leaf.weight, change, entering, leaving.gradient, leaving.layer, shape, variance, signs
+        )
+        if not leaf.has_bias:
+            return found
+        return self.bias(f"{leaf.weight}.bias", found, leaving.gradient, shape[1], leaving.layer)
+
+    def attention(
+        self, leaf: SelfAttention, change: Change, entering: Site, leaving: Site
+    ) -> Change:
+        rows = self.rows.get(entering.index)
+        if rows is None:
+            rows = self.rows[entering.index] = entering.attention_rows(leaf, leaving)
+        d, width = float(leaf.d_model), float(leaf.heads * leaf.d_head)
+        shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
+        moved = []
+        for name, m, gradient in zip(
+            ("query", "key", "value"), (width, shared, shared), rows.gradients, strict=True
+        ):
+            variance = max(float(getattr(leaf, name)), 1e-60)
+            found = self.matrix(name, change, entering, gradient, leaving.layer, (d, m), variance)
+            there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
+            if there and name != "key":  # a bias common to all keys cancels in the softmax
+                found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
+            moved.append(found.times(1 / (d * variance)))
+        found = rows.carried(Three(*moved), leaving.gradient)
+        if leaf.drop_prob:
+            found = _masked(found, rows.weights, moved[2], rows.gain, float(leaf.drop_prob))
+        return found
+
+    def gated(self, leaf: GatedLinear, change: Change, entering: Site, leaving: Site) -> Change:
+        n, m = float(leaf.fan_in), float(leaf.fan_out)
+        inner = {
+            "gate": (float(leaf.gate), float(leaf.gate_bias)),
+            "ffn_in": (float(leaf.ffn_in), float(leaf.bias)),
+        }
+        kernels = {name: n * v * entering.kernel + b for name, (v, b) in inner.items()}
+        both = kernels["gate"], kernels["ffn_in"]
+        unit = gated(leaf.activation, *both)
+        units = self._neurons(leaf.activation, both, leaving)
+        moved = []
+        for place, name in enumerate(inner):
+            gradient = unit.slopes[place] * leaving.gradient
+            variance = inner[name][0]
+            signs = None
+            if units is not None:
+                signs = functools.partial(_rows_of, entering.kernel, units, place)
+            found = self.matrix(
+                name, change, entering, gradient, leaving.layer, (n, m), variance, signs
+            )
+            if leaf.has_bias:
+                found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
+            moved.append(found)
+        found = unit.carried(moved[0], moved[1], leaving.gradient)
+        if units is None:
+            return found
+        more = units.beyond_pairs((moved[0].coherent, moved[1].coherent))
+        return Change(found.coherent, found.overlap, found.total + more)
+
+    def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
+        found = activated(leaf.laws, leaf.parameters, change, entering.kernel, leaving.kernel)
+        units = self._neurons(leaf.laws, (entering.kernel,), leaving)
+        if units is None:
+            return found
+        more = units.beyond_pairs((change.coherent,))
+        return Change(found.coherent, found.overlap, found.total + more)
+
+    def norm(
+        self, leaf: FiniteNormalization, change: Change, entering: Site, leaving: Site
+    ) -> Change:
+        if leaf.groups != 1:
+            raise DomainError(f"the first step does not cover norm_groups = {leaf.groups}")
+        kernel, epsilon = entering.kernel, float(leaf.epsilon)
+        before = np.diag(kernel) + epsilon
+        grown = 2 * np.diag(change.overlap) + np.diag(change.total)
+        # r = s/s' and r - 1 = -grown/(s' (s + s'))
+        s, s_new = np.sqrt(before), np.sqrt(before + grown)
+        r, less = s / s_new, -grown / (s_new * (s + s_new))
+        found = change.rescaled(kernel, r, less)
+        # on the scale of the output, with the package's corrections of order 1/width
+        plain = kernel / np.outer(s, s)
+        there = np.abs(plain) > 1e-6
+        fix = np.where(there, leaving.kernel / np.where(there, plain, 1.0), float(leaf.gain) ** 2)
+        square = float(leaf.gain) ** 2
+        fix = np.clip(fix, 0.8 * square, 1.25 * square) / np.outer(s, s)
+        found = Change(
+            found.coherent * square / np.outer(s, s), fix * found.overlap, fix * found.total
+        )
+        if not leaf.affine:
+            return found
+        return self._affine(leaf, found, leaving)
+
+    def _affine(self, leaf: Any, change: Change, leaving: Site) -> Change:
+        square, gradient = float(leaf.gain) ** 2, leaving.gradient
+        name = f"{leaf.label}.gain"
+        kept = self.kept(name)
+        if kept != 1.0:
+            same = np.full(len(gradient), kept)
+            change = change.rescaled(leaving.kernel, same, same - 1.0)
+        normal, inner = leaving.kernel / square, change.times(1 / square)
+        found = gain_effect(
+            normal,
+            gradient,
+            self.optimizer.rule_of(name),
+            inner.met(normal),
+            inner.new(normal),
+            leaving.width,
+            self.optimizer.epsilon,
+        )
+        rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
+        own = Change(rate * found.coherent, 0 * gradient, rate * rate * found.total)
+        change = change.plus(own, gradient)
+        if leaf.bias:
+            change = self.bias(f"{leaf.label}.bias", change, gradient, leaving.width, leaving.layer)
+        return change
+
+    def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
+        kept = 1.0 - float(leaf.parameters["drop_prob"])
+        return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / kept - 1))
+
+    def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:
+        return change.times(float(leaf.parameters["weight_variance"]))
+
+    def pool(self, leaf: Pool, change: Change, entering: Site, leaving: Site) -> Change:
+        return change.mixed(leaf.weights(len(entering.kernel)))
+
+
+def _rows_of(kernel: Array, units: Neurons, place: int) -> Signs:
+    return sign_of_rows(kernel, units.sent(place))
+
+
+def _columns_of(units: Neurons, gradient: Array) -> Signs:
+    return sign_of_columns(units.values, gradient, gaussian(gradient, 9)[:512])
+
+
+def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob: float) -> Change:
+    """With attention dropout, whose masks are those of the pass before: each row keeps
+    p/(1 - p) sum_j w_ij^2 of what its own keys change."""
+    odds, square = drop_prob / (1 - drop_prob), weights * weights
+
+    def more(part: Array) -> Array:
+        return np.diag(gain * odds * (square @ np.diag(part)))
+
+    return Change(
+        found.coherent + more(value.coherent),
+        found.overlap + more(value.overlap),
+        found.total + more(value.total),
+    )
+
+
+def uncovered(component: Any) -> DomainError:
+    kind = type(component).__name__
+    label = getattr(component, "label", "")
+    known = ", ".join(sorted(one.__name__ for one in _STEPS))
+    return DomainError(f"the first step does not cover {kind} ({label}): only {known}")
+
+
+_STEPS: dict[type, Callable[..., Change]] = {
+    Linear: Walk.linear,
+    SelfAttention: Walk.attention,
+    GatedLinear: Walk.gated,
+    Activation: Walk.activation,
+    FiniteNormalization: Walk.norm,
+    Dropout: Walk.dropout,
+    Scale: Walk.scale,
+    Pool: Walk.pool,
+}

@@ -1,0 +1,345 @@
+"""What stands before the first layer and behind the last: tables, patches, head and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...optional import optional
+from .graph import Node, Ref
+from .stream import Chain, Stream
+from .units import Linear, Norm, close, named
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor
+
+_LOOKUPS = ("embedding", "index", "index_select", "gather")
+SINUSOIDAL = 0.5
+"""Mean square of a sine and a cosine of one angle."""
+
+
+@dataclass
+class Before:
+    """What enters layer 1.
+
+    Attributes:
+        tables: role -> parameter ("token", "position", "segment", "class").
+        patch: the map of image patches.
+        scale: multiplies the token's row.
+        total: the sum, before its norm.
+        shape: of the picture; () for text.
+    """
+
+    tables: dict[str, str] = field(default_factory=dict)
+    patch: Linear | None = None
+    patch_size: int = 0
+    scale: float = 1.0
+    sinusoidal: bool = False
+    norm: Norm | None = None
+    dropout: float = 0.0
+    total: int = 0
+    ids: int | None = None
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+    given: bool = False
+    doubts: list[str] = field(default_factory=list)
+
+
+@dataclass
+class After:
+    """What follows the last layer."""
+
+    transform: Linear | None = None
+    activation: str | None = None
+    norm: Norm | None = None
+    matrix: Linear | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    dropout: float = 0.0
+    pool: str | None = None
+    logits: int | None = None
+    loss: bool = False
+    labels: int = 0
+    doubts: list[str] = field(default_factory=list)
+
+
+def before(stream: Stream, chain: Chain) -> Before:
+    """Reads what makes the tensor that enters layer 1."""
+    graph, read = stream.graph, stream.read
+    start = chain.start
+    found = Before(total=start)
+    value = graph.values[read.up(start)]
+    if value.producer is None:
+        found.given = True
+        return found
+    bits = graph.before(start)
+    nodes = [node for node in graph.nodes if bits >> node.index & 1]
+    width = graph.tensor(start).shape[-1]
+    looked = [row for node in nodes if (row := _lookup(stream, node)) is not None]
+    looked = [row for row in looked if graph.tensor(row[2]).shape[-1] == width or read.live(row[2])]
+    linears = [read.linears[node.index] for node in nodes if node.index in read.linears]
+    _norm(stream, found, start, nodes)
+    zeros: dict[int, Tensor] = {}
+    for name, index, made in looked:
+        role = _role_of_lookup(stream, index, name, found)
+        if role is None or role in found.tables:
+            found.doubts.append(f"{name}: looked up before layer 1, as nothing known")
+            continue
+        found.tables[role] = name
+        if role == "position":
+            found.offset = int(graph.tensor(index).min())
+        zeros[made] = torch.zeros_like(graph.tensor(made))
+        if role == "token":
+            found.ids = index
+            found.scale = _factor(stream, made, found.total) or 1.0
+    used = {name for name, _, _ in looked}
+    for linear in linears:
+        node = graph.nodes[linear.node]
+        whole = graph.values[read.up(linear.read)]
+        kernel = graph.tensor(linear.matrix).shape
+        if found.patch is None and "convolution" in node.name and whole.name and len(kernel) == 4:
+            found.patch, found.patch_size = linear, kernel[-1]
+            found.shape = tuple(whole.tensor.shape)
+        else:
+            found.doubts.append(f"{_list(linear.params)}: a matrix before layer 1")
+        zeros[linear.made] = torch.zeros_like(graph.tensor(linear.made))
+        used |= linear.params
+        for bias in linear.biases:
+            used |= graph.values[bias].params
+    if found.norm is not None:
+        used |= {*found.norm.gains, *found.norm.biases}
+    for leaf in read.leaves(nodes):
+        name = str(graph.values[leaf].name)
+        if name in used:
+            continue
+        tensor = graph.tensor(leaf)
+        tokens = tensor.numel() // width
+        role = "class" if tokens == 1 else "position" if tensor.shape[-1] == width else None
+        if role is None or role in found.tables:
+            found.doubts.append(f"{name}: before layer 1, as nothing known")
+        else:
+            found.tables[role] = name
+        zeros[leaf] = torch.zeros_like(tensor)
+    _constant(stream, found, zeros, width)
+    return found
+
+
+def _list(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+def _lookup(stream: Stream, node: Node) -> tuple[str, int, int] | None:
+    """A table's parameter, the indices, the rows."""
+    graph = stream.graph
+    if node.name not in _LOOKUPS:
+        return None
+    table = graph.values[node.inputs[0]]
+    refs = [r.value for r in _refs(node.args[1:])]
+    if table.live or len(table.params) != 1 or not refs:
+        return None
+    return next(iter(table.params)), refs[-1], node.outputs[0]
+
+
+def _refs(entry: Any) -> list[Ref]:
+    if isinstance(entry, Ref):
+        return [entry]
+    if isinstance(entry, list | tuple):
+        return [r for e in entry for r in _refs(e)]
+    return []
+
+
+def _role_of_lookup(stream: Stream, index: int, name: str, found: Before) -> str | None:
+    ids = stream.graph.tensor(index)
+    if ids.ndim >= 1 and ids.shape[-1] > 1:
+        steps = ids.reshape(-1, ids.shape[-1]).diff(dim=-1)
+        if bool(((steps == 0) | (steps == 1)).all()) and bool(steps.any()):
+            return "position"
+        if not bool(steps.any()) and not stream.read.live(index):
+            return "segment"
+        if not bool(steps.any()) and bool((ids == ids.flatten()[0]).all()):
+            return "segment"
+    return "token" if stream.read.live(index) else None
+
+
+def _factor(stream: Stream, start: int, end: int) -> float | None:
+    """What a value is multiplied by on its way to another one; None: it is not multiplied."""
+    graph = stream.graph
+    shape = graph.tensor(start).shape
+    row = torch.randn(shape[-1], generator=stream.read.random)
+    x = row.to(graph.tensor(start).dtype).expand(shape).contiguous()
+    made, base = (graph.run({start: t}, end)[0] for t in (x, 0 * x))
+    if made.shape[-1] != shape[-1]:
+        return None
+    moved = (made - base).double().reshape(-1, shape[-1])
+    wide = row.double()
+    slope = float((moved * wide).sum() / (len(moved) * wide.square().sum()))
+    return slope if close(moved, slope * wide.expand_as(moved)) else None
+
+
+def _norm(stream: Stream, found: Before, start: int, nodes: list[Node]) -> None:
+    """The norm of the sum, if there is one, and the dropout behind it."""
+    graph, read = stream.graph, stream.read
+    size = graph.tensor(start).shape
+    for node in reversed(nodes):
+        if node.name.rstrip("_") not in ("add", "mul", "cat", *_LOOKUPS):
+            continue
+        for value in node.outputs[:1]:
+            if value == start or not read.live(value) or graph.tensor(value).shape != size:
+                continue
+            link = stream.norm(value, start) if read.dense(value) else None
+            if isinstance(link, tuple):
+                found.norm, found.total = link[0], value
+                break
+        if found.norm is not None:
+            break
+    drops = [p for node in nodes if (p := read.dropout_of(node)) is not None]
+    found.dropout = drops[-1] if drops else 0.0
+
+
+def _constant(stream: Stream, found: Before, zeros: dict[int, Tensor], width: int) -> None:
+    """What is added that is no parameter."""
+    if not zeros:
+        return
+    (left,) = stream.graph.run(zeros, found.total)
+    square = float(left.double().square().mean())
+    if square > 1e-12:
+        found.sinusoidal = abs(square / SINUSOIDAL - 1) < 0.01 and "position" not in found.tables
+        if not found.sinusoidal:
+            found.doubts.append(
+                f"what is added to the tables before layer 1 (mean square {square:.3g}) is no "
+                "parameter and no sinusoidal positions"
+            )
+
+
+def after(stream: Stream, chain: Chain, others: list[Chain]) -> After:
+    """Reads what is made of the last layer's output."""
+    graph, read = stream.graph, stream.read
+    end, last = chain.end, chain.sums[-1].value
+    found = After()
+    inside = {
+        node.index
+        for other in others
+        for one in other.sums
+        for tip in one.tips
+        for node in graph.path([one.stream], tip)
+    }
+    inside |= {
+        linear.node
+        for other in others
+        for block in other.blocks
+        if block.attention is not None
+        for rows in block.attention.projections.values()
+        for linear, _ in rows
+    }
+    behind = [
+        linear
+        for index, linear in sorted(read.linears.items())
+        if index not in inside and graph.rests_on(linear.read, last)
+    ]
+    if len(behind) > 2:
+        found.doubts += [
+            f"{_list(one.params)}: a matrix behind the last layer" for one in behind[:-2]
+        ]
+        behind = behind[-2:]
+    if not behind:
+        crossing = [
+            linear.read
+            for index, linear in sorted(read.linears.items())
+            if graph.rests_on(linear.read, end) and not read.between(end, linear.read)
+        ]
+        drops = read.dropouts(end, crossing[0]) if crossing else []
+        found.dropout = drops[0][1] if drops else 0.0
+        return found
+    matrix = found.matrix = behind[-1]
+    if len(behind) == 2 and graph.rests_on(matrix.read, behind[0].made):
+        _transform(stream, found, behind[0], matrix)
+    elif len(behind) == 2:
+        found.doubts.append(f"{_list(behind[0].params)}: a second matrix behind the last layer")
+    first = behind[0] if found.transform is not None else matrix
+    found.scale = _factor(stream, end, first.read) or 1.0
+    found.pool = _pool(stream, end, first.read)
+    drops = read.dropouts(end, first.read)
+    found.dropout = drops[0][1] if drops else 0.0
+    _logits(stream, found)
+    return found
+
+
+def _transform(stream: Stream, found: After, linear: Linear, matrix: Linear) -> None:
+    """A hidden layer: its activation, and the norm behind it."""
+    graph, read = stream.graph, stream.read
+    whole = graph.tensor(matrix.read).numel()
+    for node in graph.path([linear.made], matrix.read):
+        value = node.outputs[0]
+        if graph.tensor(value).numel() != whole:
+            continue
+        name = read.activation(linear.made, value)
+        if name is None:
+            continue
+        link = stream.norm(value, matrix.read)
+        if isinstance(link, tuple):
+            found.norm = link[0]
+        if link is not None:
+            found.transform, found.activation = linear, name
+            if name != "identity":
+                return
+    if found.transform is None:
+        found.doubts.append(f"{_list(linear.params)}: a matrix behind the last layer")
+
+
+def _pool(stream: Stream, end: int, read: int) -> str | None:
+    """ "first" or "mean" of a sequence's tokens; None: every token, or another choice."""
+    graph = stream.graph
+    tensor = graph.tensor(end)
+    if tensor.ndim != 3 or graph.tensor(read).numel() == tensor.numel():
+        return None
+    x = torch.zeros_like(tensor)
+    x[:, 0] = 1.0
+    one, base = (graph.run({end: t}, read)[0] for t in (x, 0 * x))
+    share = float((one - base).mean())
+    if abs(share - 1) < 1e-4:
+        return "first"
+    return "mean" if abs(share * tensor.shape[1] - 1) < 0.2 else "other"
+
+
+def _logits(stream: Stream, found: After) -> None:
+    """From the matrix to the logits, and whether a loss is taken of them."""
+    graph, read = stream.graph, stream.read
+    assert found.matrix is not None
+    made = found.matrix.made
+    found.labels = graph.tensor(made).shape[-1]
+    end, waiting = made, [made]
+    while waiting:
+        value = waiting.pop(0)
+        for index in graph.values[value].consumers:
+            node = graph.nodes[index]
+            if node.name == "_log_softmax":
+                found.loss = True
+            elif node.name.rstrip("_") in ("mul", "div", "tanh", "_to_copy") and read.live(
+                node.outputs[0]
+            ):
+                if graph.tensor(node.outputs[0]).numel() == graph.tensor(made).numel():
+                    end = node.outputs[0]
+                    waiting.append(end)
+            elif node.name in ("view", "_unsafe_view", "clone", "alias"):
+                waiting.append(node.outputs[0])
+    found.logits = end
+    if end == made:
+        return
+    x = 30 * read.draw(made)
+    y = graph.run({made: x}, end)[0].reshape(x.shape)
+    slope = float((x.double() * y.double()).sum() / x.double().square().sum())
+    if close(y.double(), slope * x.double()):
+        found.scale *= slope
+        return
+    small = graph.run({made: 1e-4 * x}, end)[0].reshape(x.shape)
+    slope = 1e4 * float((x.double() * small.double()).sum() / x.double().square().sum())
+    (big,) = graph.run({made: 1e6 * x}, end)
+    cap = float(big.abs().max())
+    if close(y.double(), cap * torch.tanh(slope * x.double() / cap)):
+        found.softcap, found.scale = float(f"{cap:.5g}"), found.scale * slope
+    else:
+        found.doubts.append("what is made of the logits is neither a factor nor a cap")
+
+
+__all__ = ["After", "Before", "after", "before", "named"]

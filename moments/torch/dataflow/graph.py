@@ -1,0 +1,447 @@
+"""A module's forward pass as a graph of operations that can be run again on other values.
+
+A dispatch mode records every operation that reaches the library, so that a linear layer, a method
+and an einsum look alike, and a fused kernel is asked for its plain form. What a stretch of the
+graph computes is then found out by running it on values of one's choice, however it is spelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...optional import optional
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_flatten, tree_map
+
+VIEWS = frozenset(
+    (
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "_reshape_alias",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "clone",
+        "alias",
+        "detach",
+        "_to_copy",
+        "contiguous",
+        "movedim",
+        "unflatten",
+        "lift_fresh",
+    )
+)
+"""Operations that pass entries on as they are."""
+
+PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
+DROPOUT = "dropout"
+
+
+class Ref(NamedTuple):
+    """A value in place of a tensor among the arguments of an operation."""
+
+    value: int
+
+
+@dataclass
+class Node:
+    """One operation; `drop_prob` where it makes or applies a dropout's mask."""
+
+    index: int
+    name: str
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    writes: tuple[int, ...] = ()
+
+    def again(self, args: Any, kwargs: Any) -> Any:
+        """The operation on other tensors, whose strides may be others too."""
+        if self.name in ("view", "_unsafe_view") and not kwargs and len(args) == 2:
+            return args[0].reshape(args[1])
+        return self.func(*args, **kwargs)
+
+
+@dataclass
+class Value:
+    """One tensor.
+
+    Attributes:
+        tensor: what it was in the recorded pass.
+        producer: index of its operation; None for what the module was given or holds.
+        live: whether it depends on the batch.
+        name: of the parameter or buffer that it is.
+        params: parameters that it depends on; of values that are not live.
+        drop_prob: of the dropout whose mask it is.
+    """
+
+    tensor: Tensor
+    producer: int | None = None
+    live: bool = False
+    name: str | None = None
+    params: frozenset[str] = frozenset()
+    drop_prob: float | None = None
+    consumers: list[int] = field(default_factory=list)
+
+
+class Boundary(NamedTuple):
+    """A value that went into, or came out of, a submodule as its first tensor."""
+
+    path: str
+    side: str
+    value: int
+
+
+class Graph:
+    """Operations in the order in which they ran."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.values: list[Value] = []
+        self.boundaries: list[Boundary] = []
+        self.outputs: Any = None
+        self._ancestors: dict[int, int] = {}
+
+    def add(self, tensor: Tensor, **fields: Any) -> int:
+        self.values.append(Value(tensor, **fields))
+        return len(self.values) - 1
+
+    def tensor(self, value: int) -> Tensor:
+        return self.values[value].tensor
+
+    def producer(self, value: int) -> Node | None:
+        index = self.values[value].producer
+        return None if index is None else self.nodes[index]
+
+    def finish(self) -> None:
+        """Who reads what, and what every operation rests on, as sets of bits."""
+        ancestors = self._ancestors
+        for node in self.nodes:
+            bits = 1 << node.index
+            for value in node.inputs:
+                self.values[value].consumers.append(node.index)
+                made = self.values[value].producer
+                if made is not None:
+                    bits |= ancestors[made]
+            ancestors[node.index] = bits
+
+    def before(self, value: int) -> int:
+        """The operations that a value rests on, as bits."""
+        index = self.values[value].producer
+        return 0 if index is None else self._ancestors[index]
+
+    def rests_on(self, value: int, other: int) -> bool:
+        """Whether `other` is an ancestor of a value, or the value itself."""
+        return value == other or bool(self.path([other], value))
+
+    def path(self, starts: Iterable[int], end: int) -> list[Node]:
+        """The operations between some values and another one, in order."""
+        reached = set(starts)
+        bits, stop = self.before(end), self.values[end].producer
+        if stop is None or end in reached:
+            return []
+        firsts = [index for v in reached for index in self.values[v].consumers[:1]]
+        found = []
+        for index in range(min(firsts, default=stop + 1), stop + 1):
+            node = self.nodes[index]
+            if bits >> index & 1 and not reached.isdisjoint(node.inputs):
+                found.append(node)
+                reached.update(o for o in node.outputs if o not in starts)
+        return found if end in reached else []
+
+    def run(self, given: Mapping[int, Tensor], *wanted: int) -> list[Tensor]:
+        """Values as they would be if others were what is `given`."""
+        bits, stop = 0, -1
+        for value in wanted:
+            bits |= self.before(value)
+            made = self.values[value].producer
+            stop = max(stop, -1 if made is None else made)
+        firsts = [index for v in given for index in self.values[v].consumers[:1]]
+        reached, forward = set(given), []
+        for index in range(min(firsts, default=stop + 1), stop + 1):
+            node = self.nodes[index]
+            if bits >> index & 1 and not reached.isdisjoint(node.inputs):
+                forward.append(node)
+                reached.update(node.outputs)
+        needed, plan = set(wanted) - set(given), []
+        for node in reversed(forward):
+            if not needed.isdisjoint(node.outputs):
+                plan.append(node)
+                needed.update(v for v in node.inputs if v not in given)
+        values = dict(given)
+        for node in reversed(plan):
+            self._again(node, values, given)
+        return [values[v] if v in values else self.tensor(v) for v in wanted]
+
+    def _again(self, node: Node, values: dict[int, Tensor], given: Mapping[int, Tensor]) -> None:
+        def value(number: int) -> Tensor:
+            found = values.get(number)
+            found = self.tensor(number) if found is None else found
+            return found.clone() if number in node.writes else found
+
+        args, kwargs = filled(node.args, value), filled(node.kwargs, value)
+        with torch.no_grad():
+            made = node.again(args, kwargs)
+        tensors = [t for t in tree_flatten(made)[0] if isinstance(t, Tensor)]
+        for output, tensor in zip(node.outputs, tensors, strict=True):
+            if output not in given:
+                values[output] = tensor
+
+
+def filled(entry: Any, value: Callable[[int], Any]) -> Any:
+    """Arguments with a tensor in place of every `Ref`."""
+    kind = type(entry)
+    if kind is Ref:
+        return value(entry.value)
+    if kind is tuple or kind is list:
+        return kind(filled(e, value) for e in entry)
+    if kind is dict:
+        return {name: filled(e, value) for name, e in entry.items()}
+    return entry
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Writes a graph while a module runs; dropout keeps everything."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self.known: dict[int, int] = {}
+        self.kept: list[Tensor] = []
+        self.sharing: dict[int, list[Tensor]] = {}
+        self.stale: dict[int, list[tuple[int, Callable[[Tensor, Tensor], Tensor]]]] = {}
+        for name, parameter in module.named_parameters():
+            self._leaf(parameter, name=name, params=frozenset((name,)))
+        for name, buffer in module.named_buffers():
+            self._leaf(buffer, name=name)
+        self.owners = {
+            tensor.untyped_storage().data_ptr(): value
+            for tensor in self.kept
+            if (value := self.known[id(tensor)]) is not None and self.graph.values[value].params
+        }
+
+    def _leaf(self, tensor: Tensor, **fields: Any) -> int:
+        if id(tensor) in self.known:
+            return self.known[id(tensor)]
+        return self._bind(tensor, self.graph.add(tensor, **fields))
+
+    def _bind(self, tensor: Tensor, value: int) -> int:
+        if id(tensor) not in self.known:
+            self.kept.append(tensor)
+            self.sharing.setdefault(_storage(tensor), []).append(tensor)
+        self.known[id(tensor)] = value
+        return value
+
+    def live(self, tensor: Tensor, name: str) -> None:
+        """A tensor of the batch."""
+        self._leaf(tensor, live=True, name=name)
+
+    def value_of(self, tensor: Tensor) -> int:
+        """The value that a tensor is now; a new leaf where nothing is known of it."""
+        found = self.known.get(id(tensor))
+        if found is not None:
+            return self._refreshed(tensor, found)
+        owner = self.owners.get(_storage(tensor))
+        if owner is None or tensor is self.graph.tensor(owner):
+            return self._leaf(tensor)
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+        def seen(whole: Tensor) -> Tensor:
+            return whole.as_strided(size, stride, offset)
+
+        made = self.graph.add(tensor, producer=len(self.graph.nodes))
+        self.graph.values[made].params = self.graph.values[owner].params
+        self.graph.nodes.append(
+            Node(len(self.graph.nodes), "view", seen, (Ref(owner),), {}, (owner,), (made,))
+        )
+        return self._bind(tensor, made)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        flat = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, Tensor)]
+        inputs = tuple(dict.fromkeys(self.value_of(t) for t in flat))
+        refs = tree_map(
+            lambda a: Ref(self.known[id(a)]) if isinstance(a, Tensor) else a, (args, kwargs)
+        )
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            for other in self.sharing.get(_storage(tensor), ()):
+                self.graph.values[self.known[id(other)]].tensor = other.clone()
+        drop_prob = None
+        if name.removesuffix("_") == "bernoulli" and len(args) > 1 and isinstance(args[1], float):
+            drop_prob = round(1 - args[1], 6)
+            made = args[0].fill_(args[1]) if written else torch.full_like(args[0], args[1])
+            func, refs, inputs = _kept(made), ((), {}), ()
+        elif name == "native_dropout":
+            func = _undropped
+            made = func(*args, **kwargs)
+        else:
+            made = func(*args, **kwargs)
+        self._record(name, func, refs, inputs, written, made, drop_prob)
+        return made
+
+    def _record(
+        self,
+        name: str,
+        func: Any,
+        refs: Any,
+        inputs: tuple[int, ...],
+        written: list[Tensor],
+        made: Any,
+        drop_prob: float | None,
+    ) -> None:
+        graph, index = self.graph, len(self.graph.nodes)
+        old = [self.known[id(t)] for t in written]
+        ingredients = [graph.values[v] for v in inputs]
+        masks = [v.drop_prob for v in ingredients if v.drop_prob is not None]
+        live = any(v.live for v in ingredients)
+        if drop_prob is None and masks and not live and name.rstrip("_") in ("div", "mul", *VIEWS):
+            drop_prob = masks[0]
+        if drop_prob is not None:
+            live = False
+        outputs = []
+        for tensor in tree_flatten(made)[0]:
+            if not isinstance(tensor, Tensor):
+                continue
+            fields = {"producer": index, "live": live, "drop_prob": drop_prob}
+            value = graph.add(tensor, **fields)
+            if not live:
+                graph.values[value].params = frozenset().union(*(v.params for v in ingredients))
+            outputs.append(value)
+            self._bind(tensor, value)
+        graph.nodes.append(
+            Node(index, name, func, refs[0], refs[1], inputs, tuple(outputs), tuple(old))
+        )
+        for tensor in written:
+            self._overwrite(tensor)
+
+    def _overwrite(self, written: Tensor) -> None:
+        """Whatever shares memory with a tensor that was written is another value when next used."""
+        new = self.known[id(written)]
+        for other in self.sharing.get(_storage(written), ()):
+            if other is not written and self.graph.values[self.known[id(other)]].name is None:
+                pending = self.stale.setdefault(id(other), [])
+                pending.append((new, _overlaid(other, written)))
+
+    def _refreshed(self, tensor: Tensor, value: int) -> int:
+        """The value of a tensor whose memory was written through another one."""
+        for new, func in self.stale.pop(id(tensor), ()):
+            old, index = value, len(self.graph.nodes)
+            parts = [self.graph.values[v] for v in (old, new)]
+            live = any(v.live for v in parts)
+            value = self.graph.add(tensor, producer=index, live=live)
+            if not live:
+                self.graph.values[value].params = parts[0].params | parts[1].params
+            node = Node(index, "overlay", func, (Ref(old), Ref(new)), {}, (old, new), (value,))
+            self.graph.nodes.append(node)
+            self.known[id(tensor)] = value
+        return value
+
+
+def _overlaid(old: Tensor, new: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """One view of a memory after another view of it was written."""
+    places = torch.arange(old.untyped_storage().nbytes() // old.element_size())
+    at, over = (
+        places.as_strided(t.size(), t.stride(), t.storage_offset()).flatten() for t in (old, new)
+    )
+    shape, size = old.shape, len(places)
+
+    def lay(first: Tensor, second: Tensor) -> Tensor:
+        memory = torch.zeros(size, dtype=first.dtype)
+        memory[at] = first.reshape(-1)
+        memory[over] = second.reshape(-1).to(first.dtype)
+        return memory[at].reshape(shape)
+
+    return lay
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return -id(tensor)
+
+
+def _kept(mask: Tensor) -> Callable[[], Tensor]:
+    """A dropout's mask that keeps every entry, whatever has the memory of this one later."""
+    keep, shape, dtype = float(mask.flatten()[0]), mask.shape, mask.dtype
+    return lambda: torch.full(shape, keep, dtype=dtype)
+
+
+def _undropped(x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+    return x.clone(), torch.ones_like(x, dtype=torch.bool)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensors that an operation changes in place."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[place] if place < len(args) else None)
+            found += [value] if isinstance(value, Tensor) else list(value or ())
+    return found
+
+
+def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tensor]) -> Graph:
+    """The graph of one call in training mode, whose dropouts drop nothing.
+
+    Args:
+        call: runs the module.
+        batch: the tensors that it is run on.
+    """
+    recorder = _Recorder(module)
+    for name, tensor in batch.items():
+        recorder.live(tensor, name)
+    boundaries = recorder.graph.boundaries
+
+    def keep(path: str, side: str, value: Any) -> None:
+        tensors = (t for t in tree_flatten(_plain(value))[0] if isinstance(t, Tensor))
+        tensor = next(tensors, None)
+        if tensor is not None and id(tensor) in recorder.known:
+            boundaries.append(Boundary(path, side, recorder.known[id(tensor)]))
+
+    with ExitStack() as stack:
+        for path, part in module.named_modules():
+
+            def before(_: Any, given: Any, named: Any, path: str = path) -> None:
+                keep(path, "input", [*given, *named.values()])
+
+            def after(_: Any, __: Any, made: Any, path: str = path) -> None:
+                keep(path, "output", made)
+
+            stack.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(part.register_forward_hook(after).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        with recorder:
+            made = call()
+    graph = recorder.graph
+    graph.outputs = tree_map(
+        lambda t: recorder.known.get(id(t)) if isinstance(t, Tensor) else t, _plain(made)
+    )
+    graph.finish()
+    return graph
+
+
+def _plain(value: Any) -> Any:
+    """A model's output object as a dictionary."""
+    return dict(value) if isinstance(value, Mapping) else value

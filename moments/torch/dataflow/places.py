@@ -1,0 +1,494 @@
+"""Where the units of a recorded pass sit in the module: parameters by role, sites by submodule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...optional import optional
+from ..hook_points import HookPoint, WeightPart
+from ..roles import Role
+from ..structure import ENCODER, Block, Point
+from .around import After, Before
+from .graph import VIEWS, Graph, filled
+from .stream import Block as Unit
+from .stream import Chain
+from .units import Linear, Norm
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor
+
+MOST = 1 << 25
+"""Entries of a matrix beyond which only its plain forms are followed, entry by entry."""
+
+
+@dataclass
+class _Claim:
+    """Some rows or columns of a parameter, and the role they have."""
+
+    stack: str
+    layer: int
+    name: str
+    axis: int
+    places: Tensor | None
+    fan_in: int
+    fan_out: int
+    transposed: bool = False
+    unit: bool | None = None
+
+
+@dataclass
+class Roles:
+    """Collects who claims which part of which parameter."""
+
+    graph: Graph
+    claims: dict[str, list[_Claim]] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
+
+    def whole(
+        self, stack: str, layer: int, name: str, parameter: str, unit: bool | None = None
+    ) -> None:
+        """A vector or a table."""
+        self._claim(parameter, _Claim(stack, layer, name, 0, None, 0, 0, unit=unit))
+
+    def norm(self, stack: str, layer: int, site: str, norm: Norm | None) -> None:
+        for name in () if norm is None else norm.gains:
+            self.whole(stack, layer, f"{site}.gain", name, norm.unit)  # type: ignore[union-attr]
+        for name in () if norm is None else norm.biases:
+            self.whole(stack, layer, f"{site}.bias", name)
+
+    def linear(
+        self, stack: str, layer: int, name: str, linear: Linear, columns: Tensor | None = None
+    ) -> None:
+        """A matrix, or those of its columns that play a role, and its bias."""
+        graph = self.graph
+        matrix = graph.tensor(linear.matrix)
+        side = int(graph.nodes[linear.node].inputs[-1] == linear.matrix)
+        found = self._entries(linear)
+        if found is None:
+            self.doubts.append(
+                f"{', '.join(sorted(linear.params))}: made over before it is used as {name}"
+            )
+            return
+        parameter, axis, places, fan_in = found
+        total = len(places)
+        chosen = None if columns is None or len(columns) == total else places[columns]
+        taken = total if chosen is None else len(chosen)
+        held = self._leaf(parameter)
+        if chosen is None and held.numel() != fan_in * total:
+            chosen = places
+        claim = _Claim(stack, layer, name, axis, chosen, fan_in, taken, axis == 1)
+        self._claim(parameter, claim)
+        for bias in linear.biases:
+            row = self._bias(bias, total)
+            if row is not None:
+                owner, where = row
+                part = where if columns is None else where[columns]
+                if len(part) == self._leaf(owner).numel():
+                    part = None
+                self._claim(owner, _Claim(stack, layer, f"{name}.bias", 0, part, 0, 0))
+        del matrix, side
+
+    def _claim(self, parameter: str, claim: _Claim) -> None:
+        rows = self.claims.setdefault(parameter, [])
+        for other in rows:
+            if other.name == claim.name and other.stack == claim.stack:
+                same = other.places is None or (
+                    claim.places is not None and torch.equal(other.places, claim.places)
+                )
+                if same:
+                    return  # the same thing again, in another layer
+        rows.append(claim)
+
+    def _leaf(self, name: str) -> Tensor:
+        return next(v.tensor for v in self.graph.values if v.name == name)
+
+    def _entries(self, linear: Linear) -> tuple[str, int, Tensor, int] | None:
+        """Parameter, its axis of features made, the place of every column there, features read."""
+        graph = self.graph
+        node = graph.nodes[linear.node]
+        if len(linear.params) != 1:
+            return self._traced(linear)
+        (name,) = linear.params
+        held = self._leaf(name)
+        path = _makers(graph, linear.matrix)
+        if "convolution" in node.name:
+            return (name, 0, torch.arange(len(held)), held[0].numel()) if not path else None
+        reads_first = node.inputs[-1] == linear.matrix
+        turned = [n.name for n in path]
+        if held.ndim == 2 and turned in ([], ["t"], ["transpose"]):
+            axis = int(reads_first) ^ int(bool(turned))
+            return name, axis, torch.arange(held.shape[axis]), held.shape[1 - axis]
+        return self._traced(linear)
+
+    def _traced(self, linear: Linear) -> tuple[str, int, Tensor, int] | None:
+        """The same for a matrix that is a part or another view of its parameter."""
+        graph = self.graph
+        node = graph.nodes[linear.node]
+        path = _makers(graph, linear.matrix)
+        given: dict[int, Tensor] = {}
+        names, offset = [], 0
+        for leaf in _leaves(graph, linear.matrix):
+            held = graph.tensor(leaf)
+            if graph.values[leaf].name is None or offset + held.numel() > MOST:
+                return None
+            given[leaf] = torch.arange(offset, offset + held.numel()).view(held.shape)
+            names.append((str(graph.values[leaf].name), offset, held))
+            offset += held.numel()
+        places = _followed(graph, path, given, linear.matrix)
+        if places is None:
+            return None
+        if node.inputs[-1] != linear.matrix:
+            places = places.transpose(-1, -2)
+        if places.ndim == 3:  # (heads, in, out) -> (in, heads * out)
+            places = places.transpose(0, 1).flatten(1)
+        if (
+            len(
+                {
+                    int(
+                        torch.searchsorted(
+                            torch.tensor([o for _, o, _ in names]), places[0, :1], right=True
+                        )[0]
+                    )
+                }
+            )
+            != 1
+        ):
+            return None
+        owners = [
+            (n, o, h)
+            for n, o, h in names
+            if o <= int(places.min()) and int(places.max()) < o + h.numel()
+        ]
+        if not owners:
+            return None
+        name, first, held = owners[0]
+        places = places - first
+        flat = held.reshape(len(held), -1).shape
+        rows, columns = places // flat[1], places % flat[1]
+        if bool((rows == rows[:1]).all()):
+            return name, 0, rows[0], places.shape[0]
+        if bool((columns == columns[:1]).all()):
+            return name, 1, columns[0], places.shape[0]
+        if places.numel() == held.numel():
+            return name, 0, torch.arange(places.shape[1]), places.shape[0]
+        return None
+
+    def _bias(self, bias: int, width: int) -> tuple[str, Tensor] | None:
+        graph = self.graph
+        leaves = _leaves(graph, bias)
+        if len(leaves) != 1 or graph.values[leaves[0]].name is None:
+            return None
+        held = graph.tensor(leaves[0])
+        given = {leaves[0]: torch.arange(held.numel()).view(held.shape)}
+        places = _followed(graph, _makers(graph, bias), given, bias)
+        if places is None:
+            return None
+        return str(graph.values[leaves[0]].name), places.reshape(-1)[:width]
+
+    def roles(self) -> list[Role]:
+        """Every claim as a role; parts of one parameter tell each other's places."""
+        found = []
+        for parameter, claims in self.claims.items():
+            if any(claim.places is None for claim in claims):
+                claims = [claim for claim in claims if claim.places is None][:1]
+            held = self._leaf(parameter)
+            for claim in claims:
+                for part in self._parts(parameter, claims, claim, held):
+                    found.append(_role(claim, part, held))
+        return found
+
+    def _parts(
+        self, parameter: str, claims: list[_Claim], claim: _Claim, held: Tensor
+    ) -> list[WeightPart]:
+        name = claim.stack + claim.name
+        if claim.places is None:
+            return [WeightPart(name, parameter)]
+        size = held.shape[claim.axis]
+        labels = torch.full((size,), -1)
+        for number, other in enumerate(claims):
+            if other.axis == claim.axis and other.places is not None:
+                labels[other.places] = number
+        runs = _runs(labels)
+        period = _period(runs)
+        split = tuple(width for _, width in period)
+        own = claims.index(claim)
+        return [
+            WeightPart(name, parameter, claim.axis, place, split)
+            for place, (label, _) in enumerate(period)
+            if label == own
+        ]
+
+
+def _role(claim: _Claim, part: WeightPart, held: Tensor) -> Role:
+    fan_out = claim.fan_out
+    fused = bool(part.split)
+    label = part.parameter
+    if fused:
+        label = f"{part.parameter} [{claim.name.removesuffix('.bias')}]"
+    return Role(
+        claim.stack,
+        claim.layer,
+        claim.name,
+        part,
+        claim.fan_in,
+        fan_out,
+        claim.transposed,
+        label,
+        claim.unit,
+    )
+
+
+def _runs(labels: Tensor) -> list[tuple[int, int]]:
+    values, counts = torch.unique_consecutive(labels, return_counts=True)
+    return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _period(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The shortest run of runs whose repetition is all of them."""
+    for length in range(1, len(runs) + 1):
+        if len(runs) % length == 0 and runs == runs[:length] * (len(runs) // length):
+            return runs[:length]
+    return runs
+
+
+def _makers(graph: Graph, value: int) -> list:  # type: ignore[type-arg]
+    """The operations that make a constant of parameters, those that pass all on left out."""
+    bits, found = graph.before(value), []
+    while bits:
+        low = (bits & -bits).bit_length() - 1
+        bits &= bits - 1
+        node = graph.nodes[low]
+        if node.name not in ("_to_copy", "alias", "detach", "clone", "lift_fresh"):
+            found.append(node)
+    return found
+
+
+def _leaves(graph: Graph, value: int) -> list[int]:
+    if graph.values[value].producer is None:
+        return [value]
+    bits = graph.before(value)
+    found: dict[int, None] = {}
+    while bits:
+        low = (bits & -bits).bit_length() - 1
+        bits &= bits - 1
+        for v in graph.nodes[low].inputs:
+            if graph.values[v].producer is None:
+                found[v] = None
+    return list(found)
+
+
+def _followed(
+    graph: Graph,
+    path: list,
+    given: dict[int, Tensor],
+    end: int,  # type: ignore[type-arg]
+) -> Tensor | None:
+    """Places that views carry along; None where entries are changed on the way."""
+    values = dict(given)
+    bits = graph.before(end)
+    while bits:
+        low = (bits & -bits).bit_length() - 1
+        bits &= bits - 1
+        node = graph.nodes[low]
+        if node.name in ("_to_copy", "alias", "detach", "clone", "lift_fresh"):
+            values[node.outputs[0]] = values[node.inputs[0]]
+            continue
+        scaled = node.name in ("mul", "div") and len(node.inputs) == 1
+        if scaled:
+            values[node.outputs[0]] = values[node.inputs[0]]
+            continue
+        if node.name not in VIEWS and node.name not in ("cat", "stack"):
+            return None
+        args, kwargs = filled(node.args, values.get), filled(node.kwargs, values.get)
+        made = node.again(args, kwargs)
+        made = made if isinstance(made, list | tuple) else [made]
+        values |= dict(zip(node.outputs, made, strict=True))
+    return values.get(end)
+
+
+class Sites:
+    """Submodules at whose inputs and outputs the values of a graph pass."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.at: dict[int, list[Point]] = {}
+        counts: dict[tuple[str, str], set[int]] = {}
+        for path, side, value in graph.boundaries:
+            counts.setdefault((path, side), set()).add(self._same(value))
+        for path, side, value in graph.boundaries:
+            if len(counts[path, side]) == 1:
+                points = self.at.setdefault(self._same(value), [])
+                if Point(path, side) not in points:  # type: ignore[arg-type]
+                    points.append(Point(path, side))  # type: ignore[arg-type]
+
+    def _same(self, value: int) -> int:
+        """The value that others are mere views of."""
+        while (node := self.graph.producer(value)) is not None:
+            whole = self.graph.tensor(value).numel()
+            passes = node.name in VIEWS and len(node.outputs) == 1
+            if not passes or self.graph.tensor(node.inputs[0]).numel() != whole:
+                break
+            value = node.inputs[0]
+        return value
+
+    def of(self, value: int) -> list[Point]:
+        return self.at.get(self._same(value), [])
+
+    def output(self, value: int) -> Point | None:
+        """The innermost submodule that gives a value, else the first that takes it."""
+        points = self.of(value)
+        gives = [p for p in points if p.side == "output"]
+        return next(iter([*gives, *points]), None)
+
+    def input(self, value: int) -> Point | None:
+        points = self.of(value)
+        takes = [p for p in points if p.side == "input"]
+        return next(iter([*takes, *points]), None)
+
+    def norm(self, norm: Norm) -> str | None:
+        """The submodule that is a norm."""
+        before = {p.path for p in self.of(norm.start) if p.side == "input"}
+        behind = [p.path for p in self.of(norm.end) if p.side == "output"]
+        return next((path for path in behind if path in before), None)
+
+
+@dataclass
+class Placed:
+    """Hook points and residual branches of a module."""
+
+    points: list[HookPoint] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def place(
+    sites: Sites, chain: Chain, layers: list[list[Unit]], stack: str, placements: list[str]
+) -> Placed:
+    """The sites of one stack."""
+    found = Placed()
+    last_values = [_end_of(units) for units in layers]
+    streams = _alike([sites.of(value) for value in last_values])
+
+    def add(layer: int, site: str, point: Point | None) -> None:
+        if point is None:
+            found.missing.append(f"{stack}{site} of layer {layer}")
+        else:
+            found.points.append(HookPoint(layer, stack + site, point.path, point.side))
+
+    add(0, "stream", _entering(sites, chain, streams))
+    for number, units in enumerate(layers, start=1):
+        stream = streams[number - 1]
+        for unit in units:
+            _unit(sites, found, add, number, unit, placements[number - 1], units)
+        add(number, "stream", stream)
+        if stream is not None:
+            found.blocks += _blocks(sites, stack, number, units, placements[number - 1], stream)
+    return found
+
+
+def _end_of(units: list[Unit]) -> int:
+    last = units[-1]
+    return last.after.end if last.after is not None else last.sum.value
+
+
+def _entering(sites: Sites, chain: Chain, streams: list[Point | None]) -> Point | None:
+    """The first tensor of the stream: into the first layer where it is a submodule."""
+    points = sites.of(chain.start)
+    layer = streams[0].path if streams and streams[0] is not None else None
+    for point in points:
+        if point.path == layer and point.side == "input":
+            return point
+    return next((p for p in points if p.side == "output"), next(iter(points), None))
+
+
+def _alike(rows: list[list[Point]]) -> list[Point | None]:
+    """Of every layer's candidates the ones that sit alike in all layers, outermost first."""
+
+    def shape(point: Point) -> tuple[str, str]:
+        return re.sub(r"\d+", "#", point.path), point.side
+
+    outer = [[p for p in reversed(row) if p.side == "output"] + row for row in rows]
+    common = set.intersection(*({shape(p) for p in row} for row in rows)) if rows else set()
+    found: list[Point | None] = []
+    for row in outer:
+        match = [p for p in row if shape(p) in common and shape(p)[0].count("#")]
+        found.append(next(iter([*match, *row]), None))
+    return found
+
+
+def _unit(
+    sites: Sites,
+    found: Placed,
+    add: object,
+    layer: int,
+    unit: Unit,
+    placement: str,
+    units: list[Unit],
+) -> None:
+    name = unit.name
+    rows: list[tuple[str, Point | None]] = []
+    if unit.before is not None:
+        rows.append((f"{name}.norm", sites.output(unit.before.end)))
+    if unit.attention is not None and unit.attention.output:
+        read = unit.attention.output[-1].read
+        rows.append((f"{name}.heads", sites.input(read)))
+        rows.append((f"{name}.projection", sites.output(unit.raw)))
+    if unit.feed is not None:
+        for role, side in (("ffn_in", "ffn.in"), ("gate", "ffn.gate")):
+            linears = unit.feed.into.get(role, [])
+            if linears and len(
+                {row[0].node for rows in unit.feed.into.values() for row in rows}
+            ) == len(unit.feed.into):
+                rows.append((side, sites.output(linears[0][0].made)))
+        rows.append(("ffn.activation", sites.input(unit.feed.output.read)))
+        rows.append(("ffn.out", sites.output(unit.raw)))
+    if unit.dropped is not None:
+        rows.append((f"{name}.dropout", sites.output(unit.dropped)))
+    if unit.behind is not None:
+        rows.append((f"{name}.post_norm", sites.output(unit.behind.end)))
+    alone = not unit.parallel or unit is units[-1]
+    if alone:
+        rows.append((f"{name}.sum", sites.output(unit.sum.value)))
+    if unit.after is not None:
+        rows.append((f"{name}.norm", sites.output(unit.after.end)))
+    for site, point in rows:
+        if point is not None:
+            add(layer, site, point)  # type: ignore[operator]
+
+
+def _blocks(
+    sites: Sites, stack: str, layer: int, units: list[Unit], placement: str, stream: Point
+) -> Iterable[Block]:
+    for unit in units:
+        norm = unit.before or unit.after
+        takes = sites.norm(norm) if norm is not None else None
+        entering = sites.input(unit.stream)
+        raw_value = unit.behind.end if unit.behind is not None else unit.raw
+        raw = sites.output(raw_value)
+        branch = sites.output(unit.dropped) if unit.dropped is not None else None
+        total = sites.output(unit.sum.value)
+        post = sites.norm(unit.behind) if unit.behind is not None else None
+        if entering is None or raw is None or total is None or (norm is not None and takes is None):
+            return
+        if raw.side != "output":
+            return
+        yield Block(
+            stack=stack,
+            layer=layer,
+            path=stream.path,
+            name=unit.name,
+            placement=placement,
+            norm=takes,
+            post_norm=post,
+            stream=entering,
+            raw=raw,
+            branch=branch if branch is not None and branch.side == "output" else raw,
+            total=total,
+            parallel=unit.parallel,
+        )
+
+
+__all__ = ["ENCODER", "After", "Before", "Placed", "Roles", "Sites", "place"]

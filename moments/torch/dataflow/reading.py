@@ -1,0 +1,773 @@
+"""A module read from one pass: its Transformer, the role of every parameter, its sites."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...errors import DomainError, MomentsError
+from ...model.embedding import Embedding
+from ...model.head import Head
+from ...model.patches import PatchEmbedding
+from ...model.positions import RelativeBias, Rotary
+from ...model.transformer import Transformer
+from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
+from ...optional import optional
+from ..hook_points import HookPoint
+from ..probe import in_mode
+from ..roles import ModuleRoles, Role
+from ..structure import ENCODER
+from ..structure import Block as Branch
+from ..tensors import padding_row
+from .around import After, Before, after, before
+from .graph import Graph, record
+from .places import Roles, Sites, place
+from .stream import Block, Chain, Stream
+from .units import Norm
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+TOKENS = 12
+"""Tokens of the sequences that a module is run on; what lies farther apart is not seen."""
+
+SEQ_LEN = 128
+"""Tokens assumed where a module does not limit them."""
+
+EXACT = 1e-4
+"""A factor this close to 1 is 1."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the dataflow of a module tells.
+
+    Attributes:
+        model: the Transformer, with the mean squares of the module's entries as its variances; None
+            where the module does what no Transformer says.
+        roles: what every parameter is.
+        sites: hook points, as `moments.torch.measure` takes them.
+        reasons: why there is no model, a phrase each.
+        doubts: what was assumed or left out, a phrase each.
+        example: what the module was run on.
+    """
+
+    model: Transformer | None
+    roles: ModuleRoles
+    sites: tuple[HookPoint, ...]
+    reasons: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    example: Any = None
+
+
+def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Reading:
+    """Reads a module from one forward pass.
+
+    Args:
+        batch: what it reads, as in `moments.torch.measure`; a few tokens of it are used. None:
+            random token ids, features or pictures, whichever it takes.
+        seq_len: tokens per sequence; None: as many as the batch has, its position table has rows
+            for, its config allows, or 128.
+
+    Raises:
+        MomentsError: the module cannot be run, or no residual stream is found in it.
+    """
+    graph, length, example = _recorded(module, batch)
+    found = _Reading(module, graph, seq_len or length).reading()
+    return dataclasses.replace(found, example=example)
+
+
+# --- a pass ---------------------------------------------------------------------------------------
+
+
+def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
+    """The graph of a short pass, the tokens that the batch has, and what was passed."""
+    errors = []
+    for given, length in _cuts(batch) if batch is not None else _examples(module):
+        tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
+        buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+        try:
+            with in_mode(module, True):
+                graph = record(module, _caller(module, given), tensors)
+            return graph, length, given
+        except Exception as error:  # the module's own code, on input that may be none of its
+            errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        finally:
+            with torch.no_grad():
+                for name, buffer in module.named_buffers():
+                    if name in buffers and not torch.equal(buffer, buffers[name]):
+                        buffer.copy_(buffers[name])
+    what = "nothing in it says what it reads" if not errors else errors[0]
+    raise MomentsError(f"{type(module).__name__} could not be run ({what}): pass batch=")
+
+
+def _caller(module: nn.Module, given: Any) -> Callable[[], Any]:
+    if isinstance(given, Mapping):
+        return lambda: module(**given)
+    if isinstance(given, tuple):
+        return lambda: module(*given)
+    return lambda: module(given)
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    values = given.values() if isinstance(given, Mapping) else given
+    values = [values] if isinstance(values, Tensor) else values
+    return [v for v in values if isinstance(v, Tensor)]
+
+
+def _cuts(batch: Any) -> Iterator[tuple[Any, int | None]]:
+    """The first tokens of the first sequences of a batch, else the whole sequences."""
+    many = isinstance(batch, Mapping)
+    entries = dict(batch) if many else {"": batch}
+    tensors = {
+        k: torch.as_tensor(v) if isinstance(v, Tensor | np.ndarray | list) else v
+        for k, v in entries.items()
+    }
+    shapes = [t.shape for t in tensors.values() if isinstance(t, Tensor) and t.ndim > 1]
+    length = next((s[1] for s in shapes if len(s) in (2, 3)), None)
+    rows = next((s[0] for s in shapes), 0)
+    for tokens in (TOKENS, None):
+        cut = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] == rows:
+                tensor = tensor[:2]
+                if tokens is not None and length is not None and length > tokens:
+                    for axis in range(1, tensor.ndim):
+                        if tensor.shape[axis] == length and tensor.ndim < 5:
+                            tensor = tensor.narrow(axis, 0, tokens)
+            cut[name] = tensor
+        yield (cut if many else cut[""]), length
+
+
+def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
+    """Input that a module may take, likeliest first."""
+    generator = torch.Generator().manual_seed(0)
+    config: Any = getattr(module, "config", None)
+
+    def ids(rows: int, length: int = TOKENS) -> Tensor:
+        low = min(5, rows // 2)  # special tokens are the first ones
+        return torch.randint(low, rows, (2, length), generator=generator)
+
+    size = getattr(config, "image_size", None)
+    kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    if size is not None and hasattr(config, "num_channels"):
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        shape = (2, config.num_channels, height, width)
+        yield {"pixel_values": torch.randn(shape, generator=generator).to(kind)}, None
+    text = getattr(config, "vocab_size", None)
+    if isinstance(text, int) and hasattr(config, "to_dict"):
+        row = ids(text)
+        if getattr(config, "is_encoder_decoder", False):
+            yield {"input_ids": row, "decoder_input_ids": ids(text)}, None
+        yield {"input_ids": row}, None
+    tables = [p.num_embeddings for p in module.modules() if isinstance(p, nn.Embedding)]
+    tables += [len(p) for p in module.parameters() if p.ndim == 2][:1]
+    for rows in sorted(set(tables), reverse=True)[:2]:
+        length = min([TOKENS, *(n for n in tables if n > 3)])
+        yield ids(rows, length), None
+        yield (ids(rows, length), ids(rows, length)), None
+    widths = [p.embed_dim for p in module.modules() if isinstance(p, nn.MultiheadAttention)]
+    widths += [p.in_features for p in module.modules() if isinstance(p, nn.Linear)]
+    widths += [p.shape[-1] for p in module.parameters() if p.ndim == 1]
+    for width in dict.fromkeys(widths):
+        rows = torch.randn((2, TOKENS, width), generator=generator).to(kind)
+        if isinstance(module, nn.Transformer | nn.TransformerDecoder):
+            yield (rows, torch.randn(rows.shape, generator=generator).to(kind)), None
+        yield rows, None
+        break
+    convolution = next((p for p in module.modules() if isinstance(p, nn.Conv2d)), None)
+    if convolution is not None:
+        sizes = [getattr(p, "img_size", None) for p in module.modules()]
+        sizes += [getattr(p, "image_size", None) for p in module.modules()]
+        for side in [s for s in sizes if s is not None] + [224, 32]:
+            height, width = side if isinstance(side, list | tuple) else (side, side)
+            shape = (2, convolution.in_channels, int(height), int(width))
+            yield torch.randn(shape, generator=generator).to(kind), None
+
+
+# --- a declaration --------------------------------------------------------------------------------
+
+_SUB = ("attention", "cross", "ffn")
+
+
+@dataclass
+class _Stack:
+    """One chain of the stream, its layers, and what stands around it."""
+
+    prefix: str
+    chain: Chain
+    layers: list[list[Block]]
+    placements: list[str]
+    before: Before
+    after: After
+
+
+@dataclass
+class _Reading:
+    """Everything that is said of a module on the way to its `Reading`."""
+
+    module: nn.Module
+    graph: Graph
+    length: int | None
+    reasons: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+
+    def reading(self) -> Reading:
+        stream = self.stream = Stream(self.graph)
+        if not stream.chains:
+            raise MomentsError(
+                f"{type(self.module).__name__}: no attention beside a residual stream was found in "
+                "what it computes"
+            )
+        for chain in stream.chains:
+            stream.fill(chain)
+        self.reasons += stream.doubts
+        self.doubts += stream.notes
+        self.tensors = dict(self.module.named_parameters())
+        stacks = self._stacks(stream.chains)
+        roles = Roles(self.graph)
+        sites = Sites(self.graph)
+        points: list[HookPoint] = []
+        branches: list[Branch] = []
+        for stack in stacks:
+            self._claim(roles, stack)
+            placed = place(sites, stack.chain, stack.layers, stack.prefix, stack.placements)
+            points += placed.points + self._points_around(sites, stack)
+            if len(placed.blocks) == sum(len(layer) for layer in stack.layers):
+                branches += placed.blocks
+            if any(site.startswith(f"{stack.prefix}stream") for site in placed.missing):
+                self.doubts.append(
+                    "no submodule gives the stream of every layer: it cannot be measured by hooks"
+                )
+        self.doubts += roles.doubts
+        found = roles.roles()
+        known = {role.parameter for role in found}
+        main = stacks[-1]
+        scales = tuple(r for r in found if r.name.endswith(("skip_scale", "branch_scale")))
+        module_roles = ModuleRoles(
+            layers=len(main.layers),
+            roles=tuple(r for r in found if r not in scales),
+            unidentified=tuple(name for name in self.tensors if name not in known),
+            blocks=tuple(branches),
+            scales=scales,
+        )
+        self.values = _Variances(self.tensors, found)
+        model = self._model(stacks)
+        return Reading(
+            model,
+            module_roles,
+            tuple(points),
+            tuple(dict.fromkeys(self.reasons)),
+            tuple(dict.fromkeys(self.doubts)),
+        )
+
+    # --- stacks ------------------------------------------------------------------------------
+
+    def _stacks(self, chains: list[Chain]) -> list[_Stack]:
+        """The encoder's stack, if there are two, and the main one."""
+        chains = [c for c in chains if len(c.blocks) >= 1]
+        crossing = [c for c in chains if any(b.name == "cross" for b in c.blocks)]
+        if len(chains) > 2 or (len(chains) == 2 and len(crossing) != 1):
+            sizes = ", ".join(str(len(c.sums)) for c in chains)
+            self.reasons.append(
+                f"{len(chains)} streams (of {sizes} sums) that are no encoder and decoder"
+            )
+            chains = [max(chains, key=lambda c: len(c.sums))]
+        if crossing and len(chains) == 2:
+            chains = [c for c in chains if c is not crossing[0]] + crossing
+        found = []
+        for chain in chains:
+            prefix = ENCODER if len(chains) == 2 and chain is chains[0] else ""
+            layers = self._layers(chain)
+            found.append(
+                _Stack(
+                    prefix,
+                    chain,
+                    layers,
+                    [self._placement(units) for units in layers],
+                    before(self.stream, chain),
+                    after(self.stream, chain, chains),
+                )
+            )
+            self.doubts += found[-1].after.doubts
+        return found
+
+    def _layers(self, chain: Chain) -> list[list[Block]]:
+        """Blocks by layer: attention, perhaps cross-attention, a feed-forward block."""
+        layers: list[list[Block]] = []
+        for block in chain.blocks:
+            if not layers or _SUB.index(block.name) <= _SUB.index(layers[-1][-1].name):
+                layers.append([])
+            layers[-1].append(block)
+        kinds = {tuple(b.name for b in units) for units in layers}
+        allowed = {("attention", "ffn"), ("attention", "cross", "ffn")}
+        if len(kinds) > 1 or not kinds <= allowed:
+            words = "; ".join(", ".join(k) for k in sorted(kinds))
+            self.reasons.append(
+                f"layers that are not one attention and one feed-forward block each ({words})"
+            )
+        return layers
+
+    def _placement(self, units: list[Block]) -> str:
+        found = set()
+        for unit in units:
+            have = (unit.before is not None, unit.behind is not None, unit.after is not None)
+            name = {
+                (True, False, False): "pre",
+                (True, True, False): "sandwich",
+                (False, False, True): "post",
+                (False, False, False): "none",
+            }.get(have)
+            if name is None:
+                words = ["before its matrices", "behind its output", "behind the sum"]
+                where = " and ".join(w for w, h in zip(words, have, strict=True) if h)
+                self.reasons.append(f"norms {where} of a block, and nowhere else")
+                name = "none"
+            found.add(name)
+        if len(found) > 1:
+            self.reasons.append(
+                f"norms that sit differently within a layer ({', '.join(sorted(found))})"
+            )
+        return min(found)
+
+    # --- roles -------------------------------------------------------------------------------
+
+    def _claim(self, roles: Roles, stack: _Stack) -> None:
+        s, last = stack.prefix, len(stack.layers) + 1
+        for number, units in enumerate(stack.layers, start=1):
+            for unit in units:
+                cross = "cross_" if unit.name == "cross" else ""
+                if unit.attention is not None:
+                    for role, rows in unit.attention.projections.items():
+                        for linear, columns in rows:
+                            roles.linear(s, number, cross + role, linear, columns)
+                    for linear in unit.attention.output[-1:]:
+                        roles.linear(s, number, f"{cross}output", linear)
+                    for role, norm in (
+                        ("query", unit.attention.qk_norm),
+                        ("key", unit.attention.key_norm),
+                    ):
+                        roles.norm(s, number, f"{cross}{role}.norm", norm)
+                    if unit.attention.relative is not None and number == 1:
+                        roles.whole(s, 0, "relative_bias", unit.attention.relative)
+                if unit.feed is not None:
+                    for role, rows in unit.feed.into.items():
+                        for linear, columns in rows:
+                            roles.linear(s, number, role, linear, columns)
+                    roles.linear(s, number, "ffn_out", unit.feed.output)
+                roles.norm(s, number, f"{unit.name}.norm", unit.before)
+                roles.norm(s, number, f"{unit.name}.norm", unit.after)
+                roles.norm(s, number, f"{unit.name}.post_norm", unit.behind)
+                for name in unit.scale_params:
+                    roles.whole(s, number, f"{unit.name}.branch_scale", name)
+        for role, name in stack.before.tables.items():
+            if role != "token" or not s or name not in roles.claims:
+                roles.whole("" if role == "token" else s, 0, role, name)
+        if stack.before.patch is not None:
+            roles.linear(s, 0, "patch", stack.before.patch)
+        roles.norm(s, 0, "embedding.norm", stack.before.norm)
+        roles.norm(s, last, "final.norm", stack.chain.final)
+        found = stack.after
+        if found.transform is not None:
+            roles.linear(s, last, "head.transform", found.transform)
+        roles.norm(s, last, "head.norm", found.norm)
+        if found.matrix is not None:
+            tied = found.matrix.params & set(stack.before.tables.values())
+            if not tied:
+                roles.linear(s, last, "head", found.matrix)
+            else:
+                for bias in found.matrix.biases:
+                    for name in self.graph.values[bias].params:
+                        roles.whole(s, last, "head.bias", name)
+
+    def _points_around(self, sites: Sites, stack: _Stack) -> list[HookPoint]:
+        last = len(stack.layers) + 1
+        rows: list[tuple[int, str, Any]] = []
+        found = stack.before
+        if found.norm is not None:
+            rows.append((0, "embedding.sum", sites.output(found.total)))
+            rows.append((0, "embedding.norm", sites.output(found.norm.end)))
+        if not found.given:
+            rows.append((0, "embedding", sites.output(stack.chain.start)))
+        if stack.chain.final is not None:
+            rows.append((last, "final.norm", sites.output(stack.chain.final.end)))
+        if stack.after.norm is not None:
+            rows.append((last, "head.transform", sites.output(stack.after.norm.start)))
+            rows.append((last, "head.norm", sites.output(stack.after.norm.end)))
+        if stack.after.matrix is not None and stack.after.pool is None:
+            rows.append((last, "logits", sites.output(stack.after.matrix.made)))
+        return [
+            HookPoint(layer, stack.prefix + site, point.path, point.side)
+            for layer, site, point in rows
+            if point is not None
+        ]
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def _model(self, stacks: list[_Stack]) -> Transformer | None:
+        models: list[Transformer] = []
+        for stack in stacks:
+            fields = self._fields(stack)
+            if self.reasons:
+                return None
+            if models:
+                fields["encoder"] = models[-1]
+            try:
+                models.append(Transformer(**fields))
+            except DomainError as error:
+                self.reasons.append(str(error))
+                return None
+        return models[-1]
+
+    def _one(self, name: str, values: list[Any]) -> Any:
+        """What all layers have alike."""
+        rest = [v for v in values if v is not None]
+        different = list(dict.fromkeys(map(repr, values)))
+        if len(different) > 1:
+            self.reasons.append(f"{name} that differs between layers ({', '.join(different)})")
+        return rest[0] if rest else None
+
+    def _fields(self, stack: _Stack) -> dict[str, Any]:
+        units = [unit for layer in stack.layers for unit in layer]
+        attentions = [u.attention for u in units if u.name == "attention" and u.attention]
+        feeds = [u.feed for u in units if u.feed is not None]
+        norms = [n for u in units for n in (u.before, u.after, u.behind) if n is not None]
+        if not attentions or not feeds:
+            self.reasons.append("no attention or no feed-forward block that could be read")
+            return {}
+        for u in units:
+            if u.attention is not None:
+                self.reasons += u.attention.doubts
+        one = self._one
+        width = self.graph.tensor(stack.chain.start).shape[-1]
+        outer = [n for n in (stack.chain.final, stack.before.norm) if n is not None]
+        kinds = list(dict.fromkeys(n.kind for n in [*norms, *outer]))
+        if len(kinds) > 1:
+            self.reasons.append(f"norms of several kinds ({', '.join(kinds)})")
+        epsilons = [n.epsilon for n in (norms or outer)]
+        fields: dict[str, Any] = {
+            "layers": len(stack.layers),
+            "d_model": width,
+            "heads": one("a number of heads", [a.heads for a in attentions]),
+            "seq_len": self._length(stack),
+            "d_ff": one("a hidden width", [f.d_ff for f in feeds]),
+            "normalization": kinds[0] if kinds else "layernorm",
+            "activation": one("an activation", [f.activation for f in feeds]),
+            "gated": one("a gate", [f.gated for f in feeds]),
+            "dropout": one("dropout", [u.dropout for u in units if u.name == "attention"]),
+            "attention_dropout": one("attention dropout", [a.dropout for a in attentions]),
+            "ffn_dropout": one("dropout", [u.dropout for u in units if u.name == "ffn"]),
+            "activation_dropout": one("activation dropout", [f.dropout for f in feeds]),
+            "causal": one("a mask", [a.causal for a in attentions]),
+            "d_head": one("a head's width", [a.d_head for a in attentions]),
+            "kv_heads": one("a number of key heads", [a.kv_heads for a in attentions]),
+            "norm_epsilon": max(set(epsilons), key=epsilons.count) if epsilons else 0.0,
+            "norm_affine": any(n.gains for n in norms or outer),
+            "norm_bias": any(n.biases for n in norms or outer) or not _biasable(norms or outer),
+            "parallel": any(u.parallel for u in units),
+            "alibi": one("ALiBi", [a.alibi for a in attentions]),
+            "qk_norm": self._qk_norm(attentions),
+            "logit_softcap": one("a cap of logits", [a.softcap for a in attentions]),
+        }
+        fields["parallel_norms"] = self._parallel_norms(stack) if fields["parallel"] else 1
+        fields |= self._norm_fields(stack) | self._scales(stack)
+        fields |= self._positions(attentions, stack)
+        temperatures = [_near(a.temperature) for a in attentions]
+        fields["temperature"] = _same(temperatures)
+        fields["weights"], fields["biases"] = self._weights(stack)
+        windows = [a.window for a in attentions]
+        fields["window"] = windows[0] if len(set(windows)) == 1 else windows
+        fields["embedding"] = self._embedding(stack)
+        fields["head"] = self._head(stack, fields)
+        return fields
+
+    def _length(self, stack: _Stack) -> int:
+        tokens = self.graph.tensor(stack.chain.start).shape
+        if stack.before.patch is not None:
+            return int(tokens[1])
+        if self.length is not None:
+            return self.length
+        position = stack.before.tables.get("position")
+        if position is not None:
+            rows = self.tensors[position]
+            return int(rows.numel() // rows.shape[-1]) - stack.before.offset
+        config = getattr(self.module, "config", None)
+        for name in ("max_position_embeddings", "n_positions", "seq_length", "block_size"):
+            found = getattr(config, name, None)
+            if isinstance(found, int) and found > 0:
+                return found
+        return SEQ_LEN
+
+    def _qk_norm(self, attentions: list[Any]) -> str | None:
+        kinds = [None if a.qk_norm is None else a.qk_norm.kind for a in attentions]
+        keys = [None if a.key_norm is None else a.key_norm.kind for a in attentions]
+        if kinds != keys:
+            self.reasons.append("queries and keys that are not normalised alike")
+        for a in attentions:
+            if a.qk_norm is not None and a.qk_norm.groups == 0 and a.heads > 1:
+                self.reasons.append("queries and keys normalised over all heads together")
+        found: str | None = self._one("a norm of queries", kinds)
+        return found
+
+    def _parallel_norms(self, stack: _Stack) -> int:
+        pairs = [{id_of(u.before) for u in units} for units in stack.layers]
+        return 1 if all(len(pair) == 1 for pair in pairs) else 2
+
+    def _norm_fields(self, stack: _Stack) -> dict[str, Any]:
+        kinds = stack.placements
+        n = len(kinds)
+        fields: dict[str, Any] = {"norm": kinds[0]}
+        if len(set(kinds)) > 1:
+            post = kinds.count("post")
+            if kinds == ["post"] * post + ["pre"] * (n - post):
+                fields |= {"norm": "mix", "post_layers": post}
+            else:
+                words = ", ".join(dict.fromkeys(kinds))
+                self.reasons.append(f"norms that sit differently in different layers ({words})")
+        gains, factors = np.ones((n, 2)), np.ones((n, 2))
+        for number, units in enumerate(stack.layers):
+            for unit in units:
+                norm = unit.before or unit.after
+                column = int(unit.name == "ffn")
+                if norm is not None:
+                    gains[number, column] = norm.gain
+                    factors[number, column] = (
+                        unit.factor if unit.before is not None else unit.after_factor
+                    )
+                if unit.behind is not None and abs(unit.behind.gain - 1) > 1e-3:
+                    self.doubts.append("gains of second norms are taken as 1")
+        wanted = 1 / np.sqrt(np.arange(1, n + 1))[:, None]
+        if n > 1 and np.all(np.abs(factors / wanted - 1) < 1e-3):
+            fields["layernorm_scaling"] = True
+        else:
+            gains = gains * factors
+        fields["norm_gain"] = _fewest(gains)
+        return fields
+
+    def _scales(self, stack: _Stack) -> dict[str, Any]:
+        n = len(stack.layers)
+        skip, branch = np.ones((n, 2)), np.ones((n, 2))
+        for number, units in enumerate(stack.layers):
+            for unit in units:
+                column = int(unit.name == "ffn")
+                skip[number, column], branch[number, column] = unit.skip, unit.branch
+                if stack.placements[number] == "none" and unit.before is None:
+                    branch[number, column] *= unit.factor
+        return {"skip_scale": _fewest(skip), "branch_scale": _fewest(branch)}
+
+    def _positions(self, attentions: list[Any], stack: _Stack) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        turns = [a.rotary for a in attentions]
+        if any(turns):
+            if not all(turns):
+                self.reasons.append("rotary positions in some layers only")
+            elif len({(t.fraction, t.base) for t in turns}) > 1:
+                self.reasons.append("rotary positions of several bases")
+            else:
+                fields["rotary"] = Rotary(fraction=turns[0].fraction, base=turns[0].base)
+                if turns[0].deviation > 1e-2:
+                    self.doubts.append(
+                        "rotary frequencies are not powers of one base: taken for "
+                        f"{turns[0].base:g}, off by up to {100 * turns[0].deviation:.0f} %"
+                    )
+        tables = [a.relative for a in attentions]
+        if any(tables):
+            if not all(tables) or len(set(tables)) > 1:
+                self.reasons.append("relative biases of logits that layers do not share")
+            else:
+                square = float(self.tensors[tables[0]].detach().double().square().mean())
+                far = self._distance(attentions[0].buckets)
+                fields["relative_bias"] = RelativeBias(square, attentions[0].buckets, far)
+        return fields
+
+    def _distance(self, buckets: int) -> int:
+        config = getattr(self.module, "config", None)
+        found = getattr(config, "relative_attention_max_distance", None)
+        if isinstance(found, int):
+            return found
+        self.doubts.append(
+            "where relative positions share their last bucket is taken as 128 tokens"
+        )
+        return max(128, buckets + 1)
+
+    def _weights(self, stack: _Stack) -> tuple[Weights, Biases | None]:
+        n = len(stack.layers)
+        squares = {
+            name: [self.values.of(stack.prefix, layer, name) for layer in range(1, n + 1)]
+            for name in MATRICES
+        }
+        given = {k: v for k, v in squares.items() if all(x is not None for x in v)}
+        missing = [k for k in squares if k not in given and k not in DEFAULTS]
+        if missing:
+            shared = [k for k in missing if squares[k][0] is not None]
+            if shared:
+                self.reasons.append("layers that share their weights")
+            else:
+                self.reasons.append(
+                    f"no {', no '.join(missing)} matrix that was found in every layer"
+                )
+            return Weights.xavier(8, 1), None
+        weights = Weights(**{k: _same(v) for k, v in given.items()})
+        biases = {}
+        for name in ("query", "key", "value", "output", "ffn_in", "ffn_out", "gate"):
+            rows = [self.values.of(stack.prefix, i, f"{name}.bias") for i in range(1, n + 1)]
+            if all(r is not None for r in rows):
+                biases[name] = _same(rows)
+        return weights, Biases.of().replace(**biases) if biases else None
+
+    def _embedding(self, stack: _Stack) -> Any:
+        found = stack.before
+        square = self.values.table
+        if found.given:
+            return None
+        self.doubts += found.doubts
+        tables = found.tables
+        if found.patch is not None:
+            if found.doubts:
+                self.doubts.append("what enters layer 1 is not declared")
+                return None
+            bias = self.values.of(stack.prefix, 0, "patch.bias")
+            try:
+                return PatchEmbedding(
+                    image_size=found.shape[-1],
+                    patch_size=found.patch_size,
+                    patch_variance=self.values.of(stack.prefix, 0, "patch") or 1.0,
+                    position_variance=square(self.module, tables.get("position")),
+                    channels=found.shape[1],
+                    class_token="class" in tables,
+                    class_variance=square(self.module, tables.get("class")),
+                    bias_variance=bias,
+                    norm=found.norm is not None,
+                    dropout=found.dropout,
+                    norm_epsilon=0.0 if found.norm is None else found.norm.epsilon,
+                )
+            except DomainError as error:
+                self.doubts.append(f"what enters layer 1 is not declared: {error}")
+                return None
+        if "token" not in tables or found.doubts or "class" in tables:
+            self.doubts.append("what enters layer 1 is not declared")
+            return None
+        position = square(self.module, tables.get("position"))
+        padding = padding_row(self.module, self.tensors[tables["token"]])
+        return Embedding(
+            vocab_size=len(self.tensors[tables["token"]]),
+            token_variance=square(self.module, tables["token"]),
+            position_variance=position,
+            segment_variance=square(self.module, tables.get("segment")),
+            norm=found.norm is not None,
+            dropout=found.dropout,
+            norm_epsilon=0.0 if found.norm is None else found.norm.epsilon,
+            scale=_near(found.scale),
+            positions="sinusoidal" if found.sinusoidal else "learned",
+            padding_id=padding,
+        )
+
+    def _head(self, stack: _Stack, fields: Mapping[str, Any]) -> Head | None:
+        found, final = stack.after, stack.chain.final
+        gain = 1.0 if final is None else _near(final.gain)
+        if stack.prefix:
+            return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=found.dropout)
+        if found.matrix is None or found.doubts:
+            return None
+        if found.pool == "other" and not fields["causal"]:
+            self.doubts.append("how a sequence's tokens are pooled is not read")
+            return None
+        table = stack.before.tables.get("token")
+        tied = table in found.matrix.params
+        classes = found.pool in ("first", "mean")
+        last = len(stack.layers) + 1
+        loss = "classification" if classes else "causal" if fields["causal"] else "masked"
+        token_rows = 0 if table is None else len(self.tensors[table])
+        if not classes and token_rows != found.labels and not tied:
+            loss = "causal" if fields["causal"] else None  # type: ignore[assignment]
+            self.doubts.append("labels that are no tokens: no loss is declared")
+        changes: dict[str, Any] = {}
+        if found.transform is not None:
+            square = self.values.of("", last, "head.transform")
+            changes |= {
+                "transform": found.activation,
+                "transform_variance": square,
+                "transform_bias_variance": self.values.of("", last, "head.transform.bias"),
+                "transform_norm": found.norm is not None,
+            }
+        return Head(
+            vocab_size=None if tied or classes or token_rows == found.labels else found.labels,
+            tied=tied,
+            weight_variance=None if tied else self.values.of("", last, "head"),
+            norm=final is not None,
+            norm_gain=gain,
+            dropout=found.dropout,
+            output_scale=_near(found.scale),
+            bias=bool(found.matrix.biases),
+            logit_softcap=found.softcap,
+            loss=loss,
+            classes=found.labels if classes else None,
+            pool=found.pool if found.pool in ("first", "mean") else "first",
+            **changes,
+        )
+
+
+def _biasable(norms: list[Norm]) -> bool:
+    """Whether a bias could be missing: of LayerNorms that have gains."""
+    return any(n.gains and n.kind == "layernorm" for n in norms)
+
+
+def id_of(norm: Norm | None) -> int:
+    return -1 if norm is None else norm.end
+
+
+class _Variances:
+    """Mean squares of roles."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], roles: list[Role]) -> None:
+        self.tensors = tensors
+        self.sums: dict[tuple[str, int, str], tuple[float, int]] = {}
+        for role in roles:
+            if role.parameter not in tensors:
+                continue
+            block = role.part.of(tensors[role.parameter].detach())
+            key = role.stack, role.layer, role.name
+            total, count = self.sums.get(key, (0.0, 0))
+            square = float(block.double().square().sum())
+            self.sums[key] = total + square, count + block.numel()
+
+    def of(self, stack: str, layer: int, name: str) -> float | None:
+        total, count = self.sums.get((stack, layer, name), (0.0, 0))
+        return total / count if count else None
+
+    def table(self, module: nn.Module, name: str | None) -> float:
+        """Mean square of a table without its padding row, which is never drawn."""
+        if name is None:
+            return 0.0
+        block = self.tensors[name].detach()
+        padding = padding_row(module, self.tensors[name])
+        rows = block.reshape(-1, block.shape[-1])
+        skipped = padding is not None and not bool(rows[padding].any())
+        return float(rows.double().square().sum() / (rows.shape[-1] * (len(rows) - skipped)))
+
+
+def _near(value: float) -> float:
+    """1 where a number is 1 to rounding, else its leading digits."""
+    return 1.0 if abs(value - 1) < EXACT else float(f"{value:.6g}")
+
+
+def _same(values: list[Any]) -> Any:
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _fewest(values: np.ndarray) -> Any:
+    """One number where all agree, one per layer where both blocks do, else pairs."""
+    values = np.where(np.abs(values - 1) < EXACT, 1.0, values)
+    if np.ptp(values) <= EXACT * np.abs(values).max():
+        return float(values.flat[0])
+    if np.all(np.abs(values[:, 0] - values[:, 1]) < EXACT * np.abs(values[:, 0])):
+        return [float(v) for v in values[:, 0]]
+    return [tuple(float(v) for v in row) for row in values]
+
+
+__all__ = ["Reading", "read"]

@@ -1,0 +1,639 @@
+"""The residual stream of a recorded pass: its sums, and the blocks between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ...model.positions import alibi_slopes
+from ...optional import optional
+from .graph import VIEWS, Graph, Node
+from .units import Attention, Core, Fit, Linear, Norm, Reader, Rotation, close, named
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor
+
+HIDDEN = -5e3
+"""What is added to a logit that is meant to vanish is below this."""
+
+_SUMS = ("add", "addcmul", "lerp", "sub")
+
+
+@dataclass
+class Sum:
+    """skip_scale * stream + branch_scale * f, plus perhaps a second block's f."""
+
+    index: int
+    value: int
+    stream: int
+    tips: tuple[int, ...]
+    ends: tuple[int, ...] = ()
+
+
+@dataclass
+class Feed:
+    """A feed-forward block."""
+
+    into: dict[str, list[tuple[Linear, Tensor]]]
+    output: Linear
+    activation: str | None
+    gated: bool
+    hidden: int
+    d_ff: int
+    dropout: float
+
+
+@dataclass
+class Block:
+    """One residual branch, recognised."""
+
+    name: str
+    sum: Sum
+    stream: int
+    tip: int
+    raw: int
+    read: int
+    before: Norm | None = None
+    factor: float = 1.0
+    behind: Norm | None = None
+    after: Norm | None = None
+    after_factor: float = 1.0
+    total: int = 0
+    skip: float = 1.0
+    branch: float = 1.0
+    scale_params: tuple[str, ...] = ()
+    dropout: float = 0.0
+    dropped: int | None = None
+    parallel: bool = False
+    attention: Attention | None = None
+    core: Core | None = None
+    feed: Feed | None = None
+
+
+@dataclass
+class Chain:
+    """One stack's sums in order."""
+
+    start: int
+    sums: list[Sum]
+    blocks: list[Block] = field(default_factory=list)
+    final: Norm | None = None
+    end: int = 0
+
+
+class Stream:
+    """Finds the sums of a graph, and reads what stands between them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.read = Reader(graph)
+        self.doubts: list[str] = []
+        self.notes: list[str] = []
+        self.chains = self._chains()
+
+    # --- sums --------------------------------------------------------------------------------
+
+    def sums(self) -> list[Sum]:
+        """Every addition of a value to what products make of that value."""
+        found, inner = [], set()
+        for node in reversed(self.graph.nodes):
+            if node.name.rstrip("_") not in _SUMS or node.index in inner:
+                continue
+            terms, used = self._terms(node)
+            if len(terms) < 2:
+                continue
+            for stream in terms:
+                others = [t for t in terms if t != stream]
+                tips = tuple(terms[t] for t in others)
+                if tips and all(self._branches(stream, tip) for tip in others):
+                    inner |= used
+                    near = self._nearest(terms[stream], stream, others)
+                    one = Sum(node.index, node.outputs[0], near, tuple(others), tips)
+                    found.append(one)
+                    break
+        return found[::-1]
+
+    def _nearest(self, end: int, root: int, tips: list[int]) -> int:
+        """Of what a sum's term passes unchanged but for factors, the last that the others read."""
+        value = end
+        while value != root and not all(self.graph.rests_on(tip, value) for tip in tips):
+            node = self.graph.producer(value)
+            below = None if node is None else self.read.below(node, scaled=True)
+            if below is None:
+                return root
+            value = below
+        return value
+
+    def _terms(self, node: Node) -> tuple[dict[int, int], set[int]]:
+        """What a sum adds, sums in it that nothing else reads taken apart; the nodes of these.
+
+        Terms are roots, behind views, dropouts and factors -> what enters the sum of each.
+        """
+        graph, read = self.graph, self.read
+        whole = graph.tensor(node.outputs[0]).numel()
+        terms: dict[int, int] = {}
+        used: set[int] = set()
+        for value in node.inputs:
+            if not read.live(value) or graph.tensor(value).numel() != whole:
+                continue
+            root = read.up(value)
+            made = graph.producer(root)
+            alone = self._alone(value, root)
+            if made is not None and made.name.rstrip("_") == "add" and alone:
+                more, deeper = self._terms(made)
+                if len(more) > 1:
+                    terms |= more
+                    used |= deeper | {made.index}
+                    continue
+            terms[root] = value
+        return terms, used
+
+    def _alone(self, value: int, root: int) -> bool:
+        """Whether one operation alone reads every value from a root to here."""
+        while True:
+            if len(self.graph.values[value].consumers) != 1:
+                return False
+            if value == root:
+                return True
+            node = self.graph.producer(value)
+            assert node is not None
+            below = self.read.below(node, scaled=True)
+            assert below is not None
+            value = below
+
+    def _branches(self, stream: int, tip: int) -> bool:
+        return bool(self.read.between(stream, tip))
+
+    # --- chains ------------------------------------------------------------------------------
+
+    def _chains(self) -> list[Chain]:
+        sums = self.sums()
+        following: dict[int, int] = {}
+        for place, one in enumerate(sums):
+            for before in reversed(range(place)):
+                value = sums[before].value
+                if self.graph.rests_on(one.stream, value):
+                    if not self.read.between(value, one.stream):
+                        following[place] = before
+                    break
+        chains: dict[int, list[int]] = {}
+        for place in range(len(sums)):
+            earlier = following.get(place)
+            line = chains.pop(earlier, None) if earlier is not None else None
+            chains[place] = [*(line or []), place]
+        found = []
+        for line in chains.values():
+            rows = [sums[p] for p in line]
+            chain = Chain(rows[0].stream, rows)
+            if any(self._cores(s, t) for s in rows for t in s.tips):
+                found.append(chain)
+        return sorted(found, key=lambda chain: chain.sums[0].index)
+
+    def _cores(self, one: Sum, tip: int) -> list[Core]:
+        nodes = {node.index for node in self.graph.path([one.stream], tip)}
+        return [core for core in self.read.cores if core.softmax in nodes]
+
+    # --- blocks ------------------------------------------------------------------------------
+
+    def fill(self, chain: Chain) -> None:
+        """Reads every block of a chain."""
+        previous = chain.start
+        for place, one in enumerate(chain.sums):
+            blocks = [
+                self._block(one, tip, end) for tip, end in zip(one.tips, one.ends, strict=True)
+            ]
+            for block in blocks:
+                block.parallel = len(blocks) > 1
+            self._scales(one, blocks)
+            order = {"attention": 0, "cross": 1, "ffn": 2}
+            blocks.sort(key=lambda block: order[block.name])
+            if place:
+                link = self.norm(previous, one.stream)
+                last = chain.blocks[-1]
+                if isinstance(link, tuple):
+                    last.after, last.after_factor = link
+                elif link is None:
+                    self.doubts.append(
+                        f"what stands between sums {place} and {place + 1} of the stream is no norm"
+                    )
+            previous = one.value
+            for block in blocks:
+                block.total = one.stream
+            chain.blocks += blocks
+        _end, norm = self._norm_after(previous)
+        chain.end = previous
+        if norm is not None:
+            afters = [b.after is not None for b in chain.blocks[:-1] if not b.parallel]
+            if afters and all(afters):
+                chain.blocks[-1].after = norm
+            else:
+                chain.final = norm
+            chain.end = norm.end
+
+    def norm(self, start: int, end: int) -> tuple[Norm, float] | float | None:
+        """A norm and the factor behind it, a factor alone, or what is neither (None)."""
+        found = self.read.fit(start, end)
+        if not isinstance(found, Fit):
+            return found
+        size = self.graph.tensor(start).numel()
+        values = [node.outputs[0] for node in self.graph.path([start], end)]
+        values = [v for v in values if self.graph.tensor(v).numel() == size]
+        norm = self.read.norm_within(start, [*values, end])
+        assert norm is not None
+        rest = self.read.fit(norm.end, end)
+        return norm, rest if isinstance(rest, float) else 1.0
+
+    def _norm_after(self, value: int) -> tuple[int, Norm | None]:
+        """The norm that a value enters next, if it enters one."""
+        waiting, found = [value], []
+        seen: set[int] = set()
+        while waiting and len(seen) < 40:
+            current = waiting.pop(0)
+            for index in self.graph.values[current].consumers:
+                node = self.graph.nodes[index]
+                if index in self.read.linears or index in seen or node.name in ("_log_softmax",):
+                    continue
+                seen.add(index)
+                output = node.outputs[0] if node.outputs else None
+                if output is None or not self.read.live(output):
+                    continue
+                waiting.append(output)
+                if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
+                    found.append(output)
+        norm = self.read.norm_within(value, found)
+        return (value if norm is None else norm.end), norm
+
+    def _block(self, one: Sum, tip: int, end: int) -> Block:
+        cores = self._cores(one, tip)
+        block = self._attention_block(one, tip, cores) if cores else self._feed_block(one, tip)
+        link = self.norm(block.raw, end)
+        if isinstance(link, tuple):
+            block.behind = link[0]
+        return block
+
+    def _before(self, block: Block, reads: list[int]) -> None:
+        """The norm between the stream and what a block's matrices read."""
+        links = {}
+        for read in reads:
+            root = self.read.up(read, scaled=False)
+            links[root] = self.norm(block.stream, root)
+        kinds = list(links.values())
+        block.read = next(iter(links))
+        if any(kind is None for kind in kinds):
+            self.doubts.append("what stands before a block's matrices is no norm")
+            return
+        first = kinds[0]
+        if isinstance(first, tuple):
+            block.before, block.factor = first
+            block.read = block.before.end
+        elif isinstance(first, float):
+            block.factor = first
+
+    def _scales(self, one: Sum, blocks: list[Block]) -> None:
+        """lambda and beta of a sum, by running it on one term alone."""
+        tips = {(b.behind.end if b.behind else b.raw): b for b in blocks}
+        zeros = {v: torch.zeros_like(self.graph.tensor(v)) for v in (one.stream, *tips)}
+        (base,) = self.graph.run(zeros, one.value)
+        for value, block in [(one.stream, None), *tips.items()]:
+            shape = self.graph.tensor(value).shape
+            row = torch.randn(shape[-1], generator=self.read.random)
+            x = row.to(base.dtype).expand(shape).contiguous()  # whatever the order of the tokens
+            (made,) = self.graph.run(zeros | {value: x}, one.value)
+            made, row = (made - base).double().reshape(-1, shape[-1]), row.double()
+            slope = float((made * row).sum() / (len(made) * row.square().sum()))
+            if not close(made, slope * row.expand_as(made)):
+                gains = made[0] / row
+                slope = float(gains.square().mean().sqrt())
+                if not close(made, (gains * row).expand_as(made)):
+                    self.doubts.append("a residual sum is not a sum of multiples of its terms")
+            if block is None:
+                for b in blocks:
+                    b.skip = slope
+            else:
+                block.branch = slope
+        for value, block in tips.items():
+            path = self.graph.path([value], one.value)
+            leaves = self.read.leaves(path)
+            block.scale_params = tuple(str(self.graph.values[v].name) for v in leaves)
+            deep = {p for n in path if (p := self.read.skips_paths(n)) is not None}
+            self.notes += [f"stochastic depth of probability {p:g} is left out" for p in deep]
+            drops = self.read.dropouts(value, one.value)
+            drops += self.read.dropouts(block.raw, value) if block.raw != value else []
+            if drops:
+                block.dropout = drops[-1][1]
+                block.dropped = drops[-1][0].outputs[0]
+
+    # --- feed-forward ------------------------------------------------------------------------
+
+    def _feed_block(self, one: Sum, tip: int) -> Block:
+        graph, read = self.graph, self.read
+        matrices = read.between(one.stream, tip)
+        ins, outs = self._ends(matrices)
+        output = outs[-1]
+        block = Block("ffn", one, one.stream, tip, output.made, ins[0].read)
+        self._before(block, [linear.read for linear in ins])
+        if len(outs) != 1 or len(ins) > 2 or len(ins) + 1 != len(matrices) or output in ins:
+            names = sorted({name for linear in matrices for name in linear.params})
+            self.doubts.append(
+                f"a feed-forward block of {len(matrices)} matrices ({', '.join(names)})"
+            )
+            return block
+        tails = [(linear, *tail) for linear in ins for tail in read.tails(linear, output.read)]
+        starts = {value: read.draw(value) for _, value, _ in tails}
+        into: dict[str, list[tuple[Linear, Tensor]]] = {}
+        activation: str | None = None
+        if len(starts) == 1:
+            activation = read.activation(tails[0][1], output.read)
+            into["ffn_in"] = [(tails[0][0], tails[0][2].unique())]
+        else:  # the product of two maps: it is linear in one of them
+            (plain,) = graph.run(starts, output.read)
+            for linear, value, columns in tails:
+                (twice,) = graph.run(starts | {value: 2 * starts[value]}, output.read)
+                straight = close(twice, 2 * plain, 1e-5)
+                role = "ffn_in" if straight and "ffn_in" not in into else "gate"
+                into.setdefault(role, []).append((linear, columns.unique()))
+                if role == "gate" and len(tails) == 2:
+                    ones = {v: torch.ones_like(t) for v, t in starts.items()}
+                    x = 2 * starts[value]
+                    activation = named(x, graph.run(ones | {value: x}, output.read)[0])
+        drops = read.dropouts(tails[0][1], output.read)
+        block.feed = Feed(
+            into,
+            output,
+            activation,
+            gated=len(starts) > 1,
+            hidden=read.up(output.read, scaled=False),
+            d_ff=graph.tensor(output.read).shape[-1],
+            dropout=drops[0][1] if drops else 0.0,
+        )
+        if activation is None:
+            self.doubts.append("a feed-forward block's activation is not a known one")
+        return block
+
+    def _ends(self, matrices: list[Linear]) -> tuple[list[Linear], list[Linear]]:
+        """Of some products those that no other one feeds, and those that feed no other one."""
+        rests = self.graph.rests_on
+        ins = [
+            m for m in matrices if not any(o is not m and rests(m.read, o.made) for o in matrices)
+        ]
+        outs = [
+            m for m in matrices if not any(o is not m and rests(o.read, m.made) for o in matrices)
+        ]
+        return ins, outs
+
+    # --- attention ---------------------------------------------------------------------------
+
+    def _attention_block(self, one: Sum, tip: int, cores: list[Core]) -> Block:
+        graph, read = self.graph, self.read
+        stream = one.stream
+        output = read.between(cores[0].mixed, tip)
+        name = "attention" if graph.rests_on(cores[0].key, stream) else "cross"
+        raw = output[-1].made if output else tip
+        block = Block(name, one, stream, tip, raw, stream, core=cores[0])
+        sides: dict[str, list[tuple[Linear, Tensor]]] = {}
+        reads: list[int] = []
+        for core in cores:
+            for role, operand in (("query", core.query), ("key", core.key), ("value", core.value)):
+                found = self._projection(operand, core)
+                if found is None:
+                    self.doubts.append(f"no single matrix makes an attention's {role}")
+                    continue
+                linear, columns = found
+                if role == "query" or name == "attention":
+                    reads.append(linear.read)
+                row = (linear, columns)
+                rows = sides.setdefault(role, [])
+                if not any(m is linear and torch.equal(c, columns) for m, c in rows):
+                    rows.append(row)
+        if reads:
+            self._before(block, reads)
+        attention = self._attention(cores, sides, name)
+        attention.output = output
+        if len(output) != 1:
+            self.doubts.append(f"{len(output)} matrices behind an attention's heads")
+        block.attention = attention
+        return block
+
+    def _projection(self, operand: int, core: Core) -> tuple[Linear, Tensor] | None:
+        """The matrix that makes queries, keys or values, and its columns that do."""
+        graph, read = self.graph, self.read
+        bits = graph.before(operand)
+        _, near = self._ends([m for index, m in read.linears.items() if bits >> index & 1])
+        if len(near) != 1:
+            return None
+        (linear,) = near
+        columns = [c for _, c in read.tails(linear, operand)]
+        if not columns:
+            return None
+        return linear, torch.cat([c.flatten() for c in columns]).unique()
+
+    def _attention(
+        self, cores: list[Core], sides: dict[str, list[tuple[Linear, Tensor]]], name: str
+    ) -> Attention:
+        graph, read = self.graph, self.read
+        core = cores[0]
+        d_head = graph.tensor(core.query).shape[-1]
+        rows = {role: sum(len(c) for _, c in side) for role, side in sides.items()}
+        heads = rows.get("query", d_head) // d_head
+        kv_heads = rows.get("key", d_head) // d_head
+        found = Attention(heads, d_head, kv_heads, projections=sides)
+        drops = read.dropouts(core.weights, core.mixed)
+        found.dropout = drops[0][1] if drops else 0.0
+        if "query" in sides and "key" in sides:
+            self._logits(core, sides, found)
+        self._mask(core, found)
+        return found
+
+    def _logits(
+        self, core: Core, sides: dict[str, list[tuple[Linear, Tensor]]], found: Attention
+    ) -> None:
+        """Norms and rotations of queries and keys, and what multiplies their product."""
+        graph, read = self.graph, self.read
+        graph.nodes[core.product].outputs[0]
+        scale = 1.0
+        for role, operand in (("query", core.query), ("key", core.key)):
+            linear, columns = next(
+                row
+                for row in sides[role]
+                if graph.rests_on(operand, graph.nodes[row[0].node].outputs[0])
+            )
+            start = self._made(linear, operand)
+            x = read.draw(start)
+            one, two, zero = (graph.run({start: t}, operand)[0].double() for t in (x, 2 * x, 0 * x))
+            taken = x.reshape(-1, x.shape[-1])[:, columns].double()
+            repeats = one.numel() / taken.numel()
+            if close(two - zero, 2 * (one - zero)):
+                scale *= float((one.square().sum() / (repeats * taken.square().sum())).sqrt())
+            elif close(two, one):
+                norm = self._head_norm(start, operand, found.d_head)
+                if norm is None:
+                    found.doubts.append(f"a {role}'s norm is not a known one")
+                else:
+                    scale *= norm.scale
+                    setattr(found, "qk_norm" if role == "query" else "key_norm", norm)
+            else:
+                found.doubts.append(
+                    f"between a {role}'s matrix and its use stands something unknown"
+                )
+        found.rotary = self._rotary(core, sides["query"], found)
+        q, k = 30 * read.draw(core.query), read.draw(core.key)
+        z, base = (graph.run({core.query: s * q, core.key: k}, core.logits)[0] for s in (1, 0))
+        dots = torch.matmul(q.double(), k.double()).reshape(z.shape)
+        there = torch.isfinite(base) & (base > HIDDEN)
+        moved = (z - base).double()[there]
+        dots = dots[there]
+        slope = float((moved * dots).sum() / dots.square().sum())
+        if not close(moved, slope * dots):
+            small = 1e-3
+            (z1,) = graph.run({core.query: small * q, core.key: k}, core.logits)
+            moved1 = (z1 - base).double()[there]
+            slope = float((moved1 * dots).sum() / (small * dots.square().sum()))
+            (big,) = graph.run({core.query: 1e6 * q, core.key: k}, core.logits)
+            cap = float((big - base)[there].abs().max())
+            if close(moved, cap * torch.tanh(slope * dots / cap)):
+                found.softcap = float(f"{cap:.5g}")
+            else:
+                found.doubts.append("logits are not a multiple of queries times keys")
+        multiplier = scale * slope
+        found.temperature = 1 / (multiplier * math.sqrt(found.d_head)) if multiplier else 1.0
+
+    def _head_norm(self, start: int, operand: int, d_head: int) -> Norm | None:
+        """A norm of queries or keys: of every head, or (groups 0) of all heads together.
+
+        Its `scale` is what multiplies the normalised entries on their way to the product.
+        """
+        graph, read = self.graph, self.read
+        values = [v for node in graph.path([start], operand) for v in node.outputs]
+        plain = [start] + [
+            v for v in values if all(n.name in VIEWS for n in graph.path([start], v))
+        ]
+        for width in (d_head, graph.tensor(start).shape[-1]):
+            firsts = [v for v in [*plain, *values] if graph.tensor(v).shape[-1] == width]
+            for first in dict.fromkeys(firsts):  # a rotation may come before the norm
+                shape = graph.tensor(first).shape
+                alike = [v for v in values if graph.tensor(v).shape == shape and v > first]
+                norm = read.norm_within(first, alike, width)
+                if norm is None:
+                    continue
+                x = read.draw(norm.end)
+                (y,) = graph.run({norm.end: x}, operand)
+                repeats = y.numel() / x.numel()
+                square = y.double().square().sum() / (repeats * x.double().square().sum())
+                norm.scale = float(square.sqrt()) * norm.gain
+                norm.groups = 1 if width == d_head else 0
+                return norm
+        return None
+
+    def _rotary(
+        self, core: Core, side: list[tuple[Linear, Tensor]], found: Attention
+    ) -> Rotation | None:
+        """Whether, and how fast, queries turn with their position."""
+        graph = self.graph
+        start = self._made(side[0][0], core.query)
+        length, d_head = graph.tensor(core.query).shape[-2:]
+        if length < 2 or not self._turns(start, core.query):
+            return None
+        values = [v for node in graph.path([start], core.query) for v in node.outputs]
+        values = [v for v in values if graph.tensor(v).shape[-1] == d_head]
+        plain = (v for v in values if self._turns(v, core.query, 2.0))
+        normed = (v for v in values if self._turns(v, core.query, 1.0))
+        origin = next(plain, None) or next(normed, None)
+        if origin is None:
+            found.doubts.append("queries depend on their position in a way not followed")
+            return None
+        shape = graph.tensor(origin).shape
+        speeds = []
+        for basis in torch.eye(d_head, dtype=graph.tensor(origin).dtype):
+            (y,) = graph.run({origin: basis.expand(shape).contiguous()}, core.query)
+            rows = y.reshape(-1, length, d_head)[0].double()
+            rows = rows / rows[0].norm()
+            cosine = float(rows[0] @ rows[1])
+            sine = float((rows[1] - cosine * rows[0]).norm())
+            still = float((rows[-1] - rows[0]).norm()) < 1e-7
+            speeds.append(0.0 if still else math.atan2(sine, cosine))
+        turned = sorted((s for s in speeds if s > 0), reverse=True)
+        pairs = turned[::2]
+        if len(pairs) < 2:
+            return Rotation(len(turned) / d_head, 10000.0, 0.0) if pairs else None
+        exponents = [2 * m / len(turned) for m in range(len(pairs))]
+        base = float(f"{math.exp(-math.log(pairs[-1]) / exponents[-1]):.3g}")
+        predicted = [base**-e for e in exponents]
+        deviation = max(abs(p / q - 1) for p, q in zip(predicted, pairs, strict=True))
+        return Rotation(len(turned) / d_head, base, deviation)
+
+    def _made(self, linear: Linear, end: int) -> int:
+        """A product's outcome on the way to a value, behind its bias where that lies there."""
+        if self.graph.rests_on(end, linear.made):
+            return linear.made
+        return self.graph.nodes[linear.node].outputs[0]
+
+    def _turns(self, start: int, end: int, doubled: float | None = None) -> bool:
+        """Whether what is alike at all positions differs between them later.
+
+        `doubled`: and is so many times as large where the start is twice as large.
+        """
+        graph = self.graph
+        shape = graph.tensor(start).shape
+        row = torch.randn(shape[-1], generator=self.read.random)
+        x = row.to(graph.tensor(start).dtype).expand(shape).contiguous()
+        if not x.is_floating_point():
+            return False
+        (y,) = graph.run({start: x}, end)
+        rows = y.reshape(-1, *y.shape[-2:]).double()
+        if close(rows, rows[:, :1].expand_as(rows), 1e-5):
+            return False
+        if doubled is None:
+            return True
+        return close(graph.run({start: 2 * x}, end)[0].double(), doubled * y.double())
+
+    def _mask(self, core: Core, found: Attention) -> None:
+        """Which keys a query sees, and what is added to its logits."""
+        graph = self.graph
+        zero = {core.query: torch.zeros_like(graph.tensor(core.query))}
+        logits, weights = graph.run(zero, core.logits, core.weights)
+        length, keys = weights.shape[-2:]
+        rows = weights.reshape(-1, length, keys)
+        seen = (rows > 0).any(0)
+        if length == keys and length > 1:
+            ahead = bool(torch.triu(seen, 1).any())
+            found.causal = not ahead
+            reach = [
+                i - int(seen[i].nonzero()[0]) + 1 for i in range(length) if bool(seen[i].any())
+            ]
+            if max(reach) < length:
+                found.window = max(reach)
+        flat = logits.reshape(-1, length, keys).double()
+        flat = torch.where(flat < HIDDEN, torch.full_like(flat, math.nan), flat)
+        finite = flat[torch.isfinite(flat)]
+        if finite.numel() and float(finite.abs().max()) > 1e-6:
+            params = self._bias_params(core)
+            if params:
+                found.relative, found.buckets = params
+            elif length == keys:
+                found.alibi = self._alibi(flat[: found.heads], found)
+
+    def _bias_params(self, core: Core) -> tuple[str, int] | None:
+        path = self.graph.path([self.graph.nodes[core.product].outputs[0]], core.logits)
+        leaves = list(self.read.leaves(path))
+        names = [self.graph.values[v].name for v in leaves]
+        if not names:
+            return None
+        return str(names[0]), len(self.graph.tensor(leaves[0]))
+
+    def _alibi(self, bias: Tensor, found: Attention) -> bool | float:
+        length = bias.shape[-1]
+        places = torch.arange(length, dtype=torch.float64)
+        distance = -(places[:, None] - places[None, :]).abs()
+        slopes = []
+        for head in bias:
+            use = torch.isfinite(head) & (distance != 0)
+            # softmax does not see what is added to a whole row
+            level = head - head.diagonal()[:, None]
+            slopes.append(float((level[use] / distance[use]).median()))
+            if not close(level[use], slopes[-1] * distance[use]):
+                found.doubts.append("what is added to the logits is not ALiBi")
+                return False
+        wanted = torch.as_tensor(alibi_slopes(found.heads))
+        factor = float((torch.tensor(slopes) / wanted).mean())
+        return True if abs(factor - 1) < 1e-3 else factor

@@ -1,0 +1,341 @@
+"""One real optimizer step of a real module, measured: the referee of `Prediction.after`.
+
+Shares no formula with the theory: gradients are autograd's, steps torch's own optimizers', or for
+rules that torch lacks (sign, Lion, Muon by matrix) the few lines below.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..errors import DomainError, domain_error
+from ..formulas.checks import check_count
+from ..optional import optional
+from ..prediction.draws import STREAM
+from ..step.measured import Place, StepDraw, StepMeasurement
+from ..step.rules import group_of
+from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
+from .measure import Loss, _add_labels, _built, _objective, _tensors
+from .tensors import first_tensor, own_logits
+from .watch import training
+from .wrappers import unwrapped
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "sign", "muon")
+
+Update = Callable[[nn.Module, float], dict[str, Tensor]]
+"""From a module with gradients and a learning rate to the change of every parameter."""
+
+
+def measure_step(
+    module: nn.Module | Callable[[int], nn.Module],
+    batch: Any,
+    optimizer: Any,
+    learning_rate: float | Sequence[float] | None = None,
+    *,
+    loss: Loss | None = None,
+    seeds: int = 1,
+    seed: int = 0,
+    multipliers: Mapping[str, float] | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> StepMeasurement | list[StepMeasurement]:
+    """Take one optimizer step on a real module and measure what it did to every site.
+
+    The module runs in training mode, dropout's masks being the same before and after the step; its
+    weights, gradients and mode, and torch's random state, are left as they were.
+
+    Args:
+        module: as in `measure`; a factory, called with seed, seed + 1, ..., gives fresh weights for
+            every draw.
+        batch: keyword arguments of the module, or its one positional argument.
+        optimizer: "sgd", "adam", "adamw", "lion", "sign" or "muon" (each hidden matrix by
+            itself, what is fused taken apart; everything else by Adam); or a function that makes
+            a torch.optim.Optimizer of a list of parameters, whose rate is its own.
+        learning_rate: of a named optimizer; of several, each is a first step of its own.
+        loss: takes the module's output and the batch, returns a scalar; None: the module's own.
+        seeds, seed: draws.
+        multipliers: of the learning rate, by parameter or group ("matrices", "embedding", "head",
+            "vectors"), as in `Prediction.after`.
+        progress: write one line per draw to standard error.
+        options: of a named optimizer: betas, eps, weight_decay, momentum, nesterov, adjust.
+
+    Returns:
+        A StepMeasurement, or one for every learning rate.
+
+    Raises:
+        DomainError: an unknown optimizer or option, or a rate that is missing or not positive.
+        MomentsError: the module's layers are not known.
+    """
+    check_count("seeds", seeds)
+    check_count("seed", seed, least=0)
+    rates, update, name = _rates(optimizer, learning_rate, multipliers or {}, options)
+    draws: list[list[StepDraw]] = [[] for _ in rates]
+    source = ""
+    for draw in range(seeds):
+        with torch.random.fork_rng():
+            target = module if isinstance(module, nn.Module) else _built(module, seed + draw)
+            target = unwrapped(target)
+            state = int(np.random.SeedSequence((seed, draw)).generate_state(1)[0])
+            for place, found in enumerate(_steps(target, batch, loss, update, rates, state)):
+                draws[place].append(found)
+        source = type(target).__name__
+        if progress:
+            print(f"draw {draw + 1} of {seeds}", file=sys.stderr)
+    measured = [
+        StepMeasurement.from_draws(found, source=source, optimizer=name, learning_rate=rate)
+        for rate, found in zip(rates, draws, strict=True)
+    ]
+    return measured if isinstance(learning_rate, Sequence) else measured[0]
+
+
+def _steps(
+    module: nn.Module, batch: Any, loss: Loss | None, update: Update, rates: list[float], state: int
+) -> Iterator[StepDraw]:
+    points = hook_points(module)
+    parts = weight_parts(module)
+    inputs = _tensors(module, batch)
+    if loss is None:
+        _add_labels(module, inputs)
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def run() -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
+        torch.manual_seed(state)
+        sites: dict[Place, Tensor] = {}
+        entering: dict[str, Tensor] = {}
+        with _seen(module, points, parts, sites, entering):
+            output = module(*inputs.positional, **inputs.named)
+        top, cotangent = _objective(output, inputs, loss)
+        if cotangent is not None:
+            raise DomainError("a step needs a loss: pass labels in the batch, or a loss")
+        logits = own_logits(output)
+        if logits is not None:
+            last = max(layer for layer, site in sites if site == STREAM)
+            sites[last + 1, "logits"] = logits.detach()
+        return top, sites, entering
+
+    kept = {name: p.grad for name, p in named.items()}
+    with training(module):
+        top, before, entering = run()
+        gradients = torch.autograd.grad(top, list(named.values()), allow_unused=True)
+        for p, gradient in zip(named.values(), gradients, strict=True):
+            p.grad = torch.zeros_like(p) if gradient is None else gradient
+        old = {name: p.detach().clone() for name, p in named.items()}
+        try:
+            for rate in rates:
+                moved = update(module, rate)
+                slope = {
+                    name: float((p.grad * moved[name]).sum()) / rate for name, p in named.items()
+                }
+                with torch.no_grad():
+                    for name, p in named.items():
+                        p.copy_(old[name] + moved[name])
+                    after_loss, after, _ = run()
+                    for name, p in named.items():
+                        p.copy_(old[name])
+                yield StepDraw(
+                    float(top.detach()),
+                    float(after_loss),
+                    sum(slope.values()),
+                    {place: _squares(before[place], after[place]) for place in before},
+                    _weights(module, parts, old, moved, rate, entering),
+                )
+        finally:
+            with torch.no_grad():
+                for name, p in named.items():
+                    p.copy_(old[name])
+            for name, p in named.items():
+                p.grad = kept[name]
+
+
+def _squares(before: Tensor, after: Tensor) -> tuple[float, float, float]:
+    a, b = before.double(), after.double()
+    return float((a * a).mean()), float((b * b).mean()), float(((b - a) ** 2).mean())
+
+
+def _weights(
+    module: nn.Module,
+    parts: list[Any],
+    old: Mapping[str, Tensor],
+    moved: Mapping[str, Tensor],
+    rate: float,
+    entering: Mapping[str, Tensor],
+) -> dict[Place, tuple[float, float, float, float]]:
+    found = {}
+    parameters = dict(module.named_parameters())
+    for row, part in parts:
+        step, weight = (part.of(t[row.parameter]).double() for t in (moved, old))
+        gradient = parameters[row.parameter].grad
+        assert gradient is not None
+        share = float((part.of(gradient).double() * step).sum()) / rate
+        size = float((step * step).mean())
+        exponent = math.nan
+        x = entering.get(row.parameter)
+        if x is not None and size > 0 and step.ndim == 2:
+            owner = module.get_submodule(row.parameter.rpartition(".")[0])
+            matrix = step if type(owner).__name__ == "Conv1D" else step.T
+            y, n = x.double() @ matrix, matrix.shape[0]
+            ratio = float((y * y).mean() / (x.double() ** 2).mean()) / (size * n)
+            exponent = 0.5 + math.log(ratio) / (2 * math.log(n))
+        found[row.layer, row.weight] = (size, float((weight * weight).mean()), exponent, share)
+    return found
+
+
+@contextmanager
+def _seen(
+    module: nn.Module,
+    points: Sequence[HookPoint],
+    parts: list[Any],
+    sites: dict[Place, Tensor],
+    entering: dict[str, Tensor],
+) -> Iterator[None]:
+    """Keep every site's tensor, and what enters every matrix."""
+    modules = dict(module.named_modules())
+    with ExitStack() as hooks:
+        for point in points:
+            hooks.callback(_keep(modules[point.path], point, sites).remove)
+        for name in {row.parameter for row, _ in parts}:
+            path, _, kind = name.rpartition(".")
+            owner = modules.get(path)
+            if kind != "weight" or owner is None or type(owner).__name__ not in _LINEAR:
+                continue
+
+            def before(_: nn.Module, given: Any, key: str = name) -> None:
+                entering[key] = first_tensor(given).detach()
+
+            hooks.callback(owner.register_forward_pre_hook(before).remove)
+        yield
+
+
+_LINEAR = ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear")
+
+
+def _keep(part: nn.Module, point: HookPoint, sites: dict[Place, Tensor]) -> Any:
+    place = point.layer, point.site
+    if point.side == "input":
+
+        def before(_: nn.Module, positional: Any, given: Any) -> None:
+            sites[place] = first_tensor([*positional, *given.values()]).detach().clone()
+
+        return part.register_forward_pre_hook(before, with_kwargs=True)
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        sites[place] = first_tensor(output).detach().clone()
+
+    return part.register_forward_hook(after)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def _rates(
+    optimizer: Any, rate: Any, multipliers: Mapping[str, float], options: dict[str, Any]
+) -> tuple[list[float], Update, str]:
+    if not isinstance(optimizer, str):
+        if not callable(optimizer):
+            allowed = f"one of {', '.join(OPTIMIZERS)}, or a function of parameters"
+            raise domain_error("optimizer", optimizer, allowed)
+        if multipliers or options:
+            raise DomainError("multipliers and options belong to a named optimizer")
+        probe = optimizer([nn.Parameter(torch.zeros(2, 2))])
+        own = float(probe.param_groups[0]["lr"])
+        if rate not in (None, own):
+            raise DomainError(f"learning_rate = {rate}: the optimizer's own is {own}; leave it out")
+        return [own], _by_torch(lambda parameters, _: optimizer(parameters)), type(probe).__name__
+    if optimizer not in OPTIMIZERS:
+        raise domain_error("optimizer", optimizer, f"one of {', '.join(OPTIMIZERS)}")
+    if rate is None:
+        raise DomainError(f"learning_rate is missing: optimizer {optimizer!r} has none of its own")
+    rates = [float(one) for one in (rate if isinstance(rate, Sequence) else [rate])]
+    for one in rates:
+        if not 0 < one < math.inf:
+            raise domain_error("learning_rate", one, "positive and finite")
+    return rates, _named(optimizer, dict(options), multipliers), optimizer
+
+
+def _by_torch(make: Callable[[list[nn.Parameter], float], Any]) -> Update:
+    def update(module: nn.Module, rate: float) -> dict[str, Tensor]:
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        old = {name: p.detach().clone() for name, p in named.items()}
+        make(list(named.values()), rate).step()
+        moved = {name: p.detach() - old[name] for name, p in named.items()}
+        with torch.no_grad():
+            for name, p in named.items():
+                p.copy_(old[name])
+        return moved
+
+    return update
+
+
+def _named(kind: str, options: dict[str, Any], multipliers: Mapping[str, float]) -> Update:
+    """A named optimizer; the whole step of every part of a parameter times its multiplier."""
+    decay = float(options.pop("weight_decay", 0.0))
+    adjust = str(options.pop("adjust", "original"))
+    epsilon = options.get("eps", 1e-8)
+    betas = options.get("betas", (0.9, 0.999))
+    extra = {name: options[name] for name in options if name not in ("eps", "betas")}
+
+    def whole(rate: float) -> Update:
+        if kind == "sgd":
+            return _by_torch(lambda ps, r: torch.optim.SGD(ps, lr=r, **extra))
+        if kind in ("lion", "sign"):
+            return _signs
+        return _by_torch(lambda ps, r: torch.optim.Adam(ps, lr=r, betas=betas, eps=epsilon))
+
+    def update(module: nn.Module, rate: float) -> dict[str, Tensor]:
+        moved = whole(rate)(module, rate)
+        parameters = dict(module.named_parameters())
+        result = {name: torch.zeros_like(step) for name, step in moved.items()}
+        for row, part in weight_parts(module):
+            if row.parameter not in moved:
+                continue
+            weight, group = row.weight, group_of(row.weight)
+            factor = float(multipliers.get(weight, multipliers.get(group, 1.0)))
+            step = part.of(moved[row.parameter])
+            if kind == "muon" and group == "matrices" and step.ndim == 2:
+                gradient = parameters[row.parameter].grad
+                assert gradient is not None
+                step = -rate * _muon(module, part, row.parameter, gradient, adjust)
+            value = part.of(parameters[row.parameter].detach())
+            part.of(result[row.parameter]).add_(factor * (step - rate * decay * value))
+        return result
+
+    return update
+
+
+def _signs(module: nn.Module, rate: float) -> dict[str, Tensor]:
+    return {
+        name: -rate * p.grad.sign()
+        for name, p in module.named_parameters()
+        if p.requires_grad and p.grad is not None
+    }
+
+
+def _muon(module: nn.Module, part: WeightPart, name: str, gradient: Tensor, adjust: str) -> Tensor:
+    """Jordan's Newton-Schulz iteration on one matrix."""
+    g = part.of(gradient)
+    x = g / (g.norm() + 1e-7)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
+        s = x @ x.T
+        x = a * x + (b * s + c * s @ s) @ x
+    x = x.T if tall else x
+    owner = module.get_submodule(name.rpartition(".")[0])
+    m, n = reversed(x.shape) if type(owner).__name__ == "Conv1D" else x.shape
+    scale = {
+        "original": max(1.0, m / n) ** 0.5,
+        "match_rms_adamw": 0.2 * max(m, n) ** 0.5,
+        "spectral": (m / n) ** 0.5,
+    }[adjust]
+    return scale * x

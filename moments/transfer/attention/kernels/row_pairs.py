@@ -1,0 +1,155 @@
+"""Every two rows of an attention layer on classes, in tiles of rows that see nearly the same keys.
+
+The laws of two rows are arrays over the keys of either. A tile of rows sees a range of classes, and
+pairs of two tiles are treated together, over those two ranges: half of what a causal mask would
+fill with zeros is left out, and beyond a window nearly all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.classes import Matrix, Sight
+from .turning import Turning
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+TILE = 9
+"""Rows of a tile: fewer leave out more zeros, more take fewer calls."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Pairs of rows of two ranges.
+
+    Attributes:
+        pairs: where they are among all.
+        long, short: (c,) their rows; the last are every row with itself where both ranges are one.
+        left, right: keys of either.
+        own: keys of both, in all; `own_left` and `own_right` within those of either.
+        turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
+            without rotary positions.
+    """
+
+    pairs: slice
+    long: Indices
+    short: Indices
+    left: slice
+    right: slice
+    own: slice
+    own_left: slice
+    own_right: slice
+    turned: tuple[Array, Array] | None
+
+    def diagonal(self, pairs: Array) -> Array:
+        """(..., o) entries of keys of both."""
+        offset = self.left.start - self.right.start
+        return np.diagonal(pairs, offset, axis1=-2, axis2=-1)
+
+    def projected(self, one: Matrix, kernel: Matrix, other: Matrix, counts: Any) -> Matrix:
+        """X C X'^T of matrices X over the keys of either row and a kernel C of its own and pairs'
+        entries, by the counts of the keys of either."""
+        apart = kernel[0] - self.diagonal(kernel[1])
+        middle = one[0][:, :, None] * kernel[1]
+        middle += one[1] @ (counts[0][:, :, None] * kernel[1])
+        middle[:, :, self.own_right] += one[1][:, :, self.own_left] * apart[..., None, :]
+        own = one[0][:, self.own_left] * apart
+        turned = np.swapaxes(other[1], -1, -2)
+        found = middle * other[0][:, None, :]
+        found += middle @ (counts[1][:, :, None] * turned)
+        found[:, self.own_left, :] += own[:, :, None] * turned[:, self.own_right, :]
+        return own * other[0][:, self.own_right], found
+
+
+@dataclass(frozen=True, eq=False)
+class RowPairs:
+    """All pairs of rows of a layer.
+
+    Attributes:
+        tiles: of pairs.
+        rows: ranges of rows and of the keys that they see.
+        long, short: (C,) the longer and the shorter row of every pair.
+        alone: (C,) whether it is a row with itself; (p, p) otherwise is one with its neighbour.
+        phases: (C, m) mean e^{i w (i - i')} of the two rows; None without rotary positions.
+    """
+
+    tiles: tuple[Tile, ...]
+    rows: tuple[tuple[slice, slice], ...]
+    long: Indices
+    short: Indices
+    alone: NDArray[np.bool_]
+    phases: NDArray[np.complex128] | None
+
+    @classmethod
+    def of(cls, sight: Sight, turning: Turning | None) -> RowPairs:
+        """The same for the same arguments."""
+        return _pairs(sight, turning)
+
+    def split(self, of_pairs: Array) -> Matrix:
+        """(own (P,), pairs (P, P)) of a symmetric number for every pair."""
+        own, several = of_pairs[self.alone], ~self.alone
+        pairs = np.empty((len(own), len(own)))
+        pairs[self.long[several], self.short[several]] = of_pairs[several]
+        pairs[self.short[several], self.long[several]] = of_pairs[several]
+        return own, pairs
+
+    def joined(self, own: Array, pairs: Array) -> Array:
+        """(C,) of the same."""
+        return np.where(self.alone, own[self.long], pairs[self.long, self.short])
+
+
+@functools.lru_cache(maxsize=16)
+def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
+    size = len(sight.keys)
+    ends = np.linspace(0, size, max(1, round(size / TILE)) + 1).round().astype(int)
+    rows = []
+    for low, high in itertools.pairwise(ends):
+        seen = np.flatnonzero(sight.seen[low:high].any(0))
+        rows.append((slice(int(low), int(high)), slice(int(seen[0]), int(seen[-1]) + 1)))
+    tiles, longs, shorts, alones, phases, count = [], [], [], [], [], 0
+    for index, (rows1, left) in enumerate(rows):
+        for rows2, right in rows[: index + 1]:
+            long, short = (one.ravel() for one in np.mgrid[rows1, rows2])
+            below = short <= long
+            long, short = long[below], short[below]
+            alone = np.zeros(len(long), bool)
+            if rows1 == rows2:
+                each = np.arange(rows1.start, rows1.stop)
+                long, short = np.concatenate([long, each]), np.concatenate([short, each])
+                alone = np.concatenate([alone, np.ones(len(each), bool)])
+            start, stop = max(left.start, right.start), min(left.stop, right.stop)
+            own = slice(start, max(start, stop))
+            empty = own.stop == own.start
+            own_left, own_right = (
+                slice(0, 0) if empty else slice(start - one.start, stop - one.start)
+                for one in (left, right)
+            )
+            turned = None
+            if turning is not None:
+                together = turning.of_rows(long, short)
+                together[alone] = 1.0
+                between = turning.between(long, short, together, left, right)
+                between[alone] = turning.within[long[alone]][:, left, right]
+                turned = between, (together @ turning.shares).real
+                phases.append(together)
+            pairs = slice(count, count + len(long))
+            tiles.append(Tile(pairs, long, short, left, right, own, own_left, own_right, turned))
+            longs.append(long)
+            shorts.append(short)
+            alones.append(alone)
+            count += len(long)
+    return RowPairs(
+        tuple(tiles),
+        tuple(rows),
+        np.concatenate(longs),
+        np.concatenate(shorts),
+        np.concatenate(alones),
+        np.concatenate(phases) if phases else None,
+    )

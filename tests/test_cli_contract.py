@@ -1,0 +1,223 @@
+"""What scripts and shells rely on: schemas, examples, completion, silence, model files, doctor."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+import moments
+from moments.cli import app, doctor
+from moments.cli.base import _complete_model, _complete_scheme, out
+from moments.cli.doctor import schemas
+
+ROOT = Path(__file__).parent.parent
+RUNNER = CliRunner()
+SMALL = ("bert-tiny", "--seq-len", "16")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        yield
+
+
+@functools.cache
+def commands() -> dict[str, Any]:
+    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def run(*arguments: str, status: int = 0) -> Any:
+    result = RUNNER.invoke(app, list(arguments))
+    assert result.exit_code == status, result.output
+    return result
+
+
+def examples() -> list[str]:
+    lines = [line for c in commands().values() for line in (c.epilog or "").split("\n\n")]
+    return [line.strip() for line in lines if line.strip().startswith("moments ")]
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+PRINTED = {
+    "predict": (*SMALL, "--json"),
+    "solve": (*SMALL, "--layers", "3", "--objective", "dslm", "--json"),
+    "explain": (*SMALL, "--json"),
+    "schemes": ("--json",),
+    "formulas": ("relu", "--json"),
+    "compare-schemes": (*SMALL, "--scheme", "lns", "--scheme", "noci", "--json"),
+    "figures": ("--list", "--json"),
+    "audit": ("bert-tiny", "--json"),
+    "compare": (*SMALL, "--seeds", "2", "--json"),
+    "validate": ("--subset", "pre-full-N24-xavier-relu-*", "--theory", "refined", "--json"),
+    "model": (*SMALL, "--json"),
+    "sweep": (*SMALL, "--axis", "layers=1,2", "--json"),
+    "doctor": ("--json",),
+}
+
+
+def test_every_command_with_json_has_a_schema() -> None:
+    with_json = {
+        name
+        for name, command in commands().items()
+        if any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert with_json == set(schemas())
+    assert set(PRINTED) | {"report"} == set(schemas())
+    page = (ROOT / "docs/json.md").read_text(encoding="utf-8")
+    for name in schemas():
+        assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize("command", sorted(PRINTED))
+def test_what_a_command_prints_is_what_its_schema_says(command: str) -> None:
+    schema = schemas()[command]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    printed = json.loads(run(command, *PRINTED[command]).stdout)
+    jsonschema.validate(printed, schema)
+    assert json.loads(run("schema", command).stdout) == schema
+    spoilt = [*printed[1:], 3] if isinstance(printed, list) else {**printed, "format": "soon"}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**spoilt, "more": 1} if isinstance(spoilt, dict) else spoilt, schema)
+
+
+def test_a_schema_of_no_command() -> None:
+    result = RUNNER.invoke(app, ["schema", "predicts"])
+    assert isinstance(result.exception, moments.DomainError)
+    assert "predict" in run("schema").stdout.split()
+
+
+# --- help, completion, silence --------------------------------------------------------------------
+
+
+def test_every_command_teaches_by_examples() -> None:
+    for name, command in commands().items():
+        assert f"moments {name}" in (command.epilog or ""), name
+        assert "--quiet" in [option for p in command.params for option in p.opts], name
+
+
+@pytest.mark.parametrize("line", examples())
+def test_examples_are_commands(line: str) -> None:
+    """Every option exists and takes such a value."""
+    words = shlex.split(line.partition(" > ")[0])[1:]
+    command = commands()[words[0]]
+    with command.make_context(words[0], words[1:]) as context:
+        model = context.params.get("model")
+    if isinstance(model, str) and "." not in model and "/" not in model:
+        assert model in moments.preset.names()
+
+
+def test_shells_are_offered_models_and_schemes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bert-mine.json").write_text("{}")
+    assert {"bert-base", "bert-mine.json"} <= set(_complete_model("bert-"))
+    assert not _complete_model("no-such")
+    assert [name for name, _ in _complete_scheme("dsl")] == ["dslm"]
+    offered = RUNNER.invoke(
+        app,
+        [],
+        env={
+            "_MOMENTS_COMPLETE": "complete_bash",
+            "COMP_WORDS": "moments predict gpt2-",
+            "COMP_CWORD": "2",
+        },
+        prog_name="moments",
+    )
+    assert "gpt2-xl" in offered.stdout.split()
+
+
+def test_quiet_drops_all_but_the_answer() -> None:
+    words = ["solve", *SMALL, "--layers", "3", "--objective", "dslm", "--formulas"]
+    assert "note:" in run(*words).stderr
+    for option in ("--quiet", "-q"):
+        silent = run(*words, option)
+        assert silent.stdout == run(*words).stdout
+        assert not silent.stderr
+    with pytest.raises(moments.DomainError):
+        app(["predict", "bert-tiny", "--variance", "-1", "-q"], standalone_mode=False)
+
+
+# --- model files ----------------------------------------------------------------------------------
+
+
+def test_a_model_file_is_the_model(tmp_path: Path) -> None:
+    stored = tmp_path / "deep.json"
+    stored.write_text(run("model", *SMALL, "--layers", "5", "--scheme", "lns", "--json").stdout)
+    expected = moments.preset("bert-tiny", seq_len=16).replace(layers=5).with_scheme("lns")
+    predicted = json.loads(run("predict", str(stored), "--json").stdout)
+    assert moments.Transformer.from_dict(predicted["model"]) == expected
+    assert predicted["variance"] == moments.predict(expected).variance.tolist()
+
+
+def test_a_model_file_by_hand(tmp_path: Path) -> None:
+    page = (ROOT / "docs/json.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    file = tmp_path / "mine.toml"
+    file.write_text(shown)
+    base = moments.preset("bert-base").replace(layers=24, norm="pre")
+    found = json.loads(run("model", str(file), "--json").stdout)
+    assert moments.Transformer.from_dict(found) == base.with_scheme("lns")
+    file.write_text('layers = 3\nd_model = 32\nheads = 2\nseq_len = 8\nscheme = "post-ln"\n')
+    own = moments.Transformer(3, 32, 2, 8).with_scheme("post-ln")
+    found = json.loads(run("model", str(file), "--seq-len", "9", "--json").stdout)
+    assert moments.Transformer.from_dict(found) == own.replace(seq_len=9)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("layers = ", "valid TOML"),
+        ("layerz = 3", "layerz"),
+        ('preset = "gpt9"', "preset"),
+        ("preset = 3", "preset"),
+        ('preset = "gpt2"\nscheme = 4', "scheme"),
+        ('preset = "gpt2"\n[scheme]\nname = "lns"\nwidth = 3', "width"),
+    ],
+)
+def test_a_bad_model_file_says_why(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    result = RUNNER.invoke(app, ["model", str(file)])
+    assert isinstance(result.exception, moments.DomainError)
+    assert said in str(result.exception)
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.loads(run("doctor", "--json").stdout)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {p["name"] for p in found["core"]} == {
+        re.split(r"[><=\[]", line)[0] for line in project["dependencies"]
+    }
+    assert all(package["ok"] for package in found["core"])
+    assert any(device.startswith("cpu") for device in found["devices"])
+    lines = ["numpy>=2.0", "no-such-package>=1", 'torch>=99; extra == "torch"']
+    monkeypatch.setattr(doctor, "_requirements", lambda: lines)
+    monkeypatch.setattr(out, "width", 200)
+    said = run("doctor", status=1).stdout
+    assert "- no-such-package missing (>=1)" in said
+    assert 'extra torch: not complete: pip install "transformer-moments[torch]"' in said
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    assert doctor._parts("2.10.1") > doctor._parts("2.9")
+    assert doctor._parts("2.13.0+cpu") >= doctor._parts("2.13")
+    assert doctor._parts("3") == doctor._parts("3.0.0")

@@ -1,0 +1,446 @@
+"""A module read from one pass: by what it computes, whatever its parts are called."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moments
+from moments import Transformer, ValidityWarning
+
+torch = pytest.importorskip("torch")
+
+import nano_gpt  # noqa: E402
+import own_styles  # noqa: E402
+
+from moments.model.huggingface import FAMILIES  # noqa: E402
+from moments.torch.anatomy import anatomy_of  # noqa: E402
+from moments.torch.dataflow import read  # noqa: E402
+from moments.torch.dataflow.graph import record  # noqa: E402
+from moments.torch.roles import ModuleRoles, roles_of, tensors_of  # noqa: E402
+
+nn = torch.nn
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """What small weights break of the theory is said of every one of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        yield
+
+
+def built(name: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return own_styles.STYLES[name]()
+
+
+def fields(model: Transformer | None) -> dict[str, Any]:
+    """Every field as what it holds, defaults resolved."""
+    assert model is not None
+    found = {}
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        if field.name == "encoder" and value is not None:
+            found |= {f"encoder.{name}": held for name, held in fields(value).items()}
+        elif hasattr(value, "to_dict"):
+            found |= {f"{field.name}.{name}": held for name, held in value.to_dict().items()}
+        elif field.init:
+            found[field.name] = value
+    return found
+
+
+def claims(roles: ModuleRoles, module: Any) -> set[tuple[Any, ...]]:
+    """Which entries of which parameter play which role in which layer."""
+    found = set()
+    for role in roles.roles:
+        tensor = tensors_of(module)[role.parameter]
+        places = role.part.of(torch.arange(tensor.numel()).view(tensor.shape))
+        entries = hash(tuple(sorted(places.flatten().tolist())))
+        kind = role.is_matrix and role.transposed
+        row = role.parameter, entries, role.stack, role.layer, role.name
+        found.add((*row, role.fan_in, role.fan_out, kind))
+    return found
+
+
+# --- each checks the other ------------------------------------------------------------------------
+
+REAL = {
+    # A family's declaration says what was meant; the dataflow what the tables hold.
+    "t5": ("relative_bias.variance", "encoder.relative_bias.variance", "encoder.embedding.token"),
+    "mt5": ("relative_bias.variance", "encoder.relative_bias.variance", "encoder.embedding.token"),
+}
+NO_EFFECT = ("embedding.positions", "encoder.embedding.positions")  # a table of variance 0, or none
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_the_dataflow_reads_what_the_family_says(kind: str) -> None:
+    """The role of every entry of every parameter, and every field of the declaration."""
+    pytest.importorskip("transformers")
+    import small_modules
+
+    module = small_modules.family_module(kind, 2, 64)
+    found = read(module)
+    known = roles_of(module)
+    assert found.reasons == ()
+    assert found.doubts == ()
+    assert found.roles.unidentified == known.unidentified == ()
+    assert claims(found.roles, module) == claims(known, module)
+    for one, other in zip(found.roles.blocks, known.blocks, strict=True):
+        for name in ("stack", "layer", "name", "placement", "parallel"):
+            assert getattr(one, name) == getattr(other, name), name
+        for name in ("norm", "post_norm"):
+            assert getattr(one, name) == getattr(other, name), name
+    ours, theirs = fields(found.model), fields(moments.torch.describe(module).model)
+    for name in theirs:
+        if name.startswith(REAL.get(kind, ())) or name in NO_EFFECT:
+            continue
+        if ours[name] == theirs[name]:
+            continue
+        try:
+            assert np.allclose(np.asarray(ours[name], float), np.asarray(theirs[name], float)), name
+        except (TypeError, ValueError):
+            pytest.fail(f"{name}: {ours[name]} read, {theirs[name]} declared")
+
+
+# --- as people write them -------------------------------------------------------------------------
+
+GPT = {"layers": 2, "d_model": 64, "heads": 4, "d_head": 16, "causal": True, "norm": "pre"}
+ROOTS = GPT | {"normalization": "rmsnorm", "gated": True, "d_ff": 192}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "minGPT": GPT | {"d_ff": 256, "activation": "gelu_tanh", "dropout": 0.1, "seq_len": 24},
+    "lecture": GPT | {"activation": "relu", "attention_dropout": 0.2, "head.bias": True},
+    "lit-gpt": ROOTS
+    | {"activation": "silu", "kv_heads": 2, "rotary.fraction": 0.5, "norm_epsilon": 1e-5},
+    "lit-gpt, parallel": ROOTS | {"parallel": True, "parallel_norms": 1, "kv_heads": 1},
+    "torchtitan": ROOTS | {"activation": "silu", "rotary.base": 500000.0, "kv_heads": 2},
+    "torchtune": ROOTS
+    | {"activation": "gelu_tanh", "qk_norm": "rmsnorm", "embedding.scale": 8.0, "head.tied": True},
+    "torchtune, scaled": ROOTS | {"qk_norm": None, "branch_scale": 0.3},
+    "timm": {"norm": "pre", "causal": False, "seq_len": 17, "head.classes": 10}
+    | {"embedding.patch_size": 8, "embedding.dropout": 0.1, "temperature": 1.0},
+    "timm, scaled": {"branch_scale": 0.1, "head.loss": "classification", "head.pool": "first"},
+    "bare": GPT | {"d_ff": 128, "activation": "silu", "norm_affine": False, "head.tied": True},
+    "bare, post": GPT | {"norm": "post", "biases": None, "head.norm": False},
+}
+
+
+@pytest.mark.parametrize("name", sorted(own_styles.STYLES))
+def test_a_style_is_read(name: str) -> None:
+    module = built(name)
+    found = read(module)
+    assert found.reasons == ()
+    assert found.roles.unidentified == ()
+    held = fields(found.model)
+    for field, value in EXPECTED[name].items():
+        assert held[field] == (pytest.approx(value) if isinstance(value, float) else value), field
+    assert len(found.roles.blocks) == (0 if name.startswith("bare") else 4)
+
+
+def test_every_name_plays_its_part() -> None:
+    found = read(built("torchtune"))
+    roles = {(r.parameter, r.name) for r in found.roles.roles if r.layer == 2}
+    at = "layers.1."
+    assert roles == {
+        (f"{at}q_proj.weight", "query"),
+        (f"{at}k_proj.weight", "key"),
+        (f"{at}v_proj.weight", "value"),
+        (f"{at}output_proj.weight", "output"),
+        (f"{at}q_norm.weight", "query.norm.gain"),
+        (f"{at}k_norm.weight", "key.norm.gain"),
+        (f"{at}sa_norm.weight", "attention.norm.gain"),
+        (f"{at}mlp_norm.weight", "ffn.norm.gain"),
+        (f"{at}w.weight", "gate"),
+        (f"{at}w.weight", "ffn_in"),
+        (f"{at}down.weight", "ffn_out"),
+    }
+
+
+def test_heads_side_by_side_and_in_turn_within_one_matrix() -> None:
+    """lit-gpt keeps a group's queries beside its key and value."""
+    module = built("lit-gpt")
+    (query,) = (r for r in read(module).roles.named("query") if r.layer == 1)
+    rows = torch.arange(128).view(2, 4, 16)  # group, two queries and a key and a value, feature
+    weight = module.transformer["h"][0].attn.attn.weight
+    assert torch.equal(query.part.of(weight).reshape(-1, 64), weight[rows[:, :2].flatten()])
+    (gain,) = (r for r in read(module).roles.named("ffn.norm.gain") if r.layer == 1)
+    assert gain.unit is False  # stored less one
+
+
+def test_a_list_of_heads_is_one_matrix_in_parts() -> None:
+    module = built("lecture")
+    found = read(module)
+    first = [r for r in found.roles.named("query") if r.layer == 1]
+    assert len(first) == 4
+    squares = [float(module.get_parameter(r.parameter).detach().square().mean()) for r in first]
+    assert found.model is not None
+    assert found.model.layer_weights(1).query == pytest.approx(np.mean(squares))
+
+
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+def test_torchs_own_stacks(pre: bool) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, norm_first=pre, batch_first=False)
+    encoder = read(nn.TransformerEncoder(layer, 2, nn.LayerNorm(32), enable_nested_tensor=False))
+    assert encoder.model is not None
+    assert (encoder.model.norm, encoder.model.causal) == ("pre" if pre else "post", False)
+    decoder = nn.TransformerDecoderLayer(32, 4, 64, norm_first=pre, batch_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(9)
+    given = {"tgt": torch.randn(2, 9, 32), "memory": torch.randn(2, 9, 32), "tgt_mask": mask}
+    found = read(nn.TransformerDecoder(decoder, 2), given)
+    assert found.model is not None
+    assert found.model.causal
+    assert found.roles.unidentified == ()
+    assert [b.name for b in found.roles.blocks] == ["attention", "cross", "ffn"] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"norm": "pre", "d_ff": 256, "head.norm": True}),
+        (
+            {"use_rmsnorm": True, "rotary_pos_emb": True, "rotary_emb_dim": 16}
+            | {"ff_glu": True, "ff_swish": True, "attn_kv_heads": 2},
+            {"normalization": "rmsnorm", "gated": True, "kv_heads": 2, "rotary.fraction": 1.0},
+        ),
+        ({"sandwich_norm": True}, {"norm": "sandwich"}),
+        ({"pre_norm": False}, {"norm": "post", "head.norm": False}),
+        ({"alibi_pos_bias": True}, {"alibi": True}),
+    ],
+    ids=["plain", "modern", "sandwich", "post", "alibi"],
+)
+def test_x_transformers(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    library = pytest.importorskip("x_transformers")
+    layers = library.Decoder(dim=64, depth=2, heads=4, attn_dim_head=16, **settings)
+    found = read(library.TransformerWrapper(num_tokens=97, max_seq_len=24, attn_layers=layers))
+    assert found.reasons == ()
+    assert found.roles.unidentified == ()
+    held = fields(found.model)
+    assert {name: held[name] for name in expected} == expected
+    assert len(found.roles.blocks) == 4
+
+
+SIZES = {
+    "small": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"intermediate_size": 256, "max_position_embeddings": 32, "vocab_size": 101},
+    "shared": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"intermediate_size": 256, "max_position_embeddings": 32, "vocab_size": 101}
+    | {"num_key_value_heads": 2, "head_dim": 16},
+    "gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 101},
+}
+UNREAD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gpt_bigcode": ("gpt", {}, {"kv_heads": 1, "activation": "gelu_tanh"}),
+    "codegen": ("gpt", {"rotary_dim": 8}, {"parallel": True, "rotary.fraction": 0.5}),
+    "openai-gpt": ("gpt", {}, {"norm": "post", "causal": True}),
+    "ctrl": ("gpt", {"dff": 256}, {"embedding.positions": "sinusoidal", "embedding.scale": 8.0}),
+    "biogpt": ("small", {}, {"embedding.scale": 8.0, "activation": "gelu"}),
+    "nemotron": (
+        "small",
+        {"num_key_value_heads": 2},
+        {"activation": "relu_squared", "rotary.fraction": 0.5},
+    ),
+    "helium": (
+        "small",
+        {"head_dim": 16, "num_key_value_heads": 2},
+        {"normalization": "rmsnorm", "rotary.base": 100000.0},
+    ),
+    "persimmon": ("small", {}, {"qk_norm": "layernorm", "rotary.fraction": 0.5}),
+    "gpt_neox_japanese": ("small", {}, {"attention_dropout": 0.1, "head.tied": True}),
+    "seed_oss": (
+        "small",
+        {"head_dim": 16, "num_key_value_heads": 2},
+        {"gated": True, "dropout": 0.1},
+    ),
+    "arcee": ("small", {}, {"activation": "relu_squared", "normalization": "rmsnorm"}),
+    "mpt": ("", {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 101}, {"alibi": True}),
+    "mpnet": ("small", {}, {"norm": "post", "relative_bias.buckets": 32, "causal": False}),
+    "megatron-bert": ("small", {}, {"norm": "pre", "head.transform": "gelu"}),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(UNREAD))
+def test_types_without_a_reader(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes, more, expected = UNREAD[kind]
+    config = transformers.CONFIG_MAPPING[kind](**SIZES.get(sizes, {}) | more)
+    masked = kind in ("mpnet", "megatron-bert")
+    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    found = read(auto.from_config(config))
+    assert found.reasons == ()
+    assert found.roles.unidentified == ()
+    held = fields(found.model)
+    assert {name: held[name] for name in expected} == expected
+
+
+# --- what it cannot say, it says it cannot --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("olmo2", "norms behind its output of a block, and nowhere else"),
+        ("mixtral", "a feed-forward block of"),
+        ("smollm3", "rotary positions in some layers only"),
+        ("albert", "layers that share their weights"),
+    ],
+)
+def test_what_no_transformer_says_is_named(kind: str, reason: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 128, "vocab_size": 101, "num_key_value_heads": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.CONFIG_MAPPING[kind](**sizes | special, embedding_size=64)
+    auto = "AutoModelForMaskedLM" if kind == "albert" else "AutoModelForCausalLM"
+    found = moments.torch.describe(getattr(transformers, auto).from_config(config))
+    assert found.model is None
+    assert any(words.startswith(reason) for words in found.unplaced), found.unplaced
+    assert "no Transformer says what it does" in str(found)
+
+
+def test_a_module_without_attention_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with pytest.raises(moments.MomentsError, match="no attention beside a residual stream"):
+        read(module)
+    with pytest.raises(moments.MomentsError, match=r"could not be run .*: pass batch="):
+        read(nn.Bilinear(3, 4, 5))
+
+
+def test_a_parameter_that_nothing_uses_is_named() -> None:
+    module = built("minGPT")
+    module.spare = nn.Parameter(torch.ones(3))
+    found = moments.torch.describe(module)
+    assert found.unplaced == ("spare: no role is known",)
+    assert found.roles["spare"] == ()
+    assert found.model is not None
+
+
+# --- one interface --------------------------------------------------------------------------------
+
+
+def test_description() -> None:
+    module = built("lit-gpt")
+    found = moments.torch.describe(module)
+    (query, key, value) = found.roles["transformer.h.1.attn.attn.weight"]
+    assert (str(query), str(key), str(value)) == (
+        "query of layer 2",
+        "key of layer 2",
+        "value of layer 2",
+    )
+    assert '"transformer.h.{layer}.attn.attn.weight": "query+key+value"' in str(found)
+    frame = found.to_frame().set_index("parameter")
+    row = frame.loc["transformer.h.0.mlp.proj.weight"]
+    assert (row["role"], row["layer"], row["fan_in"], row["fan_out"]) == ("ffn_out", 1, 192, 64)
+    held = module.transformer["h"][0].mlp["proj"].weight.detach().double().square().mean()
+    assert row["variance"] == pytest.approx(float(held))
+
+
+def test_a_style_is_measured_audited_and_initialised() -> None:
+    module, ids = built("torchtitan"), torch.randint(97, (2, 24))
+    measured = moments.torch.measure(module, ids)
+    assert len(measured.variance) == 3
+    weights = measured.weight_gradients()
+    assert {"query", "gate", "token", "head"} <= set(weights["weight"])
+    moments.torch.initialize(module, "xavier", seed=3)
+    report = moments.torch.audit(module, "xavier")
+    assert report.passed
+    assert len(report.findings) > 40
+    with torch.no_grad():
+        module.layers["1"].attention.wo.weight.mul_(1.3)
+    (worst, *_) = moments.torch.audit(module, "xavier").offenders
+    assert worst.parameter == "layers.1.attention.wo.weight"
+
+
+def test_scales_and_dropouts_are_carried_into_any_module() -> None:
+    module = built("minGPT")
+    plan = anatomy_of(module).architecture()
+    assert plan is not None
+    plan = plan.replace(skip_scale=0.8, branch_scale=0.5)
+    moments.torch.initialize(module, plan)
+    report = moments.torch.audit(module, plan)
+    assert report.passed
+    assert {f.quantity for f in report.findings} >= {"skip_scale", "branch_scale", "temperature"}
+    found = read(module)
+    assert found.model is not None
+    assert found.model.skip_scale == pytest.approx(0.8)
+    assert found.model.branch_scale == pytest.approx(0.5)
+
+
+def test_a_reading_follows_the_module() -> None:
+    """What was read before is not kept when a part, a setting or a hook changes."""
+    module = built("minGPT")
+    assert anatomy_of(module).reading is anatomy_of(module).reading
+    module.blocks[0].ln1 = nn.Identity()
+    reading = anatomy_of(module).reading
+    assert reading is not None
+    assert reading.model is None
+    assert any("differently" in words for words in reading.reasons)
+
+
+def test_a_pass_leaves_the_module_as_it_was() -> None:
+    module = built("timm")
+    module.register_buffer("count", torch.zeros(()))
+    module.register_forward_pre_hook(lambda part, given: part.count.add_(1) and None)
+    before = copy.deepcopy(module.state_dict())
+    state = torch.get_rng_state()
+    module.eval()
+    read(module)
+    assert not module.training
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+# --- the graph ------------------------------------------------------------------------------------
+
+
+class Memory(nn.Module):
+    """Writes through views of one memory, as caches and rotations in place do."""
+
+    def forward(self, x: Any) -> Any:
+        y = torch.zeros(x.shape[0], 4, x.shape[1])
+        y[:, 1] = x
+        row = y[:, 1]
+        y[:, 1, 0] += 1
+        first = row.sum(-1)
+        y[:, 3] = 2 * row
+        return first[:, None, None] + y
+
+
+def test_memory_written_through_views_is_followed() -> None:
+    module, x, other = Memory(), torch.randn(3, 5), torch.randn(3, 5)
+    graph = record(module, lambda: module(x), {"x": x})
+    (again,) = graph.run(
+        {graph.values.index(next(v for v in graph.values if v.live)): other}, graph.outputs
+    )
+    assert torch.equal(again, module(other))
+    assert torch.equal(graph.tensor(graph.outputs), module(x))
+
+
+def test_a_recorded_pass_runs_again_on_other_input() -> None:
+    """Bit by bit what the module gives without dropout."""
+    module = nano_gpt.GPT(n_layer=2)
+    one, other = (nano_gpt.text(module.config, seed=s)["idx"] for s in (1, 2))
+    graph = record(module.train(), lambda: module(one, one), {"idx": one})
+    start = next(n for n, value in enumerate(graph.values) if value.name == "idx")
+    (loss,) = graph.run({start: other}, graph.outputs[1])
+    with torch.no_grad():
+        assert float(loss) != float(graph.tensor(graph.outputs[1]))
+        assert float(loss) == pytest.approx(float(module.eval()(other, other)[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 1e-5, 1e-12, 0.0])
+def test_a_norms_epsilon_is_seen_in_how_it_treats_small_input(epsilon: float) -> None:
+    module = built("torchtitan")
+    for part in module.modules():
+        if isinstance(part, nn.RMSNorm):
+            part.eps = epsilon
+    found = read(module)
+    assert found.model is not None
+    assert found.model.norm_epsilon == pytest.approx(epsilon, rel=0.02, abs=1e-15)
+    assert math.isfinite(found.model.norm_epsilon)

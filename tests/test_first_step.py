@@ -1,0 +1,394 @@
+"""The first step: its rules against draws, its walk against identities and real optimizers."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import dblquad
+from typer.testing import CliRunner
+
+import moments
+from moments.formulas.named_activations import activation_laws
+from moments.step.change import Change
+from moments.step.elementwise import Pairs, activated
+from moments.step.parametrisation import PARAMETRISATIONS, parametrised
+from moments.step.rules import (
+    MUON_SCALES,
+    Spectrum,
+    damping,
+    effect,
+    gain_effect,
+    newton_schulz,
+    sign_of_columns,
+    sign_of_rows,
+)
+from moments.step.search import transfer, zipf_text
+from moments.torch import measure_step
+from moments.torch.huggingface_modules import build_module, text_batch
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "n_positions": 16,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 2,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "tie_word_embeddings": False,
+}
+
+
+UPDATE_ERROR = {"sgd": 0.3, "muon": 0.2, "adamw": 0.03}
+
+
+@pytest.fixture(scope="module")
+def batch() -> Any:
+    return text_batch(GPT2, seq_len=16, batch=2)
+
+
+@pytest.fixture(scope="module")
+def prediction(batch: Any) -> moments.Prediction:
+    model = moments.from_huggingface(GPT2, seq_len=16)
+    return moments.predict(model, token_ids=batch["input_ids"])
+
+
+def orthogonal(g: np.ndarray) -> np.ndarray:
+    """Jordan's iteration."""
+    x = g / np.linalg.norm(g)
+    for _ in range(5):
+        s = x @ x.T
+        x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
+    return x
+
+
+def correlated(tokens: int, seed: int) -> np.ndarray:
+    a = np.random.default_rng(seed).standard_normal((tokens, tokens + 2))
+    return a @ a.T / (tokens + 2)
+
+
+# --- rules against quadrature and draws ---------------------------------------------------------
+
+
+def test_inverse_moments_are_the_integrals() -> None:
+    lam = np.array([2.0, 0.3])
+    identity = np.eye(2)
+    found = Spectrum(np.diag(lam), identity, identity, identity, lam).inverse_moments
+
+    def mean(of: Any) -> float:
+        def density(x: float, y: float) -> float:
+            rho = (lam[0] * x * x + lam[1] * y * y) ** 0.5
+            return of(x, rho) * np.exp(-(x * x + y * y) / 2) / (2 * np.pi)
+
+        return 4 * dblquad(density, 1e-9, 9, 1e-9, 9, epsabs=1e-9)[0]
+
+    assert found[0] == pytest.approx(mean(lambda x, rho: rho), rel=1e-6)
+    assert found[1][0] == pytest.approx(mean(lambda x, rho: x * x / rho), rel=1e-6)
+    assert found[2][0] == pytest.approx(mean(lambda x, rho: x * x / rho**2), rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "sign", "muon"])
+def test_a_matrix_step_is_what_draws_give(rule: str) -> None:
+    """P by the regression on delta that it is defined by, Q and the slope directly."""
+    tokens, n, m, draws = 5, 48, 40, 400
+    kernel, gradient = correlated(tokens, 0), correlated(tokens, 1)
+    spectrum = Spectrum.of(kernel, gradient)
+    found = effect(spectrum, rule, kernel, kernel, n, m)
+    rng = np.random.default_rng(2)
+    left, right = np.linalg.cholesky(kernel), np.linalg.cholesky(gradient)
+    total, met, slope = np.zeros((tokens, tokens)), np.zeros((tokens, tokens)), 0.0
+    for _ in range(draws):
+        x = left @ rng.standard_normal((tokens, n))
+        delta = right @ rng.standard_normal((tokens, m))
+        g = delta.T @ x
+        step = {"sgd": lambda v: v, "sign": np.sign, "muon": orthogonal}[rule](g)
+        y = x @ step.T
+        total += y @ y.T / m / draws
+        met += y @ delta.T / m / draws
+        slope += float((g * step).sum()) / draws
+    assert found.slope == pytest.approx(slope, rel=0.03)
+    scale = np.abs(total).max()
+    assert found.total / scale == pytest.approx(total / scale, abs=0.05)
+    scale = np.abs(met).max()
+    assert found.coherent @ gradient / scale == pytest.approx(met / scale, abs=0.08)
+
+
+def test_muon_scales_and_its_scalar_map_are_torch_s() -> None:
+    """Singular values behind torch's own iteration, up to its bfloat16."""
+    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(24, 40, generator=generator)
+    moved = _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    values = torch.linalg.svdvals(matrix).numpy()
+    found = np.sort(newton_schulz(values / np.linalg.norm(values)))
+    assert np.sort(torch.linalg.svdvals(moved.float()).numpy()) == pytest.approx(found, abs=0.03)
+    for name in ("original", "match_rms_adamw"):
+        theirs = _adjust_lr(1.0, name, torch.Size((24, 40)))
+        assert MUON_SCALES[name](40, 24) == pytest.approx(theirs)
+
+
+def test_rows_and_columns_that_are_not_gaussian() -> None:
+    """ReLU's slopes gate whole rows: E|G| against draws of G itself, where the Gaussian law of the
+    same kernels is 6 % off."""
+    tokens, n, draws = 4, 400, 3000
+    kernel, inner = correlated(tokens, 3), correlated(tokens, 4)
+    rng = np.random.default_rng(5)
+    hidden = rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(correlated(tokens, 6)).T
+    delta = (hidden > 0) * (rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(inner).T)
+    gradient = delta.T @ delta / draws
+    signs = sign_of_rows(kernel, delta)
+    found = effect(Spectrum.of(kernel, gradient), "sign", kernel, kernel, n, 1.0, signs=signs)
+    x = rng.standard_normal((n, tokens)) @ np.linalg.cholesky(kernel).T
+    g = delta @ x.T
+    assert found.slope == pytest.approx(np.abs(g).mean() * n, rel=0.03)
+    plain = effect(Spectrum.of(kernel, gradient), "sign", kernel, kernel, n, 1.0)
+    assert abs(plain.slope / (np.abs(g).mean() * n) - 1) > 0.05
+    # Q of one token: the sum over features of sign(G) x, squared, averaged over rows
+    square = ((np.sign(g) @ x) ** 2).mean(0)
+    assert np.diag(found.total) == pytest.approx(square, rel=0.12)
+    values = np.maximum(hidden, 0.0)
+    signs = sign_of_columns(
+        values, inner, rng.standard_normal((512, tokens)) @ np.linalg.cholesky(inner).T
+    )
+    hidden_kernel = values.T @ values / draws
+    found = effect(
+        Spectrum.of(hidden_kernel, inner), "sign", hidden_kernel, hidden_kernel, n, 1.0, signs=signs
+    )
+    rows = rng.standard_normal((2000, tokens)) @ np.linalg.cholesky(inner).T
+    g = rows @ values[:n].T
+    assert found.slope == pytest.approx(np.abs(g).mean() * n, rel=0.05)
+
+
+def test_a_gain_s_step() -> None:
+    tokens, draws = 5, 200_000
+    kernel, gradient = correlated(tokens, 0), correlated(tokens, 1)
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(kernel).T
+    delta = rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(gradient).T
+    g = (x * delta).sum(1)
+    found = gain_effect(kernel, gradient, "sign", kernel, kernel, 1.0)
+    assert found.slope == pytest.approx(np.abs(g).mean(), rel=0.02)
+    found = gain_effect(kernel, gradient, "sgd", kernel, kernel, 1.0)
+    y = x * g[:, None]
+    assert np.diag(found.total) == pytest.approx((y * y).mean(0), rel=0.05)
+
+
+def test_adam_s_epsilon_damps_the_sign() -> None:
+    z = np.random.default_rng(0).standard_normal(400_000)
+    for epsilon in (1e-9, 0.1, 3.0):
+        pulled, square = damping(0.5, epsilon)
+        u = 0.5 * z / (np.abs(0.5 * z) + epsilon)
+        assert pulled == pytest.approx((u * z).mean() / (2 / np.pi) ** 0.5, rel=5e-3)
+        assert square == pytest.approx((u * u).mean(), rel=5e-3)
+
+
+# --- changes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu", "relu_squared", "leaky_relu(0.2)"])
+def test_functions_are_those_of_the_laws(name: str) -> None:
+    laws = activation_laws(name)
+    assert laws.entrywise is not None
+    from moments.formulas.algebra import NUMPY
+
+    function, derivative = laws.entrywise
+    x = np.random.default_rng(0).standard_normal(400_000)
+    moment = np.mean(np.asarray(function(NUMPY, x), float) ** 2)
+    slope = np.mean(np.asarray(derivative(NUMPY, x), float) ** 2)
+    one = np.ones((1, 1))
+    pairs = Pairs.of(laws, {})
+    assert pairs.moment(one[0], one[0], one)[0, 0] == pytest.approx(moment, rel=0.02)
+    assert pairs.slope(one[0], one[0], one)[0, 0] == pytest.approx(slope, rel=0.02)
+
+
+def test_small_and_large_changes_join() -> None:
+    """The slopes alone carry small changes; at the seam both ways agree."""
+    laws, kernel = activation_laws("gelu"), correlated(4, 0)
+    grown = correlated(4, 1)
+    output = Pairs.of(laws, {}).moment(np.diag(kernel), np.diag(kernel), kernel)
+    sizes = []
+    for scale in (0.9e-5, 1.1e-5):
+        factor = scale * np.diag(kernel).max() / np.diag(grown).max()
+        change = Change(0 * kernel, 0 * kernel, factor * grown)
+        sizes.append(activated(laws, {}, change, kernel, output).total / factor)
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
+
+
+def test_a_step_is_linear_where_it_is_small(prediction: moments.Prediction) -> None:
+    one, two = (prediction.after("adam", rate, eps=0.0) for rate in (1e-8, 1e-7))
+    assert two.loss_change == pytest.approx(10 * one.loss_change, rel=1e-3)
+    assert one.loss_change == pytest.approx(one.slope * 1e-8, rel=0.03)
+    assert two.relative_change == pytest.approx(100 * one.relative_change, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sign", "muon"])
+def test_what_reaches_a_tensor_is_what_lies_below(
+    prediction: moments.Prediction, optimizer: str
+) -> None:
+    """width tr(P D) = sum of the slopes of all parameters before, at every point of the stream."""
+    from moments.step.first import Stepped, named_optimizer
+
+    reading = prediction._stepping.reading
+    step = Stepped(reading, named_optimizer(optimizer), 1e-9)
+    below: dict[int, float] = {}
+    for weight in step.weights:
+        below[weight.layer] = below.get(weight.layer, 0.0) + weight.slope
+    stream = [site for site in step.sites if site.site == "stream"]
+    for site in stream:
+        sent = site.width * float((site.change.coherent * site.gradient).sum()) / 1e-9
+        wanted = sum(value for layer, value in below.items() if layer <= site.layer)
+        assert sent == pytest.approx(wanted, rel=0.03)
+
+
+# --- against real optimizers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rates", "options"),
+    [
+        ("adamw", [1e-4, 1e-3], {"weight_decay": 0.1}),
+        ("muon", [3e-3], {"multipliers": {"vectors": 0.5}}),
+        ("sgd", [0.03], {}),
+    ],
+)
+def test_real_modules(
+    prediction: moments.Prediction, batch: Any, optimizer: str, rates: list[float], options: Any
+) -> None:
+    measured = measure_step(
+        lambda seed: build_module(GPT2, seed).double(), batch, optimizer, rates, seeds=6, **options
+    )
+    assert isinstance(measured, list)
+    for rate, seen in zip(rates, measured, strict=True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", moments.ValidityWarning)
+            step = prediction.after(optimizer, rate, **options)
+        found = moments.compare(step, seen)
+        error = abs(step.loss_change - seen.loss_change)
+        assert error < 0.05 * abs(seen.loss_change) + 3 * seen.loss_change_stderr
+        change = found.to_frame().query("site == 'stream'")
+        beyond = change["relative_change_error"].abs() - 3 * change["relative_change_stderr"]
+        assert beyond.max() < 0.12
+        weights = found.weights()
+        matrices = weights[weights["weight"].isin(["value", "output", "ffn_in", "ffn_out"])]
+        assert matrices["alignment_error"].abs().max() < 0.03
+        # squared gradients of one draw scatter under SGD
+        assert matrices["update_variance_error"].abs().max() < UPDATE_ERROR[optimizer]
+
+
+def test_measure_step_is_torch_s_own_and_leaves_the_module(batch: Any) -> None:
+    module = build_module(GPT2, 0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    named = measure_step(module, batch, "sgd", 0.01)
+    made = measure_step(module, batch, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    assert isinstance(named, moments.StepMeasurement)
+    assert isinstance(made, moments.StepMeasurement)
+    assert named.loss == pytest.approx(made.loss, abs=1e-6)
+    norms = moments.torch.measure(module, batch).weight_gradients()["squared_norm"].sum()
+    assert named.slope == pytest.approx(-norms, rel=1e-3)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+
+
+# --- what users hold -----------------------------------------------------------------------------
+
+
+def test_result_shows_itself(prediction: moments.Prediction) -> None:
+    step = prediction.after("muon", 1e-3, adjust="match_rms_adamw")
+    assert step.variance.shape == step.relative_change.shape == (3,)
+    assert json.loads(step.to_json())["loss"] == pytest.approx(step.loss)
+    assert {"query", "ffn_out", "head", "token"} <= set(step.weights()["weight"])
+    assert "learning rate 0.001" in " ".join(step.table().split())
+    assert len(step.plot("mine").axes) == 3
+    frame = step.to_frame()
+    assert list(frame["site"])[-1] == "logits"
+    assert frame["relative_change"].gt(0).all()
+
+
+def test_large_steps_warn(prediction: moments.Prediction) -> None:
+    with pytest.warns(moments.ValidityWarning, match="of the last stream is the step's change"):
+        prediction.after("adam", 0.05)
+
+
+def test_learning_rate_reaches_its_bound(prediction: moments.Prediction) -> None:
+    found = moments.learning_rate(prediction, "adam", bound=0.2)
+    assert found.step.relative_change.max() == pytest.approx(0.2, rel=2e-3)
+    with pytest.raises(moments.DomainError, match="loss_drop"):
+        moments.learning_rate(prediction, "sgd", quantity="loss_drop", bound=50.0)
+
+
+def test_parametrisations_are_the_base_at_its_size(prediction: moments.Prediction) -> None:
+    model = prediction.model
+    for name in PARAMETRISATIONS:
+        same, multipliers = parametrised(model, name, "adam", model.d_model, model.layers)
+        assert (
+            same.replace(d_ff=model.d_ff).to_dict()
+            == model.replace(branch_scale=1.0, weights=same.weights).to_dict()
+        )
+        assert all(value == 1.0 for value in multipliers.values())
+
+
+def test_mup_transfers_where_the_standard_does_not(prediction: moments.Prediction) -> None:
+    model = prediction.model.replace(seq_len=8)
+    flat = transfer(model, "adam", parametrisation="mup", widths=[64, 128]).exponents[0]
+    steep = transfer(model, "adam", parametrisation="standard", widths=[64, 128]).exponents[0]
+    assert abs(flat) < 0.25
+    assert steep < -0.7
+
+
+def test_zipf_s_text() -> None:
+    ids = zipf_text(1000, 500, 4)
+    assert ids.shape == (4, 500)
+    assert (ids == 0).mean() == pytest.approx(1 / (np.log(1000) + 0.5772), abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "options", "said"),
+    [
+        ("adagrad", 1e-3, {}, "optimizer"),
+        ("adam", -1.0, {}, "learning_rate"),
+        ("adam", float("nan"), {}, "learning_rate"),
+        ("adam", 1e-3, {"weight_decay": 0.1}, "adamw"),
+        ("adam", 1e-3, {"betas": (0.9,)}, "betas"),
+        ("sgd", 1e-3, {"eps": 1e-8}, "eps"),
+        ("sign", 1e-3, {"momentum": 0.9}, "momentum"),
+        ("sgd", 1e-3, {"nesterov": True}, "nesterov"),
+        ("adam", 1e-3, {"adjust": "spectral"}, "adjust"),
+        ("adam", 1e-3, {"multipliers": {"query": -1.0}}, "multipliers"),
+    ],
+)
+def test_bad_input(
+    prediction: moments.Prediction, optimizer: str, rate: float, options: Any, said: str
+) -> None:
+    with pytest.raises(moments.DomainError, match=said):
+        prediction.after(optimizer, rate, **options)
+
+
+def test_what_is_not_covered_is_named(prediction: moments.Prediction) -> None:
+    model, ids = prediction.model, zipf_text(300, 16, 1)
+    bare = model.replace(head=None)
+    for found, said in (
+        (moments.predict(bare, token_ids=ids), "loss"),
+        (moments.predict(model), "token_ids"),
+        (moments.predict(model.replace(qk_norm="rmsnorm"), token_ids=ids), "qk_norm"),
+        (moments.predict(model.replace(normalization="dyt"), token_ids=ids), "DynamicTanh"),
+    ):
+        with pytest.raises(moments.DomainError, match=said):
+            found.after("adam", 1e-3)
+
+
+def test_the_command() -> None:
+    from moments.cli import app
+
+    told = ["first-step", "gpt2", "--layers", "1", "--seq-len", "8", "--lr", "1e-4", "--json"]
+    result = CliRunner().invoke(app, told)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["learning_rate"] == 1e-4
+    assert found["loss"] < found["loss_before"]

@@ -1,0 +1,149 @@
+"""The documentation site: it builds without a warning, its snippets run, its search finds formulas,
+and every public name says what it takes and returns."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moments
+from moments.formulas.registry import COMPONENTS, STACKS
+
+ROOT = Path(__file__).parent.parent
+HAND_WRITTEN = sorted(
+    page
+    for page in (ROOT / "docs").rglob("*.md")
+    if "```python" in page.read_text(encoding="utf-8")
+)
+
+
+def snippets(page: Path) -> str:
+    """All Python of a page, as one program with the page's line numbers."""
+    lines, inside = [], False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        starts = line.startswith("```")
+        lines.append(line if inside and not starts else "")
+        inside = line.startswith("```python") if starts else inside
+    return "\n".join(lines)
+
+
+def test_pages_with_snippets_are_those_that_are_meant() -> None:
+    assert len(HAND_WRITTEN) >= 8
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.stem)
+def test_snippets_run(page: Path, capsys: Any) -> None:
+    code = snippets(page)
+    if "torch" in code:
+        pytest.importorskip("torch")
+    if "register_activation" in code:  # in a process of its own: names are registered for good
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        exec(compile(code, str(page), "exec"), {"__name__": "page"})
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, with one picture and one prediction in place of all."""
+    pytest.importorskip("material", reason="needs the extra docs")
+    pytest.importorskip("latex2mathml", reason="needs the extra docs")
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
+    quick = {"MOMENTS_SITE_QUICK": "1", "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | quick, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def test_the_site_builds_and_shows_no_command_of_tex(site: Path) -> None:
+    page = (site / "theory/softmax/index.html").read_text(encoding="utf-8")
+    assert "<math" in page
+    body = re.sub(r"<annotation.*?</annotation>|<code.*?</code>", "", page, flags=re.DOTALL)
+    assert "arithmatex" not in body
+    assert not re.findall(r"\\(?:frac|theta|sum|tau)\b", body)
+    assert "googleapis" not in page
+    assert 'src="https://' not in page
+
+
+def test_search_finds_every_formula_and_scheme_by_name(site: Path) -> None:
+    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
+    found: dict[str, str] = {}
+    for entry in index["docs"]:
+        place = entry["location"].partition("#")[0]
+        found[place] = found.get(place, "") + html.unescape(entry["title"] + entry["text"])
+    for name, record in (COMPONENTS | STACKS).items():
+        text = found[f"components/{name}/"]
+        assert record.title in text
+        assert name in text
+        for quantity in record.under("published"):
+            assert quantity in text, (name, quantity)
+    for scheme in moments.schemes():
+        assert scheme.title in found[f"scheme/{scheme.name}/"]
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    for package in ("moments", "moments.torch"):
+        if package == "moments.torch":
+            pytest.importorskip("torch")
+        page = (site / f"api/{package}/index.html").read_text(encoding="utf-8")
+        for name in importlib.import_module(package).__all__:
+            if not name.startswith("__"):
+                assert f'id="{name.lower()}"' in page, name
+
+
+# --- docstrings -----------------------------------------------------------------------------------
+
+
+def public() -> list[tuple[str, Any]]:
+    found = [("moments", moments)]
+    with contextlib.suppress(ImportError):
+        found.append(("moments.torch", importlib.import_module("moments.torch")))
+    return [
+        (f"{package}.{name}", getattr(module, name))
+        for package, module in found
+        for name in module.__all__
+        if not name.startswith("__")
+    ]
+
+
+def taken(value: Any) -> list[str]:
+    """Names of what it is called with."""
+    parameters = inspect.signature(value).parameters
+    return [n for n in parameters if n not in ("self", "cls", "args", "kwargs", "inputs")]
+
+
+@pytest.mark.parametrize(("name", "value"), public(), ids=[name for name, _ in public()])
+def test_a_public_name_says_what_it_takes_and_returns(name: str, value: Any) -> None:
+    doc = inspect.getdoc(value) or ""
+    assert len(doc) > 40, name
+    if inspect.isclass(value) and issubclass(value, BaseException | Warning):
+        return
+    if inspect.isclass(value):
+        fields = getattr(value, "__dataclass_fields__", {})
+        for field in (f for f in fields if not f.startswith("_")):
+            assert re.search(rf"\b{field}\b", doc), f"{name} does not say what {field} is"
+        return
+    if not inspect.isroutine(value):
+        return
+    for parameter in taken(value):
+        assert re.search(rf"\b{parameter}\b", doc), f"{name} does not say what {parameter} is"
+    annotated = inspect.signature(value).return_annotation
+    if annotated not in (None, "None", inspect.Signature.empty):
+        first = doc.partition("\n")[0]
+        verb = first.startswith(("Run", "Write", "Put", "Make", "Compare", "Measure", "Predict"))
+        assert "Returns:" in doc or not verb, f"{name} does not say what it returns"

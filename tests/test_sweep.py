@@ -1,0 +1,450 @@
+"""Sweeps: every configuration is what `predict` gives of it alone; files, executors, tables."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moments
+from moments.engine import program
+from moments.grids import run, together
+from moments.grids.result import STREAM
+
+PRE = moments.Transformer(6, 64, 4, 32, dropout=0.1)
+ROUNDING = 1e-12
+
+
+def alone(model: moments.Transformer, **inputs: Any) -> moments.Prediction:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        return moments.predict(model, **inputs)
+
+
+def close(found: float, expected: float, tolerance: float) -> bool:
+    return bool(np.isclose(found, expected, rtol=tolerance, atol=1e-3 * tolerance))
+
+
+def assert_as_alone(sweep: moments.Sweep, tolerance: float) -> None:
+    """Every configuration against a prediction of its own."""
+    for index, values in zip(np.ndindex(sweep.shape), sweep.axes.points(), strict=True):
+        model, arguments = sweep.axes.configure(values)
+        p = alone(model, **{"theory": sweep.theory, **sweep.inputs, **arguments})
+        ends = {"variance": -1, "correlation": -1, "grad_variance": 0, "grad_correlation": 0}
+        for name, end in ends.items():
+            assert close(sweep[name][index], getattr(p, name)[end], tolerance), (values, name)
+            if sweep.stream:
+                stream = sweep.stream[name][index]
+                assert np.allclose(
+                    stream[: model.layers + 1],
+                    getattr(p, name),
+                    rtol=tolerance,
+                    atol=1e-3 * tolerance,
+                ), (values, name)
+                assert np.all(np.isnan(stream[model.layers + 1 :]))
+        if p.loss is not None:
+            assert close(sweep["loss"][index], p.loss, tolerance)
+
+
+# --- the same numbers as alone --------------------------------------------------------------------
+
+MODELS = {
+    "pre": PRE,
+    "gelu": PRE.replace(activation="gelu", normalization="rmsnorm", norm_epsilon=1e-5),
+    "sandwich": PRE.replace(norm="sandwich"),
+    "none": PRE.replace(norm="none", branch_scale=0.2),
+    "parallel": PRE.replace(parallel=True),
+    "qk_norm": PRE.replace(qk_norm="rmsnorm"),
+    "lns": PRE.replace(layernorm_scaling=True),
+    "post": PRE.replace(norm="post"),
+    "swiglu": PRE.replace(activation="swiglu", kv_heads=2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configurations_together_are_those_alone(name: str, monkeypatch: Any) -> None:
+    """Numbers of the layers that differ, and depth, where stacks extend."""
+    monkeypatch.setattr(run, "SAME", 0.0)  # were any discarded, this would show
+    model = MODELS[name]
+    depths = [3, 6] if name == "post" else [1, 2, 4, 6]
+    grid = run.Axes.of(
+        model,
+        {"layers": depths, "weights.query": [0.002, 0.02], "branch_scale": [0.1, 0.4]},
+    )
+    points = [grid.configure(values)[0] for values in grid.points()]
+    kinds = [together.kind(point, "refined", {}) for point in points]
+    assert None not in kinds
+    for shared in set(kinds):
+        models = [m for m, k in zip(points, kinds, strict=True) if k == shared]
+        given = {"correlation": np.linspace(0.0, 0.7, len(models))}
+        found = together.predict_together(models, "refined", given)
+        for i, one in enumerate(models):
+            p = alone(one, correlation=float(given["correlation"][i]))
+            for values, quantity in zip(found.stream, STREAM, strict=True):
+                expected = getattr(p, quantity)
+                assert np.allclose(values[i, : one.layers + 1], expected, rtol=1e-8, atol=1e-11), (
+                    quantity,
+                    i,
+                )
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("weights.value", [0.005, 0.01, 0.02]),
+        ("weights.ffn_out", [0.001, 0.002, 0.004]),
+        ("dropout", [0.0, 0.1, 0.3]),
+        ("skip_scale", [0.5, 0.9, 1.0]),
+        ("temperature", [0.7, 1.0, 2.0]),
+        ("norm_gain", [0.7, 1.0, 1.4]),
+        ("norm_epsilon", [0.0, 1e-5, 1e-2]),
+        ("activation_dropout", [0.0, 0.2, 0.1]),
+        ("biases.value", [0.0, 0.01, 0.1]),
+        ("biases.query", [0.0, 0.01, 0.1]),
+        ("biases.ffn_in", [0.0, 0.01, 0.1]),
+    ],
+)
+def test_any_number_of_a_layer_goes_together(field: str, values: list[float]) -> None:
+    model = PRE.replace(activation="gelu", biases=moments.Biases())
+    sweep = moments.sweep(model, {field: values, "correlation": [0.0, 0.3]})
+    assert_as_alone(sweep, 1e-8)
+
+
+def test_what_goes_alone_is_exactly_what_predict_gives() -> None:
+    model = PRE.replace(norm="post", causal=True, seq_len=8)
+    sweep = moments.sweep(model, {"layers": [1, 3], "theory": ["refined"]}, profile=True)
+    assert_as_alone(sweep, 0.0)
+
+
+def test_theories_schemes_and_placements() -> None:
+    axes = {"norm": ["pre", "post"], "theory": ["published", "simplified"], "heads": [2, 4]}
+    assert_as_alone(moments.sweep(PRE, axes, correlation=0.1), ROUNDING)
+    options = {"scheme": ["depth-scaled", None], "layers": [2, 4, 6], "dropout": [0.0, 0.1]}
+    known = {s.name for s in moments.schemes()}
+    options["scheme"] = [sorted(known - {"dslm"})[0], None]
+    assert_as_alone(moments.sweep(PRE, options), 1e-8)
+
+
+def test_head_and_embedding_with_depth() -> None:
+    model = PRE.replace(
+        embedding=moments.Embedding(100, 0.02, norm=True),
+        head=moments.Head(loss="masked", tied=False, weight_variance=0.01),
+    )
+    sweep = moments.sweep(model, {"layers": [1, 2, 3, 5, 6]}, profile=True)
+    assert_as_alone(sweep, 1e-8)
+    assert np.all(sweep["loss"] > np.log(50))
+    assert_as_alone(moments.sweep(model, {"head.output_scale": [0.5, 2.0]}), ROUNDING)
+    assert_as_alone(moments.sweep(model, {"embedding.token_variance": [0.5, 2.0]}), ROUNDING)
+
+
+def test_a_thousand_go_through_the_engine_in_few_passes(monkeypatch: Any) -> None:
+    counted = []
+    whole = together.Stack.forward
+    monkeypatch.setattr(together.Stack, "forward", lambda s: (counted.append(s), whole(s))[1])
+    moments.sweep(
+        PRE.replace(layers=2),
+        {"weights.query": np.geomspace(1e-3, 1e-2, 16), "correlation": np.linspace(0, 0.6, 32)},
+    )
+    assert len(counted) <= 6  # two pieces of 256, and two of each alone
+
+
+def test_programs_recorded_for_many_serve_one(monkeypatch: Any) -> None:
+    """A way back that is recorded later needs more of the way up than an earlier one kept."""
+    monkeypatch.setattr(program, "LIBRARY", program.Library())
+    base = moments.Transformer(24, 256, 4, 128, dropout=0.1)
+    for depth in (5, 9, 24):
+        alone(base.replace(layers=depth), correlation=0.2)
+    weights = [base.weights.replace(query=q * base.weights.query) for q in (0.2, 1, 4)]
+    models = [base.replace(layers=n, weights=w) for n in (1, 2, 5, 24) for w in weights]
+    given = {"correlation": np.full(len(models), 0.1)}
+    found = together.predict_together(models, "refined", given)
+    for i, model in enumerate(models):
+        p = alone(model, correlation=0.1)
+        assert np.allclose(found.stream[2][i, : model.layers + 1], p.grad_variance, rtol=1e-8)
+
+
+def test_a_function_makes_the_model() -> None:
+    def made(width: int, layers: int) -> moments.Transformer:
+        return moments.Transformer(layers, width, width // 32, 16)
+
+    sweep = moments.sweep(made, {"width": [32, 64], "layers": [1, 2], "dropout": [0.0, 0.2]})
+    assert_as_alone(sweep, ROUNDING)
+    assert sweep.model(width=64, layers=2).heads == 2
+
+
+# --- refusals and warnings ------------------------------------------------------------------------
+
+
+def test_what_is_refused_or_doubtful_is_kept_with_its_reason() -> None:
+    with pytest.warns(moments.ValidityWarning, match="2 of 4 configurations were refused"):
+        sweep = moments.sweep(PRE, {"heads": [4, 5], "dropout": [0.0, 0.1]})
+    frame = sweep.to_frame()
+    assert list(frame["heads"]) == [4, 4, 5, 5]
+    assert not frame["refused"][:2].any()
+    assert frame["refused"][2:].str.contains("heads").all()
+    assert np.isnan(sweep["variance"][1]).all()
+    assert np.isfinite(sweep["variance"][0]).all()
+    assert "2 refused" in repr(sweep)
+
+    values = np.geomspace(1e-3, 0.4, 7)
+    with pytest.warns(moments.ValidityWarning, match="left a formula's validity"):
+        sweep = moments.sweep(PRE.replace(layers=1), {"weights.query": values})
+    noted = [i for i, v in enumerate(values) if alone(sweep.model(**{"weights.query": v})).warnings]
+    assert sorted(sweep.warnings) == noted
+    assert 0 < len(noted) < len(values)
+    assert_as_alone(sweep, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({}, "axes"),
+        ({"layer": [1]}, "did you mean 'layers'"),
+        ({"weights": [1.0]}, "weights.query"),
+        ({"weights.querry": [1.0]}, "did you mean 'weights.query'"),
+        ({"head.output_scale": [1.0]}, "the model has no head"),
+        ({"layers.deep": [1]}, "no declaration"),
+        ({"layers": 3}, "a list of values"),
+        ({"layers": "12"}, "a list of values"),
+        ({"layers": []}, "one value at least"),
+        ({"layers": [1, 1]}, "there once"),
+        ({"dropout": [float("nan")]}, "finite"),
+        ({"dropout": [[0.1]]}, "a number"),
+        ({"scheme.k": [1.0]}, "beside an axis"),
+        ({"scheme": ["deepnorm"], "norm": ["pre"]}, "that scheme 'deepnorm' sets"),
+        ({"scheme": ["deepnorn"]}, "deepnorm"),
+        ({"dropout": [1.2, 1.4]}, "every configuration is refused"),
+        ({"layers": list(range(1, 10**4)), "variance": np.linspace(1, 2, 10**4)}, "at most"),
+    ],
+)
+def test_bad_axes(axes: dict[str, Any], words: str) -> None:
+    with pytest.raises(moments.DomainError, match=words):
+        moments.sweep(PRE, axes)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"theory": "refind"}, "theory"),
+        ({"varience": 1.0}, "did you mean 'variance'"),
+        ({"layers": 3}, "argument"),
+        ({"executor": 4}, "executor"),
+        ({"path": "/no/such/folder/a.jsonl"}, "cannot write"),
+        ({"variance": [1.0, 2.0]}, "one configuration"),
+    ],
+)
+def test_bad_arguments(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(moments.DomainError, match=words):
+        moments.sweep(PRE, {"layers": [1, 2]}, **given)
+    with pytest.raises(moments.DomainError, match="an axis or an argument"):
+        moments.sweep(PRE, {"variance": [1.0, 2.0]}, variance=1.0)
+    with pytest.raises(moments.DomainError, match="a function that makes one"):
+        moments.sweep(3, {"layers": [1]})  # type: ignore[arg-type]
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+AXES = {"layers": [1, 2, 3], "weights.query": [0.001, 0.01]}
+
+
+def test_a_cut_file_is_gone_on_with(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "sweep.jsonl"
+    whole = moments.sweep(PRE, AXES, path=path, profile=True)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + 6
+    path.write_bytes(b"".join(lines[:4]) + lines[4][:17])  # killed while it wrote
+    assert np.isfinite(moments.Sweep.load(path)["variance"]).sum() == 3
+    assert "3 not there yet" in repr(moments.Sweep.load(path))
+    computed = []
+    original = run._Work.rows
+    monkeypatch.setattr(
+        run._Work, "rows", lambda self, piece: (computed.extend(piece), original(self, piece))[1]
+    )
+    again = moments.sweep(PRE, AXES, path=path, profile=True)
+    assert len(computed) == 3
+    assert moments.Sweep.load(path).to_frame().equals(again.to_frame())
+    for name in STREAM:
+        # What went together then may go alone now.
+        assert np.allclose(again.stream[name], whole.stream[name], rtol=1e-8, equal_nan=True)
+    assert moments.sweep(PRE, AXES, path=path, profile=True).to_frame().equals(again.to_frame())
+    assert len(computed) == 3
+    assert path.read_bytes().count(b"\n") == 7
+
+
+def test_another_sweep_in_the_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.jsonl"
+    moments.sweep(PRE, AXES, path=path, variance=2.0)
+    kept = path.read_bytes()
+    for model, axes, given, words in (
+        (
+            PRE.replace(dropout=0.2),
+            AXES,
+            {"variance": 2.0},
+            r"model.dropout is 0\.1 there and 0\.2",
+        ),
+        (PRE, {**AXES, "layers": [1, 2]}, {"variance": 2.0}, r"axes.layers is \[1, 2, 3\] there"),
+        (PRE, AXES, {"variance": 1.0}, "inputs.variance is 2.0 there and 1.0 here"),
+        (PRE, AXES, {"variance": 2.0, "theory": "published"}, "theory is 'refined' there"),
+        (PRE, AXES, {"variance": 2.0, "profile": True}, "profile is False there"),
+    ):
+        with pytest.raises(moments.DomainError, match=f"another sweep: {words}"):
+            moments.sweep(model, axes, path=path, **given)  # type: ignore[arg-type]
+    assert path.read_bytes() == kept
+
+
+@pytest.mark.parametrize("text", ["hello", "[1, 2]\n", '{"format": "other"}\n', "{}\n"])
+def test_other_files_are_left_alone(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(moments.DomainError, match="path"):
+        moments.sweep(PRE, AXES, path=path)
+    assert path.read_text() == text
+
+
+def test_a_file_that_another_process_writes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.jsonl"
+    with (
+        moments.grids.store.opened(path, {"model": {}}),
+        pytest.raises(moments.DomainError, match="another process is writing"),
+    ):
+        moments.sweep(PRE, AXES, path=path)
+
+
+def test_killed_and_gone_on_with(tmp_path: Path) -> None:
+    """By a signal that leaves no time to tidy up, in the middle of a long sweep."""
+    path = tmp_path / "sweep.jsonl"
+    code = (
+        "import moments\n"
+        "model = moments.Transformer(1, 64, 4, 32, causal=True)\n"
+        f"s = moments.sweep(model, {{'seq_len': range(40, 52)}}, path={str(path)!r})\n"
+        "print(s.to_frame().to_json())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as process:
+        while not path.exists() or path.read_bytes().count(b"\n") < 4:
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+    before = moments.Sweep.load(path)
+    there = before.to_frame()
+    assert 3 <= len(there) < 12
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert path.read_bytes().count(b"\n") == 13
+    after = moments.Sweep.load(path).to_frame()
+    assert json.loads(done.stdout) == json.loads(after.to_json())
+    assert after[: len(there)].equals(there)
+    assert list(after["seq_len"]) == list(range(40, 52))
+
+
+# --- executors ------------------------------------------------------------------------------------
+
+
+def test_processes_and_threads_give_the_same() -> None:
+    expected = moments.sweep(PRE, AXES).to_frame()
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as processes:
+        found = moments.sweep(PRE, AXES, executor=processes).to_frame()
+        assert (
+            found.drop(columns="warnings")
+            .round(8)
+            .equals(expected.drop(columns="warnings").round(8))
+        )
+        with pytest.raises(moments.MomentsError, match="top of a module"):
+            moments.sweep(lambda layers: PRE, {"layers": [1]}, executor=processes)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        assert moments.sweep(PRE, AXES, executor=threads).shape == (3, 2)
+
+
+def test_an_executor_that_breaks_down_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.jsonl"
+    moments.sweep(PRE, AXES, path=path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3]))
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as processes:
+        processes.submit(os._exit, 1)
+        with pytest.raises(moments.MomentsError, match="the same call goes on from there"):
+            moments.sweep(PRE, AXES, path=path, executor=processes)
+    assert path.read_bytes() == b"".join(lines[:3])
+
+
+def test_dask() -> None:
+    distributed = pytest.importorskip("distributed")
+    with (
+        warnings.catch_warnings(),
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = moments.sweep(PRE, AXES, executor=client.get_executor())
+    assert_as_alone(found, 1e-8)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def test_tables_and_labels() -> None:
+    sweep = moments.sweep(PRE, {"correlation": [0.0, 0.5], "layers": [1, 3]}, profile=True)
+    frame = sweep.to_frame()
+    assert list(frame["input_correlation"]) == [0.0, 0.0, 0.5, 0.5]
+    assert list(frame["layers"]) == [1, 3, 1, 3]
+    assert frame["correlation"][2] == sweep["correlation"][1, 0]
+    rows = sweep.to_frame(by_layer=True)
+    assert list(rows["layer"]) == [0, 1, 0, 1, 2, 3] * 2
+    assert np.isfinite(rows.to_numpy(dtype=float)).all()
+    assert close(rows["correlation"][6], 0.5, ROUNDING)
+    with pytest.raises(moments.DomainError, match="profile=True"):
+        moments.sweep(PRE, {"layers": [1]}).to_frame(by_layer=True)
+    p = sweep.prediction(layers=3, correlation=0.5)
+    assert close(p.variance[-1], sweep["variance"][1, 1], 1e-8)
+    for text in (repr(sweep), str(sweep), sweep._repr_html_()):
+        assert "input_correlation 0, 0.5 x layers 1, 3" in text
+    with pytest.raises(moments.DomainError, match="quantity"):
+        sweep["varience"]
+    with pytest.raises(moments.DomainError, match="axis"):
+        sweep.model(layer=3)
+
+
+def test_labelled_arrays() -> None:
+    pytest.importorskip("xarray")
+    sweep = moments.sweep(PRE, {"layers": [1, 3], "weights.query": [0.001, 0.01]}, profile=True)
+    data = sweep.to_xarray()
+    assert data["variance"].dims == ("layers", "weights.query")
+    one = data.sel({"layers": 3, "weights.query": 0.01})
+    assert float(one["variance"]) == sweep["variance"][1, 1]
+    assert data["stream_variance"].shape == (2, 2, 4)
+    assert float(one["stream_variance"][0]) == 1.0
+
+
+def test_pictures() -> None:
+    sweep = moments.sweep(
+        PRE,
+        {"layers": [1, 2, 4], "weights.query": [0.001, 0.005, 0.01], "dropout": [0.0, 0.2]},
+        theory="published",
+    )
+    figure = sweep.plot(x="weights.query", y="layers", quantity="grad_variance", name="tiny")
+    panels = [ax for ax in figure.axes if ax.get_title()]
+    assert [ax.get_title() for ax in panels] == ["dropout 0", "dropout 0.2"]
+    assert figure.get_suptitle().startswith("tiny: d_model 64")
+    mesh = panels[1].collections[0].get_array()
+    assert np.array_equal(np.ravel(mesh), sweep["grad_variance"][:, :, 1].ravel())
+    lines = moments.sweep(PRE, {"layers": [1, 2, 4], "dropout": [0.0, 0.2]}).plot()
+    assert len(lines.axes[0].lines) == 2
+    with pytest.raises(moments.DomainError, match="axes more than"):
+        moments.sweep(
+            PRE.replace(layers=1),
+            {"dropout": [0.0, 0.2], "variance": [1.0, 2.0], "heads": [2, 4], "seq_len": [4, 8]},
+        ).plot()
+    with pytest.raises(moments.DomainError, match="another axis"):
+        sweep.plot(x="layers", y="layers")
+    assert lines.axes[0].get_xlabel() == "layers"
