@@ -155,11 +155,11 @@ def _readings(
     for rule in rules:
         if (variance := bases[rule.words]) > 0:
             yield Reading(rule.title(base, variance), rule.drawn(base, variance))
-    yield from _published(base, [s.name for s in schemes() if s.name not in SLOW])
     for title, fans in _FANS:
         # Left as torch draws it, a Linear keeps torch's bias too.
         start = model if title.startswith("torch") else base
         yield Reading(title, _by_fans(weights, start, fans))
+    yield from _published(base, [s.name for s in schemes() if s.name not in SLOW])
     if base.layers > 1:
         for rule in _SLIPS:
             if (variance := bases[rule.words]) > 0:

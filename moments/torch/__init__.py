@@ -15,6 +15,7 @@ from ..optional import optional
 
 with optional("torch", "torch"):
     from .audit import AuditReport, audit
+    from .companion import Watch, lightning_callback, trainer_callback, watch
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
     from .draft import Draft, draft
@@ -32,6 +33,7 @@ __all__ = [
     "Draft",
     "HookPoint",
     "Initialization",
+    "Watch",
     "attach",
     "audit",
     "describe",
@@ -40,9 +42,12 @@ __all__ = [
     "fold",
     "hook_points",
     "initialize",
+    "lightning_callback",
     "measure",
     "measure_step",
     "snippet",
     "tensor_table",
+    "trainer_callback",
+    "watch",
     "weight_statistics",
 ]

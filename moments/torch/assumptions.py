@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ..optional import optional
 from .entries import Entries
@@ -21,7 +24,8 @@ with optional("torch", "torch"):
 DEVIATIONS = 6
 """Standard errors beyond which a departure is named."""
 
-POWER_STEPS = 40
+KRYLOV, CONVERGED = 8, 1e-2
+"""Vectors of Lanczos' iteration, and the relative error at which it ends."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class WeightStatistics:
         matrix = block.detach().float().reshape(-1, block.shape[-1])
         rows, columns = (math.sqrt(n) for n in matrix.shape)
         edge = (rows + columns) ** 2 * entries.square
-        top = _largest_square(matrix)
+        usable = entries.square > 0 and math.isfinite(entries.square)
+        top = _largest_square(matrix) if usable else 0.0
         # Johnstone 2001: scale (sqrt m + sqrt n)(1/sqrt m + 1/sqrt n)^(1/3) of the top eigenvalue.
         error = (1 / rows + 1 / columns) ** (1 / 3) / (rows + columns)
         total = entries.square * entries.count
@@ -63,17 +68,25 @@ class WeightStatistics:
 
 
 def _largest_square(matrix: Tensor) -> float:
-    """Largest squared singular value, by power iteration from below."""
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(matrix.shape[1], generator=generator).to(matrix.device)
-    square = 0.0
-    for _ in range(POWER_STEPS):
-        norm = float(v.norm())
-        if norm == 0 or not math.isfinite(norm):
-            return square
-        v = matrix.T @ (matrix @ (v / norm))
-        square = float(v.norm())
-    return square
+    """Largest squared singular value, by Lanczos' iteration."""
+    from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
+
+    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+    width = tall.shape[1]
+    if width <= KRYLOV:
+        return float(torch.linalg.matrix_norm(tall, 2)) ** 2
+
+    def product(x: Any) -> Any:
+        v = torch.as_tensor(x.reshape(-1), dtype=tall.dtype, device=tall.device)
+        return (tall.T @ (tall @ v)).cpu().numpy()
+
+    start = np.random.default_rng(0).standard_normal(width).astype(np.float32)
+    square = LinearOperator((width, width), matvec=product, dtype=np.float32)
+    try:
+        (top,) = eigsh(square, k=1, ncv=KRYLOV, tol=CONVERGED, v0=start, return_eigenvectors=False)
+    except (ArpackError, ArpackNoConvergence):
+        return float(torch.linalg.matrix_norm(tall, 2)) ** 2
+    return float(top)
 
 
 def notes(matrices: Iterable[WeightStatistics]) -> Iterator[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 from ..errors import MomentsError
@@ -33,27 +32,99 @@ class Softmax(NamedTuple):
     over_keys: bool
 
 
-def attention_seen(module: nn.Module, batch: Any) -> list[Softmax]:
-    """Every softmax over L x L logits, fused or by hand, in order; without dropout."""
-    found: list[Softmax] = []
+class Behaviour(NamedTuple):
+    """What two runs of a module in evaluation mode show.
+
+    Attributes:
+        softmaxes: over L x L logits, fused or by hand, in order.
+        random: the first submodule whose output differs from one run to the next, of the same
+            input; None where none does.
+        never_run: submodules with parameters of their own that were not called.
+    """
+
+    softmaxes: tuple[Softmax, ...]
+    random: str | None
+    never_run: tuple[str, ...]
+
+
+def behaviour(module: nn.Module, batch: Any) -> Behaviour:
+    """Run a module twice on one batch, without dropout."""
+    runs: list[list[tuple[str, Tensor | None]]] = []
+    watch = _watch()
+
+    def keep(path: str, seen: list[tuple[str, Tensor | None]]) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            try:
+                tensor = first_tensor(output).detach().flatten()[:ENTRIES].clone()
+            except MomentsError:
+                tensor = None
+            seen.append((path, tensor))
+
+        return hook
+
+    with in_mode(module, False):
+        for mode in (watch, nullcontext()):
+            seen: list[tuple[str, Tensor | None]] = []
+            with ExitStack() as hooks:
+                for path, part in module.named_modules():
+                    hooks.callback(part.register_forward_hook(keep(path, seen)).remove)
+                hooks.enter_context(mode)
+                run(module, batch)
+            runs.append(seen)
+    called = {path for path, _ in runs[0]}
+    idle = (
+        path
+        for path, part in module.named_modules()
+        if path not in called and next(part.parameters(recurse=False), None) is not None
+    )
+    return Behaviour(tuple(watch.found), _first_apart(*runs), tuple(idle))
+
+
+def _first_apart(
+    one: list[tuple[str, Tensor | None]], other: list[tuple[str, Tensor | None]]
+) -> str | None:
+    for (path, first), (_, second) in zip(one, other, strict=False):
+        if first is None or second is None:
+            continue
+        if first.shape != second.shape:
+            return path or "the module itself"
+        if not first.is_floating_point():
+            continue
+        size, apart = first.double().norm(), (first.double() - second.double()).norm()
+        if float(apart) > RANDOM * float(size):
+            return path or "the module itself"
+    return None
+
+
+def _watch() -> Any:
     by_hand = (nn.functional.softmax, torch.softmax, Tensor.softmax)
 
     class Watch(TorchFunctionMode):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[Softmax] = []
+
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
             if func is nn.functional.scaled_dot_product_attention:
-                found.append(Softmax(_row_variance(_fused(*args, **kwargs)), True))
+                self.found.append(Softmax(_row_variance(_fused(*args, **kwargs)), True))
             elif func in by_hand and args and _square(args[0]):
                 axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
                 last = axis in (-1, args[0].ndim - 1)
-                found.append(Softmax(_row_variance(args[0]), last))
+                self.found.append(Softmax(_row_variance(args[0]), last))
             return func(*args, **kwargs)
 
-    with in_mode(module, False), Watch():
-        run(module, batch)
-    return found
+    return Watch()
+
+
+RANDOM = 0.03
+"""Relative difference from which two runs are two: kernels that differ in rounding stay below, and
+dropout with probability p changes a tensor by sqrt(2 p) of its size, .045 at p = .001."""
+
+ENTRIES = 4096
+"""Of every output, as many entries are held against one another."""
 
 
 def _square(logits: Any) -> bool:
@@ -100,55 +171,3 @@ def _row_variance(logits: Tensor) -> float:
     if not bool(rows.any()):
         return math.nan
     return float((square[rows] / (count[rows] - 1)).mean())
-
-
-def first_random(module: nn.Module, batch: Any) -> str | None:
-    """In evaluation mode: the first submodule whose output differs from one run to the next, of the
-    same input; None where none does."""
-    runs: list[list[tuple[str, Tensor]]] = []
-
-    def keep(path: str, seen: list[tuple[str, Tensor]]) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            try:
-                tensor = first_tensor(output)
-            except MomentsError:
-                return
-            seen.append((path, tensor.detach().flatten()[:ENTRIES].clone()))
-
-        return hook
-
-    with in_mode(module, False):
-        for _ in range(2):
-            seen: list[tuple[str, Tensor]] = []
-            with ExitStack() as hooks:
-                for path, part in module.named_modules():
-                    hooks.callback(part.register_forward_hook(keep(path, seen)).remove)
-                run(module, batch)
-            runs.append(seen)
-    for (path, one), (_, other) in zip(*runs, strict=False):
-        if one.shape != other.shape or not torch.equal(one, other):
-            return path or "the module itself"
-    return None
-
-
-ENTRIES = 4096
-"""Of every output, as many entries are held against one another."""
-
-
-def never_run(module: nn.Module, batch: Any) -> Iterator[str]:
-    """Submodules with parameters of their own that a forward pass does not call."""
-    called: set[str] = set()
-
-    def note(path: str) -> Any:
-        return lambda *_: called.add(path)
-
-    own = {
-        path: part
-        for path, part in module.named_modules()
-        if path and next(part.parameters(recurse=False), None) is not None
-    }
-    with in_mode(module, False), ExitStack() as hooks:
-        for path, part in own.items():
-            hooks.callback(part.register_forward_hook(note(path)).remove)
-        run(module, batch)
-    yield from (path for path in own if path not in called)

@@ -33,19 +33,20 @@ from ..show.health import (
 )
 from ..show.recognition import Reading, Weight, in_words, recognise
 from .advice import Advice, advise
+from .anatomy import anatomy_of
 from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
-from .behaviour import Softmax, attention_seen, first_random, never_run
+from .behaviour import Softmax, behaviour
 from .checkpoints import load
 from .describe import describe
 from .diagnose import Text, at_length, case_of
-from .entering import sees_ahead
+from .entering import ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
 from .hook_points import hook_points, stacks_of
 from .measure import measure
 from .probe import default_batch, run
-from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, tensors_of
 from .tensors import own_loss
 from .text import mask_tokens
 from .wrappers import unwrapped
@@ -58,9 +59,9 @@ with optional("torch", "torch"):
 
 Loss = Callable[[Any, Any], "torch.Tensor"]
 
-TOKENS, SEQUENCES = 32, 2
-"""Of a batch of the check's own; and as many tokens of as many sequences of a text of the user's
-are read, since the cost of a prediction by token grows with the cube of their number."""
+TOKENS, OWN, SEQUENCES = 32, 1, 2
+"""Tokens of a batch of its own and of a user's text that are read, since the cost of a prediction
+by token grows with the cube of their number; and how many sequences of either."""
 
 FEW = 16
 """Tokens of the runs that look at sums, masks and dropout."""
@@ -123,27 +124,25 @@ class _Checking:
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme = module, scheme
-        self.found = roles_of(module)
-        self.promised = _promised(module)
+        self.found = anatomy_of(module, batch).found
+        self.promised = promised_by(module)
         read = self.promised or read_architecture(module)
         if read is None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ValidityWarning)
-                described = describe(module, batch=batch)
-            read = described.model
-            if read is None:
-                raise MomentsError(f"no Transformer says what it does: {described.unplaced}")
-        self.inputs = _inputs(module, self.found, read, batch, loss)
+                read = described(module, batch=batch)
+        self.inputs = inputs_for(module, self.found, read, batch, loss)
         self.measurement = measure(module, self.inputs.batch, loss=self.inputs.loss)
         read = at_length(read, self.measurement)
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
         self.tensors = Read.of(module, self.found, self.inputs.few, read)
+        self.seen = behaviour(module, self.inputs.few)
         self.idle = tuple(self._unused())
-        self.architecture = _whole(module, self.found, read, self.measurement, self.idle)
+        self.architecture = whole(module, self.found, read, self.measurement, self.idle)
         self.notes: list[str] = []
         self.described = self._described()
-        self.random = first_random(module, self.inputs.few)
+        self.random = self.seen.random
         self.ahead = None if self.random is not None else self._ahead()
         if self.ahead is not None and self.ahead == self.described.causal:
             self.described = self.described.replace(causal=not self.ahead)
@@ -172,16 +171,20 @@ class _Checking:
         aliases: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             aliases.setdefault(parameter, []).append(name)
-        for path in never_run(self.module, self.inputs.few):
+        for path in self.seen.never_run:
             own = self.module.get_submodule(path).parameters(recurse=False)
             if not any(reached & set(aliases[parameter]) for parameter in own):
                 yield path
 
     def _ahead(self) -> bool | None:
-        if not hasattr(self.described, "causal") or self.described.encoder is not None:
+        if self.described.encoder is not None:
             return None
-        text = Text.of(self.module, self.architecture, self.inputs.few, self.inputs.loss)
-        return sees_ahead(self.module, self.inputs.few, None, self.described.layers, text.ids)
+        few, embedding = self.inputs.few, self.architecture.embedding
+        ids = few.get("input_ids") if isinstance(few, Mapping) else None
+        if ids is None and isinstance(embedding, Embedding):
+            ids = ids_read(self.module, few, embedding.vocab_size)
+        known = None if ids is None else np.asarray(ids)
+        return sees_ahead(self.module, few, None, self.described.layers, known)
 
     def _compared(self) -> Comparison:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
@@ -306,7 +309,7 @@ class _Checking:
         if model.encoder is not None or model.alibi or model.relative_bias:
             self.attention_why = "two stacks" if model.encoder else "positions are added to them"
             return
-        seen = attention_seen(self.module, self.inputs.few)
+        seen = self.seen.softmaxes
         wanted = self.comparison.prediction.attention()
         if len(seen) != self.described.layers or len(wanted) != len(seen):
             self.attention_why = (
@@ -324,9 +327,12 @@ class _Checking:
         usable = (expected > 0) & (measured > 0)
         ratios = np.divide(measured, expected, out=np.ones_like(expected), where=usable)
         for factor, words in self._slips():
-            near = np.abs(np.log(ratios / factor)) < abs(math.log(factor)) / 2
-            if near.all() or (near.any() and abs(math.log(factor)) > math.log(UNLIKE)):
-                yield self._scale(np.flatnonzero(near), ratios, measured, expected, words)
+            off = np.log(ratios / factor)
+            near = np.abs(off) < abs(math.log(factor)) / 2
+            whole = abs(float(off.mean())) < abs(math.log(factor)) / 2 and near.mean() > 0.5
+            if whole or (near.any() and abs(math.log(factor)) > math.log(UNLIKE)):
+                layers = np.arange(len(ratios)) if whole else np.flatnonzero(near)
+                yield self._scale(layers, ratios, measured, expected, words)
                 return
         off = np.flatnonzero(np.abs(np.log(ratios)) > math.log(UNLIKE))
         if off.size and not known:
@@ -739,7 +745,7 @@ _SCALES = {
 # --- the module as it stands ----------------------------------------------------------------------
 
 
-def _promised(module: nn.Module) -> Transformer | None:
+def promised_by(module: nn.Module) -> Transformer | None:
     """What the module's config, or torch's own class, says of its initialisation."""
     try:
         return architecture_of(module)
@@ -801,7 +807,7 @@ def _outside(target: Transformer, read: Transformer) -> Transformer:
     return target.replace(**changes) if changes else target
 
 
-def _whole(
+def whole(
     module: nn.Module,
     found: ModuleRoles,
     model: Transformer,
@@ -889,7 +895,19 @@ def _embedding(
 # --- what it is run on ----------------------------------------------------------------------------
 
 
-def _inputs(
+def described(module: nn.Module, **given: Any) -> Transformer:
+    """A module as `describe` reads it, with what that takes.
+
+    Raises:
+        MomentsError: no Transformer says what the module does.
+    """
+    found = describe(module, **given)
+    if found.model is None:
+        raise MomentsError(f"no Transformer says what it does: {'; '.join(found.unplaced)}")
+    return found.model
+
+
+def inputs_for(
     module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any, loss: Loss | None
 ) -> _Inputs:
     """A batch of one's own, or the user's."""
@@ -933,11 +951,11 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any
         return given
     vocab = len(tensors_of(module)[token[0].parameter])
     length = _length(module, found)
-    ids = torch.randint(vocab, (SEQUENCES, length), generator=generator)
+    ids = torch.randint(vocab, (OWN, length), generator=generator)
     if not isinstance(given, Mapping):
         return ids
     if model.encoder is not None:
-        labels = torch.randint(vocab, (SEQUENCES, length), generator=generator)
+        labels = torch.randint(vocab, (OWN, length), generator=generator)
         return {"input_ids": ids, "labels": labels} if task else {**given, "input_ids": ids}
     if task == "masked" and _takes(module, "labels"):
         read, labels = mask_tokens(ids.numpy(), vocab)
@@ -946,13 +964,15 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any
 
 
 def _length(module: nn.Module, found: ModuleRoles) -> int:
-    position = found.named("position")
+    """Tokens that its tables have positions for; some families keep a few rows to themselves."""
+    position, config = found.named("position"), getattr(module, "config", None)
+    kept = 4 if hasattr(config, "to_dict") else 0
     rows = [TOKENS]
     if position:
-        rows.append(len(tensors_of(module)[position[0].parameter]) - 4)
-    most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        rows.append(len(tensors_of(module)[position[0].parameter]) - kept)
+    most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int):
-        rows.append(most - 4)
+        rows.append(most - kept)
     return max(4, min(rows))
 
 

@@ -36,6 +36,8 @@ from .wrappers import unwrapped
 with optional("torch", "torch"):
     from torch import Tensor, nn
 
+    from ..simulation.collector import squared_norm
+
 if TYPE_CHECKING:
     import pandas
 
@@ -293,7 +295,8 @@ class _Reading:
         return model.replace(**changes)
 
     def _square(self, role: Role) -> float:
-        return float(self.blocks[role].double().square().mean())
+        block = self.blocks[role]
+        return float(squared_norm(block) / block.numel())
 
     def _gains(self, model: Transformer, roles: Mapping[tuple[int, str], Role]) -> np.ndarray:
         gains = np.ones((model.layers, 2))
@@ -379,7 +382,7 @@ class _Reading:
         padding = padding_row(self.module, tensors_of(self.module)[role.parameter])
         rows = len(block) - int(padding is not None and not bool(block[padding].any()))
         width = block.numel() / len(block)
-        return float(block.double().square().sum() / (width * rows))
+        return float(squared_norm(block) / (width * rows))
 
     def notes(self) -> list[str]:
         """Broken assumptions, in words."""

@@ -219,7 +219,9 @@ class Text:
         known = hasattr(getattr(module, "config", None), "to_dict")
         if model.encoder is not None or not isinstance(model.embedding, Embedding):
             return cls(arrays, None, None, known and loss is None)
-        ids = ids_read(module, batch, model.embedding.vocab_size)
+        ids = arrays.get("input_ids") if known else None
+        if ids is None:
+            ids = ids_read(module, batch, model.embedding.vocab_size)
         if ids is None:
             ids = arrays.get("input_ids")
         elif not known:

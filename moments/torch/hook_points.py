@@ -47,6 +47,8 @@ def family_of(layer: nn.Module) -> Layout | None:
 
     Of several that fit, the one that names most: a Llama layer also has all that Cohere's names.
     """
+    if next(layer.children(), None) is None:
+        return None  # no layer is a single part
     modules = {name for name, _ in layer.named_modules()}
     parameters = {name for name, _ in layer.named_parameters()}
     fitting = [layout for layout in LAYOUTS if layout.recognises(layer, modules, parameters)]

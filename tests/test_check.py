@@ -1,0 +1,286 @@
+"""`moments.check`: planted slips named, correct modules passed, what was not checked said."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moments
+from moments.show.precision import FORMATS
+from moments.show.recognition import recognise, weights_of
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import check_modules  # noqa: E402
+from checked_gpt import Config, build  # noqa: E402
+from small_modules import encoder, family_module  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from moments.cli import app  # noqa: E402
+
+SMALL = {"n_layer": 2, "n_embd": 48, "block_size": 16}
+
+
+# --- number formats -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_what_a_format_loses_is_what_a_cast_loses(form: Any) -> None:
+    """200,000 Gaussian entries, cast by torch: counts within five binomial deviations."""
+    count = 200_000
+    wide = torch.randn(count, generator=torch.Generator().manual_seed(1)).double()
+    edges = (form.step, 2.0**form.lowest, form.largest)
+    for scale in [edge * 2.0**power for edge in edges for power in (-2, 0, 2)]:
+        if scale > 1e38:
+            continue  # the float32 that is cast has no such entries
+        given = (scale * wide).float()
+        cast = given.to(getattr(torch, form.name)).float()
+        # E4M3 has no infinity: what is beyond it saturates, or is nan in older versions.
+        over = ~torch.isfinite(cast) | (given.abs().double() >= form.limit)
+        seen = (
+            cast == 0,
+            (cast != 0) & (cast.abs() < 2.0**form.lowest),
+            over,
+        )
+        for share, mask in zip(form.shares(scale**2), seen, strict=True):
+            deviation = math.sqrt(max(share * (1 - share), 1 / count) / count)
+            assert abs(float(mask.double().mean()) - share) < 5 * deviation, (form.name, scale)
+
+
+def test_the_limits_of_the_formats_are_torchs() -> None:
+    for form in FORMATS:
+        info = torch.finfo(getattr(torch, form.name))
+        assert form.largest == info.max
+        assert 2.0**form.lowest == info.tiny
+        assert form.step == info.smallest_normal * info.eps
+        assert form.rounding == info.eps / 2
+
+
+# --- recognition ----------------------------------------------------------------------------------
+
+MODEL = moments.Transformer(layers=6, d_model=64, heads=4, seq_len=16)
+
+
+@pytest.mark.parametrize("name", ["xavier", "ds-init", "deepnorm", "t-fixup", "mup"])
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+def test_a_published_scheme_is_recognised_by_its_variances(name: str) -> None:
+    found = recognise(weights_of(MODEL.with_scheme(name)), MODEL)
+    assert not found.left
+    assert found.title.startswith(name) or name == "mup"
+    if name == "mup":  # its variances are LeCun's; its other multipliers no weight shows
+        assert found.title == "LeCun's 1/fan_in"
+
+
+@pytest.mark.parametrize(
+    ("weights", "title"),
+    [
+        (moments.Weights.normal(0.02**2), "one normal for all matrices, std 0.02"),
+        (moments.Weights.normal(0.013**2, output_divisor=12), "GPT-2's scaled init: std 0.013"),
+        (moments.Weights.torch_default(64), "torch's default for nn.Linear"),
+    ],
+)
+def test_a_free_deviation_is_read_off_the_weights(weights: Any, title: str) -> None:
+    found = recognise(weights_of(MODEL.replace(weights=weights)), MODEL)
+    assert found.title.startswith(title)
+    assert not found.left
+
+
+def test_a_slip_is_taken_only_where_no_rule_explains_as_much() -> None:
+    swapped = moments.Weights(1 / 12, 1 / 12, 1 / 12, 1.0, 1.0, 1 / 12)
+    found = recognise(weights_of(MODEL.replace(weights=swapped)), MODEL)
+    assert found.meant is not None
+    assert "on query, key and value instead of output" in found.title
+    first = found.meant.layer_weights(1)
+    assert (first.query, first.ffn_in) == (1.0, 1.0)
+    assert first.output == first.ffn_out == pytest.approx(1 / 12)
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def right() -> moments.CheckReport:
+    return moments.check(build(Config(**SMALL), 1))
+
+
+def test_nothing_wrong_is_one_line(right: moments.CheckReport) -> None:
+    right.assert_healthy()
+    assert right.findings == ()
+    assert "\n" not in str(right)
+    for words in ("nothing found wrong", "GPT-2's scaled init: std 0.02", "log(101) = 4.615"):
+        assert words in str(right)
+    assert right.unchecked == ()
+
+
+def test_each_measured_number_stands_beside_its_band(right: moments.CheckReport) -> None:
+    frame = right.to_frame().set_index("quantity")
+    row = frame.loc["gradient variance entering layer 1"]
+    assert row.low < row.expected < row.high
+    assert row.measured == right.comparison.measurement.grad_variance[0]
+    assert frame.loc["weight variance, ffn_in"].parameter == "transformer.h.*.mlp.c_fc.weight"
+    assert frame.loc["loss against log(101)"].expected == math.log(101)
+
+
+def test_the_page_is_one_file_with_its_pictures(right: moments.CheckReport) -> None:
+    page = right.to_html()
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.count("<svg") == 1
+    assert "prefers-color-scheme: dark" in page
+    assert "var(--forward)" in page
+    for outside in ("http://cdn", "https://", "<script", "src="):
+        assert outside not in page.replace("https://matplotlib", "")
+    assert right._repr_html_().count("<svg") == 0
+
+
+SLIPS = {slip.title: slip for slip in check_modules.all_slips()}
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "scale on c_attn",
+        "no scale, fused=False",
+        "dropout on",
+        "no residual",
+        "BERT of copied layers",
+    ],
+)
+def test_a_planted_slip_is_named_with_its_tensor(title: str) -> None:
+    """A few of those that the stored run holds."""
+    slip = SLIPS[title]
+    report = moments.check(check_modules.slip_module(slip), scheme=slip.scheme or None)
+    assert check_modules.named(slip, report), str(report)
+    assert not report.healthy
+    with pytest.raises(AssertionError, match=slip.kind):
+        report.assert_healthy()
+    assert all(f.reason and f.mend and f.severity in ("error", "warning") for f in report.findings)
+
+
+def test_the_stored_run() -> None:
+    """`benchmarks/check_modules.py slips` and `correct`."""
+    stored = check_modules.stored()
+    rows = stored["slips"]["rows"]
+    assert {row["slip"] for row in rows} == set(SLIPS)
+    assert sum(row["named"] for row in rows) >= 0.95 * len(rows)
+    right = stored["correct"]["rows"]
+    assert {row["module"] for row in right} <= {name for name, _ in check_modules.correct()}
+    assert len(right) >= 200
+    assert sum(bool(row["findings"]) for row in right) <= 0.005 * len(right)
+
+
+def test_a_module_of_logits_alone_and_torchs_encoder() -> None:
+    bare = moments.check(build(Config(**SMALL, loss=False, tied=False, init="torch"), 2))
+    assert bare.healthy, str(bare)
+    assert bare.scheme.startswith("torch's default for nn.Linear")
+    assert bare.comparison.measurement.loss == pytest.approx(math.log(101), rel=0.1)
+    copied = moments.check(encoder(2, 48, 96))
+    assert [f.kind for f in copied.findings] == ["copied layers"]
+    assert "a loss (none in the module, and none was passed)" in copied.unchecked
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = build(Config(**SMALL, dropout=0.1), 3)
+    module.transformer["h"][0].eval()
+    modes = [part.training for part in module.modules()]
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    state = torch.random.get_rng_state()
+    moments.check(module)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert modes == [part.training for part in module.modules()]
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_of_a_users_text_a_part_is_read_and_that_is_said() -> None:
+    ids = torch.randint(101, (5, 40), generator=torch.Generator().manual_seed(0))
+    report = moments.check(family_module("gpt2", 2, 48), {"input_ids": ids[:, :36]})
+    assert "measured on 2 sequences of 32 tokens" in str(report)
+    assert "random input" not in str(report)
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with pytest.raises(moments.MomentsError, match="no known layer in Linear"):
+        moments.check(torch.nn.Linear(2, 2))
+    with pytest.raises(moments.DomainError, match="batch"):
+        moments.check("gpt2", torch.zeros(2, 2))
+
+
+# --- declarations ---------------------------------------------------------------------------------
+
+
+def test_a_config_is_judged_by_predictions_and_says_so() -> None:
+    report = moments.check("gpt2")
+    assert report.healthy
+    assert "nothing was measured" in str(report)
+    assert report.unchecked == ("the module itself: nothing was run",)
+    assert np.isnan(report.to_frame()["measured"]).all()
+    assert report.scheme.startswith("GPT-2's scaled init: std 0.02")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"embedding": moments.Embedding(1000, 1.0)}, "initial loss"),
+        ({"embedding": moments.Embedding(1000, 0.0004, 1.0)}, "positions drown tokens"),
+        ({"head": moments.Head(norm=False)}, "no final norm"),
+        ({"weights": moments.Weights.normal(1e-8)}, "identity layers"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+def test_what_a_declaration_cannot_be_trained_with_is_found(
+    changes: dict[str, Any], kind: str
+) -> None:
+    model = moments.Transformer(
+        layers=3,
+        d_model=64,
+        heads=4,
+        seq_len=8,
+        causal=True,
+        weights=moments.Weights.normal(1 / 64),
+        embedding=moments.Embedding(1000, 1 / 64),
+        head=moments.Head(),
+    )
+    assert moments.check(model).healthy
+    intended = model if kind == "no final norm" else None
+    found = moments.check(model.replace(**changes), scheme=intended)
+    assert kind in {f.kind for f in found.findings}, str(found)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+FILE = """
+import sys
+sys.path.insert(0, {folder!r})
+from checked_gpt import Config, build
+def right(): return build(Config(n_layer=2, n_embd=48, block_size=16), 1)
+def wrong(): return build(Config(n_layer=2, n_embd=48, block_size=16, slip="gains drawn"), 1)
+def broken(): raise RuntimeError("no such\\nthing")
+"""
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.format(folder=str(ROOT / "benchmarks")))
+    run = CliRunner().invoke
+    good = run(app, ["check", f"{file}:right", "--html", str(tmp_path / "a.html")])
+    assert good.exit_code == 0
+    assert "nothing found wrong" in good.output
+    assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
+    bad = run(app, ["check", f"{file}:wrong", "--json"])
+    assert bad.exit_code == 1
+    data = json.loads(bad.output)
+    assert not data["healthy"]
+    assert data["findings"][0]["kind"] == "norm gain"
+    for name in ("broken", "absent"):
+        with pytest.raises(moments.MomentsError) as error:
+            run(app, ["check", f"{file}:{name}"], catch_exceptions=False, standalone_mode=False)
+        assert "\n" not in str(error.value)
