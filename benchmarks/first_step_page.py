@@ -18,9 +18,9 @@ takes the same step on a real module. Derivations: [theory/first-step.md](theory
 
 ```python
 p = moments.predict(moments.from_huggingface(config, seq_len=32), token_ids=ids)
-step = p.after("adam", 1e-3)             # loss, stream, every site, every matrix
+step = p.after("adam", 1e-3)  # loss, stream, every site, every matrix
 step.table(), step.weights(), step.plot()
-moments.learning_rate(model, "adam")     # the rate at which the stream changes by a tenth
+moments.learning_rate(model, "adam")  # the rate at which the stream changes by a tenth
 ```
 
 Modules are Hugging Face's, freshly initialised as transformers does (`std` .02 unless a row says

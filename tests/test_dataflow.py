@@ -448,3 +448,15 @@ def test_stored_measurements_agree(kind: str) -> None:
             mean, stderr = (np.array(STORED[kind][name][part]) for part in ("mean", "stderr"))
             assert np.all(np.abs(mean) <= bound + 2 * stderr), name
             assert mean.shape == ((1,) if name == "loss" else (3,))
+
+
+def test_a_foreign_module_is_checked_and_diagnosed() -> None:
+    """Through the same calls as a known one."""
+    module, ids = built("torchtitan"), torch.randint(97, (4, 24))
+    assert moments.check(module, ids).healthy
+    model = read(module, ids).model
+    with torch.no_grad():
+        module.layers["1"].feed_forward.w2.weight.mul_(3)
+    diagnosis = moments.torch.diagnose(module, ids, model)
+    assert not diagnosis.expected
+    assert diagnosis.causes[0].feature == "ffn_out"
