@@ -223,10 +223,10 @@ class Watch:
         measured = measure(self.module, inputs.batch, loss=inputs.loss)
         read = at_length(self._architecture(), measured)
         model = whole(self.module, self._found, read, measured, ())
-        found = describe(self.module, batch=inputs.few, architecture=model)
-        if found.model is None:
-            raise MomentsError(f"no Transformer says what it does: {'; '.join(found.unplaced)}")
-        found = found.model
+        described = describe(self.module, batch=inputs.few, architecture=model)
+        found = described.model
+        if found is None:
+            raise MomentsError(f"no Transformer says what it does: {'; '.join(described.unplaced)}")
         text = Text.of(self.module, found, inputs.batch, inputs.loss)
         case, _ = case_of(found, text, measured, None)
         return compare(predict(case.model, **case.inputs), measured, same_weights=True)
