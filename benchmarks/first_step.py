@@ -251,12 +251,13 @@ TRANSFER = {"width": (64, 128, 256, 512), "depth": (2, 4, 8, 16)}
 
 def exponents() -> None:
     """The theory's rates along width and depth, for Adam, SGD and Muon."""
-    data = stored()
     base = moments.from_huggingface(SWEPT, seq_len=32)
     found = []
     for optimizer in ("adam", "sgd", "muon"):
         options = {"adjust": "spectral"} if optimizer == "muon" else {}
         for name, along in EXPONENTS.items():
+            if name == "completep" and optimizer != "adam":
+                continue
             sizes = TRANSFER[along]
             given = {"widths" if along == "width" else "depths": sizes}
             curve = transfer(
@@ -264,8 +265,7 @@ def exponents() -> None:
             )
             found.append([optimizer, name.strip(), along, sizes, curve.rates, curve.exponents])
             print(*found[-1], flush=True)
-    data["exponents"] = found
-    _store(data)
+    _store(stored() | {"exponents": found})
 
 
 if __name__ == "__main__":

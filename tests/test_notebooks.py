@@ -21,8 +21,8 @@ nbformat = pytest.importorskip("nbformat")
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-QUICK = ("a-formulas-life", "tour")
-"""Executed here, some seconds each; the others by `python benchmarks/notebooks.py run`."""
+QUICK = ("tour",)
+"""Executed here; the others by `python benchmarks/notebooks.py run`."""
 MOST_SECONDS = 60
 
 

@@ -131,7 +131,7 @@ def _picture(name: str) -> bytes | None:
             error = 2 * product.std() / len(y) ** 0.5
             right.errorbar(one, product.mean(), error, fmt="o", color="C1", ms=4)
         right.errorbar([], [], [], fmt="o", color="C1", ms=4, label="simulated")
-        right.set(xlabel="input correlation", ylabel="output covariance at unit variance")
+        right.set(xlabel="input correlation, at unit variance", ylabel="output covariance")
         right.legend(frameon=False)
 
     return svg(draw, f"{laws.title}: law and simulation")

@@ -61,6 +61,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links to the repository's other folders, which the site does not hold, become their names."""
+    up = "../" * (page.file.src_uri.count("/") + 1)
+    return re.sub(rf"\[([^\]]+)\]\({re.escape(up)}(\w[^)]*)\)", r"\1 (`\2`)", markdown)
+
+
 def on_page_content(html: str, **_: Any) -> str:
     """Formulas."""
     return mathml.converted(html)

@@ -33,6 +33,7 @@ def mathml(latex: str, block: bool) -> str:
 
     for known, plain in PLAIN.items():
         latex = latex.replace(known, plain)
+    latex = re.sub(r"(\w)'\}", r"\1\\prime}", latex)  # a prime in an index stands beside it
     found = convert(latex, display="block" if block else "inline")
     unknown = re.search(r"<mi>\\\w+</mi>|<mo>\\\w+</mo>", found)
     if unknown:

@@ -27,6 +27,7 @@ from ..model.presets import preset
 from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
+from .expected import CLEAR
 from .health_page import fragment, page
 from .precision import FORMATS, precision
 from .recognition import Reading, Weight, in_words, recognise, weights_of
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
 
 SEVERITIES = ("error", "warning", "note")
 
-LOSS = 0.2
-"""Share of log(vocabulary) by which a first loss may exceed it. A tenth of it is what published
-models of width 8192 with deviation 0.02 have (logits of variance v add v/2); twice that is spent on
-shrinking logits before anything is learned."""
+LOSS = 2.0
+"""Nats by which a first loss may exceed log(vocabulary). Logits of variance v add v/2: published
+models of width 8192 drawn with deviation 0.02 have 1.6; what is beyond is spent on shrinking logits
+before anything is learned."""
 
 COLLAPSED = 0.99
 """Token correlation above which tokens count as alike: what tells two of them apart is then less
@@ -401,8 +402,8 @@ def _loss(seen: Seen) -> Found:
     vocab = choices(model)
     if source.loss is None or vocab is None or model.head is None:
         return
-    loss, uniform = float(source.loss), math.log(vocab)
-    if loss - uniform <= LOSS * uniform:
+    loss, uniform = _settled(seen), math.log(vocab)
+    if loss - uniform <= LOSS:
         return
     logits = source.logit_variance
     of = "token" if model.head.tied else "head"
@@ -422,6 +423,15 @@ def _loss(seen: Seen) -> Found:
         f"draw {of} with a std of at most 1/sqrt(d_model) = {width**-0.5:.2g}, or multiply the "
         "logits down to a mean square of 1",
     )
+
+
+def _settled(seen: Seen) -> float:
+    """The loss of a right network of these weights where one small batch does not contradict it,
+    else that batch's."""
+    measured, expected = float(seen.source.loss), seen.prediction.loss
+    scatter = CLEAR * float(seen.prediction.loss_stderr or 0.0)
+    covered = expected is not None and abs(measured - float(expected)) <= scatter
+    return float(expected) if covered else measured
 
 
 def _collapse(seen: Seen) -> Found:

@@ -148,7 +148,7 @@ class _Walk:
         behind = itertools.takewhile(lambda part: not holds(part, every), reversed(parts))
         if any(part.normalises for part in behind):
             raise DomainError(
-                "norms at the blocks' outputs (norm = 'sandwich') fix what every block adds: its "
+                "a norm at its output (norm = 'sandwich') normalises what every block adds: its "
                 "variance is norm_gain^2"
             )
         if not parts[-1].splits:

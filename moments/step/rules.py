@@ -393,19 +393,20 @@ def effect(
             scale = float((signs.coherent * spectrum.gradient).sum())
             coherent = signs.coherent * (SIGN_MEAN * n * pulled * mean / scale)
 
-    def spread(square: Array, moment: Array, span: Array) -> Array:
-        if rule == "muon":
-            return square + n * size * (moment - span)
+    def spread(square: Array, moment: Array) -> Array:
         lost = square if rule == "sign" else 0.0 * square
         return square + (plain + drawn) * moment - excess * lost
 
-    old = np.diag(spread(aligned, kernel, kernel))
-    ratio = np.divide(
-        old, np.diag(kernel) * size, out=np.zeros_like(old), where=np.diag(kernel) > 0
-    )
+    sizes = np.diag(kernel) * size
+    old = np.diag(aligned if rule == "muon" else spread(aligned, kernel))
+    ratio = np.divide(old, sizes, out=np.zeros_like(old), where=sizes > 0)
     # on the updated input, as far as the old one tells it
     through = met @ spectrum.inverse
-    total_now = spread(through @ aligned @ through.T, new, through @ met.T)
+    onward = through @ aligned @ through.T
+    if rule == "muon":  # what the old input does not span meets no gradient
+        total_now = onward + n * size * (new - through @ met.T)
+    else:
+        total_now = spread(onward, new)
     return Effect(through @ coherent, total_now, slope, size, float(ratio.mean()))
 
 

@@ -33,7 +33,7 @@ from ..show.health import (
 )
 from ..show.recognition import Reading, Weight, in_words, recognise
 from .advice import Advice, advise
-from .anatomy import anatomy_of
+from .anatomy import Anatomy, anatomy_of
 from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
 from .behaviour import Softmax, behaviour
@@ -43,7 +43,7 @@ from .diagnose import Text, at_length, case_of
 from .entering import ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
-from .hook_points import hook_points, stacks_of
+from .hook_points import stacks_of
 from .measure import measure
 from .probe import default_batch, run
 from .roles import ModuleRoles, Role, block_of, tensors_of
@@ -124,14 +124,12 @@ class _Checking:
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme = module, scheme
-        self.found = anatomy_of(module, batch).found
-        self.promised = promised_by(module)
-        read = self.promised or read_architecture(module)
-        if read is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ValidityWarning)
-                read = described(module, batch=batch)
-        self.inputs = inputs_for(module, self.found, read, batch, loss)
+        self.parts = anatomy_of(module, batch)
+        self.found = self.parts.found
+        self.promised = None if self.parts.reading is not None else promised_by(module)
+        read = self.promised or architecture_read(module, batch, self.parts)
+        example = self.parts.example
+        self.inputs = inputs_for(module, self.found, read, batch, loss, example)
         self.measurement = measure(module, self.inputs.batch, loss=self.inputs.loss)
         read = at_length(read, self.measurement)
         if self.promised is not None:
@@ -184,7 +182,8 @@ class _Checking:
         if ids is None and isinstance(embedding, Embedding):
             ids = ids_read(self.module, few, embedding.vocab_size)
         known = None if ids is None else np.asarray(ids)
-        return sees_ahead(self.module, few, None, self.described.layers, known)
+        sites = None if self.parts.reading is None else self.parts.sites
+        return sees_ahead(self.module, few, sites, self.described.layers, known)
 
     def _compared(self) -> Comparison:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
@@ -330,8 +329,9 @@ class _Checking:
             off = np.log(ratios / factor)
             near = np.abs(off) < abs(math.log(factor)) / 2
             whole = abs(float(off.mean())) < abs(math.log(factor)) / 2 and near.mean() > 0.5
-            if whole or (near.any() and abs(math.log(factor)) > math.log(UNLIKE)):
-                layers = np.arange(len(ratios)) if whole else np.flatnonzero(near)
+            alone = near & (np.abs(np.log(ratios)) > math.log(UNLIKE))
+            if whole or alone.any():
+                layers = np.arange(len(ratios)) if whole else np.flatnonzero(alone)
                 yield self._scale(layers, ratios, measured, expected, words)
                 return
         off = np.flatnonzero(np.abs(np.log(ratios)) > math.log(UNLIKE))
@@ -422,7 +422,7 @@ class _Checking:
         frame = self.comparison.to_frame()
         name = "variance" if forward else "grad_variance"
         own = frame[(frame["quantity"] == name) & (frame["layer"] == max(layer, 1))]
-        sites = {(p.layer, p.site): p.path for p in hook_points(self.module)}
+        sites = {(p.layer, p.site): p.path for p in self.parts.sites or ()}
         for row in own.to_dict("records"):
             if abs(float(row["error"])) > 0.25:
                 return sites.get((int(row["layer"]), str(row["site"])), "")
@@ -753,6 +753,25 @@ def promised_by(module: nn.Module) -> Transformer | None:
         return None
 
 
+def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transformer:
+    """What the module's layers show, or one pass through it.
+
+    Raises:
+        MomentsError: neither, or it does what no Transformer says.
+    """
+    if parts.reading is None and (known := read_architecture(module)) is not None:
+        return known
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        described = describe(module, batch=batch)
+    if described.model is None:
+        raise MomentsError(
+            f"no Transformer says what {type(module).__name__} does: "
+            f"{'; '.join(described.unplaced)}"
+        )
+    return described.model
+
+
 def _with_weights(model: Transformer, read: Read) -> Transformer:
     """An architecture with the variances that a module's matrices have."""
     assert model.weights is not None
@@ -863,7 +882,10 @@ def _embedding(
         for roles in (token, position)
     ]
     vocab = len(tensors[token[0].parameter])
-    inside = tuple(path for path, _ in stacks_of(module)[""])
+    try:
+        inside = tuple(path for path, _ in stacks_of(module)[""])
+    except MomentsError:
+        return None
     drops = [
         part.p
         for path, part in module.named_modules()
@@ -895,24 +917,22 @@ def _embedding(
 # --- what it is run on ----------------------------------------------------------------------------
 
 
-def described(module: nn.Module, **given: Any) -> Transformer:
-    """A module as `describe` reads it, with what that takes.
-
-    Raises:
-        MomentsError: no Transformer says what the module does.
-    """
-    found = describe(module, **given)
-    if found.model is None:
-        raise MomentsError(f"no Transformer says what it does: {'; '.join(found.unplaced)}")
-    return found.model
-
-
 def inputs_for(
-    module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any, loss: Loss | None
+    module: nn.Module,
+    found: ModuleRoles,
+    model: Transformer,
+    batch: Any,
+    loss: Loss | None,
+    example: Any = None,
 ) -> _Inputs:
-    """A batch of one's own, or the user's."""
+    """A batch of one's own, or the user's.
+
+    Args:
+        example: what a module was run on to be read.
+    """
     own = batch is None
     given = _own_batch(module, found, model) if own else _cropped(batch, SEQUENCES, TOKENS)
+    given = example if given is None else given
     if given is None:
         raise MomentsError(f"nothing in {type(module).__name__} says what it reads: pass batch=")
     given = _with_targets(module, given)

@@ -21,11 +21,12 @@ from ..formulas.checks import check_count
 from ..optional import optional
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
-from .architecture import read_architecture
-from .check import FAR, described, inputs_for, promised_by, whole
+from .anatomy import anatomy_of
+from .check import FAR, architecture_read, inputs_for, promised_by, whole
+from .describe import describe
 from .diagnose import Text, at_length, case_of
 from .measure import measure
-from .roles import Role, block_of, roles_of, tensors_of
+from .roles import Role, block_of, tensors_of
 from .wrappers import unwrapped
 
 with optional("torch", "torch"):
@@ -76,6 +77,7 @@ def watch(
     module: nn.Module,
     optimizer: Any = None,
     *,
+    batch: Any = None,
     every: int = 100,
     loss: Callable[[Any, Any], Any] | None = None,
     writer: Any = None,
@@ -88,6 +90,7 @@ def watch(
             hold.
         optimizer: whose steps are counted; its hooks then do everything. None: call
             `watching.step()` after every backward pass.
+        batch: what a module that no family knows is run on to be read; None: random input.
         every: steps between two looks.
         loss: as of `moments.check`.
         writer: a TensorBoard SummaryWriter (anything with `add_scalar`) or a Weights & Biases run
@@ -101,7 +104,7 @@ def watch(
         DomainError: not an nn.Module, or `every` below 1.
         MomentsError: a module that cannot be read.
     """
-    return Watch(module, optimizer, every=every, loss=loss, writer=writer, say=say)
+    return Watch(module, optimizer, batch=batch, every=every, loss=loss, writer=writer, say=say)
 
 
 class Watch:
@@ -118,6 +121,7 @@ class Watch:
         module: nn.Module,
         optimizer: Any = None,
         *,
+        batch: Any = None,
         every: int = 100,
         loss: Callable[[Any, Any], Any] | None = None,
         writer: Any = None,
@@ -135,8 +139,9 @@ class Watch:
         self.rows: list[Row] = []
         self.seconds, self.looks, self.steps = 0.0, 0, 0
         self._unwritten, self._words = 0, list[str]()
-        self._found = roles_of(module)
-        self._read = promised_by(module) or read_architecture(module)
+        self._parts = anatomy_of(module, batch)
+        self._found = self._parts.found
+        self._read: Any = None if self._parts.reading is not None else promised_by(module)
         self._batch: Any = None
         self._before: dict[str, Any] | None = None
         self._expected: dict[str, float] = {}
@@ -218,14 +223,18 @@ class Watch:
         measured = measure(self.module, inputs.batch, loss=inputs.loss)
         read = at_length(self._architecture(), measured)
         model = whole(self.module, self._found, read, measured, ())
-        found = described(self.module, batch=inputs.few, architecture=model)
+        described = describe(self.module, batch=inputs.few, architecture=model)
+        found = described.model
+        if found is None:
+            said = "; ".join(described.unplaced)
+            raise MomentsError(f"no Transformer says what it does: {said}")
         text = Text.of(self.module, found, inputs.batch, inputs.loss)
         case, _ = case_of(found, text, measured, None)
         return compare(predict(case.model, **case.inputs), measured, same_weights=True)
 
     def _architecture(self) -> Any:
         if self._read is None:
-            self._read = described(self.module)
+            self._read = architecture_read(self.module, None, self._parts)
         return self._read
 
     def _rows_of(self, comparison: Comparison) -> None:
