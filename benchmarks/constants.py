@@ -71,7 +71,7 @@ def _one_more(p2: Any, p3: Any, p4: Any) -> Any:
 
 
 def _of_hottest(rows: Any) -> float:
-    """`attention_response._softened` at the row that is furthest beyond the tables."""
+    """`response._softened` at the row that is furthest beyond the tables."""
     return float(rows.softening.min())
 
 
@@ -110,15 +110,15 @@ TABLE = (
     Constant(f"{SOFTMAX}.fixed_norms", "_least_fifth", (_one_more,), "guess", ("alike", "text")),
     Constant(f"{KERNELS}.finite_rows", "_tilts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
-    Constant("noise.attention_response", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
-    Constant("noise.attention_response", "_softened", (_of_hottest,), "guess", ("hot",)),
-    Constant("noise.attention_response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
-    Constant("noise.attention_response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
+    Constant("transfer.attention.response", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
+    Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),
+    Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
+    Constant("transfer.attention.response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
     Constant("noise.token_band", "TARGETS", (5, 17), "precision", ("deep",)),
     Constant("noise.linearisation", "STEP", (1e-4, 1e-6), "step", ("alike",)),
-    Constant("noise.part_response", "STEP", (1e-3, 1e-5), "step", ("text",)),
-    Constant("noise.top_spread", "_COARSE", (3e-2, 3e-3), "step", ("alike", "text")),
-    Constant("noise.loss_spread", "_NODES", (5, 17), "precision", ("alike", "text")),
+    Constant("engine.response", "STEP", (1e-3, 1e-5), "step", ("text",)),
+    Constant("noise.loss_noise", "_COARSE", (3e-2, 3e-3), "step", ("alike", "text")),
+    Constant("noise.loss_noise", "_NODES", (5, 17), "precision", ("alike", "text")),
     Constant("transfer.normalization", "_EXPANDED", (0.02, 0.2), "range", ("narrow",)),
     Constant("transfer.head.cross_entropy", "_STEP", (0.5, 0.2), "precision", ("alike", "text")),
     Constant("transfer.head.softmax_agreement", "_FLAT", (0.3, 3.0), "choice", ("peaked",)),

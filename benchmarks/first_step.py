@@ -2,11 +2,13 @@
 
     python benchmarks/first_step.py measure [CASE ...]
     python benchmarks/first_step.py predict
+    python benchmarks/first_step.py exponents
     python benchmarks/first_step.py page
 
 `measure` runs what benchmarks/data/first_step.json does not hold yet and stores it case by case, so
 that it can be interrupted: a few minutes on one core. `predict` puts today's theory beside it, a
-minute. `page` writes docs/first-step.md from the two. No case was left out after it had been seen.
+minute. `exponents` stores the theory's rates along width and depth. `page` writes
+docs/first-step.md from all of it. No case was left out after it had been seen.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from first_step_page import page
 
 import moments
 from moments.step.parametrisation import parametrised
+from moments.step.search import transfer
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks/data/first_step.json"
@@ -132,6 +135,8 @@ def scaled(size: dict[str, int], name: str) -> tuple[Any, Any, dict[str, float],
                     # the config's own output projections follow its depth; the base's stay
                     own = (n / 4) ** 0.5 if "c_proj" in path else 1.0
                     parameter.mul_(scale * own)
+            if name == "standard":
+                module.lm_head.weight.mul_(scale)
         return module
 
     def loss(output: Any, batch: Any) -> Any:
@@ -234,11 +239,42 @@ def predict() -> None:
         _store(data)
 
 
+EXPONENTS = {
+    "standard": "width",
+    "mup": "width",
+    "mup ": "depth",
+    "depth-mup": "depth",
+    "completep": "depth",
+}
+TRANSFER = {"width": (64, 128, 256, 512), "depth": (2, 4, 8, 16)}
+
+
+def exponents() -> None:
+    """The theory's rates along width and depth, for Adam, SGD and Muon."""
+    base = moments.from_huggingface(SWEPT, seq_len=32)
+    found = []
+    for optimizer in ("adam", "sgd", "muon"):
+        options = {"adjust": "spectral"} if optimizer == "muon" else {}
+        for name, along in EXPONENTS.items():
+            if name == "completep" and optimizer != "adam":
+                continue
+            sizes = TRANSFER[along]
+            given = {"widths" if along == "width" else "depths": sizes}
+            curve = transfer(
+                base, optimizer, parametrisation=name.strip(), sequences=1, **given, **options
+            )
+            found.append([optimizer, name.strip(), along, sizes, curve.rates, curve.exponents])
+            print(*found[-1], flush=True)
+    _store(stored() | {"exponents": found})
+
+
 if __name__ == "__main__":
     command, *rest = sys.argv[1:] or ["page"]
     if command == "measure":
         measure(rest)
     elif command == "predict":
         predict()
+    elif command == "exponents":
+        exponents()
     else:
         PAGE.write_text(page(stored()), encoding="utf-8")

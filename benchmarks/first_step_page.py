@@ -18,9 +18,9 @@ takes the same step on a real module. Derivations: [theory/first-step.md](theory
 
 ```python
 p = moments.predict(moments.from_huggingface(config, seq_len=32), token_ids=ids)
-step = p.after("adam", 1e-3)             # loss, stream, every site, every matrix
+step = p.after("adam", 1e-3)  # loss, stream, every site, every matrix
 step.table(), step.weights(), step.plot()
-moments.learning_rate(model, "adam")     # the rate at which the stream changes by a tenth
+moments.learning_rate(model, "adam")  # the rate at which the stream changes by a tenth
 ```
 
 Modules are Hugging Face's, freshly initialised as transformers does (`std` .02 unless a row says
@@ -141,7 +141,8 @@ def sweeps(data: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind, axis in (("width", "d_model"), ("depth", "layers")):
-        for (name, size), _, measured, predicted in rows(data, kind):
+        found = sorted(rows(data, kind), key=lambda row: (row[0][0], int(row[0][1])))
+        for (name, size), _, measured, predicted in found:
             stderr = measured["relative_change_stderr"][-1]
             lines.append(
                 f"| {axis} | {name} | {size} | {last_share(measured):.4f} ({stderr:.4f}) | "
@@ -151,9 +152,29 @@ def sweeps(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def exponents(data: dict[str, Any]) -> str:
+    """The theory's rates and what their logarithms' slopes are."""
+    lines = [
+        "| optimizer | parametrisation | along | sizes | rates | exponent, first to last |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for optimizer, name, along, sizes, rates, _ in data.get("exponents", ()):
+        if name == "completep" and optimizer != "adam":
+            continue
+        slope = math.log(rates[-1] / rates[0]) / math.log(sizes[-1] / sizes[0])
+        told = ", ".join(f"{rate:.3g}" for rate in rates)
+        lines.append(
+            f"| {optimizer} | {name} | {along} | {', '.join(map(str, sizes))} | {told} | "
+            f"{slope:+.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def page(data: dict[str, Any]) -> str:
     seconds = sum(
-        next(iter(rates.values()))["measured"]["seconds"] for rates in data.values() if rates
+        next(iter(rates.values()))["measured"]["seconds"]
+        for key, rates in data.items()
+        if key != "exponents" and rates
     )
     return f"""{HEAD}
 ## The loss after one step
@@ -175,6 +196,13 @@ logits are multiplied by 1/width, and changes stay. Along depth, `mup` leaves br
 
 {sweeps(data)}
 
+`moments.step.search.transfer` gives the rate at which the first step changes the stream by a tenth,
+the parametrisation's factors applied: an exponent of 0 is transfer, which mup states along width,
+depth-mup and completep along depth too. Theory alone, one text of 32 words by Zipf's law; Muon with
+its step scaled by sqrt(m/n).
+
+{exponents(data)}
+
 ## Where it is wrong
 
 - **Attention whose logits have a variance of order 1** (std 1/sqrt(d), d_head as long as the
@@ -183,7 +211,8 @@ logits are multiplied by 1/width, and changes stay. Along depth, `mup` leaves br
   come out low there, and large steps' loss too good.
 - **Steps that are most of the new stream** (beyond .9, where a warning says so), SGD's above all.
 - Muon's update sizes at single matrices: its map is steep at small singular values, and those of a
-  real gradient are not a Wishart matrix's.
+  real gradient are not a Wishart matrix's. Worst where gradients have few directions: of ViT's
+  queries, keys and values, of which the class token alone is read, up to 5 times.
 - Two steps and more, fresh batches: not in `after`.
 - Not covered, and refused by name: encoder-decoders (T5, BART), norms of queries and keys, soft
   caps, relative biases, biases of queries and keys that are drawn, DyT, groups of norms, padding

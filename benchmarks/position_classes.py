@@ -1,6 +1,7 @@
 """Classes of positions against every token: what they lose, and what they cost.
 
     python benchmarks/position_classes.py            # measures and stores, about ten minutes
+    python benchmarks/position_classes.py --only "twice the classes"    # a section again
     python benchmarks/position_classes.py --show     # prints what is stored
 
 Errors are the largest over layers, those of queries and keys include what grouped rows cost by
@@ -159,26 +160,38 @@ def halved(model: Any) -> dict[str, Any]:
     }
 
 
+def seconds(model: Any) -> float:
+    """Of a prediction that has its tables."""
+    timed(model)
+    return timed(model)[1]
+
+
+GPT2 = {
+    f"GPT-2 small, 12 x {length}": moments.preset("gpt2").replace(seq_len=length) for length in LONG
+}
+PRESETS = {f"{name}, default length": moments.preset(name) for name in SECONDS}
+SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "cases": (lambda case: compared(*case), CASES),
+    "rows of their own": (lambda case: own_rows(*case), OWN_ROWS),
+    "twice the classes": (halved, HALVED),
+    "seconds": (seconds, GPT2 | PRESETS),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--show", action="store_true")
-    if not parser.parse_args().show:
-        found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} processors"}
-        found["cases"] = {name: compared(*case) for name, case in CASES.items()}
-        found["rows of their own"] = {name: own_rows(*case) for name, case in OWN_ROWS.items()}
-        found["twice the classes"] = {name: halved(model) for name, model in HALVED.items()}
-        found["seconds"] = {}
-        for name in SECONDS:
-            model = moments.preset(name)
-            timed(model)
-            found["seconds"][f"{name}, {model.layers} x {model.seq_len}"] = timed(model)[1]
-        gpt2 = moments.preset("gpt2")
-        found["GPT-2 small, 12 layers, seconds"] = {}
-        for length in LONG:
-            timed(gpt2.replace(seq_len=length))
-            _, seconds = timed(gpt2.replace(seq_len=length))
-            found["GPT-2 small, 12 layers, seconds"][str(length)] = seconds
-        DATA.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    parser.add_argument("--only", choices=SECTIONS, nargs="*", help="sections to measure again")
+    parsed = parser.parse_args()
+    if not parsed.show:
+        stored = json.loads(DATA.read_text(encoding="utf-8"))
+        stored["machine"] = f"{platform.machine()}, {os.cpu_count()} processors"
+        for section in parsed.only or SECTIONS:
+            measure, cases = SECTIONS[section]
+            stored[section] = {}
+            for name, case in cases.items():  # what is measured is kept, should the rest be stopped
+                stored[section][name] = measure(case)
+                DATA.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     print(DATA.read_text(encoding="utf-8"))
 
 

@@ -499,11 +499,12 @@ class PictureModel(nn.Module):
         self.blocks = nn.Sequential(*(_ViTBlock(scale) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(WIDTH, eps=1e-6), nn.Linear(WIDTH, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
         x = self.patch_embed(x)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
         x = self.norm(self.blocks(self.pos_drop(x + self.pos_embed)))
-        return self.head(x[:, 0])
+        logits = self.head(x[:, 0])
+        return logits if targets is None else (logits, f.cross_entropy(logits, targets))
 
 
 STYLES: dict[str, Callable[[], nn.Module]] = {

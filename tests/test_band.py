@@ -32,7 +32,7 @@ from moments.engine.state import Kernel
 from moments.noise import token_band
 from moments.noise.band import _Draws, band, log_variance
 from moments.noise.block_noise import Addition
-from moments.noise.loss_spread import (
+from moments.noise.loss_noise import (
     log_variance_of_mean,
     logit_agreement,
     logit_effect,

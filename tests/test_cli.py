@@ -520,6 +520,16 @@ def test_a_sweep_is_that_of_the_library(tmp_path: Path) -> None:
     assert "6 configurations" in run(*arguments[:-1])
 
 
+def test_lines_over_a_map_of_the_command(tmp_path: Path) -> None:
+    picture = tmp_path / "a.svg"
+    run(
+        *(*GRID, "--theory", "published", "--axis", "layers=1,2", "--axis", "dropout=0,0.1"),
+        *("--x", "dropout", "--y", "layers", "--quantity", "correlation"),
+        *("--line", "entropy", "--line", "rank", "--plot", str(picture)),
+    )
+    assert "<svg" in picture.read_text(encoding="utf-8")
+
+
 def test_values_of_axes() -> None:
     arguments = (*GRID, "--layers", "1", "--json")
     for spelled, expected in (
@@ -551,6 +561,7 @@ def test_values_of_axes() -> None:
         (("--axis", "layers=1", "--quantity", "varience"), "did you mean 'variance'"),
         (("--axis", "layers=1", "--x", "dropout"), "--x"),
         (("--axis", "layers=1", "--plot", "a.bmp"), "ends in"),
+        (("--axis", "layers=1,2", "--line", "rank"), "over a map"),
         (("--axis", "heads=3", "--layers", "1"), "every configuration is refused"),
     ],
 )

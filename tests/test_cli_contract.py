@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import moments
 from moments.cli import app, doctor
-from moments.cli.base import _complete_model, _complete_scheme, out
+from moments.cli.base import _complete_model, complete_scheme, out
 from moments.cli.doctor import schemas
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +66,9 @@ PRINTED = {
     "validate": ("--subset", "pre-full-N24-xavier-relu-*", "--theory", "refined", "--json"),
     "model": (*SMALL, "--json"),
     "sweep": (*SMALL, "--axis", "layers=1,2", "--json"),
+    "check": (*SMALL, "--json"),
     "doctor": ("--json",),
+    "first-step": ("gpt2", "--layers", "1", "--seq-len", "8", "--lr", "1e-4", "--json"),
 }
 
 
@@ -106,7 +108,7 @@ def test_a_schema_of_no_command() -> None:
 
 def test_every_command_teaches_by_examples() -> None:
     for name, command in commands().items():
-        assert f"moments {name}" in (command.epilog or ""), name
+        assert f"moments {name}" in (command.epilog or ""), f"{name}: app.command(examples=...)"
         assert "--quiet" in [option for p in command.params for option in p.opts], name
 
 
@@ -128,7 +130,7 @@ def test_shells_are_offered_models_and_schemes(
     Path("bert-mine.json").write_text("{}")
     assert {"bert-base", "bert-mine.json"} <= set(_complete_model("bert-"))
     assert not _complete_model("no-such")
-    assert [name for name, _ in _complete_scheme("dsl")] == ["dslm"]
+    assert [name for name, _ in complete_scheme("dsl")] == ["dslm"]
     offered = RUNNER.invoke(
         app,
         [],

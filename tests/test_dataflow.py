@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,10 @@ from moments import Transformer, ValidityWarning
 
 torch = pytest.importorskip("torch")
 
+import foreign_modules  # noqa: E402
 import nano_gpt  # noqa: E402
 import own_styles  # noqa: E402
+from foreign_modules import UNREAD  # noqa: E402
 
 from moments.model.huggingface import FAMILIES  # noqa: E402
 from moments.torch.anatomy import anatomy_of  # noqa: E402
@@ -27,6 +31,7 @@ from moments.torch.dataflow.graph import record  # noqa: E402
 from moments.torch.roles import ModuleRoles, roles_of, tensors_of  # noqa: E402
 
 nn = torch.nn
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
@@ -200,25 +205,11 @@ def test_torchs_own_stacks(pre: bool) -> None:
     assert [b.name for b in found.roles.blocks] == ["attention", "cross", "ffn"] * 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, {"norm": "pre", "d_ff": 256, "head.norm": True}),
-        (
-            {"use_rmsnorm": True, "rotary_pos_emb": True, "rotary_emb_dim": 16}
-            | {"ff_glu": True, "ff_swish": True, "attn_kv_heads": 2},
-            {"normalization": "rmsnorm", "gated": True, "kv_heads": 2, "rotary.fraction": 1.0},
-        ),
-        ({"sandwich_norm": True}, {"norm": "sandwich"}),
-        ({"pre_norm": False}, {"norm": "post", "head.norm": False}),
-        ({"alibi_pos_bias": True}, {"alibi": True}),
-    ],
-    ids=["plain", "modern", "sandwich", "post", "alibi"],
-)
-def test_x_transformers(settings: dict[str, Any], expected: dict[str, Any]) -> None:
-    library = pytest.importorskip("x_transformers")
-    layers = library.Decoder(dim=64, depth=2, heads=4, attn_dim_head=16, **settings)
-    found = read(library.TransformerWrapper(num_tokens=97, max_seq_len=24, attn_layers=layers))
+@pytest.mark.parametrize("name", sorted(foreign_modules.X_TRANSFORMERS))
+def test_x_transformers(name: str) -> None:
+    pytest.importorskip("x_transformers")
+    found = read(foreign_modules.x_transformer(name))
+    expected = foreign_modules.X_TRANSFORMERS[name][1]
     assert found.reasons == ()
     assert found.roles.unidentified == ()
     held = fields(found.model)
@@ -226,52 +217,11 @@ def test_x_transformers(settings: dict[str, Any], expected: dict[str, Any]) -> N
     assert len(found.roles.blocks) == 4
 
 
-SIZES = {
-    "small": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"intermediate_size": 256, "max_position_embeddings": 32, "vocab_size": 101},
-    "shared": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"intermediate_size": 256, "max_position_embeddings": 32, "vocab_size": 101}
-    | {"num_key_value_heads": 2, "head_dim": 16},
-    "gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 101},
-}
-UNREAD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "gpt_bigcode": ("gpt", {}, {"kv_heads": 1, "activation": "gelu_tanh"}),
-    "codegen": ("gpt", {"rotary_dim": 8}, {"parallel": True, "rotary.fraction": 0.5}),
-    "openai-gpt": ("gpt", {}, {"norm": "post", "causal": True}),
-    "ctrl": ("gpt", {"dff": 256}, {"embedding.positions": "sinusoidal", "embedding.scale": 8.0}),
-    "biogpt": ("small", {}, {"embedding.scale": 8.0, "activation": "gelu"}),
-    "nemotron": (
-        "small",
-        {"num_key_value_heads": 2},
-        {"activation": "relu_squared", "rotary.fraction": 0.5},
-    ),
-    "helium": (
-        "small",
-        {"head_dim": 16, "num_key_value_heads": 2},
-        {"normalization": "rmsnorm", "rotary.base": 100000.0},
-    ),
-    "persimmon": ("small", {}, {"qk_norm": "layernorm", "rotary.fraction": 0.5}),
-    "gpt_neox_japanese": ("small", {}, {"attention_dropout": 0.1, "head.tied": True}),
-    "seed_oss": (
-        "small",
-        {"head_dim": 16, "num_key_value_heads": 2},
-        {"gated": True, "dropout": 0.1},
-    ),
-    "arcee": ("small", {}, {"activation": "relu_squared", "normalization": "rmsnorm"}),
-    "mpt": ("", {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 101}, {"alibi": True}),
-    "mpnet": ("small", {}, {"norm": "post", "relative_bias.buckets": 32, "causal": False}),
-    "megatron-bert": ("small", {}, {"norm": "pre", "head.transform": "gelu"}),
-}
-
-
 @pytest.mark.parametrize("kind", sorted(UNREAD))
 def test_types_without_a_reader(kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes, more, expected = UNREAD[kind]
-    config = transformers.CONFIG_MAPPING[kind](**SIZES.get(sizes, {}) | more)
-    masked = kind in ("mpnet", "megatron-bert")
-    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
-    found = read(auto.from_config(config))
+    pytest.importorskip("transformers")
+    found = read(foreign_modules.unread(kind))
+    expected = UNREAD[kind][2]
     assert found.reasons == ()
     assert found.roles.unidentified == ()
     held = fields(found.model)
@@ -444,3 +394,69 @@ def test_a_norms_epsilon_is_seen_in_how_it_treats_small_input(epsilon: float) ->
     assert found.model is not None
     assert found.model.norm_epsilon == pytest.approx(epsilon, rel=0.02, abs=1e-15)
     assert math.isfinite(found.model.norm_epsilon)
+
+
+def test_a_window_is_seen_at_the_batchs_own_length() -> None:
+    pytest.importorskip("transformers")
+    import small_modules
+
+    module = small_modules.family_module("mistral", 2, 64, sliding_window=20)
+    found = read(module, torch.randint(5, 101, (3, 32)))
+    assert found.model is not None
+    assert (found.model.window, found.model.seq_len) == (20, 32)
+
+
+# --- modules without storage ----------------------------------------------------------------------
+
+
+def test_a_module_on_the_meta_device_is_described_as_it_would_be_drawn() -> None:
+    with torch.device("meta"):
+        module = own_styles.TitanGPT()
+    found = moments.torch.describe(module)
+    assert next(module.parameters()).is_meta
+    assert found.model is not None
+    assert found.model.kv_heads == 2
+    assert found.model.layer_weights(1).query == pytest.approx(1 / (3 * 64), rel=0.05)
+    assert any("freqs_cis" in note for note in found.notes)
+    assert any("a constructor may draw others" in note for note in found.notes)
+
+
+def test_a_module_of_transformers_on_the_meta_device() -> None:
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        module = foreign_modules.unread("gpt_bigcode")
+    model = moments.torch.describe(module).model
+    assert model is not None
+    assert (model.causal, model.kv_heads) == (True, 1)
+    assert model.layer_weights(1).output == pytest.approx(0.02**2 / 4, rel=0.1)
+    assert model.head is not None
+    assert model.head.tied
+
+
+# --- and what is predicted of the description is what the module does -----------------------------
+
+STORED = json.loads((BENCHMARKS / "data/dataflow.json").read_text(encoding="utf-8"))
+BOUNDS = {"variance": 0.02, "correlation": 0.02, "grad_variance": 0.06, "loss": 0.01}
+
+
+@pytest.mark.parametrize("kind", sorted(STORED))
+def test_stored_measurements_agree(kind: str) -> None:
+    """Of `python benchmarks/dataflow.py measure`, beyond twice the standard error."""
+    assert STORED[kind]["seeds"] >= 8
+    for name, bound in BOUNDS.items():
+        if name in STORED[kind]:
+            mean, stderr = (np.array(STORED[kind][name][part]) for part in ("mean", "stderr"))
+            assert np.all(np.abs(mean) <= bound + 2 * stderr), name
+            assert mean.shape == ((1,) if name == "loss" else (3,))
+
+
+def test_a_foreign_module_is_checked_and_diagnosed() -> None:
+    """Through the same calls as a known one."""
+    module, ids = built("torchtitan"), torch.randint(97, (4, 24))
+    assert moments.check(module, ids).healthy
+    model = read(module, ids).model
+    with torch.no_grad():
+        module.layers["1"].feed_forward.w2.weight.mul_(3)
+    diagnosis = moments.torch.diagnose(module, ids, model)
+    assert not diagnosis.expected
+    assert diagnosis.causes[0].feature == "ffn_out"

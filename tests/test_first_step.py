@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ GPT2 = {
 }
 
 
+ROOT = Path(__file__).parent.parent
 UPDATE_ERROR = {"sgd": 0.3, "muon": 0.2, "adamw": 0.03}
 
 
@@ -392,3 +394,55 @@ def test_the_command() -> None:
     found = json.loads(result.stdout)
     assert found["learning_rate"] == 1e-4
     assert found["loss"] < found["loss_before"]
+
+
+# --- what is published ---------------------------------------------------------------------------
+
+
+def benchmark() -> Any:
+    import sys
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import first_step
+    finally:
+        sys.path.pop(0)
+    return first_step
+
+
+def test_the_page_is_what_was_stored() -> None:
+    found = benchmark()
+    assert found.PAGE.read_text(encoding="utf-8") == found.page(found.stored())
+
+
+def test_stored_predictions_are_today_s() -> None:
+    """Of one module: what the page says of the theory is what the theory says."""
+    found = benchmark()
+    _, prediction = found.batch_of(found.CONFIGS["GPT-NeoX"])
+    row = found.stored()["family/GPT-NeoX/adam"]["0.0001"]["predicted"]
+    step = prediction.after("adam", 1e-4)
+    assert step.loss_change == pytest.approx(row["loss_change"], rel=1e-4)
+    assert step.relative_change == pytest.approx(row["relative_change"], rel=1e-3)
+
+
+def test_the_loss_of_every_stored_module() -> None:
+    """Within 5 % beyond twice the standard error, at every rate of every module."""
+    import first_step_page as pages
+
+    found = list(pages.rows(benchmark().stored(), "family"))
+    assert len(found) > 40
+    for parts, rate, measured, predicted in found:
+        assert pages.beyond(measured, predicted) <= 0.05, (parts, rate)
+
+
+def test_stored_widths_are_flat_under_mup_alone() -> None:
+    import first_step_page as pages
+
+    for side in (2, 3):
+        change = {
+            tuple(parts): row[side]["relative_change"][-1]
+            for row in pages.rows(benchmark().stored(), "width")
+            for parts in [row[0]]
+        }
+        assert change["standard", "512"] > 10 * change["standard", "64"]
+        assert 0.8 < change["mup", "512"] / change["mup", "64"] < 1.25

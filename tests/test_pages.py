@@ -26,6 +26,7 @@ from moments.show.explorer import Explorer
 from moments.show.explorer_page import ADDRESS, Server
 from moments.show.explorer_widgets import explore
 
+ROOT = Path(__file__).parent.parent
 MODEL = moments.Transformer(4, 64, 4, 16, dropout=0.1, name="little")
 
 
@@ -328,3 +329,12 @@ def test_widgets_follow_their_sliders() -> None:
     assert shown_.inputs["branch_scale"].disabled
     shown_.inputs["scheme"].value = "none"
     assert not shown_.inputs["branch_scale"].disabled
+
+
+def test_usual_states_are_redrawn_within_150_milliseconds() -> None:
+    """Of processor time, as `benchmarks/explorer.py` stored it; its rows beyond are slower."""
+    stored = json.loads((ROOT / "benchmarks/data/explorer.json").read_text())["milliseconds"]
+    usual = {kind: row for kind, row in stored.items() if row["group"] == "usual"}
+    assert set(usual) >= {"depth", "width", "tokens", "placement", "activation", "scheme", "held"}
+    for kind, row in usual.items():
+        assert row["processor"]["median"] < 150, kind

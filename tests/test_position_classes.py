@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -359,7 +361,7 @@ def test_halving_the_classes_of_a_long_context(name: str, monkeypatch: pytest.Mo
     coarse = predicted(model)
     assert coarse.layout.classes is not None
     assert len(coarse.layout.classes.nodes) < len(fine.nodes)
-    monkeypatch.setattr(PositionClasses, "of", classmethod(lambda *_: fine))
+    monkeypatch.setattr(PositionClasses, "of", classmethod(lambda *_, **__: fine))
     finer = predicted(model)
     np.testing.assert_allclose(coarse.variance, finer.variance, rtol=2e-3)
     np.testing.assert_allclose(coarse.grad_variance, finer.grad_variance, rtol=5e-3)
@@ -387,3 +389,26 @@ def test_what_classes_do_not_cover_is_resolved_by_token() -> None:
         assert predicted(plain.replace(**change)).layout.classes is None
     assert predicted(plain.replace(causal=False)).token_variance is None
     assert predicted(plain.replace(seq_len=16)).layout.classes is None
+
+
+def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
+    """The stored run of `benchmarks/position_classes.py`: against every token with a row of its
+    own, and against twice the classes."""
+    path = Path(__file__).parents[1] / "benchmarks" / "data" / "position_classes.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    bounds = {
+        "variance": 1e-3,
+        "correlation": 2e-3,
+        "gradient": 5e-3,
+        "weight gradients": 0.02,
+        "queries and keys": 0.03,
+    }
+    assert len(stored["rows of their own"]) >= 6
+    for name, found in stored["rows of their own"].items():
+        for quantity, bound in bounds.items():
+            assert found[quantity] < bound, (name, quantity)
+        assert found["band"] < 0.05, name  # a mask's edge is met to the order of a cell there
+    assert "Llama 3 8B, 32 x 8192" in stored["twice the classes"]
+    for name, found in stored["twice the classes"].items():
+        for quantity in ("variance", "correlation", "gradient"):
+            assert found[quantity] < bounds[quantity], (name, quantity)

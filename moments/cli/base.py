@@ -100,7 +100,7 @@ def _complete_model(incomplete: str) -> list[str]:
     return [name for name in (*preset.names(), *files) if name.startswith(incomplete)]
 
 
-def _complete_scheme(incomplete: str) -> list[tuple[str, str]]:
+def complete_scheme(incomplete: str) -> list[tuple[str, str]]:
     from ..scheme import schemes
 
     return [(s.name, s.title) for s in schemes() if s.name.startswith(incomplete)]
@@ -119,7 +119,7 @@ OneScheme = Annotated[
     typer.Option(
         "--scheme",
         help="A published scheme; `moments schemes` lists them.",
-        autocompletion=_complete_scheme,
+        autocompletion=complete_scheme,
     ),
 ]
 SomeSchemes = Annotated[
@@ -128,7 +128,7 @@ SomeSchemes = Annotated[
         "--scheme",
         help="Which; may be repeated. Left out: all.",
         show_default=False,
-        autocompletion=_complete_scheme,
+        autocompletion=complete_scheme,
     ),
 ]
 LayersOption = Annotated[int | None, typer.Option(help="Number of layers.")]

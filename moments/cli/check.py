@@ -20,6 +20,7 @@ from .base import (
     PlotOption,
     SeqLenOption,
     app,
+    complete_scheme,
     declared,
     no_preset,
     out,
@@ -37,7 +38,14 @@ HtmlOption = Annotated[
 ]
 
 
-@app.command()
+@app.command(
+    examples=(
+        "check train.py:build",
+        "check config.json --seq-len 256",
+        "check checkpoint/ --scheme dslm --html health.html",
+        "check bert-base --json --quiet",
+    )
+)
 def check(
     subject: Annotated[
         str,
@@ -49,7 +57,10 @@ def check(
     ],
     scheme: Annotated[
         str | None,
-        typer.Option(help="What the initialisation is meant to be; `moments schemes` lists them."),
+        typer.Option(
+            help="What the initialisation is meant to be; `moments schemes` lists them.",
+            autocompletion=complete_scheme,
+        ),
     ] = None,
     seq_len: SeqLenOption = None,
     as_json: JsonOption = False,

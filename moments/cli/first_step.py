@@ -27,7 +27,14 @@ from .base import (
 from .base import note as say
 
 
-@app.command("first-step")
+@app.command(
+    "first-step",
+    examples=(
+        "first-step gpt2 --seq-len 64 --lr 1e-4",
+        "first-step gpt2 --layers 4 --seq-len 32 --bound 0.3 --by-group",
+        "first-step config.json --optimizer muon --lr 2e-3 --plot step.png",
+    ),
+)
 def first_step(
     model: ModelArgument = None,
     optimizer: Annotated[str, typer.Option(help="sgd, adam, adamw, lion, sign or muon.")] = "adam",

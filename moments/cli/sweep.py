@@ -14,6 +14,7 @@ import typer
 
 from ..errors import DomainError, brief, domain_error, unknown_name
 from ..files import parse_json
+from ..formulas.checks import check_choice
 from .base import (
     CsvOption,
     JsonOption,
@@ -45,6 +46,9 @@ MOST_VALUES = 100_000
         "--axis scheme=none,deepnorm --plot schemes.svg",
         "sweep bert-base --seq-len 64 --axis correlation=lin:0:0.9:10 "
         "--axis branch_scale=log:0.05:1:12 --quantity correlation --jobs 4 --csv grid.csv",
+        "sweep --d-model 256 --heads 4 --seq-len 128 --axis layers=log:1:64:7 --correlation 0.1 "
+        "--axis weights.query=log:1e-4:0.06:10 --quantity correlation --x weights.query --y layers "
+        "--line entropy --line rank --line correlation --plot phases.svg",
         "sweep bert-base --axis layers=range:1:96 --axis theory=refined,published "
         "--path grid.jsonl --json > grid.json",
     )
@@ -75,6 +79,16 @@ def sweep(
         str | None, typer.Option(help="Axis up a map; lines where the second is short.")
     ] = None,
     by: Annotated[str | None, typer.Option(help="Axis of whose values each is drawn.")] = None,
+    line: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--line",
+            help="A boundary over a map, of the model without dropout; may be repeated. angle, "
+            "gradient: where that exponent is 0; entropy: where attention freezes; rank, "
+            "correlation: where tokens correlate by .9, of infinite size and predicted.",
+            show_default=False,
+        ),
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Keep every layer: a row each in --csv and --json.")
     ] = False,
@@ -121,6 +135,13 @@ def sweep(
     }
     if quantity not in QUANTITIES:
         raise unknown_name("--quantity", quantity, QUANTITIES)
+    if line:
+        from ..papers.analysis.boundary import KINDS, boundaries
+
+        if plot is None or x is None or y is None:
+            raise DomainError("--line is drawn over a map: add --plot, --x and --y")
+        for kind in line:
+            check_choice("--line", kind, KINDS)
     for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
         if chosen is not None and chosen not in axes:
             raise unknown_name(option, chosen, axes)
@@ -144,7 +165,8 @@ def sweep(
     if csv is not None:
         write_csv(found.to_frame(by_layer=profile), csv)
     if plot is not None:
-        write_plot(found.plot(x, y, quantity, by=by, name=named(model)), plot)
+        lines = boundaries(found, x, y, line) if x and y and line else ()
+        write_plot(found.plot(x, y, quantity, by=by, name=named(model), lines=lines), plot)
     if as_json:
         rows = found.to_frame(by_layer=profile).to_json(orient="records", double_precision=15)
         data = {

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .composition import Chain, Component, Residual, square
+from .composition import Carry, Chain, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
 from .modes import Branch, Pair, Passes, coherent_gain
 from .overlap import Overlap, OverlapWalk
@@ -63,6 +63,11 @@ class BottomToTop(Component):
         assert isinstance(attention, Residual)
         assert isinstance(ffn, Residual)
         return dataclasses.replace(self, attention=attention, norm=norm, ffn=ffn)
+
+    def with_residuals(self, signal: Signal, solve: Solve, carry: Carry) -> BottomToTop:
+        attention = solve(self.attention, signal)
+        entering = carry(self.norm, carry(attention, signal))
+        return dataclasses.replace(self, attention=attention, ffn=solve(self.ffn, entering))
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         attention = self.attention.propagate(signal, run)

@@ -42,7 +42,7 @@ PER_OCTAVE = 2.0
 six exact ones: gradients move by 3e-3 at most and correlations by 2e-4; with 1.5 by 9e-3 and 5e-4,
 with 1 by 3e-2 and 1e-3."""
 
-PER_WINDOW, LEAST_PER_WINDOW, FEW_WINDOWS, MOST_WINDOWS = 4.0, 2.0, 16, 64
+PER_WINDOW, LEAST_PER_WINDOW, FEW_WINDOWS, MOST_WINDOWS = 4.0, 2.0, 16, 72
 """Nodes for every window of positions, in sequences of few windows and of more; beyond the most
 there are no classes. At 128 positions, 8 windows, against each its own: gradients move by 1e-3 with
 4 and by 5e-3 with 2, correlations by 5e-4 and 1e-3. Cells as wide as a window lose what nearby

@@ -209,6 +209,20 @@ class Component(abc.ABC):
         inner = tuple(child.structure() for child in self.children)
         return (type(self), self.label, *inner)
 
+    def residuals(self) -> tuple[Residual, ...]:
+        """The residual connections in it, in the order of the forward pass."""
+        return tuple(one for child in self.children for one in child.residuals())
+
+    def with_residuals(self, signal: Signal, solve: Solve, carry: Carry) -> Component:
+        """The same with another residual connection in the place of each of its own.
+
+        Args:
+            signal: what enters.
+            solve: gives the other, from the one and what enters it.
+            carry: gives what a component makes of what enters it.
+        """
+        return self
+
     def in_order(self) -> tuple[Component, ...]:
         """What follows one another in it: itself, unless it is a chain."""
         return (self,)
@@ -283,6 +297,10 @@ class Component(abc.ABC):
         first = self.parts if isinstance(self, Chain) else (self,)
         second = other.parts if isinstance(other, Chain) else (other,)
         return Chain(first + second)
+
+
+Solve = Callable[["Residual", Signal], "Residual"]
+Carry = Callable[[Component, Signal], Signal]
 
 
 class Leaf(Component):
@@ -545,6 +563,12 @@ class Residual(Component):
 
     def with_children(self, children: tuple[Component, ...]) -> Residual:
         return dataclasses.replace(self, branch=children[0])
+
+    def residuals(self) -> tuple[Residual, ...]:
+        return (self,)
+
+    def with_residuals(self, signal: Signal, solve: Solve, carry: Carry) -> Residual:
+        return solve(self, signal)
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         branch = self.branch.propagate(signal, run)

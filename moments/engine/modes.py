@@ -3,6 +3,8 @@
 Tokens alike have two kinds of modes: the token mean, with eigenvalue v + (L - 1) c, and L - 1
 differences with eigenvalue v - c (`moments.noise.band`). A pair of tokens of two sequences stands
 for what sequences share of one draw.
+
+See docs/theory/band.md, What fluctuates.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Leaves that act on every token alone have elementwise derivatives: taken here as
 the leaves themselves return at slightly changed kernels, so that no law is stated a second time.
 Chains and parallel branches pass sensitivities on to what they hold, and additions add noise
 (`moments.noise.token_band`).
+
+See docs/theory/band.md, How it travels.
 """
 
 from __future__ import annotations

@@ -122,9 +122,27 @@ class Axes:
         Raises:
             DomainError: a value outside what is allowed.
         """
-        given = dict(zip(self.values, values, strict=True))
+        return self.declared(values), self.arguments(values)
+
+    def arguments(self, values: Sequence[Value]) -> dict[str, Value]:
+        """Those of `predict` at one configuration."""
+        both = zip(self.values, values, strict=True)
+        return {name: value for name, value in both if name in ARGUMENTS}
+
+    def key(self, values: Sequence[Value]) -> tuple[str, ...]:
+        """What the declaration depends on: the same for configurations that share it."""
+        both = zip(self.values, values, strict=True)
+        return tuple(repr(value) for name, value in both if name not in ARGUMENTS)
+
+    def declared(self, values: Sequence[Value]) -> Transformer:
+        """The declaration at one configuration.
+
+        Raises:
+            DomainError: as `configure`.
+        """
+        both = zip(self.values, values, strict=True)
+        given = {name: value for name, value in both if name not in ARGUMENTS}
         model = self._made({name: given.pop(name) for name in self.made})
-        arguments = {name: given.pop(name) for name in ARGUMENTS if name in given}
         scheme = given.pop("scheme", None)
         options = {
             name.partition(".")[2]: given.pop(name)
@@ -139,7 +157,7 @@ class Axes:
         if scheme is not None:
             assert isinstance(scheme, str)
             model = model.with_scheme(scheme, **options)
-        return model, arguments
+        return model
 
     def _made(self, given: Mapping[str, Value]) -> Transformer:
         if isinstance(self.model, Transformer):

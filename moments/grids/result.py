@@ -54,6 +54,7 @@ class Sweep:
             deepest, NaN beyond a shallower one's end; else empty.
         warnings: of validity, by index of the configuration, the last axis varying fastest.
         refused: why the theory gives nothing, likewise.
+        done: by the same index, whether a configuration is there yet.
     """
 
     axes: Axes

@@ -180,9 +180,13 @@ class _Work:
     def rows(self, piece: Piece) -> Iterator[list[Row]]:
         """Every configuration's result, as they come."""
         groups: dict[Any, list[_Point]] = {}
+        known: dict[tuple[str, ...], Transformer] = {}
         for index, values in piece:
+            key: Any = self.axes.key(values)
             try:
-                model, arguments = self.axes.configure(values)
+                if key not in known:
+                    known[key] = self.axes.declared(values)
+                model, arguments = known[key], self.axes.arguments(values)
                 theory: Any = arguments.get("theory") or self.theory
                 check_choice("theory", theory, THEORIES)
                 point = _Point(index, model, theory, self._given(arguments))

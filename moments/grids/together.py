@@ -142,7 +142,9 @@ def stacked_layers(models: Sequence[Transformer], theory: Theory) -> Chain:
     uniform = all(_uniform(model) for model in models)
     cache: dict[tuple[int, ...], Component] = {}
     layers = []
-    single = [declare_layer(m, theory, 1) for m in models] if uniform else None
+    first = {id(m): m for m in models} if uniform else {}
+    known = {key: declare_layer(m, theory, 1) for key, m in first.items()}
+    single = [known[id(m)] for m in models] if uniform else None
     whole = None if uniform else [declare(m, theory).parts for m in models]
     for number in range(1, depth + 1):
         over = tuple(i for i, model in enumerate(models) if model.layers < number)

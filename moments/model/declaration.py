@@ -19,13 +19,14 @@ from ..formulas.checks import (
 from ..formulas.named_activations import activation_laws
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
 from .embedding import Embedding
+from .placement import BUILT_IN, placement_names
 from .positions import RelativeBias, Rotary
 from .weights import Biases, Weights, check_lengths
 
 if TYPE_CHECKING:
     from .transformer import Transformer
 
-NORM_PLACEMENTS = ("pre", "post", "none", "sandwich", "mix", "hybrid", "b2t")
+NORM_PLACEMENTS = BUILT_IN
 NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
 LAYERNORM_SCALINGS = (
     False,
@@ -59,7 +60,7 @@ def check(model: Transformer) -> None:
     flags = ("causal", "norm_affine", "norm_bias", "gated", "parallel")
     settle(model, (*flags, "identity_attention"), check_flag)
     settle(model, ["alibi"], _check_alibi)
-    check_choice("norm", model.norm, NORM_PLACEMENTS)
+    check_choice("norm", model.norm, placement_names())
     check_choice("normalization", model.normalization, NORMALIZATIONS)
     if isinstance(model.activation, str) and model.activation in GATED:
         _set(model, "activation", GATED[model.activation])

@@ -37,8 +37,8 @@ Parallel branches add to the stream one after the other, each with matrices of i
 the two of a bottom-to-top layer. A decoder meets its memory at the mean.
 
 The gradient at the last layer is a fresh Gaussian tensor of the predicted moments, of which K is 0
-and Cov e that of its modes; unless a head's loss sends it (`top_spread`), K then being its response
-to the stream's realised sizes and overlaps, or a decoder (`memory_spread`).
+and Cov e that of its modes; unless a head's loss sends it (`loss_noise`), K then being its response
+to the stream's realised sizes and overlaps, or a decoder (`encoder_noise`).
 
 Share of 60 draws inside the 95 % band, all layers together, and the measured deviation over the
 predicted one at the input (standard errors .03 and .09), at d = 64, 16 to 24 tokens:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ..engine.composition import Addition, Component
+from ..engine.evaluation import observed
+from ..engine.layout import Layout
+from ..engine.state import Kernel
+from ..engine.trace import Record, Run
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count
-from ..formulas.law import Theory
+from ..formulas.gated import gated
+from ..formulas.kedia_chain import CORRELATED_RESIDUAL
+from ..formulas.law import Law, Theory
+from ..formulas.named_activations import activation_laws
 from ..model.transformer import Transformer
 from .predict import predict
-from .watched import Log, Step, names_of_laws
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,6 +35,196 @@ _INDENTED: dict[str, Any] = {
 }
 
 __all__ = ["Explanation", "Step", "explain"]
+
+KERNEL = "attention kernel"
+GAIN = "gain"
+DIRECTIONS = "directions"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One law at work, or one component that works by token.
+
+    Attributes:
+        site: of the network.
+        way: "forward" or "backward".
+        component, quantity: names under which `moments.component(...).law(...)` finds the law.
+        law: the formula with its source; None for an "attention kernel", whose moments are sums
+            over all pairs of tokens instead of one formula, for a norm's "gain", and for
+            "directions" that a gradient lacks (`directions`).
+        values: what its symbols were, averaged over tokens where resolved by token.
+        result: what it gave, likewise.
+    """
+
+    site: str
+    way: str
+    component: str
+    quantity: str
+    law: Law | None
+    values: dict[str, float]
+    result: float
+
+    @property
+    def source(self) -> str:
+        if self.component == GAIN:
+            return "definition, times the mean square of the gain"
+        if self.component == DIRECTIONS:
+            return "derived here, what the gradient lacks along its signal, of order 1/width"
+        if self.law is None:
+            return "derived here, softmax of Gaussian logits over an arbitrary token kernel"
+        return f"{self.law.source} [{self.law.status}]"
+
+
+class Log:
+    """Every law of a layer, at the site and on the way where it is evaluated.
+
+    Args:
+        layout: of the tokens.
+        names: where the registry has each law (`names_of_laws`).
+    """
+
+    def __init__(self, layout: Layout, names: dict[int, tuple[str, str]]) -> None:
+        self.layout, self.names = layout, names
+        self.steps: list[Step] = []
+        self._where = ("", "")
+
+    def forward(self, record: Record) -> None:
+        """Evaluate the leaves once more, in the order of the forward pass."""
+        for child in record.children:
+            self.forward(child)
+        component = record.component
+        if not component.children:
+            with self._at(component.label, "forward") as steps:
+                output = component.propagate(record.input, Run(record.memory)).output
+            self._complete(component, "forward", output.kernel, steps)
+        found = component.addition(record)
+        if found is not None:
+            kept, added = found.kept.input.kernel, found.added.output.kernel
+            self._sum(component.label, found, "forward", kept, added, None)
+
+    def backward(self, record: Record) -> None:
+        """The same in the order of the backward pass."""
+        component = record.component
+        for child in component.way_back(record.children):
+            self.backward(child)
+        if not component.children:
+            with self._at(component.label, "backward") as steps:
+                sent = record.backward(record.gradient_received).gradient_sent
+            self._complete(component, "backward", sent.kernel, steps)
+        found = component.addition(record)
+        if found is not None:
+            # The branch was sent branch_scale^2 of the gradient, and the law counts it again.
+            factor = 1 / found.adding if found.adding else 0.0
+            kept = found.kept.gradient_received.kernel
+            added = found.added.gradient_sent.kernel.scaled(factor)
+            total = record.gradient_sent.kernel
+            self._sum(component.label, found, "backward", kept, added, total)
+
+    @contextmanager
+    def _at(self, site: str, way: str) -> Iterator[list[Step]]:
+        """While the component at a site is passed; gives what it adds to the steps."""
+        self._where = (site, way)
+        count = len(self.steps)
+        added: list[Step] = []
+        with observed(self._note):
+            yield added
+        added += self.steps[count:]
+
+    def _note(self, law: Law, values: Any, result: Any) -> None:
+        average = self._of_pairs if np.ndim(result) == 2 else self._of_tokens
+        picked = {name: average(values[name]) for name in law.arguments}
+        names = self.names.get(id(law), ("", ""))
+        self.steps.append(Step(*self._where, *names, law, picked, average(result)))
+
+    def _of_tokens(self, value: Any) -> float:
+        if np.ndim(value) == 0:
+            return float(value)
+        diagonal, classes = np.ravel(value), self.layout.classes
+        if classes is not None:
+            return float(classes.mean(diagonal))
+        return float(self.layout.token_average(Kernel.of_matrix(np.diag(diagonal)))[0])
+
+    def _of_pairs(self, value: Any) -> float:
+        """Over pairs of different tokens of a sequence."""
+        if np.ndim(value) == 0:
+            return float(value)
+        count = max(np.shape(value))
+        matrix, classes = np.broadcast_to(value, (count, count)), self.layout.classes
+        if classes is not None:
+            return float(Kernel(np.diagonal(matrix), matrix, classes).mean_pairs())
+        return float(self.layout.token_average(Kernel.of_matrix(matrix))[1])
+
+    def _complete(self, leaf: Component, way: str, kernel: Kernel, steps: list[Step]) -> None:
+        """Add what a component gives where none of its laws said so."""
+        prefix = "" if way == "forward" else "grad_"
+        component = GAIN if hasattr(leaf, "gain") else DIRECTIONS
+        if leaf.mixes_tokens:
+            component = KERNEL
+        for quantity, value in zip(
+            ("variance", "covariance"), self.layout.token_average(kernel), strict=True
+        ):
+            name, given = prefix + quantity, float(value)
+            said = [step.result for step in steps if step.quantity == name]
+            if not said or abs(said[-1] - given) > 1e-9 * max(abs(given), 1e-12):
+                self.steps.append(Step(leaf.label, way, component, name, None, {}, given))
+
+    def _sum(
+        self,
+        site: str,
+        of: Addition,
+        way: str,
+        kept: Kernel,
+        added: Kernel,
+        total: Kernel | None,
+    ) -> None:
+        """A residual addition: what is kept, what the branch adds, and the sum."""
+        one, two = (float(self.layout.token_average(k)[0]) for k in (kept, added))
+        skip, branch = float(of.keeping), float(of.adding)
+        prefix = "" if way == "forward" else "grad_"
+        # Not correlated at initialisation, but for what scale invariance takes from a gradient and
+        # norms that persist add to it (`directions`).
+        cross = 2 * np.sqrt(skip * branch * one * two)
+        overlap = 0.0
+        if total is not None and cross:
+            whole = float(self.layout.token_average(total)[0])
+            overlap = float((whole - skip * one - branch * two) / cross)
+        values = {
+            "skip_square": skip,
+            "branch_square": branch,
+            "x_variance" if way == "forward" else "grad_variance": one,
+            f"{prefix}branch_variance": two,
+            f"{prefix}branch_correlation": overlap,
+        }
+        law = CORRELATED_RESIDUAL.law(f"{prefix}variance")
+        names = (CORRELATED_RESIDUAL.name, f"{prefix}variance")
+        self.steps.append(Step(site, way, *names, law, values, float(law.of(values))))
+
+
+# What the registry calls the gated forms of activations.
+GATED = {
+    "silu": "swiglu",
+    "gelu": "geglu",
+    "gelu_tanh": "geglu_tanh",
+    "relu": "reglu",
+    "sigmoid": "glu",
+    "identity": "bilinear",
+}
+
+
+def names_of_laws(model: Transformer) -> dict[int, tuple[str, str]]:
+    """Where the registry has each law."""
+    from ..formulas.registry import component, components
+
+    found: dict[int, tuple[str, str]] = {}
+    for name in components():
+        for theory in ("simplified", "published", "refined"):
+            for quantity, law in component(name).under(theory).items():  # type: ignore[arg-type]
+                found.setdefault(id(law), (name, quantity))
+    if model.gated:
+        product = gated(activation_laws(model.activation))
+        name = GATED.get(model.activation, product.name)
+        found |= {id(law): (name, q) for q, law in product.under("refined").items()}
+    return found
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _read_by(
     output: OutputMoments | None,
 ) -> Any:
     """What the band of an encoder's gradient has to know of its decoder (refined theory)."""
-    from ..noise.memory_spread import DecoderTop
+    from ..noise.encoder_noise import DecoderTop
 
     declaration = declare(decoder, "refined", layout.padding, layout.sequences)
     read = declare_output(encoder, "refined")

@@ -392,7 +392,7 @@ def head_top(output: OutputMoments | None) -> Any:
     """What the band has to know of the head whose loss sends the last gradient."""
     if output is None or output.ending is None:
         return None
-    from ..noise.top_spread import HeadTop
+    from ..noise.loss_noise import HeadTop
 
     return HeadTop(*output.ending)
 

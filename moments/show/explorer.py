@@ -185,7 +185,7 @@ class Explorer:
             raise domain_error("model", type(model).__name__, "a moments.Transformer, or None")
         self._written_out = model is None
         self.model = model or Transformer(12, 768, 12, 128)
-        self.name = name or self.model.name or "a declared model"
+        self.name = name or self.model.name or ("a declared model" if model else "a plain model")
         self._python = python or "model"
         self.controls = {control.name: control for control in _controls(self.model)}
         self._lock = threading.Lock()

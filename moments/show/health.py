@@ -240,6 +240,7 @@ class CheckReport:
         import json
 
         data = {
+            "format": 1,
             "source": self.source,
             "healthy": self.healthy,
             "verdict": self.verdict(),

@@ -8,29 +8,28 @@ import numpy as np
 
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
-from .palette import MEASURED
+from .palette import BLACK, BLUE, GREEN, GREY, MEASURED, ORANGE, PURPLE, SKY, VERMILION
 from .plot import Picture, along_layers, round_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which the colour-blind tell apart, each with a marker of its own.
 SITES = {
-    "stream": ("#000000", "o"),
-    "attention.heads": ("#0072B2", "s"),
-    "attention.projection": ("#56B4E9", "D"),
-    "ffn.activation": ("#D55E00", "^"),
-    "ffn.out": ("#E69F00", "v"),
+    "stream": (BLACK, "o"),
+    "attention.heads": (BLUE, "s"),
+    "attention.projection": (SKY, "D"),
+    "ffn.activation": (VERMILION, "^"),
+    "ffn.out": (ORANGE, "v"),
 }
 WEIGHTS = {
-    "query": ("#009E73", "P"),
-    "key": ("#CC79A7", "X"),
-    "value": ("#0072B2", "s"),
-    "output": ("#56B4E9", "D"),
-    "gate": ("#999999", "<"),
-    "ffn_in": ("#D55E00", "^"),
-    "ffn_out": ("#E69F00", "v"),
+    "query": (GREEN, "P"),
+    "key": (PURPLE, "X"),
+    "value": (BLUE, "s"),
+    "output": (SKY, "D"),
+    "gate": (GREY, "<"),
+    "ffn_in": (VERMILION, "^"),
+    "ffn_out": (ORANGE, "v"),
 }
 
 

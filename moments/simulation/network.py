@@ -44,12 +44,19 @@ def run_layer(
         memory: the encoder's output (batch, L', its d_model), where there is an encoder.
         documents: (batch, L) of packed rows: a token sees its own document alone.
     """
-    layer = _Layer(model, number, weights, generator, watch, memory, documents)
+    layer = LayerTwin(model, number, weights, generator, watch, memory, documents)
+    own = TWINS.get(model.placements[number - 1])
+    if own is not None:
+        return watch(own(layer, x), "stream")
     return watch(layer.parallel(x) if model.parallel else layer.sequential(x), "stream")
 
 
+TWINS: dict[str, Callable[[LayerTwin, Tensor], Tensor]] = {}
+"""What kinds of layers that are registered do, by name (`moments.model.placement`)."""
+
+
 @dataclass(frozen=True)
-class _Layer:
+class LayerTwin:
     """A layer's parameters and everything its parts need; the arguments of `run_layer`."""
 
     model: Transformer

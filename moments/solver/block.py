@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Leaf, Parallel, Pullback
+from ..engine.composition import Chain, Component, Leaf, Pullback
 from ..engine.layout import Layout
 from ..engine.propagate import forward
 from ..engine.state import Signal
@@ -221,8 +221,8 @@ def flat(component: Component) -> tuple[Component, ...]:
 
 def holds(part: Component, names: tuple[str, ...]) -> bool:
     """Whether a component holds one of these matrices."""
-    if isinstance(part, Parallel):
-        return any(holds(inner, names) for branch in part.branches for inner in flat(branch))
+    if part.children:
+        return any(holds(leaf, names) for leaf in part.leaves())
     if isinstance(part, Linear):
         return part.weight in names
     if isinstance(part, SelfAttention):

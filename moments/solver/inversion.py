@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..engine.bottom_to_top import BottomToTop
-from ..engine.composition import Component, Parallel, Residual
+from ..engine.composition import Component, Residual
 from ..engine.propagate import Point
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count
@@ -117,7 +116,7 @@ def invert(plan: Plan, layer: int) -> Inversion:
     points = found[[p.site for p in found].index("stream") :] if layer > 1 else found
     numbers = Numbers(points, layout, memory)
     steps = []
-    for node in _residuals(body):
+    for node in body.residuals():
         for name, chain in _chains(node):
             own = tuple(matrix for matrix in MATRICES[name] if matrix in plan.free)
             if own:
@@ -125,23 +124,13 @@ def invert(plan: Plan, layer: int) -> Inversion:
     return Inversion(layer, tuple(steps))
 
 
-def _residuals(body: Component) -> list[Residual]:
-    found = []
-    for part in flat(body):
-        if isinstance(part, BottomToTop):
-            found += [part.attention, part.ffn]
-        elif isinstance(part, Residual):
-            found.append(part)
-    return found
-
-
 def _chains(node: Residual) -> list[tuple[str, tuple[Component, ...]]]:
     parts = flat(node.branch)
-    if not isinstance(parts[-1], Parallel):
+    if not parts[-1].splits:
         return [(node.label.partition(".")[0], parts)]
     return [
         (next(n for n in MATRICES if any(p.label == f"{n}.dropout" for p in flat(b))), flat(b))
-        for b in parts[-1].branches
+        for b in parts[-1].children
     ]
 
 

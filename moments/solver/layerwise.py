@@ -12,10 +12,10 @@ See docs/theory/inversion.md, Why one walk is enough.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..engine.bottom_to_top import BottomToTop
 from ..engine.composition import Chain, Component, Parallel, Residual
 from ..engine.layout import Layout
 from ..engine.propagate import Point, Trace, forward
@@ -23,7 +23,7 @@ from ..engine.state import Signal
 from ..errors import DomainError
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare
-from .block import MATRICES, Block, Given, flat
+from .block import MATRICES, Block, Given, flat, holds
 from .factor import factor_for
 
 LAYERWISE = {
@@ -119,23 +119,10 @@ class _Walk:
 
     def step(self, part: Component, signal: Signal) -> Signal:
         """Pass one part of a layer, with its matrices scaled."""
-        if isinstance(part, Residual):
-            return self._residual(part, signal)
-        if isinstance(part, BottomToTop):
-            return self._bottom_to_top(part, signal)
-        return self._forward(part, signal)
+        return self._forward(part.with_residuals(signal, self._solved, self._forward), signal)
 
     def _forward(self, part: Component, signal: Signal) -> Signal:
         return forward(part, signal, self.memory)[0]
-
-    def _residual(self, node: Residual, signal: Signal) -> Signal:
-        return self._forward(self._solved(node, signal), signal)
-
-    def _bottom_to_top(self, node: BottomToTop, signal: Signal) -> Signal:
-        attention = self._solved(node.attention, signal)
-        between = self._forward(attention, signal)
-        ffn = self._solved(node.ffn, self._forward(node.norm, between))
-        return self._forward(dataclasses.replace(node, attention=attention, ffn=ffn), signal)
 
     def _solved(self, node: Residual, signal: Signal) -> Residual:
         """The node with its branch replaced by what it adds once its matrices are scaled."""
@@ -157,15 +144,18 @@ class _Walk:
 
     def _blocks(self, node: Residual, signal: Signal) -> list[Block]:
         parts = flat(node.branch)
-        if any(part.label.endswith(".post_norm") for part in parts):
+        every = tuple(name for names in MATRICES.values() for name in names)
+        behind = itertools.takewhile(lambda part: not holds(part, every), reversed(parts))
+        if any(part.normalises for part in behind):
             raise DomainError(
-                "norm = 'sandwich' normalises what every block adds: its variance is norm_gain^2"
+                "a norm at its output (norm = 'sandwich') normalises what every block adds: its "
+                "variance is norm_gain^2"
             )
-        if not isinstance(parts[-1], Parallel):
+        if not parts[-1].splits:
             name = node.label.partition(".")[0]
             return [self._block(name, node.branch, signal)]
         entering = self._forward(Chain(parts[:-1]), signal)
-        return [self._block(_named(branch), branch, entering) for branch in parts[-1].branches]
+        return [self._block(_named(branch), branch, entering) for branch in parts[-1].children]
 
     def _block(self, name: str, chain: Component, signal: Signal) -> Block:
         own = tuple(matrix for matrix in MATRICES[name] if matrix in self.free)

@@ -9,7 +9,7 @@ With m = width over the base's and l = depth over the base's:
                2022, Table 8)
     depth-mup  mup, branches times l^(-1/2), and Adam's hidden and vector rates l^(-1/2) (Yang et
                al. 2023)
-    completep  mup, branches times 1/l, rates as mup's (Dey et al. 2025, alpha = 1)
+    completep  mup, branches times 1/l, rates as mup's (Dey et al. 2025, alpha = 1; for Adam)
 
 Heads keep their width, so that attention's logits need no factor. Muon's rates do not follow width
 where its step is scaled by shape (adjust="spectral"; Jordan 2024, Bernstein 2025).
@@ -33,8 +33,11 @@ def parametrised(
     """A model of another width and depth, and multipliers of the learning rate.
 
     Raises:
-        DomainError: a width that is no multiple of a head's, or a model of unequal layers.
+        DomainError: a width that is no multiple of a head's, a model of unequal layers, or
+            completep for SGD or Muon, of which its authors say nothing.
     """
+    if name == "completep" and optimizer in ("sgd", "muon"):
+        raise domain_error("parametrisation", name, f"another one for {optimizer}: Adam's")
     check_count("d_model", d_model)
     check_count("layers", layers)
     d_head = int(model.d_head or model.d_model // model.heads)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..model.transformer import Transformer
 
 
+FORMAT_VERSION = 1
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class FirstStep:
     """The network after the first step of an optimizer.
@@ -117,7 +120,7 @@ class FirstStep:
             np.array([row["variance"] for row in stream]),
             np.array([row["relative_change"] for row in stream]),
             end.change,
-            _notes(model, optimizer, rows),
+            _notes(reading, rows),
             tuple(rows),
             tuple(weights),
         )
@@ -157,8 +160,9 @@ class FirstStep:
         return plot_first_step(self, name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists; nan becomes None."""
+        """Plain numbers and lists, with a format version; nan becomes None."""
         return {
+            "format": FORMAT_VERSION,
             "model": self.model.to_dict(),
             "optimizer": self.optimizer,
             "learning_rate": self.learning_rate,
@@ -210,7 +214,7 @@ WIDE_LOGITS = 0.5
 """Variance of attention's logits beyond which its change to first order is a guess."""
 
 
-def _notes(model: Transformer, optimizer: Optimizer, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+def _notes(reading: Reading, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     notes = []
     stream = [row for row in rows if row["site"] == "stream"]
     last = stream[-1]
@@ -220,14 +224,10 @@ def _notes(model: Transformer, optimizer: Optimizer, rows: list[dict[str, Any]])
             f"{share:.2g} of the last stream is the step's change: beyond {LARGE} the stream comes "
             "out 5 to 20 % low and the loss's change 2 to 10 % large (SGD's up to 35 % small)"
         )
-    unit = next((row for row in rows if row["site"] == "ffn.in"), None)
-    if unit is not None and unit["variance_before"] > 0.5 and model.activation not in _SMOOTH:
+    if reading.logit_spread > WIDE_LOGITS:
         notes.append(
-            f"preactivations of variance {unit['variance_before']:.2g} behind {model.activation}: "
-            "slopes of one neuron at several tokens are taken in pairs, and changes are off by up "
-            "to 20 %"
+            f"attention's logits have a variance of {reading.logit_spread:.2g}, and a step moves "
+            "them to first order: changes of the first layers' heads come out low (measured: the "
+            "stream's by up to 30 % in layer 1, the loss's change within 11 %)"
         )
     return tuple(notes)
-
-
-_SMOOTH = ("gelu", "gelu_tanh", "identity", "silu", "quick_gelu", "softplus", "mish")

@@ -103,10 +103,10 @@ class Spectrum:
     def _orthogonal(self) -> dict[tuple[float, float], Orthogonal]:
         return {}
 
-    def orthogonal(self, n: float, m: float, features: float) -> Orthogonal:
-        """Muon's step on an (m, n) matrix whose input has so many independent features."""
+    def orthogonal(self, n: float, m: float) -> Orthogonal:
+        """Muon's step on an (m, n) matrix."""
         if (n, m) not in self._orthogonal:
-            self._orthogonal[n, m] = Orthogonal.of(self, n, m, features)
+            self._orthogonal[n, m] = Orthogonal.of(self, n, m)
         return self._orthogonal[n, m]
 
     @functools.cached_property
@@ -151,7 +151,7 @@ class Orthogonal(NamedTuple):
     slope: float
 
     @classmethod
-    def of(cls, spectrum: Spectrum, n: float, m: float, features: float) -> Orthogonal:
+    def of(cls, spectrum: Spectrum, n: float, m: float) -> Orthogonal:
         count = len(spectrum.kernel)
         draws = max(2, min(128, 512 // count))
         rng = np.random.default_rng(0)
@@ -159,7 +159,7 @@ class Orthogonal(NamedTuple):
         coherent, aligned = np.zeros_like(left), np.zeros_like(left)
         square = slope = 0.0
         for _ in range(draws):
-            x = left @ _wishart_root(count, features, rng)  # x x^T: kernel of n features
+            x = left @ _wishart_root(count, n, rng)  # x x^T: kernel of n features
             d = right @ _wishart_root(count, m, rng)
             _, sigma, turned = np.linalg.svd(d.T @ x, full_matrices=False)
             sigma = sigma * (n * m) ** 0.5
@@ -379,7 +379,7 @@ def effect(
         plain, size, slope = n * noise, noise, SIGN_MEAN * n * m * pulled * mean
         drawn = excess * SIGN_MEAN**2 * n * (n - 1) * pulled**2
     else:
-        found = spectrum.orthogonal(n, m, 1 / (1 / n + excess))
+        found = spectrum.orthogonal(n, m)
         size, slope = found.square / (n * m), found.slope
         first = second = 0 * lam
         plain = drawn = 0.0
@@ -393,19 +393,20 @@ def effect(
             scale = float((signs.coherent * spectrum.gradient).sum())
             coherent = signs.coherent * (SIGN_MEAN * n * pulled * mean / scale)
 
-    def spread(square: Array, moment: Array, span: Array) -> Array:
-        if rule == "muon":
-            return square + n * size * (moment - span)
+    def spread(square: Array, moment: Array) -> Array:
         lost = square if rule == "sign" else 0.0 * square
         return square + (plain + drawn) * moment - excess * lost
 
-    old = np.diag(spread(aligned, kernel, kernel))
-    ratio = np.divide(
-        old, np.diag(kernel) * size, out=np.zeros_like(old), where=np.diag(kernel) > 0
-    )
+    sizes = np.diag(kernel) * size
+    old = np.diag(aligned if rule == "muon" else spread(aligned, kernel))
+    ratio = np.divide(old, sizes, out=np.zeros_like(old), where=sizes > 0)
     # on the updated input, as far as the old one tells it
     through = met @ spectrum.inverse
-    total_now = spread(through @ aligned @ through.T, new, through @ met.T)
+    onward = through @ aligned @ through.T
+    if rule == "muon":  # what the old input does not span meets no gradient
+        total_now = onward + n * size * (new - through @ met.T)
+    else:
+        total_now = spread(onward, new)
     return Effect(through @ coherent, total_now, slope, size, float(ratio.mean()))
 
 

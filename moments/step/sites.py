@@ -241,6 +241,13 @@ class Reading:
         return next((table for table in self.tables if table.name == "token"), None)
 
     @functools.cached_property
+    def logit_spread(self) -> float:
+        """The largest variance of attention's logits within rows, averaged over a layer's rows."""
+        facts = [site.signal.facts for site in self.points if site.signal is not None]
+        found = [float(np.mean(one["logit_variance"])) for one in facts if one is not None]
+        return max(found, default=0.0)
+
+    @functools.cached_property
     def rows(self) -> dict[int, Rows]:
         """Attention that was read already, by the index of its site."""
         return {}

@@ -134,7 +134,7 @@ def anatomy_of(
         try:
             reading = _read(module, batch)
         except MomentsError as why:
-            raise MomentsError(f"{error}. {why}{_drafted(module, batch)}") from None
+            raise MomentsError(f"{error}. {why}{_drafted(module)}") from None
     return Anatomy(reading.roles, given or reading.sites, reading, given is not None)
 
 
@@ -167,9 +167,9 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
     return (*rows, shapes)
 
 
-def _drafted(module: nn.Module, batch: Any) -> str:
+def _drafted(module: nn.Module) -> str:
     """What a refusal adds: names and sites to correct."""
     try:
-        return f"\n# a draft of names and sites to correct and pass on:\n{draft(module, batch)}"
+        return f"\n# a draft of names and sites to correct and pass on:\n{draft(module)}"
     except Exception:  # a refusal does not fail over its hint
         return ""

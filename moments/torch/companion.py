@@ -226,7 +226,8 @@ class Watch:
         described = describe(self.module, batch=inputs.few, architecture=model)
         found = described.model
         if found is None:
-            raise MomentsError(f"no Transformer says what it does: {'; '.join(described.unplaced)}")
+            said = "; ".join(described.unplaced)
+            raise MomentsError(f"no Transformer says what it does: {said}")
         text = Text.of(self.module, found, inputs.batch, inputs.loss)
         case, _ = case_of(found, text, measured, None)
         return compare(predict(case.model, **case.inputs), measured, same_weights=True)

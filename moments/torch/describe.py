@@ -25,6 +25,7 @@ from .dataflow import Reading, read
 from .expectation import check_fits, model_of_stack
 from .hook_points import HookPoint
 from .logits import measured_scale
+from .meta import drawn, is_meta
 from .probe import BlockProbe, Slope, default_batch, probe_or_why
 from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from .structure import ENCODER
@@ -102,6 +103,17 @@ def describe(
     module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, "an nn.Module or a checkpoint's path")
+    if is_meta(module):
+        module, lost = drawn(module)
+        described = describe(
+            module,
+            batch=batch,
+            seq_len=seq_len,
+            names=names,
+            sites=sites,
+            architecture=architecture,
+        )
+        return dataclasses.replace(described, notes=(*described.notes, *lost))
     sites = None if sites is None else list(sites)
     parts = anatomy_of(module, batch, names, sites)
     found, model = parts.found, architecture
@@ -119,13 +131,13 @@ def describe(
         )
     check_fits(model, found, None)
     reading = _Reading(module, found, model, batch)
-    described = reading.stack("")
+    held = reading.stack("")
     if model.encoder is not None:
-        described = described.replace(encoder=reading.stack(ENCODER))
+        held = held.replace(encoder=reading.stack(ENCODER))
     for note in reading.notes():
         warnings.warn(note, ValidityWarning, stacklevel=2)
     unplaced = tuple(f"{name}: no role is known" for name in found.unidentified)
-    return Description(module, described, found, unplaced, parts.sites or ())
+    return Description(module, held, found, unplaced, parts.sites or ())
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import numpy as np
 from ..errors import MomentsError
 from ..optional import optional
 from ..prediction.draws import STREAM
+from .anatomy import measured_parts
 from .batches import shifted_left
-from .hook_points import HookPoint, hook_points
+from .hook_points import HookPoint
 from .probe import on_device, run
 from .tensors import first_tensor, own_logits, own_loss
 from .watch import training
@@ -156,7 +157,7 @@ def _different(ids: Tensor) -> Tensor:
 def _stream(
     module: nn.Module, batch: Any, sites: Iterable[Any] | None, layer: int
 ) -> np.ndarray | None:
-    points = hook_points(module) if sites is None else [HookPoint(*site) for site in sites]
+    points = measured_parts(module, batch, None if sites is None else _points(sites))[0]
     if any(point.site.startswith("encoder.") for point in points):
         return None
     point = next(p for p in points if (p.layer, p.site) == (layer, STREAM))
@@ -178,6 +179,10 @@ def _stream(
         return None
     tensor = seen[0] if _batch_first(module) else seen[0].transpose(0, 1)
     return np.asarray(tensor.double().cpu().numpy())
+
+
+def _points(sites: Iterable[Any]) -> tuple[HookPoint, ...]:
+    return tuple(HookPoint(*site) for site in sites)
 
 
 def _batch_first(module: nn.Module) -> bool:

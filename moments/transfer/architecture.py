@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ..engine.bottom_to_top import BottomToTop
@@ -108,66 +109,8 @@ class _Stack:
         named = {"attention": blocks.attention(), "ffn": blocks.ffn()}
         if model.encoder is not None:
             named = {"attention": named["attention"], "cross": blocks.cross(), "ffn": named["ffn"]}
-        if model.parallel:
-            return Layer(self._parallel(named, number), number)
-        place = {
-            "pre": self._pre,
-            "none": self._none,
-            "post": self._post,
-            "sandwich": self._sandwich,
-            "hybrid": self._hybrid,
-        }
-        if model.placements[number - 1] == "b2t":
-            return Layer(self._b2t(named, number), number)
-        put = place[model.placements[number - 1]]
-        parts: list[Component] = []
-        for name, block in named.items():
-            parts += put(name, block, number)
-        return Layer(Chain(tuple(parts)), number)
-
-    # --- placements ----------------------------------------------------------------------------
-
-    def _pre(self, name: str, block: Chain, number: int) -> list[Component]:
-        return self._sum(name, Chain((*self._norm(name, number), *block.parts)), number)
-
-    def _none(self, name: str, block: Chain, number: int) -> list[Component]:
-        return self._sum(name, block, number)
-
-    def _post(self, name: str, block: Chain, number: int) -> list[Component]:
-        return [*self._sum(name, block, number), *self._norm(name, number)]
-
-    def _sandwich(self, name: str, block: Chain, number: int) -> list[Component]:
-        after = norm(self.model, self.theory, f"{name}.post_norm", self._gain(name, number))
-        branch = Chain((*self._norm(name, number), *block.parts, after))
-        return self._sum(name, branch, number)
-
-    def _hybrid(self, name: str, block: Chain, number: int) -> list[Component]:
-        # Queries, keys and values are normalised inside attention; see Blocks.attention.
-        total = self._sum(name, block, number)
-        return total if name == "attention" else [*self._norm(name, number), *total]
-
-    def _b2t(self, named: dict[str, Chain], number: int) -> Component:
-        attention = self._residual("attention", named["attention"], number)
-        inner = Chain(self._norm("attention", number))
-        ffn = self._residual("ffn", named["ffn"], number)
-        total = [BottomToTop(attention, inner, ffn), *self._sum_scale("ffn", number)]
-        return Chain((*total, *self._norm("ffn", number)))
-
-    def _parallel(self, named: dict[str, Chain], number: int) -> Component:
-        scales = self.branch[number - 1]
-        if scales[0] != scales[1]:
-            # The sum has the feed-forward block's scale.
-            own = scale(self.theory, "attention.scale", (scales[0] / scales[1]) ** 2)
-            named = named | {"attention": Chain((*named["attention"].parts, own))}
-        norms = {name: self._norm(name, number) for name in named}
-        if self.model.norm == "none":
-            norms = dict.fromkeys(named, ())
-        if self.model.parallel_norms == 2:
-            both = [Chain((*norms[name], *block.parts)) for name, block in named.items()]
-            branch: Component = Parallel(tuple(both))
-        else:
-            branch = Chain((*norms["attention"], Parallel(tuple(named.values()))))
-        return Chain((*self._sum("ffn", branch, number),))
+        kind = "parallel" if model.parallel else model.placements[number - 1]
+        return Layer(KINDS[kind](Parts(self, number, named)), number)
 
     # --- norms and scales ----------------------------------------------------------------------
 
@@ -207,3 +150,124 @@ class _Stack:
 
     def _lns(self, label: str, number: int) -> Component:
         return scale(self.theory, label, self.factor[number - 1] ** 2)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a layer is put together from.
+
+    Attributes:
+        stack: the model's.
+        number: of the layer, from 1.
+        blocks: "attention", "cross" (of a decoder) and "ffn", each with its dropout, none with a
+            norm.
+    """
+
+    stack: _Stack
+    number: int
+    blocks: dict[str, Chain]
+
+    @property
+    def model(self) -> Transformer:
+        return self.stack.model
+
+    def norm(self, block: str) -> tuple[Component, ...]:
+        """The norm at "BLOCK.norm", and what LayerNorm Scaling puts beside it."""
+        return self.stack._norm(block, self.number)
+
+    def output_norm(self, block: str) -> Component:
+        """A norm at "BLOCK.post_norm", with the block's gain."""
+        stack = self.stack
+        gain = stack._gain(block, self.number)
+        return norm(stack.model, stack.theory, f"{block}.post_norm", gain)
+
+    def residual(self, block: str, branch: Component) -> Residual:
+        """A residual connection around a branch, with the block's scales."""
+        return self.stack._residual(block, branch, self.number)
+
+    def sum(self, block: str, branch: Component) -> tuple[Component, ...]:
+        """The same, and what LayerNorm Scaling puts behind it."""
+        return self.residual(block, branch), *self.stack._sum_scale(block, self.number)
+
+
+Kind = Callable[[Parts], Component]
+"""Puts a layer together."""
+
+
+def pre(layer: Parts) -> Component:
+    """Norms before every block."""
+    found: tuple[Component, ...] = ()
+    for name, block in layer.blocks.items():
+        found += layer.sum(name, Chain((*layer.norm(name), *block.parts)))
+    return Chain(found)
+
+
+def bare(layer: Parts) -> Component:
+    """No norms."""
+    sums = (layer.sum(name, block) for name, block in layer.blocks.items())
+    return Chain(tuple(part for total in sums for part in total))
+
+
+def post(layer: Parts) -> Component:
+    """Norms behind every sum."""
+    found: tuple[Component, ...] = ()
+    for name, block in layer.blocks.items():
+        found += (*layer.sum(name, block), *layer.norm(name))
+    return Chain(found)
+
+
+def sandwich(layer: Parts) -> Component:
+    """Norms before every block and at its output."""
+    found: tuple[Component, ...] = ()
+    for name, block in layer.blocks.items():
+        branch = Chain((*layer.norm(name), *block.parts, layer.output_norm(name)))
+        found += layer.sum(name, branch)
+    return Chain(found)
+
+
+def hybrid(layer: Parts) -> Component:
+    """Queries, keys and values normalised inside attention (`Blocks.attention`), and the stream
+    before the feed-forward block."""
+    found: tuple[Component, ...] = ()
+    for name, block in layer.blocks.items():
+        before = () if name == "attention" else layer.norm(name)
+        found += (*before, *layer.sum(name, block))
+    return Chain(found)
+
+
+def bottom_to_top(layer: Parts) -> Component:
+    """Post-LN with the layer's input added again at its end."""
+    attention = layer.residual("attention", layer.blocks["attention"])
+    ffn, *scaled = layer.sum("ffn", layer.blocks["ffn"])
+    assert isinstance(ffn, Residual)
+    whole = BottomToTop(attention, Chain(layer.norm("attention")), ffn)
+    return Chain((whole, *scaled, *layer.norm("ffn")))
+
+
+def parallel(layer: Parts) -> Component:
+    """Attention and feed-forward block read the same stream and share one sum."""
+    model, blocks = layer.model, layer.blocks
+    scales = layer.stack.branch[layer.number - 1]
+    if scales[0] != scales[1]:
+        # The sum has the feed-forward block's scale.
+        own = scale(layer.stack.theory, "attention.scale", (scales[0] / scales[1]) ** 2)
+        blocks = blocks | {"attention": Chain((*blocks["attention"].parts, own))}
+    norms = {name: () if model.norm == "none" else layer.norm(name) for name in blocks}
+    if model.parallel_norms == 2:
+        both = [Chain((*norms[name], *block.parts)) for name, block in blocks.items()]
+        branch: Component = Parallel(tuple(both))
+    else:
+        branch = Chain((*norms["attention"], Parallel(tuple(blocks.values()))))
+    return Chain(layer.sum("ffn", branch))
+
+
+KINDS: dict[str, Kind] = {
+    "pre": pre,
+    "none": bare,
+    "post": post,
+    "sandwich": sandwich,
+    "hybrid": hybrid,
+    "b2t": bottom_to_top,
+    "parallel": parallel,
+}
+"""By what `Transformer.norm` calls them; `parallel` by its flag. Register another by name."""

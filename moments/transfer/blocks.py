@@ -14,6 +14,7 @@ from ..formulas.law import Theory
 from ..formulas.linear import DROPOUT, LINEAR, SCALE
 from ..formulas.named_activations import activation_laws
 from ..formulas.normalization import LAYERNORM, RMSNORM
+from ..model.placement import placement
 from ..model.transformer import Transformer
 from .attention.normalized import NormalizedAttention
 from .attention.self_attention import SelfAttention
@@ -268,7 +269,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
     return {
         f"activation = {model.activation!r}": model.activation not in known,
         f"normalization = {model.normalization!r}": model.normalization != "layernorm",
-        f"norm = {model.norm!r}": model.norm in ("hybrid", "b2t"),
+        f"norm = {model.norm!r}": model.norm in ("hybrid", "b2t") or placement(model.norm),
         "gated units": model.gated,
         "grouped heads (kv_heads)": model.kv_heads != model.heads,
         "biases": model.biases is not None and any(_entries(model.biases)),

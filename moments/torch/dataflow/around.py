@@ -26,7 +26,7 @@ class Before:
     Attributes:
         tables: role -> parameter ("token", "position", "segment", "class").
         patch: the map of image patches.
-        scale: multiplies the token's row.
+        scale: multiplies the token's row; `factors` what else is added.
         total: the sum, before its norm.
         shape: of the picture; () for text.
     """
@@ -35,6 +35,7 @@ class Before:
     patch: Linear | None = None
     patch_size: int = 0
     scale: float = 1.0
+    factors: dict[str, float] = field(default_factory=dict)
     sinusoidal: bool = False
     norm: Norm | None = None
     dropout: float = 0.0
@@ -90,9 +91,11 @@ def before(stream: Stream, chain: Chain) -> Before:
         if role == "position":
             found.offset = int(graph.tensor(index).min())
         zeros[made] = torch.zeros_like(graph.tensor(made))
+        factor = _factor(stream, made, found.total) or 1.0
         if role == "token":
-            found.ids = index
-            found.scale = _factor(stream, made, found.total) or 1.0
+            found.ids, found.scale = index, factor
+        elif abs(factor - 1) > 1e-4:
+            found.factors[role] = factor
     used = {name for name, _, _ in looked}
     for linear in linears:
         node = graph.nodes[linear.node]

@@ -51,7 +51,7 @@ VIEWS = frozenset(
 """Operations that pass entries on as they are."""
 
 PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
-DROPOUT = "dropout"
+SOFTMAX = ("_softmax", "_safe_softmax", "softmax")
 
 
 class Ref(NamedTuple):
@@ -440,6 +440,38 @@ def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tenso
     )
     graph.finish()
     return graph
+
+
+class _Watcher(TorchDispatchMode):  # type: ignore[misc]
+    """Keeps how far back every softmax over keys reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reaches: list[int | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func._schema.name.partition("::")[2] in SOFTMAX:
+            self.reaches.append(reach_of(made))
+        return made
+
+
+def reach_of(weights: Tensor) -> int | None:
+    """The most tokens back, itself included, that a token looks; None where it sees the first."""
+    length = weights.shape[-1]
+    if weights.ndim < 3 or weights.shape[-2] != length or length < 2:
+        return None
+    seen = (weights.reshape(-1, length, length) > 0).any(0)
+    reach = max(i - int(row.nonzero()[0]) + 1 for i, row in enumerate(seen) if bool(row.any()))
+    return reach if reach < length else None
+
+
+def reaches(call: Callable[[], Any]) -> list[int | None]:
+    """Of every softmax of one call, in order, how far back it reaches."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _Watcher() as watcher:
+        call()
+    found: list[int | None] = watcher.reaches
+    return found
 
 
 def _plain(value: Any) -> Any:

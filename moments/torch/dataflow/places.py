@@ -316,9 +316,10 @@ class Sites:
         self.graph = graph
         self.at: dict[int, list[Point]] = {}
         counts: dict[tuple[str, str], set[int]] = {}
-        for path, side, value in graph.boundaries:
+        seen = [b for b in graph.boundaries if graph.tensor(b.value).ndim == 3]
+        for path, side, value in seen:
             counts.setdefault((path, side), set()).add(self._same(value))
-        for path, side, value in graph.boundaries:
+        for path, side, value in seen:
             if len(counts[path, side]) == 1:
                 points = self.at.setdefault(self._same(value), [])
                 if Point(path, side) not in points:  # type: ignore[arg-type]

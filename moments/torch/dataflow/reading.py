@@ -24,7 +24,7 @@ from ..structure import ENCODER
 from ..structure import Block as Branch
 from ..tensors import padding_row
 from .around import After, Before, after, before
-from .graph import Graph, record
+from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
 from .stream import Block, Chain, Stream
 from .units import Norm
@@ -78,7 +78,10 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Re
         MomentsError: the module cannot be run, or no residual stream is found in it.
     """
     graph, length, example = _recorded(module, batch)
-    found = _Reading(module, graph, seq_len or length).reading()
+    far: list[int | None] = []
+    if batch is not None and length is not None and length > TOKENS:
+        far = _far(module, batch)
+    found = _Reading(module, graph, seq_len or length, far).reading()
     return dataclasses.replace(found, example=example)
 
 
@@ -120,7 +123,7 @@ def _tensors(given: Any) -> list[Tensor]:
     return [v for v in values if isinstance(v, Tensor)]
 
 
-def _cuts(batch: Any) -> Iterator[tuple[Any, int | None]]:
+def _cuts(batch: Any, rows: int = 2) -> Iterator[tuple[Any, int | None]]:
     """The first tokens of the first sequences of a batch, else the whole sequences."""
     many = isinstance(batch, Mapping)
     entries = dict(batch) if many else {"": batch}
@@ -130,12 +133,12 @@ def _cuts(batch: Any) -> Iterator[tuple[Any, int | None]]:
     }
     shapes = [t.shape for t in tensors.values() if isinstance(t, Tensor) and t.ndim > 1]
     length = next((s[1] for s in shapes if len(s) in (2, 3)), None)
-    rows = next((s[0] for s in shapes), 0)
+    sequences = next((s[0] for s in shapes), 0)
     for tokens in (TOKENS, None):
         cut = {}
         for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] == rows:
-                tensor = tensor[:2]
+            if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] == sequences:
+                tensor = tensor[:rows]
                 if tokens is not None and length is not None and length > tokens:
                     for axis in range(1, tensor.ndim):
                         if tensor.shape[axis] == length and tensor.ndim < 5:
@@ -190,6 +193,16 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
             yield torch.randn(shape, generator=generator).to(kind), None
 
 
+def _far(module: nn.Module, batch: Any) -> list[int | None]:
+    """How far back every softmax reaches at the batch's own length, on its first sequence."""
+    *_, (given, _) = _cuts(batch, rows=1)
+    with in_mode(module, False):
+        try:
+            return reaches(_caller(module, given))
+        except Exception:  # what ran on a few tokens of two sequences need not on one whole one
+            return []
+
+
 # --- a declaration --------------------------------------------------------------------------------
 
 _SUB = ("attention", "cross", "ffn")
@@ -214,6 +227,7 @@ class _Reading:
     module: nn.Module
     graph: Graph
     length: int | None
+    far: list[int | None] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
 
@@ -480,11 +494,20 @@ class _Reading:
         temperatures = [_near(a.temperature) for a in attentions]
         fields["temperature"] = _same(temperatures)
         fields["weights"], fields["biases"] = self._weights(stack)
-        windows = [a.window for a in attentions]
+        windows = self._windows(stack, [a.window for a in attentions])
         fields["window"] = windows[0] if len(set(windows)) == 1 else windows
         fields["embedding"] = self._embedding(stack)
         fields["head"] = self._head(stack, fields)
         return fields
+
+    def _windows(self, stack: _Stack, near: list[int | None]) -> list[int | None]:
+        """Reaches of attention, from the longer pass where there was one."""
+        softmaxes = [node.index for node in self.graph.nodes if node.name in SOFTMAX]
+        cores = [u.core for u in stack.chain.blocks if u.name == "attention" and u.core]
+        if len(self.far) != len(softmaxes) or len(cores) != len(near):
+            return near
+        seen = [self.far[softmaxes.index(core.softmax)] for core in cores]
+        return [a if a is not None else b for a, b in zip(near, seen, strict=True)]
 
     def _length(self, stack: _Stack) -> int:
         tokens = self.graph.tensor(stack.chain.start).shape
@@ -652,13 +675,21 @@ class _Reading:
         if "token" not in tables or found.doubts or "class" in tables:
             self.doubts.append("what enters layer 1 is not declared")
             return None
-        position = square(self.module, tables.get("position"))
+        added = {
+            role: square(self.module, tables.get(role)) * found.factors.get(role, 1.0) ** 2
+            for role in ("position", "segment")
+        }
+        self.doubts += [
+            f"the {role} table is multiplied by {factor:.4g} before it is added: its declared "
+            "variance is that of what is added"
+            for role, factor in found.factors.items()
+        ]
         padding = padding_row(self.module, self.tensors[tables["token"]])
         return Embedding(
             vocab_size=len(self.tensors[tables["token"]]),
             token_variance=square(self.module, tables["token"]),
-            position_variance=position,
-            segment_variance=square(self.module, tables.get("segment")),
+            position_variance=added["position"],
+            segment_variance=added["segment"],
             norm=found.norm is not None,
             dropout=found.dropout,
             norm_epsilon=0.0 if found.norm is None else found.norm.epsilon,

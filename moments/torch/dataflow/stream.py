@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...model.positions import alibi_slopes
 from ...optional import optional
-from .graph import VIEWS, Graph, Node
+from .graph import VIEWS, Graph, Node, reach_of
 from .units import Attention, Core, Fit, Linear, Norm, Reader, Rotation, close, named
 
 with optional("torch", "torch"):
@@ -598,11 +598,7 @@ class Stream:
         if length == keys and length > 1:
             ahead = bool(torch.triu(seen, 1).any())
             found.causal = not ahead
-            reach = [
-                i - int(seen[i].nonzero()[0]) + 1 for i in range(length) if bool(seen[i].any())
-            ]
-            if max(reach) < length:
-                found.window = max(reach)
+            found.window = reach_of(rows)
         flat = logits.reshape(-1, length, keys).double()
         flat = torch.where(flat < HIDDEN, torch.full_like(flat, math.nan), flat)
         finite = flat[torch.isfinite(flat)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...formulas.named_activations import activation_names
 from ...optional import optional
-from .graph import PRODUCTS, VIEWS, Graph, Node, filled
+from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, filled
 
 with optional("torch", "torch"):
     import torch
@@ -447,7 +447,7 @@ class Reader:
         """Every softmax of a product of two things that a third is mixed by."""
         found = []
         for node in self.graph.nodes:
-            if node.name not in ("_softmax", "_safe_softmax", "softmax"):
+            if node.name not in SOFTMAX:
                 continue
             logits, weights = node.inputs[0], node.outputs[0]
             mixing = self._mixing(weights)

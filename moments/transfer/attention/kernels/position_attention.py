@@ -28,6 +28,7 @@ from ..softmax.chebyshev import THETA_MAX
 from . import exact_rows
 from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS
 from .calibration import calibrate
+from .contractions import single
 from .independent_noise import MARGINAL_SWEEPS
 from .nodes import nodes_for
 from .pair_weights import RHO_MIN, geometric_mean, sharpening
@@ -149,7 +150,10 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
-        self._sent: list[tuple[Any, Any]] | None = None
+        # What the way back needs of the laws, in single precision: the rest is given back.
+        laws = zip(self._pairs.tiles, self._laws, strict=True)
+        self._sent = [self._at_keys(tile, law) for tile, law in laws]
+        del self._laws, self._response
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -509,7 +513,8 @@ class PositionAttention:
             own, pairs = (law[0] + tile.diagonal(law[1])) * alike, law[1] * both
             if turned is not None:
                 own, pairs = own * turned[1][:, None], pairs * turned[0]
-            found.append((own, pairs.reshape(len(pairs), -1)))
+            pairs = pairs.reshape(len(pairs), -1).astype(np.float32)
+            found.append((own.astype(np.float32), pairs))
         return found[0], found[1]
 
     def backward(self, own: Array, pairs: Array) -> Paths:
@@ -519,11 +524,8 @@ class PositionAttention:
             own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
         """
         size, tiles = len(self.weights), self._pairs.tiles
-        if self._sent is None:
-            laws = zip(tiles, self._laws, strict=True)
-            self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        given = self._pairs.joined(own, pairs)
-        driven = np.stack([given * self._key, given * self._cross])
+        scale, given = single(self._pairs.joined(own, pairs))
+        driven = np.stack([given * self._key, given * self._cross]).astype(np.float32)
         total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
         for tile, sent in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
@@ -532,6 +534,7 @@ class PositionAttention:
                 total_own[path, tile.own] += of_law[:, tile.pairs] @ law[0]
                 found = of_law[:, tile.pairs] @ law[1]
                 total[path, tile.left, tile.right] += found.reshape(-1, *shape)
+        total_own, total = scale * total_own, scale * total
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))

@@ -1,0 +1,72 @@
+"""What mkdocs runs: pages generated from the code, and formulas as MathML.
+
+Nothing generated is committed, so that it cannot drift: formulas come from the laws, schemes from
+the registry, the reference from docstrings, pictures from stored data and small simulations.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import accuracy
+import components
+import mathml
+import reference
+import schemes
+
+
+def generated() -> dict[str, str | bytes]:
+    """Every generated file by its path in the site."""
+    return {
+        **components.pages(),
+        **schemes.pages(),
+        **reference.pages(),
+        **accuracy.pictures(),
+    }
+
+
+def on_config(config: Any) -> Any:
+    """Names of generated folders in the navigation become their pages."""
+    sections = {
+        "components/": components.navigation(),
+        "scheme/": schemes.navigation(),
+        "api/": reference.navigation(),
+    }
+    config["nav"] = [
+        {title: sections.get(inside, inside) if isinstance(inside, str) else inside}
+        for entry in config["nav"]
+        for title, inside in entry.items()
+    ]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what is generated."""
+    from mkdocs.structure.files import File
+
+    for path, content in generated().items():
+        files.append(File.generated(config, path, content=content))
+    # a page that the navigation does not name is found all the same
+    named = set(re.findall(r"[\w./-]+\.md", str(config["nav"])))
+    more = [f.src_uri for f in files.documentation_pages() if f.src_uri not in named]
+    if more:
+        config["nav"].append({"More": more})
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links to the repository's other folders, which the site does not hold, become their names."""
+    up = "../" * (page.file.src_uri.count("/") + 1)
+    return re.sub(rf"\[([^\]]+)\]\({re.escape(up)}(\w[^)]*)\)", r"\1 (`\2`)", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Formulas."""
+    return mathml.converted(html)

@@ -1,0 +1,94 @@
+"""One page per scheme, from the registry: what it is, what it sets, its options, its sources."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+from components import QUICK
+
+import moments
+
+SCHEMES = [s for s in moments.schemes() if not QUICK or s.name in ("xavier", "dslm", "t-fixup")]
+BASE = {"layers": 24, "d_model": 128, "heads": 4, "seq_len": 64, "dropout": 0.1}
+
+
+def navigation() -> list[Any]:
+    """Entries of the section."""
+    return ["scheme/index.md", *({s.name: f"scheme/{s.name}.md"} for s in SCHEMES)]
+
+
+def pages() -> dict[str, str | bytes]:
+    """A page each and an index."""
+    found: dict[str, str | bytes] = {f"scheme/{s.name}.md": _page(s) for s in SCHEMES}
+    rows = [
+        f"| [`{s.name}`]({s.name}.md) | {s.title} | {', '.join(f'`{f}`' for f in s.sets)} | "
+        f"{', '.join(s.placements) or 'any'} |"
+        for s in SCHEMES
+    ]
+    found["scheme/index.md"] = "\n".join(
+        [
+            "# Schemes",
+            "",
+            "Published initialisation and scaling schemes. `model.with_scheme(NAME)` applies one, "
+            "`moments.compare_schemes(model)` predicts all, "
+            "[which scheme?](../how-to/which-scheme.md) helps to choose, and "
+            "[every scheme measured](../schemes.md) holds each against simulation.",
+            "",
+            "| scheme | what it is | sets | norm of its authors |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+    return found
+
+
+def _page(scheme: Any) -> str:
+    lines = [f"# {scheme.name}", "", f"{scheme.title}.", ""]
+    lines += [f"Source: {scheme.source}.", ""]
+    lines += [f"It sets {', '.join(f'`{name}`' for name in scheme.sets)}.", ""]
+    if scheme.placements:
+        lines += [f"Its authors' placement of the norm: {' or '.join(scheme.placements)}.", ""]
+    doc = inspect.getdoc(scheme.transform)
+    if doc:
+        lines += ["## Definition", "", "```text", doc, "```", ""]
+    if scheme.options:
+        lines += ["## Options", "", "| option | default |", "| --- | --- |"]
+        lines += [f"| `{name}` | `{value!r}` |" for name, value in scheme.options.items()]
+        lines.append("")
+    return "\n".join(lines + _numbers(scheme))
+
+
+def _numbers(scheme: Any) -> list[str]:
+    norm = scheme.placements[0] if scheme.placements else "pre"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = moments.Transformer(**BASE, norm=norm).with_scheme(scheme.name)
+        except moments.DomainError as error:
+            return ["## On a model", "", f"Not applicable to a plain model: {error}", ""]
+        p = moments.predict(model, correlation=0.25)
+    return [
+        "## On a model",
+        "",
+        "```python",
+        "import moments",
+        "",
+        f"model = moments.Transformer({', '.join(f'{k}={v!r}' for k, v in BASE.items())}, "
+        f"norm={norm!r})",
+        f"prediction = moments.predict(model.with_scheme({scheme.name!r}), correlation=0.25)",
+        "```",
+        "",
+        "| after | variance | correlation | gradient variance, mean | typical draw |",
+        "| --- | --- | --- | --- | --- |",
+        *(
+            f"| {n} layers | {p.variance[n]:.4g} | {p.correlation[n]:.3f} | "
+            f"{p.grad_variance[n]:.4g} | {p.grad_variance_typical[n]:.4g} |"
+            for n in (0, 1, 6, 12, 24)
+        ),
+        "",
+        "Simulated beside it: [every scheme measured](../schemes.md).",
+        "",
+    ]
