@@ -16,7 +16,7 @@ HEAD = """# The first step of an optimizer: predicted, and measured on real modu
 optimizer on the batch that was predicted, from its kernels alone; `moments.torch.measure_step`
 takes the same step on a real module. Derivations: [theory/first-step.md](theory/first-step.md).
 
-```python
+```py
 p = moments.predict(moments.from_huggingface(config, seq_len=32), token_ids=ids)
 step = p.after("adam", 1e-3)  # loss, stream, every site, every matrix
 step.table(), step.weights(), step.plot()

@@ -77,7 +77,8 @@ def test_a_band_is_called_what_it_is() -> None:
         simulated = moments.simulate(model, correlation=0.3, seeds=4, batch=1)
         predicted = moments.predict(model, correlation=0.3)
         found = moments.compare(predicted, simulated)
-        named = legend(found.plot().axes[0])
+        beside = found.plot().legends[0]
+        named = [text.get_text().replace("\n", " ") for text in beside.get_texts()]
         assert any(text.startswith(label) for text in named), (norm, named)
 
 

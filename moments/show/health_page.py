@@ -8,6 +8,7 @@ import re
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from . import palette
 from .report import number
 
 if TYPE_CHECKING:
@@ -17,21 +18,25 @@ if TYPE_CHECKING:
 
 _COLOURS = {
     "#000000": "--ink",
-    "#222222": "--ink",
-    "#444444": "--soft",
-    "#1b6ca8": "--forward",
-    "#c8553d": "--backward",
-    "#d00000": "--alarm",
+    palette.BLACK: "--ink",
+    palette.SOFT: "--soft",
+    palette.GREY: "--soft",
+    palette.SIGNAL: "--forward",
+    palette.GRADIENT: "--backward",
+    palette.OUTSIDE: "--outside",
+    palette.PALE: "--line",
     "#b0b0b0": "--line",
 }
 """Of the pictures, as variables that follow the theme."""
 
 _STYLE = """
 .moments-check { --ink:#1d1d1f; --soft:#5b5b60; --line:#c9c9ce; --paper:#ffffff; --card:#f5f5f7;
-  --forward:#1b6ca8; --backward:#c8553d; --alarm:#b80000; --warn:#8a5a00; --good:#1f7a3d;
+  --forward:#0072b2; --backward:#d55e00; --outside:#a8527f; --alarm:#b80000;
+  --warn:#8a5a00; --good:#1f7a3d;
   color:var(--ink); background:var(--paper); font:15px/1.5 system-ui,sans-serif; }
 @media (prefers-color-scheme: dark) { .moments-check { --ink:#ececf0; --soft:#a9a9b2;
   --line:#4a4a52; --paper:#17171a; --card:#232328; --forward:#6cb8f0; --backward:#f0937d;
+  --outside:#e3a3c4;
   --alarm:#ff7b72; --warn:#e3b341; --good:#6fcf8f; } }
 .moments-check h1 { font-size:1.35em; margin:0 0 .3em; } .moments-check h2 { font-size:1.1em; }
 .moments-check .verdict { margin:0 0 1em; } .moments-check .soft { color:var(--soft); }
