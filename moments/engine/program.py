@@ -1,6 +1,6 @@
 """A layer's program: what one layer computes, recorded once and replayed for every layer like it.
 
-`Program.of` runs a layer forward and backward on recorded numbers (`formulas.recording`): the
+`Program` runs a layer forward and, gradient by gradient, backward on recorded numbers (`formulas.recording`): the
 layer's own parameters, the moments that enter, the gradient that arrives. What remains, without the
 operations that nothing needs, is written as two straight functions of floats. No formula stands
 here: whatever the laws say is what is recorded.
@@ -247,7 +247,7 @@ class _Recording:
 MOST_BRANCHES = 12
 """Programs of one shape, and ways back of one program, beyond which nothing is gained."""
 MOST_SHAPES = 256
-"""Shapes of layers kept: some 2 MB each."""
+"""Shapes of layers kept: some 0.6 MB each, measured on three."""
 
 
 class Passage:
@@ -361,8 +361,9 @@ class Library:
         return found
 
 
-WORTH = 48
-"""Layers of one shape from which on they are replayed: to record one costs as much as some 30."""
+WORTH = 64
+"""Layers of one shape from which on they are replayed: to record one and write its functions was
+measured to cost as much as 50 to 70 plain ones."""
 
 LIBRARY = Library()
 

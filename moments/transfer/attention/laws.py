@@ -91,7 +91,8 @@ def _many(
 
 
 MOST_PROFILES = 16
-"""Logit scales among configurations up to which a profile for each is the shorter way."""
+"""Logit scales among configurations up to which each has a profile: those of so many are made of
+640 evaluations, once for all layers."""
 
 _flat = whole(_one, _many)
 
