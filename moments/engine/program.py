@@ -1,9 +1,9 @@
 """A layer's program: what one layer computes, recorded once and replayed for every layer like it.
 
-`Program` runs a layer forward and, gradient by gradient, backward on recorded numbers (`formulas.recording`): the
-layer's own parameters, the moments that enter, the gradient that arrives. What remains, without the
-operations that nothing needs, is written as two straight functions of floats. No formula stands
-here: whatever the laws say is what is recorded.
+`Program` runs a layer forward and, gradient by gradient, backward on recorded numbers
+(`formulas.recording`): the layer's own parameters, the moments that enter, the gradient that
+arrives. What remains, without the operations that nothing needs, is written as straight functions
+of floats. No formula stands here: whatever the laws say is what is recorded.
 
 A program holds for layers of one shape, on values that take the same branches: its guards say so,
 and a replay that meets another value returns None.
