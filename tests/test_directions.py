@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from moments.engine.bottom_to_top import BottomToTop
-from moments.engine.composition import Chain, Component, Parallel, Residual
-from moments.engine.propagate import forward
+from moments.engine.composition import Chain, Component, Parallel, Residual, forward
 from moments.engine.state import Gradient, Kernel
 from moments.formulas.activation import RELU
 from moments.formulas.linear import LINEAR

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moments.engine.propagate import Point, forward
+from moments.engine.composition import forward
 from moments.engine.state import Gradient, Kernel, Signal
+from moments.engine.trace import Point
 from moments.errors import DomainError
 from moments.formulas.head import CROSS_ENTROPY
 from moments.model.embedding import Embedding

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import moments
-from moments.engine.composition import Chain, Component, Layer, Parallel, Residual
-from moments.engine.propagate import forward
+from moments.engine.composition import Chain, Component, Layer, Parallel, Residual, forward
 from moments.engine.state import Gradient, Kernel
 from moments.formulas.linear import DROPOUT, LINEAR
 from moments.formulas.named_activations import activation_laws

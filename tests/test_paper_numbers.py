@@ -9,8 +9,7 @@ import pytest
 from scipy.optimize import brentq
 
 import moments
-from moments.engine.composition import Chain
-from moments.engine.propagate import forward
+from moments.engine.composition import Chain, forward
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.formulas.activation import RELU
 from moments.formulas.linear import DROPOUT, LINEAR

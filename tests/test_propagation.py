@@ -11,8 +11,7 @@ import pytest
 from quadrature import Estimate, exchangeable, token_moments
 
 import moments
-from moments.engine.composition import Component, Residual, added
-from moments.engine.propagate import forward
+from moments.engine.composition import Component, Residual, added, forward
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.formulas.activation import GELU, IDENTITY, RELU

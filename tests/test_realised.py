@@ -11,10 +11,10 @@ import math
 import numpy as np
 import pytest
 
-from moments.engine.composition import Chain, Layer, Residual
-from moments.engine.propagate import Record, forward
+from moments.engine.composition import Chain, Layer, Residual, forward
 from moments.engine.realised import overlap_variance
 from moments.engine.state import Gradient, Kernel, Signal
+from moments.engine.trace import Record
 from moments.formulas.linear import LINEAR, SCALE
 from moments.formulas.named_activations import activation_laws
 from moments.formulas.normalization import RMSNORM

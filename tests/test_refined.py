@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import moments
-from moments.engine.composition import Residual
-from moments.engine.propagate import forward
+from moments.engine.composition import Residual, forward
 from moments.engine.state import Gradient, Kernel
 from moments.formulas.linear import LINEAR
 from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS

@@ -741,6 +741,24 @@ class Layer(Component):
         return self.body.pair(pair)
 
 
+def forward(
+    component: Component, signal: Signal, memory: Signal | None = None
+) -> tuple[Signal, Record]:
+    """Carry a signal through a declaration.
+
+    Args:
+        component: any.
+        signal: what enters.
+        memory: what cross-attention reads.
+
+    Returns:
+        The output, and the record of the pass, whose `backward` carries a gradient at the output
+        back to the input.
+    """
+    record = component.propagate(signal, Run(memory))
+    return record.output, record
+
+
 # --- sums -----------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from .classes import PositionClasses
 from .packing import Padding, one_document
-from .propagate import Point
 from .state import Array, Kernel, Signal, ratio_or_zero
+from .trace import Point
 
 
 @dataclass(frozen=True, eq=False)

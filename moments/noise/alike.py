@@ -13,8 +13,8 @@ import numpy as np
 
 from ..engine.composition import Component, Layer
 from ..engine.modes import Pair
-from ..engine.propagate import Trace
 from ..engine.state import Array, Kernel, Signal
+from ..engine.trace import Trace
 
 Site = tuple[Kernel, Kernel]
 """Of a signal and of its gradient."""

@@ -85,9 +85,9 @@ import numpy as np
 
 from ..engine.composition import Chain, Layer
 from ..engine.modes import Modes
-from ..engine.propagate import Trace
 from ..engine.sensitivity import ratio, transposed
 from ..engine.state import Array, Signal
+from ..engine.trace import Trace
 from .alike import Alike, part_starts
 from .block_noise import Addition
 from .linearisation import Linearised, linearise

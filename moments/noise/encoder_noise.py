@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Layer
+from ..engine.composition import Chain, Component, Layer, forward
 from ..engine.modes import Modes
-from ..engine.propagate import Trace, forward
 from ..engine.response import in_units
 from ..engine.sensitivity import SINGLE, Ascent, Descent, Response, ratio, transposed
 from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.trace import Trace
 from ..transfer.attention.cross import CrossAttention
 from ..transfer.attention.logits import logit_law
 from ..transfer.attention.softmax import SquareTable

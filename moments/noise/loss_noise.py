@@ -35,9 +35,8 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Chain, Component
+from ..engine.composition import Chain, Component, forward
 from ..engine.modes import Modes
-from ..engine.propagate import Trace, forward
 from ..engine.response import STEP, Around, Elementwise, Sequence, in_units
 from ..engine.sensitivity import (
     SINGLE,
@@ -58,6 +57,7 @@ from ..engine.sensitivity import (
     trace_of,
 )
 from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.trace import Trace
 from ..transfer.elementary import Activation, Linear
 from ..transfer.head.components import Pool
 from ..transfer.head.cross_entropy import softmax_expectations

@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Chain
-from ..engine.propagate import Record, forward
+from ..engine.composition import Chain, forward
 from ..engine.realised import overlap_variance, step_within
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
+from ..engine.trace import Record
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
 from ..transfer.normalization import FiniteNormalization

@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.propagate import Trace
 from ..engine.response import Around, Part
 from ..engine.sensitivity import (
     SINGLE,
@@ -54,6 +53,7 @@ from ..engine.sensitivity import (
     trace_of,
 )
 from ..engine.state import Array, Signal
+from ..engine.trace import Trace
 
 TARGETS = 9
 """Points of the stream that are followed; the deviation is linear in between."""

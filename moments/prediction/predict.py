@@ -12,8 +12,8 @@ import numpy as np
 
 from ..engine.classes import MOST_WINDOWS, PER_OCTAVE, PositionClasses
 from ..engine.layout import Layout
-from ..engine.propagate import Run, Trace
 from ..engine.state import Gradient, Kernel
+from ..engine.trace import Run, Trace
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
 from ..formulas.law import THEORIES, Theory

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..engine.layout import Layout
-from ..engine.propagate import Trace
+from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
 from ..formulas.law import Theory
 from ..model.transformer import Transformer

@@ -14,9 +14,8 @@ from ..engine.composition import Chain, sum_of
 from ..engine.layout import Layout
 from ..engine.packing import check_documents
 from ..engine.program import Replayed, replayed
-from ..engine.propagate import Point, Record, Run, Trace
 from ..engine.state import Array, Gradient, Kernel, Signal
-from ..engine.trace import with_top_gradient
+from ..engine.trace import Point, Record, Run, Trace, with_top_gradient
 from ..errors import DomainError
 from ..formulas.law import Theory
 from ..model.embedding import Embedding

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..engine.propagate import Trace
 from ..engine.state import ratio_or_zero
+from ..engine.trace import Trace
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
 

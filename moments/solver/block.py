@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Leaf, Pullback
+from ..engine.composition import Chain, Component, Leaf, Pullback, forward
 from ..engine.layout import Layout
-from ..engine.propagate import forward
 from ..engine.state import Signal
 from ..errors import DomainError
 from ..formulas.gated import gated

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..engine.composition import Component
 from ..engine.layout import Layout
-from ..engine.propagate import Point
 from ..engine.state import Signal
+from ..engine.trace import Point
 from ..formulas.attention import ATTENTION
 from ..formulas.law import Law
 from ..formulas.named_activations import leaky_slope

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..engine.composition import Component, Residual
-from ..engine.propagate import Point
+from ..engine.trace import Point
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count
 from ..formulas.symbols import SYMBOLS

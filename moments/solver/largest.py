@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.propagate import forward
+from ..engine.composition import forward
 from ..engine.state import ratio_or_zero
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_in

@@ -16,10 +16,10 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..engine.composition import Chain, Component, Parallel, Residual
+from ..engine.composition import Chain, Component, Parallel, Residual, forward
 from ..engine.layout import Layout
-from ..engine.propagate import Point, Trace, forward
 from ..engine.state import Signal
+from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare

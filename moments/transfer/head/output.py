@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...engine.composition import Chain
-from ...engine.propagate import Point, Record, Run
 from ...engine.state import Array, Gradient, Kernel, Signal
+from ...engine.trace import Point, Record, Run
 from ...errors import DomainError
 from ...model.embedding import Embedding
 from ...model.head import Head
