@@ -230,7 +230,7 @@ class Prediction:
     @functools.cached_property
     def _stepping(self) -> Any:
         """What first steps of all rates share."""
-        from ..step.stepping import Stepping
+        from ..step.result import Stepping
 
         return Stepping.of(self)
 

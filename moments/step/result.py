@@ -1,4 +1,4 @@
-"""What a user holds of a first step: `FirstStep`."""
+"""What a user holds of a first step, `FirstStep`, and what steps of one prediction share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .first import Stepped
+from ..formulas.checks import check_number
+from ..formulas.symbols import POSITIVE
+from ..prediction.gate import computing
+from .first import Stepped, named_optimizer, still
 from .rules import Optimizer
 from .sites import Reading
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..model.transformer import Transformer
+    from ..prediction.result import Prediction
 
 
 FORMAT_VERSION = 1
@@ -231,3 +235,27 @@ def _notes(reading: Reading, rows: list[dict[str, Any]]) -> tuple[str, ...]:
             "stream's by up to 30 % in layer 1, the loss's change within 11 %)"
         )
     return tuple(notes)
+
+
+@dataclass(frozen=True, eq=False)
+class Stepping:
+    """What steps of different rates share: kernels' eigenvalues, attention, the loss at rate 0."""
+
+    reading: Reading
+    prediction: Prediction
+
+    @classmethod
+    def of(cls, prediction: Prediction) -> Stepping:
+        """Raises:
+        DomainError: as `Reading.of`.
+        """
+        return cls(Reading.of(prediction), prediction)
+
+    def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
+        """See `Prediction.after`."""
+        chosen = named_optimizer(optimizer, **options)
+        rate = check_number("learning_rate", learning_rate, POSITIVE)
+        with computing("refined", [self.prediction.trace]):
+            before = still(self.reading, chosen)
+            moved = Stepped(self.reading, chosen, rate)
+        return FirstStep.of(self.reading, chosen, rate, before, moved)
