@@ -13,7 +13,7 @@ import numpy as np
 from ..engine.classes import MOST_WINDOWS, PER_OCTAVE, PositionClasses
 from ..engine.layout import Layout
 from ..engine.state import Gradient, Kernel
-from ..engine.trace import Run, Trace
+from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
 from ..formulas.law import THEORIES, Theory
@@ -330,7 +330,7 @@ def positional(model: Transformer) -> bool:
 
 @contextlib.contextmanager
 def _followed(stacks: list[Stack], progress: bool | Callable[[SoFar], None]) -> Iterator[None]:
-    """Tell of the layers of both passes, while they are under way: a bar, or whom it may concern."""
+    """Tell of the layers of both passes while they are under way, by a bar or to whom asks."""
     runs, layers = [s.run for s in stacks], sum(s.model.layers for s in stacks)
     if callable(progress):
         for run in runs:
