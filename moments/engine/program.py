@@ -145,7 +145,7 @@ class Program:
         lines = self._tape.operations
         kept = range(self._split) if self._used is None else sorted(self._used)
         needed = _needed(lines, [*wanted, *kept, *(g.line.index for g in self._guards)])
-        text = _Text(lines, needed, many)
+        text = _Text(lines, needed, many, [*wanted, *kept])
         body = text.statements(0, self._split, self._guards)
         values = f"({text.tuple_of(self._leaving)}),({''.join(f'x{k},' for k in kept)})"
         function = text.function("ahead", self._entering, body, values)
@@ -214,7 +214,7 @@ class _Recording:
         gradient = put_together(structure, iter(self._arriving))
         self.below = taken_apart(program._record.backward(gradient).gradient_sent, self._leaving)
         self._stop, self._guards = len(tape.operations), list(tape.guards)
-        wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
+        wanted = self._wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
         self._needed = _needed(tape.operations, [*wanted, *(g.line.index for g in self._guards)])
         own = range(self._start, self._stop)
         self.used = {
@@ -234,7 +234,7 @@ class _Recording:
             # Written when fewer ways back were known: the next forward function keeps more.
             raise Unrecordable("a way back that needs more than the way up kept")
         if found is None:
-            text = _Text(self._tape.operations, self._needed, many)
+            text = _Text(self._tape.operations, self._needed, many, self._wanted)
             place = {line: k for k, line in enumerate(ahead.kept)}
             body = [f"x{line}=kept[{place[line]}]" for line in sorted(self.used)]
             body += text.statements(self._start, self._stop, self._guards)
@@ -263,7 +263,8 @@ class Passage:
         structure = taken_apart(signal, numbers)
         self._library, self.signals = library, [(structure, tuple(numbers))]
         self._steps: list[Step] = []
-        self.many = any(isinstance(v, np.ndarray) for v in numbers)
+        sizes = [v.size for v in numbers if isinstance(v, np.ndarray)]
+        self.many, self.configurations = bool(sizes), max(sizes, default=1)
 
     def up(self, layers: Iterable[Apart]) -> None:
         """Raises:
@@ -344,10 +345,11 @@ class Library:
             found.append(known[id(layer)])
         return found
 
-    def worth(self, layers: Sequence[Apart]) -> bool:
+    def worth(self, layers: Sequence[Apart], configurations: int = 1) -> bool:
         """Whether so many layers of these shapes were met that writing programs pays."""
         for layer in layers:
-            self._met[layer.shape] = self._met.get(layer.shape, 0) + 1
+            met = 1 + configurations // AS_LONG
+            self._met[layer.shape] = self._met.get(layer.shape, 0) + met
         return all(self._met[layer.shape] >= WORTH for layer in layers)
 
     def passage(self, layers: Sequence[Component], signal: Signal) -> Passage:
@@ -364,6 +366,9 @@ class Library:
 WORTH = 64
 """Layers of one shape from which on they are replayed: to record one and write its functions was
 measured to cost as much as 50 to 70 plain ones."""
+
+AS_LONG = 140
+"""Configurations at once that a plain layer was measured to take twice as long for as for one."""
 
 LIBRARY = Library()
 
@@ -421,6 +426,10 @@ class Replayed(Record):
         return []
 
     def between_layers(self) -> list[Point]:
+        return self._between
+
+    @functools.cached_property
+    def _between(self) -> list[Point]:
         last = [None] * len(self._signals) if self._gradients is None else self._gradients
         return [
             Point(number, "stream", _built(signal), gradient and _built(gradient))
@@ -466,9 +475,9 @@ def replayed(stack: Component, signal: Signal) -> Record | None:
         return None
     try:
         layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
-        if not LIBRARY.worth(layers):
-            return None
         passage = Passage(LIBRARY, signal)
+        if not LIBRARY.worth(layers, passage.configurations):
+            return None
         passage.up(layers)
         return Replayed(stack, passage.signals, passage=passage)
     except NOT_REPLAYED:
@@ -535,8 +544,11 @@ def _needed(lines: list[Operation], wanted: list[int]) -> set[int]:
 class _Text:
     """Python text of a stretch of a tape: names and numbers, of this module's own making."""
 
-    def __init__(self, lines: list[Operation], needed: set[int], many: bool) -> None:
-        self.lines, self.needed, self.many = lines, needed, many
+    def __init__(
+        self, lines: list[Operation], needed: set[int], many: bool, kept: Iterable[int] = ()
+    ) -> None:
+        """`kept`: lines that stand to the end."""
+        self.lines, self.needed, self.many, self.kept = lines, needed, many, set(kept)
         kind = "array" if many else "number"
         self.environment: dict[str, Any] = {
             name: getattr(function, kind) for name, function in FUNCTIONS.items()
@@ -557,6 +569,7 @@ class _Text:
     def statements(self, start: int, stop: int, guards: list[Guard]) -> list[str]:
         waiting = iter(guards)
         guard, found = next(waiting, None), []
+        last = self._last_uses(start, stop, guards) if self.many else {}
         for index in range(start, stop + 1):
             while guard is not None and guard.after == index:
                 unmet, met = "not " if guard.outcome else "", self.name(guard.line)
@@ -569,13 +582,29 @@ class _Text:
                     continue
                 if operation == "whole":
                     function, *rest = map(self.name, operands)
-                    function += ".array" if self.many else ""
+                    function += ".array" if self.many else ".number"
                     text = f"{function}({','.join(rest)})"
                 elif operation == "item":
                     text = f"{self.name(operands[0])}[{operands[1]}]"
                 else:
                     text = self._of(operation).format(*map(self.name, operands))
                 found.append(f"x{index}={text}")
+            if index in last:
+                found.append(f"del {','.join(f'x{one}' for one in last[index])}")
+        return found
+
+    def _last_uses(self, start: int, stop: int, guards: list[Guard]) -> dict[int, list[int]]:
+        """The lines of this stretch that nothing needs behind an operation: arrays that are let go
+        leave their memory, which is near, to the next."""
+        used = {g.line.index: g.after for g in guards}
+        for index in range(start, stop):
+            if index in self.needed:
+                lines = (one.index for one in self.lines[index].operands if type(one) is Line)
+                used |= {line: max(index, used.get(line, 0)) for line in lines}
+        found: dict[int, list[int]] = {}
+        for line, at in used.items():
+            if line >= start and line not in self.kept and self.lines[line].name != "input":
+                found.setdefault(at, []).append(line)
         return found
 
     def _of(self, operation: str) -> str:

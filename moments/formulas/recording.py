@@ -313,6 +313,7 @@ def whole(function: Callable[..., Any], array: Callable[..., Any] | None = None)
         return tuple(items)
 
     called.array = array or _one_by_one(function)  # type: ignore[attr-defined]
+    called.number = function  # type: ignore[attr-defined]
     return called
 
 
