@@ -101,6 +101,17 @@ class _Ahead(NamedTuple):
     kept: tuple[int, ...]
 
 
+Reader = Callable[[Record], dict[str, Any]]
+"""Finds numbers in a layer's record, and names them."""
+
+
+class _Reading(NamedTuple):
+    """A forward function that tells of what passes inside, and the names of what it tells."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+
+
 class Program:
     """One layer's passes as functions of floats, on values that take the same branches.
 
@@ -133,6 +144,7 @@ class Program:
         self._used: set[int] | None = None  # by the ways back that are recorded
         self._backs: list[_Recording] = []
         self._aheads: dict[bool, _Ahead] = {}
+        self._readings: dict[tuple[Reader, bool], _Reading] = {}
 
     def ahead(self, many: bool) -> _Ahead:
         """The forward function, for arrays where there are many configurations."""
@@ -150,6 +162,33 @@ class Program:
         values = f"({text.tuple_of(self._leaving)}),({''.join(f'x{k},' for k in kept)})"
         function = text.function("ahead", self._entering, body, values)
         return _Ahead(function, tuple(kept))
+
+    def reading(self, read: Reader, many: bool) -> _Reading:
+        """The forward function that also tells what `read` finds in the layer's record.
+
+        Raises:
+            Unrecordable: what it finds is no number.
+        """
+        found = self._readings.get((read, many))
+        if found is None:
+            found = self._readings[read, many] = self._read(read, many)
+        return found
+
+    def _read(self, read: Reader, many: bool) -> _Reading:
+        tape = self._tape
+        tape.guards, tape.held = [], {}
+        told = read(self._record)
+        values: list[Any] = []
+        if any(taken_apart(one, values) is not float for one in told.values()):
+            raise Unrecordable("what is read is no number")
+        guards = [*self._guards, *tape.guards]
+        leaving = [*self._leaving, *values]
+        wanted = [v.line.index for v in leaving if type(v) is Recorded]
+        needed = _needed(tape.operations, [*wanted, *(g.line.index for g in guards)])
+        text = _Text(tape.operations, needed, many, wanted)
+        body = text.statements(0, len(tape.operations), guards)
+        result = f"({text.tuple_of(self._leaving)}),({text.tuple_of(values)})"
+        return _Reading(text.function("read", self._entering, body, result), tuple(told))
 
     def again(self, entering: list[float]) -> Program:
         """The same operations on other numbers that enter, parameters first.
@@ -276,7 +315,9 @@ class Passage:
         self.many = self.many or any(layer.many for layer in layers)
         for layer in layers:
             programs = self._library.programs(layer.shape, shape)
-            program, ahead, numbers, kept = _forward(programs, layer, structure, numbers, self.many)
+            program, ahead, numbers, kept = _forward(
+                programs, layer, structure, numbers, lambda one: one.ahead(self.many)
+            )
             self._steps.append(Step(program, ahead, kept, (*layer.numbers, *self.signals[-1][1])))
             if program.output is not structure:
                 structure = program.output
@@ -307,6 +348,18 @@ class Apart(NamedTuple):
     many: bool
 
 
+class Told(NamedTuple):
+    """Structure and numbers of what leaves a layer, and what was read of what passed inside."""
+
+    structure: Any
+    numbers: tuple[float, ...]
+    read: dict[str, float]
+
+    @property
+    def signal(self) -> Signal:
+        return built((self.structure, self.numbers))  # type: ignore[no-any-return]
+
+
 class Library:
     """Programs of the layers met so far."""
 
@@ -335,15 +388,23 @@ class Library:
             Unrecordable: a layer holds arrays with other axes than configurations.
         """
         known: dict[int, Apart] = {}
-        found = []
+        found: list[Apart] = []
         for layer in layers:
             if id(layer) not in known:
-                own: list[Any] = []
-                structure = taken_apart(layer, own)
-                many = any(isinstance(v, np.ndarray) for v in own)
-                known[id(layer)] = Apart(structure, self.shape(structure), own, many)
+                known[id(layer)] = self._apart(layer, found[-1] if found else None)
             found.append(known[id(layer)])
         return found
+
+    def _apart(self, layer: Component, before: Apart | None) -> Apart:
+        """A layer's body, which may have the structure of the one before."""
+        if before is not None:
+            numbers = _taker(before.structure)(layer)
+            if numbers is not None:
+                return before._replace(numbers=numbers, many=False)
+        own: list[Any] = []
+        structure = taken_apart(layer, own)
+        many = any(isinstance(v, np.ndarray) for v in own)
+        return Apart(structure, self.shape(structure), own, many)
 
     def worth(self, layers: Sequence[Apart], configurations: int = 1) -> bool:
         """Whether so many layers of these shapes were met that writing programs pays."""
@@ -351,6 +412,18 @@ class Library:
             met = 1 + configurations // AS_LONG
             self._met[layer.shape] = self._met.get(layer.shape, 0) + met
         return all(self._met[layer.shape] >= WORTH for layer in layers)
+
+    def step(self, layer: Apart, entering: Told, read: Reader) -> Told:
+        """One layer up.
+
+        Raises:
+            Unrecordable: as `Passage.up`.
+        """
+        programs = self.programs(layer.shape, self.shape(entering.structure))
+        program, reading, leaving, found = _forward(
+            programs, layer, entering.structure, entering.numbers, _reading_of(read)
+        )
+        return Told(program.output, leaving, dict(zip(reading.names, found, strict=True)))
 
     def passage(self, layers: Sequence[Component], signal: Signal) -> Passage:
         """The way up through layers, whose bodies are given, tokens alike.
@@ -389,11 +462,11 @@ class Replayed(Record):
     ) -> None:
         self.component, self.layer = component, 0
         self._signals, self._gradients, self._passage = signals, gradients, passage
-        self.input, self.output = _built(signals[0]), _built(signals[-1])
+        self.input, self.output = built(signals[0]), built(signals[-1])
         self.pullback = self.memory = self.pulled = self.sent_to_memory = None
         self.received = self.sent = None
         if gradients is not None:
-            self.received, self.sent = _built(gradients[-1]), _built(gradients[0])
+            self.received, self.sent = built(gradients[-1]), built(gradients[0])
 
     def backward(self, gradient: Gradient, run: Run | None = None) -> Record:
         if self._passage is not None and LIBRARY.busy.acquire(blocking=False):
@@ -415,9 +488,9 @@ class Replayed(Record):
         """Of the layers, each with what passed inside it."""
         found = []
         for k, layer in enumerate(self.component.children):
-            record = layer.propagate(_built(self._signals[k]), Run())
+            record = layer.propagate(built(self._signals[k]), Run())
             if self._gradients is not None:
-                record = record.backward(_built(self._gradients[k + 1]))
+                record = record.backward(built(self._gradients[k + 1]))
             found.append(record)
         return tuple(found)
 
@@ -432,7 +505,7 @@ class Replayed(Record):
     def _between(self) -> list[Point]:
         last = [None] * len(self._signals) if self._gradients is None else self._gradients
         return [
-            Point(number, "stream", _built(signal), gradient and _built(gradient))
+            Point(number, "stream", built(signal), gradient and built(gradient))
             for number, (signal, gradient) in enumerate(zip(self._signals, last, strict=True))
             if number
         ]
@@ -445,7 +518,18 @@ NOT_REPLAYED = (Unrecordable, Mixed, ArithmeticError, ValueError)
 """What the plain passes are for: they compute what can be computed, and say what is wrong."""
 
 
-def _built(value: tuple[Any, Any]) -> Any:
+@functools.cache
+def _reading_of(read: Reader) -> Callable[[Program], _Reading]:
+    return lambda program: program.reading(read, False)
+
+
+def site_variances(record: Record) -> dict[str, Any]:
+    """Of every site in a layer, tokens alike."""
+    return {one.component.label: one.output.kernel.diagonal for one in record.sites()}
+
+
+def built(value: tuple[Any, Any]) -> Any:
+    """The state of a structure and its numbers."""
     structure, numbers = value
     return _constructor(structure)(numbers)
 
@@ -469,6 +553,43 @@ def _constructor(structure: Any) -> Callable[..., Any]:
     return text.function("put", ["n"], [], of(structure))
 
 
+@functools.lru_cache(maxsize=64)
+def _taker(structure: Any) -> Callable[[Any], list[float] | None]:
+    """`taken_apart` of what may have this structure, with a float for every number: its numbers, or
+    None where it has another."""
+    text, count = _Text([], set(), False), itertools.count()
+    body: list[str] = []
+    numbers: list[str] = []
+
+    def of(part: Any, value: str) -> None:
+        if part is float:
+            body.append(f"if type({value}) is not float: return None")
+            numbers.append(value)
+            return
+        if not (isinstance(part, tuple) and part and isinstance(part[0], type)):
+            constant = text.name(part)
+            body.append(f"if {value} is not {constant} and {value} != {constant}: return None")
+            return
+        kind, *rest = part
+        body.append(f"if type({value}) is not {text.name(kind)}: return None")
+        places = [f"v{next(count)}" for _ in rest]
+        if kind is dict:
+            names = text.name([name for name, _ in rest])
+            body.append(f"if [*{value}] != {names}: return None")
+        if kind in (dict, tuple):
+            if kind is tuple:
+                body.append(f"if len({value}) != {len(rest)}: return None")
+            inner = f"{value}.values()" if kind is dict else value
+            body.extend([f"{''.join(f'{place},' for place in places)}={inner}"] if places else [])
+        else:
+            body.extend(f"{p}={value}.{name}" for p, (name, _) in zip(places, rest, strict=True))
+        for place, one in zip(places, rest, strict=True):
+            of(one if kind is tuple else one[1], place)
+
+    of(structure, "layer")
+    return text.function("take", ["layer"], body, f"[{','.join(numbers)}]")
+
+
 def replayed(stack: Component, signal: Signal) -> Record | None:
     """The record of a signal's way up through a chain of layers; None where the plain way is."""
     if signal.resolved or not LIBRARY.busy.acquire(blocking=False):
@@ -486,17 +607,43 @@ def replayed(stack: Component, signal: Signal) -> Record | None:
         LIBRARY.busy.release()
 
 
+def told(stack: Component, signal: Signal, read: Reader) -> list[Told] | None:
+    """What `read` finds in the layers of a chain on a signal's way up; None where they are not
+    replayed."""
+    if signal.resolved or not LIBRARY.busy.acquire(blocking=False):
+        return None
+    try:
+        layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
+        if not LIBRARY.worth(layers):
+            return None
+        numbers: list[Any] = []
+        structure = taken_apart(signal, numbers)
+        found = [Told(structure, tuple(numbers), {})]
+        for layer in layers:
+            found.append(LIBRARY.step(layer, found[-1], read))
+        return found[1:]
+    except NOT_REPLAYED:
+        return None
+    finally:
+        LIBRARY.busy.release()
+
+
 def _first(numbers: Iterable[Any]) -> list[float]:
     """Those of the first configuration."""
     return [float(v[0]) if isinstance(v, np.ndarray) else v for v in numbers]
 
 
 def _forward(
-    programs: list[Program], layer: Apart, signal: Any, numbers: Any, many: bool
-) -> tuple[Program, _Ahead, Any, Any]:
+    programs: list[Program],
+    layer: Apart,
+    signal: Any,
+    numbers: Any,
+    of: Callable[[Program], Any],
+) -> tuple[Program, Any, Any, Any]:
+    """The program that these values take, its forward function as `of` it, and what that gives."""
     own = layer.numbers
     for program in programs:
-        ahead = program.ahead(many)
+        ahead = of(program)
         found = ahead.function(*own, *numbers)
         if found is not None:
             return program, ahead, *found
@@ -504,7 +651,7 @@ def _forward(
         raise Unrecordable("layers take too many branches")
     program = Program(layer.structure, _first(own), signal, _first(numbers))
     programs.append(program)
-    ahead = program.ahead(many)
+    ahead = of(program)
     found = ahead.function(*own, *numbers)
     if found is None:
         raise Unrecordable("a branch that its own numbers do not take")
