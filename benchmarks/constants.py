@@ -55,14 +55,14 @@ class Constant(NamedTuple):
 
 
 def _third(pair: Any, row: Any, theta: Any, rho: Any) -> Any:
-    """`finite_rows._tilts` with |rho|^3 instead of rho^2."""
+    """`finite_rows._joint_shifts` with |rho|^3 instead of rho^2."""
     product = np.maximum((1.0 - row.square) ** 2, 1e-300)
     own, cosine = row.vacancy / product, np.abs(rho) ** 3
     query = 1.0 + cosine * (own[:, None] - 1.0)
     rest = 4.0 * (row.cube - (row.vacancy - 1.0 + 2.0 * row.square))
-    tilt = query + (pair.jacobian - rest[:, None]) / product[:, None]
-    exact = (row.tilt - row.square) / (theta * product)
-    return tilt + (exact - tilt[:, 0])[:, None] * cosine, query
+    joint_shift = query + (pair.jacobian - rest[:, None]) / product[:, None]
+    exact = (row.joint_shift - row.square) / (theta * product)
+    return joint_shift + (exact - joint_shift[:, 0])[:, None] * cosine, query
 
 
 def _one_more(p2: Any, p3: Any, p4: Any) -> Any:
@@ -108,7 +108,7 @@ TABLE = (
     Constant(f"{SOFTMAX}.fixed_norms", "_RELATIVE_STEP", (0.05, 0.008), "step", ("alike", "text")),
     Constant(f"{SOFTMAX}.fixed_norms", "_THETA_LEAST", (1e-3, 1e-5), "step", ("alike", "text")),
     Constant(f"{SOFTMAX}.fixed_norms", "_least_fifth", (_one_more,), "guess", ("alike", "text")),
-    Constant(f"{KERNELS}.finite_rows", "_tilts", (_third,), "guess", ("text", "rotary")),
+    Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
     Constant("transfer.attention.response", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
     Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),

@@ -395,10 +395,12 @@ def test_fast_attention_maps_against_the_full_ones(causal: bool) -> None:
     exact = full.backward(gradient).total
     # Of these 24 keys 14 count, which the fast maps know of saturation alone: they lack 5 % of what
     # rows send to tokens themselves (none of it where tokens are alike, below).
-    sent = (fast.rise(identity).onward * gradient).sum()
+    sent = (fast.gradient_adjoint(identity).onward * gradient).sum()
     assert sent == pytest.approx(np.trace(exact), rel=0.06)
-    assert (fast.rise(ones).onward * gradient).sum() == pytest.approx(exact.sum(), rel=0.01)
-    onward, exact = fast.rise(identity).onward, full.adjoint(identity)
+    assert (fast.gradient_adjoint(ones).onward * gradient).sum() == pytest.approx(
+        exact.sum(), rel=0.01
+    )
+    onward, exact = fast.gradient_adjoint(identity).onward, full.adjoint(identity)
     assert np.abs(onward - exact).sum() < (0.11 if causal else 0.06) * np.abs(exact).sum()
 
 
@@ -407,8 +409,8 @@ def test_exposure_of_attention(causal: bool) -> None:
     # Against differences of the maps themselves, the mean attention weights held as they are.
     fast, _, gradient = one_layer(causal)
     sensitivity = np.eye(len(gradient))
-    rise = fast.rise(sensitivity)
-    exposure = fast.fall(np.zeros_like(gradient), rise, gradient)[0]
+    adjoint = fast.gradient_adjoint(sensitivity)
+    exposure = fast.signal_adjoint(np.zeros_like(gradient), adjoint, gradient)[0]
     kernel = np.asarray(fast.kernel, float)
     direction = kernel - 0.3
     attention = SelfAttention("attention", 256, 4, 64, 1.2 / 256, 1.2 / 256, 1 / 256, 0.1)
@@ -417,7 +419,7 @@ def test_exposure_of_attention(causal: bool) -> None:
     def sent(step: float) -> float:
         moved = AttentionResponse.of(attention, kernel + step * direction, [allowed], 1.2**2)
         moved = dataclasses.replace(moved, weights=fast.weights)
-        return float((moved.rise(sensitivity).onward * gradient).sum())
+        return float((moved.gradient_adjoint(sensitivity).onward * gradient).sum())
 
     numerical = (sent(0.02) - sent(-0.02)) / 0.04
     # What is left out is that more keys count the more they differ: 7 and 4 % here.
@@ -445,11 +447,11 @@ def test_attention_of_tokens_alike_answers_as_the_full_maps_do(
         return layer.forward(), layer.backward(gradient).total
 
     for sensitivity in (mean, identity - mean):
-        rise = fast.rise(sensitivity)
-        sent = (rise.onward * gradient).sum()
+        adjoint = fast.gradient_adjoint(sensitivity)
+        sent = (adjoint.onward * gradient).sum()
         assert sent == pytest.approx((sensitivity * full(kernel)[1]).sum(), rel=0.03)
-        onward = fast.fall(sensitivity, None, gradient)[0]
-        exposure = fast.fall(0 * gradient, rise, gradient)[0]
+        onward = fast.signal_adjoint(sensitivity, None, gradient)[0]
+        exposure = fast.signal_adjoint(0 * gradient, adjoint, gradient)[0]
         for direction in (mean * length, identity - mean):
             above, below = full(kernel + step * direction), full(kernel - step * direction)
             for found, up, down in zip((onward, exposure), above, below, strict=True):

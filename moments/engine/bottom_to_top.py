@@ -29,8 +29,8 @@ from .overlap import Overlap, OverlapWalk
 from .response import Around, Part
 from .sensitivity import (
     SINGLE,
-    Ascent,
-    Descent,
+    GradientAdjoint,
+    SignalAdjoint,
     count_of,
     diagonal,
     over_tokens,
@@ -378,10 +378,10 @@ class Bypass:
     sent: Array
     received: Array
 
-    def ascend(self, sensitivity: Array) -> Ascent:
-        inner = self.attention.ascend(sensitivity)
-        between = self.norm.ascend(inner.sensitivity)
-        top = self.ffn.ascend(between.sensitivity)
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        inner = self.attention.gradient_adjoint(sensitivity)
+        between = self.norm.gradient_adjoint(inner.sensitivity)
+        top = self.ffn.gradient_adjoint(between.sensitivity)
         both, skip = self._both, self.ffn.skip
         # The feed-forward block's branch, then attention's beside all the rest.
         first = skip * self.received
@@ -398,31 +398,31 @@ class Bypass:
         ]
         met = sizes[0] * inner.coherence + sizes[1] * top.coherence
         exposure = (inner.exposure, between.exposure, top.exposure, sensitivity)
-        return Ascent(
+        return GradientAdjoint(
             top.sensitivity + both * sensitivity,
             exposure,
             noise + inner.noise + between.noise + top.noise,
             between.coherence * ratio(met, sizes[0] + sizes[1]),
         )
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         of_attention, of_norm, of_ffn, given = exposure
-        top = self.ffn.descend(sensitivity, of_ffn)
-        between = self.norm.descend(top.sensitivity, of_norm)
+        top = self.ffn.signal_adjoint(sensitivity, of_ffn)
+        between = self.norm.signal_adjoint(top.sensitivity, of_norm)
         kernel, around = self.attention.entering, self.attention.leaving
         # a falls as |u| grows
         moved = row_sums(sensitivity * kernel)
         moved[: len(given)] += row_sums(given * self.received)
         fall = self.carried / own_entries(around)
         middle = between.sensitivity - diagonal((fall * moved).astype(SINGLE), around)
-        inner = self.attention.descend(middle, of_attention)
+        inner = self.attention.signal_adjoint(middle, of_attention)
         both, skip = self._both, self.attention.skip
         first = skip * kernel
         crossed = middle + ratio(0.5 * (both - 1), skip) * sensitivity
         noise = self._added(crossed, middle, first, around - first, self.attention.kappa)
         deep = self.ffn.leaving - self.ffn.skip * self.ffn.entering
         noise += self._added(sensitivity, sensitivity, self.leaving - deep, deep, self.ffn.kappa)
-        return Descent(
+        return SignalAdjoint(
             inner.sensitivity + both * sensitivity,
             noise + inner.noise + between.noise + top.noise,
             inner.common + between.common + top.common,
@@ -445,11 +445,11 @@ class Bypass:
 class _Bypassed(Part):
     """A part whose noise its response counts."""
 
-    def ascend(self, sensitivity: Array) -> Ascent:
-        return self.response.ascend(sensitivity)
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        return self.response.gradient_adjoint(sensitivity)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
-        return self.response.descend(sensitivity, exposure)
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        return self.response.signal_adjoint(sensitivity, exposure)
 
     def gradient_noise(self, sensitivity: Array) -> Array:
         return np.zeros(sensitivity.shape[:-2])

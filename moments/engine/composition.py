@@ -350,8 +350,8 @@ class Reader(Component):
     def response(self, record: Record, around: Around) -> Response:
         # As it meets the tokens that ask: every one alone, of a memory as it is.
         assert record.memory is not None
-        asking, received = _Asking(self, record.memory), around.received(record)
-        return Elementwise.of(asking, record.input, record.gradient_received, received, False)
+        reading, received = _Reading(self, record.memory), around.received(record)
+        return Elementwise.of(reading, record.input, record.gradient_received, received, False)
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = run.memory
@@ -367,7 +367,7 @@ class Reader(Component):
 
 
 @dataclass(frozen=True)
-class _Asking:
+class _Reading:
     """A reader as a function of the tokens that ask."""
 
     reader: Reader

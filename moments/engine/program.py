@@ -42,7 +42,7 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
     """The names to walk through of a class that holds numbers; None: it is no such class."""
     if kind in _VALUES or issubclass(kind, Component):
         names = getattr(kind, "_fields", None) or [f.name for f in dataclasses.fields(kind)]
-        return tuple(name for name in names if name != "facts")
+        return tuple(name for name in names if name != "diagnostics")
     return None
 
 

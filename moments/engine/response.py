@@ -20,10 +20,10 @@ import numpy as np
 
 from .sensitivity import (
     SINGLE,
-    Ascent,
-    Descent,
+    GradientAdjoint,
     Matrix,
     Response,
+    SignalAdjoint,
     diagonal,
     entrywise,
     grown,
@@ -132,14 +132,14 @@ class Elementwise:
         fields = (onward, own, back, 0 * back, 0 * back, matrix_of(kernel), received)
         return cls(*(field.astype(SINGLE) for field in fields))
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         paired = sensitivity * self.gradient
         none = np.zeros(sensitivity.shape[:-2])
         by_pair = self.back_change * paired if present(self.back_change) else None
         exposure = by_pair, self._by_size(self.back_own * paired)
-        return Ascent(self.back * sensitivity, exposure, none, none + self._coherence)
+        return GradientAdjoint(self.back * sensitivity, exposure, none, none + self._coherence)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         by_pair, by_size = exposure
         size = self._by_size(self.own * sensitivity)
         size[: len(by_size)] += by_size
@@ -147,7 +147,7 @@ class Elementwise:
         if by_pair is not None:
             found = grown(found, by_pair)
         none = np.zeros(sensitivity.shape[:-2])
-        return Descent(found + diagonal(size, found), none, none)
+        return SignalAdjoint(found + diagonal(size, found), none, none)
 
     @functools.cached_property
     def _coherence(self) -> Array:
@@ -171,22 +171,22 @@ class Sequence:
         inner = [part for part in self.parts if isinstance(part, Sum | Sequence)]
         return inner[0].shares
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         steps = []
         for part in self.parts:
-            steps.append(part.ascend(sensitivity))
+            steps.append(part.gradient_adjoint(sensitivity))
             sensitivity = steps[-1].sensitivity
         noise, coherence = steps[0].noise, steps[0].coherence
         for step in steps[1:]:
             noise, coherence = noise + step.noise, coherence * step.coherence
-        return Ascent(sensitivity, [step.exposure for step in steps], noise, coherence)
+        return GradientAdjoint(sensitivity, [step.exposure for step in steps], noise, coherence)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         noise = common = 0.0
         for part, exposed in zip(self.parts[::-1], exposure[::-1], strict=True):
-            step = part.descend(sensitivity, exposed)
+            step = part.signal_adjoint(sensitivity, exposed)
             sensitivity, noise, common = step.sensitivity, noise + step.noise, common + step.common
-        return Descent(sensitivity, noise, common)
+        return SignalAdjoint(sensitivity, noise, common)
 
 
 @dataclass(frozen=True)
@@ -201,22 +201,22 @@ class Sum:
     parts: tuple[Response, ...]
     received: Array
 
-    def ascend(self, sensitivity: Array) -> Ascent:
-        steps = [part.ascend(sensitivity) for part in self.parts]
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        steps = [part.gradient_adjoint(sensitivity) for part in self.parts]
         shared = zip(self.shares, steps, strict=True)
-        return Ascent(
+        return GradientAdjoint(
             sum_of([step.sensitivity for step in steps]),
             [step.exposure for step in steps],
             np.sum([step.noise for step in steps], axis=0),
             sum(share * step.coherence for share, step in shared),  # type: ignore[arg-type]
         )
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         steps = [
-            part.descend(sensitivity, exposed)
+            part.signal_adjoint(sensitivity, exposed)
             for part, exposed in zip(self.parts, exposure, strict=True)
         ]
-        return Descent(
+        return SignalAdjoint(
             sum_of([step.sensitivity for step in steps]),
             np.sum([step.noise for step in steps], axis=0),
             np.sum([step.common for step in steps], axis=0),
@@ -226,7 +226,10 @@ class Sum:
     def shares(self) -> list[Array]:
         """(...,) share of every branch in the variance of the gradient they send back."""
         identity = diagonal(np.ones((1, *self.received.shape[:-1]), SINGLE), self.received)
-        sizes = [total(part.ascend(identity).sensitivity[0] * self.received) for part in self.parts]
+        sizes = [
+            total(part.gradient_adjoint(identity).sensitivity[0] * self.received)
+            for part in self.parts
+        ]
         return [ratio(size, sum(sizes)) for size in sizes]
 
 
@@ -262,15 +265,15 @@ class Part:
     inner: float | None
     attends: Array = 1.0
 
-    def ascend(self, sensitivity: Array) -> Ascent:
-        """What a sensitivity to the gradient sent says; see `sensitivity.Ascent`."""
-        found = self.response.ascend(sensitivity)
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        """What a sensitivity to the gradient sent says; see `sensitivity.GradientAdjoint`."""
+        found = self.response.gradient_adjoint(sensitivity)
         onward = self.scale * found.sensitivity + self.skip * sensitivity
         return found._replace(sensitivity=onward)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
-        """What a sensitivity to the signal that leaves says; see `sensitivity.Descent`."""
-        found = self.response.descend(self.scale * sensitivity, exposure)
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        """What a sensitivity to the signal that leaves says; see `sensitivity.SignalAdjoint`."""
+        found = self.response.signal_adjoint(self.scale * sensitivity, exposure)
         return found._replace(sensitivity=found.sensitivity + self.skip * sensitivity)
 
     def gradient_noise(self, sensitivity: Array) -> Array:

@@ -20,12 +20,12 @@ SINGLE = np.float32
 """Precision of sensitivities and of the maps they pass through: they need no more."""
 
 
-class Ascent(NamedTuple):
+class GradientAdjoint(NamedTuple):
     """What a sensitivity at a part's input says about the part.
 
     Attributes:
         sensitivity: (..., L, L) Lambda', to the gradient at the output.
-        exposure: what `Response.descend` needs of it.
+        exposure: what `Response.signal_adjoint` needs of it.
         noise: (...,) variance that randomness inside the part adds to y.
         coherence: (...,) share of the part's gain that overlaps of different directions have.
     """
@@ -36,7 +36,7 @@ class Ascent(NamedTuple):
     coherence: Array
 
 
-class Descent(NamedTuple):
+class SignalAdjoint(NamedTuple):
     """What a sensitivity to the signal at a part's output says about the part.
 
     Attributes:
@@ -54,10 +54,10 @@ class Descent(NamedTuple):
 class Response(Protocol):
     """What a part does to sensitivities; kernels (targets, ..., L, L)."""
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         """From the gradient at the input to that at the output."""
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """Sensitivity to the signal at the input, of one to that at the output.
 
         `exposure` is that of an ascent, possibly of fewer targets: the first ones.

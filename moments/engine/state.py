@@ -231,7 +231,7 @@ class Signal:
         realised: how overlaps vary besides (refined theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
-        facts: what the component that made this signal can tell besides its moments.
+        diagnostics: what the component that made this signal can tell besides its moments.
         notes: what made the numbers here less certain, for the component that produced them.
     """
 
@@ -244,7 +244,7 @@ class Signal:
     realised: Realised | None = None
     centred: Kernel | None = None
     kurtosis: Array = 3.0
-    facts: Mapping[str, Array] | None = None
+    diagnostics: Mapping[str, Array] | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -118,7 +118,7 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: Any = No
     with np.errstate(divide="ignore", invalid="ignore"):
         modes = Modes(trace.entering.seq_len)
         ending = None if top is None else top.alike(trace, modes, batch)
-        found = course(layers, Alike.of(trace), batch, ending)
+        found = both_ways(layers, Alike.of(trace), batch, ending)
         ends, average = part_starts(layers), found.modes.average
         variance = np.einsum("k...ij,i,j->...k", down(found)[ends], average, average)
     return _where_it_arrives(variance, trace)
@@ -150,7 +150,7 @@ def first_order(variance: Array) -> tuple[Array, tuple[str, ...]]:
     return np.minimum(variance, LARGEST), (note,)
 
 
-class Course(NamedTuple):
+class BothWays(NamedTuple):
     """A stack of tokens alike, as fluctuations run through it.
 
     Attributes:
@@ -173,9 +173,9 @@ class Course(NamedTuple):
     logits: Array
 
 
-def course(
+def both_ways(
     layers: Sequence[Layer], alike: Alike, batch: int, ending: tuple[Array, Array] | None
-) -> Course:
+) -> BothWays:
     """What fluctuates on the way up, and what both ways add.
 
     Args:
@@ -203,7 +203,7 @@ def course(
     first, received, exposed = (np.broadcast_to(e, shape) for e in (first, received, exposed))
     logits = steps.logits.variance / batch
     signal = _up(steps, first, signal_noise, logits)
-    return Course(modes, steps, signal, signal_noise, gradient_noise, received, exposed, logits)
+    return BothWays(modes, steps, signal, signal_noise, gradient_noise, received, exposed, logits)
 
 
 def _by_token(declaration: Chain, trace: Trace, batch: int, top: Any) -> Array:
@@ -244,7 +244,7 @@ def _up(steps: Linearised, entering: Array, noise: Array, logits: Array) -> Arra
     return np.stack(found)
 
 
-def down(found: Course) -> Array:
+def down(found: BothWays) -> Array:
     """Covariance of the gradient's modes before every part, (parts + 1, ..., 2, 2).
 
     Of more than two modes where `gradient_noise` and the rest follow more.

@@ -33,7 +33,7 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, forward
 from ..engine.modes import Modes
 from ..engine.response import in_units
-from ..engine.sensitivity import SINGLE, Ascent, Descent, Response, ratio, transposed
+from ..engine.sensitivity import SINGLE, GradientAdjoint, Response, SignalAdjoint, ratio, transposed
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.trace import Trace
 from ..transfer.attention.cross import CrossAttention
@@ -41,7 +41,7 @@ from ..transfer.attention.logits import logit_law
 from ..transfer.attention.softmax import SquareTable
 from ..transfer.attention.softmax.chebyshev import THETA_MAX
 from .alike import Alike, part_starts, parts_of
-from .band import Course, course, down
+from .band import BothWays, both_ways, down
 from .linearisation import STEP
 
 
@@ -73,14 +73,14 @@ class DecoderTop:
         ending = None
         if top is not None:
             ending = top.alike(self.trace, Modes(decoder.entering.seq_len), batch)
-        own = course(layers, decoder, batch, ending)
-        asked = _Reading(self.read, trace, modes, batch, own.steps.pull.shape[1:-2])
-        sent = _sent(layers, decoder, own.modes, asked)
+        own = both_ways(layers, decoder, batch, ending)
+        of_memory = _Reading(self.read, trace, modes, batch, own.steps.pull.shape[1:-2])
+        sent = _sent(layers, decoder, own.modes, of_memory)
         whole = np.add.reduce([one.added for one in sent.values()])
-        last = _times(asked.back, whole[:3])
+        last = _times(of_memory.back, whole[:3])
         gradient, size = last[0] @ modes.average, whole[0] @ modes.average
-        covariance = down(_beside(own, sent, size, asked))[0][..., 2:, 2:]
-        through = asked.back[0] * (size / gradient)[..., None, None]
+        covariance = down(_beside(own, sent, size, of_memory))[0][..., 2:, 2:]
+        through = of_memory.back[0] * (size / gradient)[..., None, None]
         response = (last[1:] - last[0]) / (STEP * gradient[..., None])
         return np.moveaxis(response, 0, -1), through @ covariance @ transposed(through)
 
@@ -142,7 +142,9 @@ class _Reading:
         return Signal(kernel, self.modes.seq_len, width=self.width, spread=kernel.scaled(0.0))
 
 
-def _sent(layers: Sequence[Layer], alike: Alike, modes: Modes, asked: _Reading) -> dict[int, _Sent]:
+def _sent(
+    layers: Sequence[Layer], alike: Alike, modes: Modes, of_memory: _Reading
+) -> dict[int, _Sent]:
     """By the number of the part, from the first one on."""
     found: dict[int, _Sent] = {}
     starts = part_starts(layers)
@@ -151,7 +153,7 @@ def _sent(layers: Sequence[Layer], alike: Alike, modes: Modes, asked: _Reading) 
         for position, part in enumerate(parts_of(layer)):
             if part.reads is not None:
                 kernel, gradient = points[position][0], points[position + 1][1]
-                one = _of_part(part, kernel, gradient, width, modes, asked)
+                one = _of_part(part, kernel, gradient, width, modes, of_memory)
                 found[starts[index] + position] = one
     return found
 
@@ -162,10 +164,10 @@ def _of_part(
     gradient: Kernel,
     width: Array,
     modes: Modes,
-    asked: _Reading,
+    of_memory: _Reading,
 ) -> _Sent:
     base, received = (
-        np.broadcast_to(modes.of(one), (*asked.shape, 2)) for one in (kernel, gradient)
+        np.broadcast_to(modes.of(one), (*of_memory.shape, 2)) for one in (kernel, gradient)
     )
     axes = (1,) * (base.ndim - 1)
     steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
@@ -177,14 +179,14 @@ def _of_part(
         if attention is None:
             continue
         signal = Signal(nudged, modes.seq_len, width=width, spread=nudged.scaled(0.0))
-        record = forward(path, signal, asked.memory)[1].backward(basis)
+        record = forward(path, signal, of_memory.memory)[1].backward(basis)
         (reading,) = (one for one in record.children if one.sent_to_memory is not None)
         assert reading.sent_to_memory is not None
-        sent = asked.modes.of(reading.sent_to_memory.kernel)
+        sent = of_memory.modes.of(reading.sent_to_memory.kernel)
         sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
         returned = scale * np.moveaxis(sent, 0, -1)
-        asking = _first(reading.input.kernel)
-        noise = _noise(attention, returned[0], received, asking, asked, modes)
+        query_tokens = _first(reading.input.kernel)
+        noise = _noise(attention, returned[0], received, query_tokens, of_memory, modes)
         return _Sent(returned[0], received @ modes.average, _times(returned, received), noise)
     raise AssertionError("the part has no cross-attention")
 
@@ -193,8 +195,8 @@ def _noise(
     attention: CrossAttention,
     returned: Array,
     received: Array,
-    asking: Kernel,
-    asked: _Reading,
+    query_tokens: Kernel,
+    of_memory: _Reading,
     modes: Modes,
 ) -> Array:
     """Of the output projection, of the value projection and of the heads' realised weights."""
@@ -204,19 +206,19 @@ def _noise(
     direct = np.stack(
         [_times(returned, received)[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1
     )
-    noise = noise + (2 * direct**2 / width / asked.modes.count)[..., None] * np.eye(2)
-    tokens = _first(asked.memory.second_moment())
-    law = logit_law(attention, asking, tokens, (attention.d_model, width))
+    noise = noise + (2 * direct**2 / width / of_memory.modes.count)[..., None] * np.eye(2)
+    tokens = _first(of_memory.memory.second_moment())
+    law = logit_law(attention, query_tokens, tokens, (attention.d_model, width))
     own = law.keys.kernel.diagonal - law.keys.kernel.pairs
     theta = np.clip(4 * law.scale * law.queries.kernel.diagonal * own, 0.0, THETA_MAX)
-    squares = SquareTable.load().at_length(asked.modes.seq_len).single(theta).sum_square
+    squares = SquareTable.load().at_length(of_memory.modes.seq_len).single(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
     noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
-    return noise / asked.batch
+    return noise / of_memory.batch
 
 
-def _beside(own: Course, sent: dict[int, _Sent], size: Array, asked: _Reading) -> Course:
-    """The decoder's course with z behind the gradient's modes, in units of z's variance."""
+def _beside(own: BothWays, sent: dict[int, _Sent], size: Array, of_memory: _Reading) -> BothWays:
+    """The decoder's passes with z behind the gradient's modes, in units of z's variance."""
     steps = own.steps
     shape = steps.pull.shape[:-2]
     pull, noise = np.zeros((*shape, 4, 4)), np.zeros((*shape, 4, 4))
@@ -231,7 +233,7 @@ def _beside(own: Course, sent: dict[int, _Sent], size: Array, asked: _Reading) -
         pull[k][..., 2:, :2] = one.returned * (one.variance / size)[..., None, None]
         change = (one.added[3:] - one.added[0]) / (STEP * size[..., None])
         exposure[k][..., 2:, :] = np.moveaxis(change, 0, -1)
-        cross = 4 * carried * added / asked.width / (asked.modes.count * asked.batch)
+        cross = 4 * carried * added / of_memory.width / (of_memory.modes.count * of_memory.batch)
         own_noise = one.noise / (size**2)[..., None, None]
         noise[k][..., 2:, 2:] = own_noise + cross[..., None] * np.eye(2)
         carried = carried + added
@@ -271,14 +273,14 @@ class OfModes:
     kernel: Array
     modes: Modes
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         mean = _means(sensitivity @ self.received, self.modes.seq_len)
         split = np.stack([mean, (sensitivity * self.received).sum((-2, -1)) - mean], axis=-1)
         weights = ratio(split, self._relative(self.received))
         noise = (weights * _times(self.covariance, weights)).sum(-1)
-        return Ascent(sensitivity, weights, noise, 0.0 * noise)
+        return GradientAdjoint(sensitivity, weights, noise, 0.0 * noise)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         # of x_j = dm_j/m_j, with the modes m of the tokens averaged over sequences
         per_mode = (transposed(self.response) @ exposure[..., None])[..., 0]
         kernel, count = self.kernel, self.kernel.shape[-1]
@@ -289,7 +291,7 @@ class OfModes:
         same = np.kron(np.eye(count // self.modes.seq_len), np.ones((self.modes.seq_len,) * 2))
         found = difference * np.eye(count) + (mean - difference) * same / self.modes.seq_len
         none = np.zeros(sensitivity.shape[:-2])
-        return Descent(sensitivity + found.astype(SINGLE), none, none)
+        return SignalAdjoint(sensitivity + found.astype(SINGLE), none, none)
 
     def _relative(self, kernel: Array) -> Array:
         """(..., 2) modes over the variance."""
@@ -323,13 +325,13 @@ class AsAlike:
         each = np.stack([*mean, mean[0] + mean[1]])
         each = each.reshape(3, *(1,) * (received.ndim - 2), count, count)
         each = np.broadcast_to(each, (3, *received.shape)).astype(SINGLE)
-        step = response.ascend(each)
+        step = response.gradient_adjoint(each)
         noise = step.noise / max(1, batch // sequences)
         cross = (noise[2] - noise[0] - noise[1]) / 2
         covariance = np.stack(
             [np.stack([noise[0], cross], -1), np.stack([cross, noise[1]], -1)], axis=-2
         )
-        gamma = response.descend(np.zeros_like(each), step.exposure).sensitivity[:2]
+        gamma = response.signal_adjoint(np.zeros_like(each), step.exposure).sensitivity[:2]
         kernel = self.trace.stream()[-1].signal.second_moment().pairs
         parts = [same @ kernel @ same, kernel - same @ kernel @ same]
         found = [(gamma * part).sum((-2, -1)) for part in parts]

@@ -40,10 +40,10 @@ from ..engine.modes import Modes
 from ..engine.response import STEP, Around, Elementwise, Sequence, in_units
 from ..engine.sensitivity import (
     SINGLE,
-    Ascent,
-    Descent,
+    GradientAdjoint,
     Matrix,
     Response,
+    SignalAdjoint,
     diagonal,
     entrywise,
     matrix_of,
@@ -271,13 +271,13 @@ class _Drawn:
     received: Array
     kappa: Array
 
-    def ascend(self, sensitivity: Array) -> Ascent:
-        step = self.inner.ascend(sensitivity)
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        step = self.inner.gradient_adjoint(sensitivity)
         noise = step.noise + self._noise(step.sensitivity, self.received)
         return step._replace(noise=noise)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
-        step = self.inner.descend(sensitivity, exposure)
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        step = self.inner.signal_adjoint(sensitivity, exposure)
         kernel = matrix_of(self.output.second_moment()).astype(SINGLE)
         return step._replace(noise=step.noise + self._noise(sensitivity, kernel))
 
@@ -339,8 +339,8 @@ class _Ending:
         shared = (batch - 1) * across(readout)
         return cls(answer, received, float(readout.width), *drawn, excess, shared)
 
-    def ascend(self, sensitivity: Array) -> Ascent:
-        step, weighted = self.answer.ascend(sensitivity), sensitivity * self.received
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.received
         noise = 2 / self.width * paired(sensitivity, self.received, self.received)
         own = own_entries(sensitivity)
         spread = self.unknown * self.received**2 * own[..., :, None] * own[..., None, :]
@@ -351,11 +351,11 @@ class _Ending:
         noise += log_variance_of_mean(self.effect, share / self.batch) * self.batch
         return step._replace(noise=noise)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         # above it there is nothing, of as many tokens as the matrix sees
         by_size = exposure[1]
         none = diagonal(np.zeros(by_size.shape, SINGLE), self.received)
-        return self.answer.descend(none, exposure)
+        return self.answer.signal_adjoint(none, exposure)
 
 
 def _moved(readout: Readout, kernel: Kernel) -> Readout:

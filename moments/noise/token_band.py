@@ -36,10 +36,10 @@ import numpy as np
 from ..engine.response import Around, Part
 from ..engine.sensitivity import (
     SINGLE,
-    Ascent,
-    Descent,
+    GradientAdjoint,
     Matrix,
     Response,
+    SignalAdjoint,
     count_of,
     diagonal,
     matrix_of,
@@ -120,13 +120,13 @@ class Fresh:
     received: Matrix
     width: float
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         noise = 2 / self.width * paired(sensitivity, self.received, self.received)
-        return Ascent(sensitivity, None, noise, 0.0 * noise)
+        return GradientAdjoint(sensitivity, None, noise, 0.0 * noise)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
-        return Descent(sensitivity, none, none)
+        return SignalAdjoint(sensitivity, none, none)
 
 
 class _Network:
@@ -154,7 +154,7 @@ class _Network:
         shape = parts[0].sent.shape
         identity = diagonal(np.ones((1, *shape[:-1]), SINGLE), parts[0].sent)
         sensitivity = identity[:0]
-        ascents, shares = [], []
+        adjoints, shares = [], []
         noise = np.zeros((len(starts), *shape[:-2]))
         for k in range(len(parts) + 1):
             fresh = [identity] * sum(start == k for start in starts)
@@ -164,18 +164,18 @@ class _Network:
             # corrections of order 1/d, and the maps to their approximations, is put back.
             sensitivity = per_unit(sensitivity, total(sensitivity * sent))
             if k < len(parts):
-                step = parts[k].ascend(sensitivity)
+                step = parts[k].gradient_adjoint(sensitivity)
                 added = parts[k].gradient_noise(sensitivity) + step.noise
                 noise[: len(sensitivity)] += added / self.batch
-                ascents.append(step.exposure)
+                adjoints.append(step.exposure)
                 shares.append(self._shares(parts[k], sensitivity, step.coherence))
                 sensitivity = step.sensitivity
-        last = self.end.ascend(sensitivity)
+        last = self.end.gradient_adjoint(sensitivity)
         noise += last.noise / self.batch
         if not self._coherence:
             self._coherence = [entry[4][:1] for entry in shares]
         noise += self._gradient_floor(shares, noise)
-        return noise + self._signal(ascents, sensitivity, last.exposure, self._coherence)
+        return noise + self._signal(adjoints, sensitivity, last.exposure, self._coherence)
 
     # --- gradient ------------------------------------------------------------------------------
 
@@ -202,9 +202,9 @@ class _Network:
     # --- signal --------------------------------------------------------------------------------
 
     def _signal(
-        self, ascents: Sequence[Any], like: Array, exposure: Any, coherence: Sequence[Array]
+        self, adjoints: Sequence[Any], like: Array, exposure: Any, coherence: Sequence[Array]
     ) -> Array:
-        last = self.end.descend(0.0 * like, exposure)
+        last = self.end.signal_adjoint(0.0 * like, exposure)
         sensitivity = last.sensitivity
         found = np.zeros(like.shape[:-2]) + last.noise / self.batch
         overlaps = self._signal_overlaps(coherence)
@@ -216,7 +216,7 @@ class _Network:
                 added = total(sensitivity * part.leaving) - carried
                 floor = part.floor(carried, added, coherence[k] * added, overlaps[k])
                 found += (1 - 1 / self.batch) * floor + self._across(sensitivity, k)
-            step = part.descend(sensitivity, ascents[k])
+            step = part.signal_adjoint(sensitivity, adjoints[k])
             sensitivity = step.sensitivity
             found += step.noise / self.batch + self._agreement(k) * step.common
         kernel = matrix_of(self.first.kernel).astype(SINGLE)

@@ -243,8 +243,8 @@ class Reading:
     @functools.cached_property
     def logit_spread(self) -> float:
         """The largest variance of attention's logits within rows, averaged over a layer's rows."""
-        facts = [site.signal.facts for site in self.points if site.signal is not None]
-        found = [float(np.mean(one["logit_variance"])) for one in facts if one is not None]
+        diagnostics = [site.signal.diagnostics for site in self.points if site.signal is not None]
+        found = [float(np.mean(one["logit_variance"])) for one in diagnostics if one is not None]
         return max(found, default=0.0)
 
     @functools.cached_property

@@ -54,14 +54,15 @@ def _tables(keys: int) -> _Tables:
 class AlikePaths(NamedTuple):
     """Kernels of the gradient at the queries' tokens and at the keys'.
 
-    `tilt` is what `query` gains per unit of the variance of two tokens' overlap (`overlap`).
+    `overlap_path` is what `query` gains per unit of the variance of two tokens' overlap
+    (`overlap`).
     """
 
     value: Kernel
     query: Kernel
     key: Kernel
     cross: Kernel
-    tilt: Kernel
+    overlap_path: Kernel
 
 
 class AlikeAttention:
@@ -117,15 +118,15 @@ class AlikeAttention:
         shared = np.maximum(1 - self._of(unshared), 0.0)
         returned = 2 * deficit * shared**2
         # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
-        tilt = scale * self._own[1] * (1 - same) ** 2
-        self._tilts = [tilt * one for one in self._at(rows.query_tilt)]
-        tilts, growth = self._at(rows.tilt), self._at(rows.growth)
+        looking = scale * self._own[1] * (1 - same) ** 2
+        self._overlap_paths = [looking * one for one in self._at(rows.query_shift)]
+        joint_shifts, growth = self._at(rows.joint_shift), self._at(rows.growth)
         against = self._of(rows.against) * values.pairs
         mixed = same * np.exp(-2 * stiffness) + returned * growth[0]
-        mixed = own * (mixed + tilt * tilts[0] * self._wide * queries.diagonal) - against
+        mixed = own * (mixed + looking * joint_shifts[0] * self._wide * queries.diagonal) - against
         dropped = self._noise * values.diagonal * same * (1 + self._of(rows.masks))
         others = apart * np.exp(-stiffness * (1 + correlation)) + returned * growth[1]
-        others = own * (others + tilt * tilts[1] * self._wide * queries.pairs) - against
+        others = own * (others + looking * joint_shifts[1] * self._wide * queries.pairs) - against
         self.forward = Kernel(values.pairs + mixed + dropped, values.pairs + others)
         self.mean_output = averaged(values, key_count)
 
@@ -143,16 +144,16 @@ class AlikeAttention:
         masked = self._noise * one * same / keys
         value = Kernel(held / keys + masked, spread / (keys * others))
         scale = self._scale * own_key
-        tilted = Kernel(
-            gradient.diagonal * self._tilts[0] * own_value,
-            gradient.pairs * self._tilts[1] * own_value,
+        path = Kernel(
+            gradient.diagonal * self._overlap_paths[0] * own_value,
+            gradient.pairs * self._overlap_paths[1] * own_value,
         )
         moved, beside = self._at(rows.query)
         moved = own_value * (moved + self._of(rows.common)) + noise * self._of(rows.dropped_query)
         query = Kernel(
             gradient.diagonal * scale * moved,
             gradient.pairs * scale * own_value * beside,
-        ).mixed(1.0, tilted, wide)
+        ).mixed(1.0, path, wide)
         driven, driven_apart = self._at(rows.key)
         pushed = one * (driven * own_value + noise * self._of(rows.dropped_key))
         pushed = self._drive * (pushed + two * driven_apart * own_value) / keys
@@ -160,7 +161,7 @@ class AlikeAttention:
         growth, growth_apart = self._at(rows.growth)
         shared = one * (growth + self._noise * self._of(rows.dropped_cross)) + two * growth_apart
         shared = 2 * wide * shared / keys
-        return AlikePaths(value, query, key, Kernel(shared, -shared / others), tilted)
+        return AlikePaths(value, query, key, Kernel(shared, -shared / others), path)
 
     def _of(self, values: Array) -> Array:
         """A number per row, in the shape of the configurations."""

@@ -54,7 +54,7 @@ def variance_notes(logit_variance: Array) -> tuple[str, ...]:
     return (text,)
 
 
-def attention_facts(
+def attention_diagnostics(
     logit_variance: Array, square: Array, entropy: Array, keys: Array
 ) -> dict[str, Array]:
     """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
@@ -162,8 +162,8 @@ def build(
     value_gain = memory_gain(leaf)
     kernels = flat(queries), flat(keys), flat(memory)
     matrices = zip(*kernels, allowed, scales, spreads, strict=True)
-    for asking, asked, values, mask, scale, spread in matrices:
-        where = [positions(len(one), leaf) for one in (asking, asked)]
+    for query_tokens, key_tokens, values, mask, scale, spread in matrices:
+        where = [positions(len(one), leaf) for one in (query_tokens, key_tokens)]
         # A common shift of all keys cancels in the softmax unless it is turned.
         plain = law.keys.gain is None and (not turned or keys is memory)
         settings = {
@@ -173,8 +173,8 @@ def build(
             "d_model": leaf.memory_width,
             "d_head": law.head_freedom,
             "norm_spread": float(spread),
-            "query_kernel": None if plain and queries is memory else asking,
-            "key_kernel": None if plain else asked,
+            "query_kernel": None if plain and queries is memory else query_tokens,
+            "key_kernel": None if plain else key_tokens,
             "rotation": _rotation(leaf, where) if turned else None,
             "value_bias": leaf.value_bias / value_gain,
             "separate_queries": separate_queries,
@@ -238,20 +238,20 @@ class TokenLayer:
         """E sum_j a_ij^2."""
         return self._numbers("sum_square").reshape(self._shape[:-1])
 
-    def facts(self) -> dict[str, Array]:
-        """See `attention_facts`."""
+    def diagnostics(self) -> dict[str, Array]:
+        """See `attention_diagnostics`."""
         keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
         numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
-        return attention_facts(numbers[0], numbers[1], numbers[2], keys)
+        return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
 
     def backward(self, gained: Kernel) -> Paths:
         """Of the gradient at sum_j a_ij x_j."""
         parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
         return Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
 
-    def tilt(self, gained: Kernel) -> Kernel:
+    def overlap_path(self, gained: Kernel) -> Kernel:
         """What the query path gains per unit of the relative variance of two tokens' overlap."""
-        found = [one.tilt * g for one, g in zip(self._rows, flat(gained), strict=True)]
+        found = [one.overlap_path * g for one, g in zip(self._rows, flat(gained), strict=True)]
         return self._kernel(found)
 
     def response(self) -> Kernel:
@@ -283,11 +283,13 @@ class ClassLayer:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
         self._rows = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
-        for asking, asked, values, scale, spread in zip(*kernels, scales, spreads, strict=True):
+        for query_tokens, key_tokens, values, scale, spread in zip(
+            *kernels, scales, spreads, strict=True
+        ):
             # A common shift of all keys cancels in the softmax unless it is turned.
             plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
-            keys = values if plain else asked
-            queries = values if law.queries.kernel is tokens else asking
+            keys = values if plain else key_tokens
+            queries = values if law.queries.kernel is tokens else query_tokens
             logits = ClassLogits(queries, keys, values, float(scale), sight, turning)
             self._rows.append(
                 PositionAttention(
@@ -329,19 +331,21 @@ class ClassLayer:
     def sum_square(self) -> Array:
         return self._numbers("sum_square")
 
-    def facts(self) -> dict[str, Array]:
+    def diagnostics(self) -> dict[str, Array]:
         keys = self._sight.size
         numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
-        return attention_facts(numbers[0], numbers[1], numbers[2], keys)
+        return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
 
     def backward(self, gained: Kernel) -> Paths:
         given = zip(self._rows, self._flat(gained), strict=True)
         parts = [one.backward(own, pairs) for one, (own, pairs) in given]
         return Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
 
-    def tilt(self, gained: Kernel) -> Kernel:
+    def overlap_path(self, gained: Kernel) -> Kernel:
         given = zip(self._rows, self._flat(gained), strict=True)
-        found = [(one.tilt[0] * own, one.tilt[1] * pairs) for one, (own, pairs) in given]
+        found = [
+            (one.overlap_path[0] * own, one.overlap_path[1] * pairs) for one, (own, pairs) in given
+        ]
         return self._kernel(found)
 
     def response(self) -> Kernel:

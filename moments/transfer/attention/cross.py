@@ -20,7 +20,7 @@ from .alike import AlikeAttention
 from .by_token import (
     BEYOND_TABLES,
     Mask,
-    attention_facts,
+    attention_diagnostics,
     build,
     flat,
     mean_spread,
@@ -89,13 +89,18 @@ class CrossAttention(Reader):
             raise domain_error(
                 "memory", memory.resolved, "resolved by token exactly where the queries are"
             )
-        asking, asked = signal.second_moment(), memory.second_moment()
-        law = logit_law(self, asking, asked, (self.d_model, self.memory_width))
+        query_tokens, key_tokens = signal.second_moment(), memory.second_moment()
+        law = logit_law(self, query_tokens, key_tokens, (self.d_model, self.memory_width))
         make = self._by_token if signal.resolved else self._alike
         seen = make(signal, memory, law)
         mixed, *_ = seen.heads
         output = concatenated(
-            self, signal, memory, *seen.heads, facts=seen.facts, notes=seen.notes + law.notes
+            self,
+            signal,
+            memory,
+            *seen.heads,
+            diagnostics=seen.diagnostics,
+            notes=seen.notes + law.notes,
         )
         return output, _Pullback(self, law, signal, output, mixed, seen.layer, memory)
 
@@ -140,13 +145,13 @@ class CrossAttention(Reader):
         return seen if len(seen) == matrices else seen * matrices
 
     def _by_token(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
-        asked = memory.second_moment()
-        shape, memory_shape = signal.kernel.pairs.shape, asked.pairs.shape
+        key_tokens = memory.second_moment()
+        shape, memory_shape = signal.kernel.pairs.shape, key_tokens.pairs.shape
         count = int(np.prod(shape[:-2], dtype=int))
         masks = self._masks(shape[-1], memory_shape[-1], count)
-        rows, wanted = build(self, law, asked, masks, mean_spread(memory), True)
+        rows, wanted = build(self, law, key_tokens, masks, mean_spread(memory), True)
         layer = _TokenRows(rows, shape, memory_shape)
-        facts = attention_facts(
+        diagnostics = attention_diagnostics(
             np.stack([one.logit_variance for one in rows]),
             layer.squares,
             np.stack([one.entropy for one in rows]),
@@ -157,16 +162,16 @@ class CrossAttention(Reader):
             notes = (BEYOND_TABLES,)
         squares = layer.squares.reshape(shape[:-1])
         heads = (layer.forward(), squares, layer.mean_output, layer.weights)
-        return _Attended(heads, facts, notes, layer)
+        return _Attended(heads, diagnostics, notes, layer)
 
     def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
-        asked = memory.second_moment()
+        key_tokens = memory.second_moment()
         own = law.keys.kernel.diagonal - law.keys.kernel.pairs
         wanted = law.scale * law.queries.kernel.diagonal * own
         layer = AlikeAttention(
             law.queries.kernel,
             law.keys.kernel,
-            asked,
+            key_tokens,
             query_count=signal.seq_len,
             key_count=memory.seq_len,
             scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
@@ -176,19 +181,21 @@ class CrossAttention(Reader):
             norm_spread=mean_spread(memory),
             value_bias=self.value_bias / positive(self.memory_width * self.value),
         )
-        facts = attention_facts(
+        diagnostics = attention_diagnostics(
             layer.logit_variance, layer.sum_square, layer.entropy, float(memory.seq_len)
         )
         heads = (layer.forward, layer.sum_square, lambda: layer.mean_output, None)
-        return _Attended(heads, facts, variance_notes(wanted), _AlikeRows(layer, signal.kernel))
+        return _Attended(
+            heads, diagnostics, variance_notes(wanted), _AlikeRows(layer, signal.kernel)
+        )
 
 
 class _Attended(NamedTuple):
-    """What a way of attending knows: the last four arguments of `concatenated`, facts, notes, and
-    the paths of a gradient."""
+    """What a way of attending knows: the last four arguments of `concatenated`, diagnostics, notes,
+    and the paths of a gradient."""
 
     heads: tuple[Kernel, Array, Callable[[], Kernel], Callable[[], Array] | None]
-    facts: dict[str, Array]
+    diagnostics: dict[str, Array]
     notes: tuple[str, ...]
     layer: _TokenRows | _AlikeRows
 
@@ -199,7 +206,7 @@ class _Sides(NamedTuple):
 
     query: Kernel
     key: Kernel
-    tilt: Kernel
+    overlap_path: Kernel
     straight: Kernel
 
 
@@ -233,7 +240,7 @@ class _TokenRows:
         return _Sides(
             self._kernel([part.query for part in parts]),
             Kernel.of_matrix(keys),
-            self._kernel([one.tilt * g for one, g in zip(self.rows, gained, strict=True)]),
+            self._kernel([one.overlap_path * g for one, g in zip(self.rows, gained, strict=True)]),
             Kernel.of_matrix(straight.reshape(self.memory_shape)),
         )
 
@@ -246,17 +253,17 @@ class _TokenRows:
 
 @dataclass(slots=True, eq=False)
 class _AlikeRows:
-    """Rows of tokens alike; `asking` is the kernel of those that ask."""
+    """Rows of tokens alike; `query_tokens` is the kernel of those that attend."""
 
     layer: AlikeAttention
-    asking: Kernel
+    query_tokens: Kernel
 
     def backward(self, received: Kernel) -> _Sides:
         paths = self.layer.backward(received)
-        return _Sides(paths.query, paths.key, paths.tilt, paths.value + paths.cross)
+        return _Sides(paths.query, paths.key, paths.overlap_path, paths.value + paths.cross)
 
     def response(self) -> Kernel:
-        return self.layer.backward(self.asking.with_ones()).query
+        return self.layer.backward(self.query_tokens.with_ones()).query
 
 
 @dataclass(slots=True, eq=False)

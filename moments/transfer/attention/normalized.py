@@ -98,7 +98,9 @@ class NormalizedAttention(Leaf):
         received = around.received(record)
         tokens, _ = unit.forward(signal)
         attending = Attending.of(plain, tokens, received)
-        sent, _ = attending.maps.fall(SINGLE(attending.back_gain) * received, None, received)
+        sent, _ = attending.maps.signal_adjoint(
+            SINGLE(attending.back_gain) * received, None, received
+        )
         at_tokens = Gradient(kernel_of(sent), record.gradient_received.seq_len)
         normed = Elementwise.of(unit, signal, at_tokens, sent, False)
         return Sequence((normed, attending))

@@ -65,7 +65,7 @@ LEAST_BENT = 1e-3
 """Logit variance below which the odds grow in proportion."""
 
 
-class Rise(NamedTuple):
+class AttentionAdjoint(NamedTuple):
     """What a sensitivity Lambda to the gradient at attention's input becomes, kernels (..., L, L).
 
     Attributes:
@@ -151,7 +151,7 @@ class AttentionResponse:
         fields = [_reshaped(field, axes) for field in zip(*built, strict=True)]
         return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
 
-    def rise(self, sensitivity: Array) -> Rise:
+    def gradient_adjoint(self, sensitivity: Array) -> AttentionAdjoint:
         """Sensitivity to the gradient at the output, of one to that at the input."""
         w = self.weights
         seen = w @ sensitivity
@@ -162,16 +162,18 @@ class AttentionResponse:
         dropped = (self.squares @ own_entries(sensitivity)[..., None])[..., 0]
         onward = mean + self.by_head * gathered + self.query * sensitivity
         onward = onward + diagonal(dropped, onward)
-        return Rise(sensitivity, symmetric(onward), gathered)
+        return AttentionAdjoint(sensitivity, symmetric(onward), gathered)
 
-    def fall(self, sensitivity: Array, rise: Rise | None, gradient: Array) -> tuple[Array, Array]:
+    def signal_adjoint(
+        self, sensitivity: Array, adjoint: AttentionAdjoint | None, gradient: Array
+    ) -> tuple[Array, Array]:
         """Sensitivity to the signal's kernel at the input, of one to that at the output.
 
         Returns it, and its part through the correlation of two queries, C_ii' of logits.
 
         Args:
             sensitivity: Gamma, to the kernel at the output.
-            rise: a sensitivity to the gradient at the input, whose dependence on the signal's
+            adjoint: a sensitivity to the gradient at the input, whose dependence on the signal's
                 kernel (mean weights kept) is added; None: there is none.
             gradient: G at the output.
         """
@@ -186,12 +188,12 @@ class AttentionResponse:
         sized = own * (self.squares_change @ own_entries(self.kernel)[..., None])[..., 0]
         follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
         apart = 0.0 * sized
-        if rise is not None:
-            given = rise.given
+        if adjoint is not None:
+            given = adjoint.given
             twice = 2 * self.slope + self.slope_change
             again = own_entries(self.slope + self.slope_change) * self.through_keys
             twice = twice + diagonal(again, twice)
-            direct = direct + twice * gradient * rise.gathered
+            direct = direct + twice * gradient * adjoint.gathered
             overlaps = 2 * (self.slope + self.slope_change) * gradient * given
             pairs = pairs + overlaps
             keys = twice * self.kernel * gradient
@@ -199,10 +201,12 @@ class AttentionResponse:
             middle = middle + overlaps * self._means + keys * (seen @ wt)
             own = own_entries(gradient)
             squares = own * (self.squares_change @ own_entries(given)[..., None])[..., 0]
-            sizes = row_sums(keys * rise.gathered + self.query_change * gradient * given)
+            sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * given)
             follows = follows + self.bend * (sizes + squares)
             # `through_keys` is per that distance over the tokens' mean size
-            keyed = own_entries(self.slope * self.kernel * rise.gathered) * own * self.through_keys
+            keyed = (
+                own_entries(self.slope * self.kernel * adjoint.gathered) * own * self.through_keys
+            )
             sized, apart = sized + squares, squares - keyed
             dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
         direct = direct + diagonal(ratio(follows + sized, own_entries(self.kernel)), middle)
@@ -212,7 +216,7 @@ class AttentionResponse:
         onward = wt @ pairs
         cross = onward * transposed(self._mixed)
         kept = (onward @ w) * self.kernel
-        if rise is not None:
+        if adjoint is not None:
             sent = wt @ keys
             cross = cross + sent * transposed(seen)
             kept = kept + (sent @ w) * given

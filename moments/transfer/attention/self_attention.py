@@ -21,7 +21,13 @@ from ...engine.trace import Record
 from ...errors import domain_error
 from ...model.positions import RelativeBias, Rotary
 from .alike import AlikeAttention, averaged
-from .by_token import BEYOND_TABLES, attention_facts, mean_spread, self_attention, variance_notes
+from .by_token import (
+    BEYOND_TABLES,
+    attention_diagnostics,
+    mean_spread,
+    self_attention,
+    variance_notes,
+)
 from .kernels.exact_rows import THETA_PEAKED
 from .laws import attend_by_laws
 from .logits import LogitLaw, Side, logit_law, positive, through
@@ -123,7 +129,7 @@ class SelfAttention(Leaf):
             squares,
             layer.mean_output,
             layer.weights,
-            facts=layer.facts(),
+            diagnostics=layer.diagnostics(),
             notes=notes,
         )
         return output, _Resolved(self, law, signal, output, mixed, layer)
@@ -150,8 +156,8 @@ class SelfAttention(Leaf):
 
     def _alike_by_laws(self, signal: Signal) -> tuple[Signal, Pullback]:
         found, mixed, back = attend_by_laws(self, signal)
-        assert found.facts is not None
-        squares = found.facts["square_sum"]
+        assert found.diagnostics is not None
+        squares = found.diagnostics["square_sum"]
         # As in a narrow layer, where two heads of one key agree up to what their rows share.
         tokens = signal.second_moment()
         output = concatenated(
@@ -162,7 +168,7 @@ class SelfAttention(Leaf):
             squares,
             lambda: averaged(tokens, signal.seq_len),
             heads=found.kernel,
-            facts=found.facts,
+            diagnostics=found.diagnostics,
             notes=found.notes,
         )
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
@@ -194,7 +200,9 @@ class SelfAttention(Leaf):
             mixed,
             squares,
             lambda: layer.mean_output,
-            facts=attention_facts(layer.logit_variance, squares, layer.entropy, float(length)),
+            diagnostics=attention_diagnostics(
+                layer.logit_variance, squares, layer.entropy, float(length)
+            ),
             notes=variance_notes(wanted) + law.notes,
         )
         return output, _Alike(self, law, signal, output, mixed, layer)
@@ -265,9 +273,9 @@ class AttentionPullback:
         """Of the values, on a gradient."""
         return self.leaf.heads * self.leaf.d_head * self.leaf.value
 
-    def tilt(self, received: Kernel, sides: Any) -> Kernel:
+    def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
         """What the query path gains per unit of the overlaps' variance."""
-        found: Kernel = sides.tilt
+        found: Kernel = sides.overlap_path
         return found
 
     def response(self, received: Kernel) -> Kernel:
@@ -276,7 +284,7 @@ class AttentionPullback:
 
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient."""
-        paths = Paths(sides.query, sides.key, self.tilt(received, sides))
+        paths = Paths(sides.query, sides.key, self.overlap_path(received, sides))
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
             self.leaf, self.law, self.signal, self.attended, self.mixed, received, paths, rows
@@ -284,7 +292,7 @@ class AttentionPullback:
 
     def at_logits(self, path: Kernel, side: Side) -> Kernel:
         """A path's kernel at the tokens behind queries or keys."""
-        return through(path, side, self.law.spoken)
+        return through(path, side, self.law.gradient_scale)
 
 
 @dataclass(slots=True, eq=False)
@@ -300,8 +308,8 @@ class AttentionPulled(Pulled):
 
     def overlaps(self) -> dict[str, Array]:
         way = self.way
-        tilt = way.tilt(self.received, self.sides)
-        return overlap_gradients(way.leaf, way.law, way.signal, tilt)
+        overlap_path = way.overlap_path(self.received, self.sides)
+        return overlap_gradients(way.leaf, way.law, way.signal, overlap_path)
 
     def response(self) -> Kernel:
         return self.way.at_logits(self.way.response(self.received), self.way.law.queries)
@@ -319,8 +327,8 @@ class _Resolved(AttentionPullback):
         sent = sent + self.at_logits(sides.key, self.law.keys)
         return AttentionPulled(Gradient(sent, gradient.seq_len), self, received, sides)
 
-    def tilt(self, received: Kernel, sides: Any) -> Kernel:
-        found: Kernel = self.layer.tilt(received.scaled(self.gain))
+    def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
+        found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
         return found
 
     def response(self, received: Kernel) -> Kernel:
@@ -342,8 +350,8 @@ class _ByLaws(AttentionPullback):
         sent = Gradient(sides.sent, gradient.seq_len)
         return AttentionPulled(sent, self, gradient.kernel, sides)
 
-    def tilt(self, received: Kernel, sides: Any) -> Kernel:
-        found: Kernel = self.layer.tilt(received)
+    def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
+        found: Kernel = self.layer.overlap_path(received)
         return found
 
     def response(self, received: Kernel) -> Kernel:
@@ -388,7 +396,7 @@ def concatenated(
     shared: Callable[[], Kernel],
     weights: Callable[[], Array] | None = None,
     heads: Kernel | None = None,
-    facts: Mapping[str, Array] | None = None,
+    diagnostics: Mapping[str, Array] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Signal:
     """The concatenated heads of a `SelfAttention` or `CrossAttention`.
@@ -402,7 +410,7 @@ def concatenated(
         weights: gives mean attention; None: uniform, tokens alike.
         heads: second moments without the values' bias where they are known; None: `mixed` times
             the values' gain.
-        facts, notes: of the signal.
+        diagnostics, notes: of the signal.
     """
     width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), squares)
@@ -433,7 +441,7 @@ def concatenated(
         width=width,
         spread=spread,
         realised=realised,
-        facts=facts,
+        diagnostics=diagnostics,
         notes=notes,
     )
 

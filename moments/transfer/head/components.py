@@ -12,7 +12,7 @@ import numpy as np
 
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
 from ...engine.response import Around
-from ...engine.sensitivity import SINGLE, Ascent, Descent, Response
+from ...engine.sensitivity import SINGLE, GradientAdjoint, Response, SignalAdjoint
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...formulas.activation import gelu_function, gelu_tanh_function
@@ -227,12 +227,12 @@ class _Pooled:
 
     weights: Array
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
         onward = self.weights @ sensitivity @ self.weights.T
-        return Ascent(onward.astype(SINGLE), None, none, none + 1.0)
+        return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
         found = self.weights.T @ sensitivity @ self.weights
-        return Descent(found.astype(SINGLE), none, none)
+        return SignalAdjoint(found.astype(SINGLE), none, none)

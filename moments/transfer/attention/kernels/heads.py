@@ -91,8 +91,8 @@ class HeadAverage:
         return np.asarray(np.any([layer.beyond_tables for layer in self.layers], axis=0))
 
     @property
-    def tilt(self) -> Array:
-        return self._mean("tilt")
+    def overlap_path(self) -> Array:
+        return self._mean("overlap_path")
 
     @property
     def response(self) -> Array:

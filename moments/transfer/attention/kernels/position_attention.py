@@ -113,8 +113,8 @@ class PositionAttention:
         logit_variance, entropy, sum_square: (P,) as in `attention.KernelAttention`.
         output: second moments per feature of sum_j a_ij x_j, attention dropout included.
         response: what the query path is per unit of G.
-        tilt: what the query path gains per unit of G and of the relative variance of two tokens'
-            overlap.
+        overlap_path: what the query path gains per unit of G and of the relative variance of two
+            tokens' overlap.
     """
 
     def __init__(
@@ -375,13 +375,13 @@ class PositionAttention:
             usable = moved > 1e-9 * (self._counted @ own)
             ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
             shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
-        tilt = logits.scale * self._tilted(shift)
+        looking = logits.scale * self._looking(shift)
         temperature, between = logits.queries
-        asked = pairs.joined(temperature, between)
-        of_tilt, of_query = (
-            self._over_pairs(one) for one in (calibration.tilt, calibration.query_tilt)
+        of_queries = pairs.joined(temperature, between)
+        of_joint, of_query = (
+            self._over_pairs(one) for one in (calibration.joint_shift, calibration.query_shift)
         )
-        output = mean + excess + tilt * of_tilt * asked / width
+        output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             apart = self._counted @ own - np.diagonal(whole)
             unshared = unshared_part(rows.keys, apart, (self._counted * weights).sum(1))
@@ -400,9 +400,9 @@ class PositionAttention:
                 slope,
                 held,
             )
-        tilted = tilt * of_query
+        path = looking * of_query
         norm = np.sqrt(temperature)
-        query = self._query * slope / (norm[long] * norm[short]) + tilted / width
+        query = self._query * slope / (norm[long] * norm[short]) + path / width
         query[alone] += calibration.common * slope[alone] / temperature
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
@@ -410,7 +410,7 @@ class PositionAttention:
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], logits.within)
             query[alone] += self._dropped * logits.scale * noise
         self.output, self.response = pairs.split(output), pairs.split(query)
-        self.tilt = pairs.split(tilted)
+        self.overlap_path = pairs.split(path)
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -422,8 +422,8 @@ class PositionAttention:
         held = (self._counted * self._met_by(kernel)).sum(1)
         return np.asarray(np.maximum(self._counted @ kernel[0] - held, 0.0))
 
-    def _tilted(self, shift: Array) -> Array:
-        """(C,) products of two rows' shifts; see `width_terms.tilted`."""
+    def _looking(self, shift: Array) -> Array:
+        """(C,) products of two rows' shifts; see `width_terms._looking`."""
         turning, long, short = self.logits.turning, self._pairs.long, self._pairs.short
         if turning is None or self._pairs.phases is None:
             return shift[long] * shift[short]
