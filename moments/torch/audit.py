@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -35,7 +36,7 @@ from .findings import (
     variance_findings,
 )
 from .logits import logits_path, measured_scale
-from .probe import BlockProbe, default_batch, probe_or_why
+from .probe import BlockProbe, Slope, default_batch, probe_or_why
 from .roles import ModuleRoles, Role, block_of, tensors_of
 from .scales import FOLDED
 from .temperature import temperature_findings
@@ -186,6 +187,20 @@ class Read:
     probes: tuple[BlockProbe, ...]
     why: str
     batch: Any
+    _slopes: dict[bool, Slope | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def by_role(self) -> dict[Role, Entries]:
+        """The same as a table."""
+        return dict(self.entries)
+
+    def logit_slope(self, model: Transformer) -> Slope | None:
+        """What multiplies the logits, by `measured_scale`, once."""
+        capped = model.head is not None and model.head.logit_softcap is not None
+        if model.head is not None and capped not in self._slopes:
+            reads = default_batch(self.module, self.found) if self.batch is None else self.batch
+            self._slopes[capped] = measured_scale(self.module, self.found, model, reads)
+        return self._slopes.get(capped)
 
     @classmethod
     def of(cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer) -> Read:
@@ -195,7 +210,7 @@ class Read:
             batch: as of `audit`.
             model: any of its shape.
         """
-        entries, repeated = _tensors(module, found)
+        entries, repeated = entries_of(module, found)
         probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
         reads = default_batch(module, found) if batch is None and probes else batch
         return cls(module, found, entries, repeated, tuple(probes), why, reads)
@@ -219,7 +234,7 @@ def audit_read(
     findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
     reads = None if why else read.batch
     findings += temperature_findings(module, found, model, described, reads)
-    findings += [] if why else _logits(module, found, model, read.batch)
+    findings += [] if why else _logits(read, model)
     findings.sort(key=lambda finding: -finding.severity)
     undeclared = tuple(m.role.label for m in measured if m.expected is None)
     folded = any(f.passed is False for f in findings) and getattr(module, FOLDED, False)
@@ -237,7 +252,7 @@ def audit_read(
     )
 
 
-def _tensors(
+def entries_of(
     module: nn.Module, found: ModuleRoles
 ) -> tuple[tuple[tuple[Role, Entries], ...], tuple[Copies, ...]]:
     """Every tensor's entries, and those that are another one's."""
@@ -273,18 +288,16 @@ def weight_advice(
         described: its own architecture, with its framework's initialisation.
         readings: other ones of the plan.
     """
-    measured, findings = _weights(*_tensors(module, found), model)
+    measured, findings = _weights(*entries_of(module, found), model)
     return advise(findings, measured, model, described, readings)
 
 
-def _logits(module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any) -> list[Finding]:
+def _logits(read: Read, model: Transformer) -> list[Finding]:
     """What multiplies the logits against the head's output scale."""
-    path = logits_path(module, found)
+    path = logits_path(read.module, read.found)
     if path is None or model.head is None:
         return []
-    batch = default_batch(module, found) if batch is None else batch
-    wanted = model.head.output_scale
-    slope = measured_scale(module, found, model, batch)
+    wanted, slope = model.head.output_scale, read.logit_slope(model)
     return [slope_finding(model.layers + 1, "head", path, "output_scale", slope, wanted)]
 
 
