@@ -254,7 +254,9 @@ class Stack:
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.gradient_sent
         stream = trace.stream()
-        columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
+        columns = [layout.moments(point)[1:] for point in stream]
+        if any(np.ndim(one) for column in columns for one in column):
+            columns = [tuple(np.broadcast_arrays(*column)) for column in columns]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
         if not np.all(np.isfinite(moments)):
             raise breakdown(self.theory, [trace])
