@@ -23,11 +23,11 @@ from .by_token import (
     attention_diagnostics,
     build,
     flat,
+    logit_scales,
     mean_spread,
     same_sequence,
     variance_notes,
 )
-from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive
 from .overlap import through_attention
 from .self_attention import AttentionPullback, AttentionPulled, concatenated
@@ -85,13 +85,13 @@ class CrossAttention(Reader):
         Raises:
             DomainError: one of the two is resolved by token and the other is not.
         """
-        if signal.resolved != memory.resolved:
+        if (signal.resolved is True) != bool(memory.resolved):
             raise domain_error(
                 "memory", memory.resolved, "resolved by token exactly where the queries are"
             )
         query_tokens, key_tokens = signal.second_moment(), memory.second_moment()
         law = logit_law(self, query_tokens, key_tokens, (self.d_model, self.memory_width))
-        make = self._by_token if signal.resolved else self._alike
+        make = self._by_token if memory.resolved else self._alike
         seen = make(signal, memory, law)
         mixed, *_ = seen.heads
         output = concatenated(
@@ -166,15 +166,14 @@ class CrossAttention(Reader):
 
     def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
         key_tokens = memory.second_moment()
-        own = law.keys.kernel.diagonal - law.keys.kernel.pairs
-        wanted = law.scale * law.queries.kernel.diagonal * own
+        scale, wanted = logit_scales(law)
         layer = AlikeAttention(
             law.queries.kernel,
             law.keys.kernel,
             key_tokens,
             query_count=signal.seq_len,
             key_count=memory.seq_len,
-            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
+            scale=scale,
             drop_prob=self.drop_prob,
             d_model=self.memory_width,
             d_head=law.head_freedom,
