@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings as _warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from ..engine.classes import MOST_WINDOWS, PER_OCTAVE, PositionClasses
 from ..engine.layout import Layout
 from ..engine.state import Gradient, Kernel
-from ..engine.trace import Run, Trace
+from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
 from ..formulas.law import THEORIES, Theory
@@ -24,6 +24,8 @@ from .gate import computing
 from .inputs import configurations, given_shape
 from .result import Prediction
 from .stack import Inputs, Outcome, Stack, head_top, last_gradient
+
+SoFar = Callable[[], np.ndarray]
 
 INPUTS = (
     "variance",
@@ -56,7 +58,7 @@ def predict(
     document_ids: Any = None,
     encoder_inputs: Mapping[str, Any] | None = None,
     batch: int = 1,
-    progress: bool = False,
+    progress: bool | Callable[[SoFar], None] = False,
 ) -> Prediction:
     """Predict every layer's moments at initialisation.
 
@@ -98,7 +100,10 @@ def predict(
         batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a
             head, also those that the loss averages over. Sequences or images given one by one are
             counted already: 1 and their number mean the same.
-        progress: whether to show a bar on standard error, layer by layer.
+        progress: whether to show a bar on standard error, layer by layer; or a function that is
+            called behind every layer, in either direction, and may raise to end it. It is given a
+            function that tells what is known by then: (4, layers + 1) of the variance, correlation,
+            gradient variance and gradient correlation, nan where unknown.
 
     Returns:
         A `Prediction`: arrays over the stream, `table()`, `to_frame()`, `plot()`.
@@ -146,7 +151,7 @@ def predict(
     runs = [s.run for s in stacks]
     with (
         computing(theory, runs, max(s.rows for s in stacks)),
-        _layer_bar(runs, sum(s.model.layers for s in stacks), progress),
+        _followed(stacks, progress),
     ):
         if model.encoder is not None:
             stacks[0].forward()
@@ -338,9 +343,13 @@ def few_by_distance(model: Transformer) -> bool:
 
 
 @contextlib.contextmanager
-def _layer_bar(runs: list[Run], layers: int, shown: bool) -> Iterator[None]:
-    """A progress bar over the layers of both passes, while they are under way."""
-    if not shown:
+def _followed(stacks: list[Stack], progress: bool | Callable[[SoFar], None]) -> Iterator[None]:
+    """Tell of the layers of both passes while they are under way, by a bar or to whom asks."""
+    runs, layers = [s.run for s in stacks], sum(s.model.layers for s in stacks)
+    if callable(progress):
+        for run in runs:
+            run.on_layer = functools.partial(progress, stacks[-1].so_far)
+    if progress is not True:
         yield
         return
     from rich.console import Console

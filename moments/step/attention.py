@@ -74,13 +74,33 @@ class Rows:
         return cls(kernel, weights, response, gain, keyed, gradients, sequences)
 
     def _joint(self, keys: Array, values: Array) -> Array:
+        """J, by averages over rows from either side."""
         mean = self._mean
+        if values is keys or _symmetric(keys, values):
+            (left, one), (right, two) = self._averages(keys), self._averages(values)
+            half = mean(mean(keys * values).T / 2 - left.T * right.T)
+            return half + half.T + one * two
         left, right = mean(keys), mean(values)
         crossed = mean((left * right).T).T
-        alike = values is keys or _symmetric(keys, values)
-        turned = crossed.T if alike else mean(mean(keys.T).T * mean(values.T).T)
-        both = mean(mean(keys * values).T).T
-        return both - crossed - turned + mean(left.T).T * mean(right.T).T
+        turned = mean(mean(keys.T).T * mean(values.T).T)
+        one, two = mean(left.T).T, mean(right.T).T
+        return self._both(keys * values) - crossed - turned + one * two
+
+    def _both(self, tokens: Array) -> Array:
+        """W A W^T."""
+        return self._mean(self._mean(tokens).T).T
+
+    def _averages(self, tokens: Array) -> tuple[Array, Array]:
+        """W A and W A W^T, of a symmetric A."""
+        if tokens is self.kernel:
+            return self._read
+        left = self._mean(tokens)
+        return left, self._mean(left.T)
+
+    @functools.cached_property
+    def _read(self) -> tuple[Array, Array]:
+        left = self._mean(self.kernel)
+        return left, self._mean(left.T)
 
     def _mean(self, tokens: Array) -> Array:
         """W A, sequence by sequence."""
@@ -123,7 +143,7 @@ class Rows:
         """
         query, key, value = changes
         c, gain, product = self.kernel, self.gain, self._product
-        moved = value.mixed(self.weights)
+        moved = value.each(self._both)
         # with the value path, the excess of A V A^T over W V W^T
         coherent = [
             moved.coherent + product(c, c, _even(value.coherent)),
@@ -146,8 +166,9 @@ class Rows:
         parts = [gain * part for part in coherent]
         # queries and keys meet random weights of the others: their coherent part appears once as
         # carried and once as mean, and the three causes share delta
-        sent = sum(parts[1:], parts[0])
-        total = total + sent @ gradient @ sent.T - parts[0] @ gradient @ parts[0].T
+        moving = sum(parts[2:], parts[1])
+        cross = (moving / 2 + parts[0]) @ gradient @ moving.T
+        total, sent = total + cross + cross.T, parts[0] + moving
         return Change(sent, gain * (moved.overlap + overlap), total)
 
 

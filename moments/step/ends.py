@@ -108,16 +108,16 @@ def row_variance(reading: Reading, words: Words, gradient: Array, tied: Array) -
     """
     readout = reading.readout
     kernel = np.asarray(readout.kernel.pairs)
-    found = readout.scale**2 * np.einsum("tv,ts,sv->v", words.sent, kernel, words.sent)
+    found = readout.scale**2 * ((kernel @ words.sent) * words.sent).sum(0)
     table = reading.token_table
     if table is None or not reading.tied:
         return np.asarray(np.maximum(found, 0.0))
     reads = words.reads
-    found = found + table.amplitude**2 * np.einsum("tv,ts,sv->v", reads, gradient, reads)
+    found = found + table.amplitude**2 * ((gradient @ reads) * reads).sum(0)
     if np.any(readout.carried):
         k = np.asarray(readout.carried) + np.zeros(len(kernel))
         at_head = tied * (k / table.amplitude)[:, None]
-        met = np.einsum("tv,ts,sv->v", words.sent, at_head, reads)
+        met = ((at_head @ reads) * words.sent).sum(0)
         found = found + 2 * readout.scale * table.amplitude * met
     return np.asarray(np.maximum(found, 0.0))
 
@@ -213,7 +213,7 @@ def _patches(
     given the pixels, of variance x_b^T D x_b at pixel b."""
     pixels = np.asarray(reading.patch)
     d, rule, name = float(reading.model.d_model), optimizer.others, "patch"
-    size = np.einsum("tb,ts,sb->b", pixels, gradient, pixels)
+    size = ((gradient @ pixels) * pixels).sum(0)
     total_size, count = float(size.sum()), pixels.shape[1]
     if rule == "sgd":
         coherent = pixels @ pixels.T

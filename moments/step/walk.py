@@ -187,10 +187,12 @@ class Walk:
             self.spectra[key] = Spectrum.of(kernel, gradient, self.roots[index])
         return self.spectra[key]
 
-    def _signs(self, index: int, name: str, drawn: Callable[[], Signs]) -> Signs:
+    def _signs(
+        self, index: int, name: str, spectrum: Spectrum, drawn: Callable[[Spectrum], Signs] | None
+    ) -> Signs:
         key = index, name
         if key not in self.signs:
-            self.signs[key] = drawn()
+            self.signs[key] = spectrum.signs if drawn is None else drawn(spectrum)
         return self.signs[key]
 
     def _neurons(
@@ -214,7 +216,7 @@ class Walk:
         layer: int,
         shape: tuple[float, float],
         variance: float,
-        signs: Callable[[], Signs] | None = None,
+        signs: Callable[[Spectrum], Signs] | None = None,
     ) -> Change:
         """Behind an (m, n) matrix of random entries, its own step included.
 
@@ -230,10 +232,6 @@ class Walk:
         n, m = shape
         kernel, gain, rule = entering.kernel, n * variance, self.optimizer.rule_of(name)
         carried = change.times(gain)
-        # W delta_x = W W^T delta_y: its coherent part appears as if W were independent, and once
-        # more as a mean
-        sent = carried.coherent @ gradient @ carried.coherent.T
-        carried = Change(carried.coherent, carried.overlap, carried.total + sent)
         left = self.kept(name)
         if left != 1.0:
             same = np.full(len(kernel), left)
@@ -248,12 +246,16 @@ class Walk:
             m,
             entering.excess(),
             self.optimizer.epsilon,
-            None if signs is None or rule != "sign" else self._signs(entering.index, name, signs),
+            self._signs(entering.index, name, spectrum, signs) if rule == "sign" else None,
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
-        own = Change(rate * found.coherent, 0 * kernel, rate * rate * found.total)
-        return carried.plus(own, gradient)
+        # W delta_x = W W^T delta_y: the coherent part appears as if W were independent, and once
+        # more as a mean, beside which the matrix's own stands
+        own = rate * found.coherent
+        met = carried.coherent @ gradient @ (carried.coherent / 2 + own).T
+        total = carried.total + rate * rate * found.total + met + met.T
+        return Change(carried.coherent + own, carried.overlap, total)
 
     def bias(self, name: str, change: Change, gradient: Array, m: float, layer: int) -> Change:
         """With a bias's step."""
@@ -276,9 +278,9 @@ class Walk:
                 self._unit.laws, (leaving.kernel,), self.points[leaving.index + 1]
             )
             if units is not None:
-                signs = functools.partial(_rows_of, entering.kernel, units, 0)
+                signs = functools.partial(_rows_of, units, 0)
         elif before is not None:
-            signs = functools.partial(_columns_of, before, leaving.gradient)
+            signs = functools.partial(_columns_of, before)
         found = self.matrix(
             leaf.weight, change, entering, leaving.gradient, leaving.layer, shape, variance, signs
         )
@@ -325,7 +327,7 @@ class Walk:
             variance = inner[name][0]
             signs = None
             if units is not None:
-                signs = functools.partial(_rows_of, entering.kernel, units, place)
+                signs = functools.partial(_rows_of, units, place)
             found = self.matrix(
                 name, change, entering, gradient, leaving.layer, (n, m), variance, signs
             )
@@ -403,15 +405,18 @@ class Walk:
         return change.times(float(leaf.parameters["weight_variance"]))
 
     def pool(self, leaf: Pool, change: Change, entering: Site, leaving: Site) -> Change:
-        return change.mixed(leaf.weights(len(entering.kernel)))
+        weights = leaf.weights(len(entering.kernel))
+        return change.each(lambda part: weights @ part @ weights.T)
 
 
-def _rows_of(kernel: Array, units: Neurons, place: int) -> Signs:
-    return sign_of_rows(kernel, units.sent(place))
+def _rows_of(units: Neurons, place: int, spectrum: Spectrum) -> Signs:
+    return sign_of_rows(spectrum, units.sent(place, spectrum.gradient))
 
 
-def _columns_of(units: Neurons, gradient: Array) -> Signs:
-    return sign_of_columns(units.values, gradient, gaussian(gradient, 9)[:512])
+def _columns_of(units: Neurons, spectrum: Spectrum) -> Signs:
+    return sign_of_columns(
+        spectrum, units.given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512]
+    )
 
 
 def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob: float) -> Change:

@@ -38,7 +38,7 @@ from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
 from .behaviour import Softmax, behaviour
 from .checkpoints import load
-from .describe import describe
+from .describe import describe, described_as
 from .diagnose import Text, at_length, case_of
 from .entering import ids_read, sees_ahead
 from .expectation import model_of
@@ -152,7 +152,7 @@ class _Checking:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                found = describe(self.module, batch=self.inputs.few, architecture=self.architecture)
+                found = described_as(self.architecture, self.tensors)
             except DomainError as error:
                 self.notes.append(f"its sums are taken as declared: {error}")
                 return _with_weights(self.architecture, self.tensors)
