@@ -354,11 +354,13 @@ class ClassMatrix:
     __slots__ = ("classes", "own", "pairs")
 
     def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
-        shape = np.broadcast_shapes(np.shape(own)[:-1], np.shape(pairs)[:-2])
-        size = np.shape(pairs)[-1]
-        self.own = np.broadcast_to(own, (*shape, size))
-        self.pairs = np.broadcast_to(pairs, (*shape, size, size))
         self.classes = classes
+        if np.shape(own) != np.shape(pairs)[:-1]:
+            shape = np.broadcast_shapes(np.shape(own)[:-1], np.shape(pairs)[:-2])
+            size = np.shape(pairs)[-1]
+            own = np.broadcast_to(own, (*shape, size))
+            pairs = np.broadcast_to(pairs, (*shape, size, size))
+        self.own, self.pairs = own, pairs
 
     @classmethod
     def of_rows(cls, rows: Array, sight: Sight) -> ClassMatrix:
