@@ -24,6 +24,7 @@ from schemes_page import INPUTS, base, predicted, typical
 import moments
 from moments.papers.analysis.chain import chain_constants
 from moments.scheme import schemes
+from moments.show.chart import shown, ticks
 from moments.show.scheme_table import scheme_model
 
 RUNS = Path(__file__).parent / "data" / "schemes.json"
@@ -836,17 +837,29 @@ def panels(axes: Sequence[Any], of: list[dict[str, Any]]) -> None:
         ax.errorbar(
             panel["at"], panel["mean"], errors, fmt="o", color="C1", ms=4, label="simulated"
         )
+        values = np.concatenate([panel["mean"], *panel["lines"].values()])
         if panel["log"]:
-            ax.set(xscale="log", yscale="log")
-        elif min(panel["mean"]) >= 0:
-            highest = max(panel["mean"] + [max(line) for line in panel["lines"].values()])
-            ax.set_ylim(0, 1.12 * highest)
-        if panel["x"] in ("tokens", "rows of the table", "layers") and len(panel["grid"]) > 3:
+            ax.set_yscale("log")
+            _plain(ax, "y", ticks(0.99 * values.min(), 1.01 * values.max(), True))
+        elif values.min() >= 0 and values.max() > 0:
+            ax.set_ylim(0, 1.12 * values.max())
+        if panel["x"] == "layer":
+            _plain(ax, "x", [x for x in panel["grid"] if len(panel["grid"]) < 8 or x % 2 == 0])
+        elif panel["x"] in COUNTS or panel["log"]:
             ax.set_xscale("log")
-            ax.set_xticks(panel["grid"], [f"{x:g}" for x in panel["grid"]])
-            ax.set_xticks([], minor=True)
+            ends = min(panel["grid"]), max(panel["grid"])
+            _plain(ax, "x", panel["grid"] if panel["x"] in COUNTS else ticks(*ends, True))
         ax.set(xlabel=panel["x"], ylabel=panel["y"])
     axes[-1].legend(frameon=False)
+
+
+COUNTS = ("tokens", "rows of the table", "layers")
+"""What is counted by factors."""
+
+
+def _plain(ax: Any, which: str, places: Sequence[float]) -> None:
+    getattr(ax, f"set_{which}ticks")(places, [shown(place) for place in places])
+    getattr(ax, f"set_{which}ticks")([], minor=True)
 
 
 def main() -> None:

@@ -80,5 +80,4 @@ def _index() -> str:
 
 def _picture(name: str) -> bytes:
     of = stored()[name]
-    title = f"{ALL[name].title}: law and simulation"
-    return svg(functools.partial(panels, of=of), title, len(of))
+    return svg(functools.partial(panels, of=of), f"{name}: law and simulation", len(of))
