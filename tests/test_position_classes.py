@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 
 import moments
 from moments import Transformer
-from moments.engine.classes import ClassMatrix, PositionClasses, product
-from moments.transfer.attention.kernels import KernelAttention, balance, nodes, row_classes
+from moments.engine.classes import ClassMatrix, PositionClasses, one_class, product
+from moments.transfer.attention.kernels import (
+    KernelAttention,
+    Rotation,
+    balance,
+    nodes,
+    row_classes,
+)
 from moments.transfer.attention.kernels.position_attention import ClassLogits, PositionAttention
+from moments.transfer.attention.kernels.turning import Turning
 
 LENGTH = 96
 
@@ -320,6 +327,8 @@ OTHERS = {
     "rotary": {"rotary": moments.Rotary()},
     "normalised": {"rotary": moments.Rotary(), "qk_norm": "layernorm"},
     "biases": {"biases": moments.Biases(query=0.3, key=0.3, value=0.2)},
+    "relative biases": {"relative_bias": moments.RelativeBias(0.3)},
+    "relative biases in a window": {"window": 10, "relative_bias": moments.RelativeBias(0.3)},
 }
 
 
@@ -340,6 +349,68 @@ def test_queries_and_keys_that_are_not_the_tokens(
     norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
     ratio = (norms[0] / norms[1])["squared_norm"].dropna()
     assert abs(ratio.drop("key.bias", level=1, errors="ignore") - 1).max() < 0.012
+
+
+@pytest.mark.parametrize("name", ["relative biases", "rotary"])
+def test_tokens_that_know_their_distances_are_one_class(name: str) -> None:
+    """Without a mask; which tokens are near each other is not known, which rotary positions of
+    correlated tokens show: their queries' gradients by 4 %."""
+    model = Transformer(2, 128, 4, 64, dropout=0.1, **OTHERS[name])
+    alike, by_token = (predicted(model, tokens=t, correlation=0.2) for t in (False, True))
+    assert alike.token_variance is None
+    rotary = name == "rotary"
+    np.testing.assert_allclose(alike.variance, by_token.variance, rtol=5e-4)
+    np.testing.assert_allclose(alike.correlation, by_token.correlation, atol=5e-4)
+    np.testing.assert_allclose(alike.grad_variance, by_token.grad_variance, rtol=5e-3)
+    norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (alike, by_token)]
+    ratio = (norms[0] / norms[1])["squared_norm"].dropna()
+    assert abs(ratio - 1).max() < (0.05 if rotary else 0.02)
+    assert "relative_bias" in ratio.index.get_level_values(1) or rotary
+
+
+def test_rows_of_one_class_are_the_references_of_rows_by_token() -> None:
+    """The distribution of rotated overlaps over pairs of keys, by a Gauss rule, against all."""
+    length, rotary = 48, moments.Rotary()
+    frequencies, shares = rotary.frequencies(32)
+    place = np.arange(length, dtype=float)
+    kernel = np.full((length, length), 0.5) + 0.5 * np.eye(length)
+    rotation = Rotation.of(frequencies, shares, place, place)
+    by_token = KernelAttention(kernel, logit_scale=2.0, rotation=rotation)
+    sight = one_class(length).seen()
+    one = np.array([1.0]), np.array([[0.5]])
+    turning = Turning.of(sight, frequencies, shares)
+    found = PositionAttention(ClassLogits(one, one, one, 2.0, sight, turning))
+    expected = by_token.logit_variance.mean()
+    assert found.logit_variance[0] == pytest.approx(expected, rel=1e-4)
+    assert found.sum_square[0] == pytest.approx(by_token.sum_square.mean(), rel=0.02)
+
+
+@pytest.mark.parametrize("relative", [None, moments.RelativeBias(0.2)])
+def test_decoders_on_classes_read_encoders_of_tokens_alike(
+    relative: moments.RelativeBias | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    encoder = Transformer(2, 96, 4, 36, dropout=0.1, relative_bias=relative)
+    model = Transformer(
+        2, 128, 4, 40, dropout=0.1, causal=True, encoder=encoder, relative_bias=relative
+    )
+    given = {"correlation": 0.2, "grad_correlation": 0.05}
+    by_token, by_class = (predicted(model, tokens=t, **given) for t in (True, None))
+    assert by_class.layout.classes is not None
+    for found, expected in ((by_class, by_token), (by_class.encoder, by_token.encoder)):
+        assert found is not None
+        assert expected is not None
+        np.testing.assert_allclose(found.variance, expected.variance, rtol=5e-4)
+        np.testing.assert_allclose(found.correlation, expected.correlation, atol=5e-4)
+        np.testing.assert_allclose(found.grad_variance, expected.grad_variance, rtol=4e-3)
+        norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (found, expected)]
+        ratio = (norms[0] / norms[1])["squared_norm"].dropna()
+        assert abs(ratio - 1).drop("relative_bias", level=1, errors="ignore").max() < 0.015
+        bands = [
+            np.log(p.grad_variance_band[1] / p.grad_variance_band[0]) for p in (found, expected)
+        ]
+        np.testing.assert_allclose(*bands, rtol=0.06)
 
 
 def test_gradients_that_fall_steeply_meet_those_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,8 +456,7 @@ def test_what_classes_do_not_cover_is_resolved_by_token() -> None:
     text = np.arange(40) % 7
     embedded = plain.replace(embedding=moments.Embedding(50, 1.0))
     assert predicted(embedded, token_ids=text).layout.classes is None
-    for change in ({"alibi": True}, {"relative_bias": moments.RelativeBias(0.1)}):
-        assert predicted(plain.replace(**change)).layout.classes is None
+    assert predicted(plain.replace(alibi=True)).layout.classes is None
     assert predicted(plain.replace(causal=False)).token_variance is None
     assert predicted(plain.replace(seq_len=16)).layout.classes is None
 

@@ -162,6 +162,25 @@ def _spaced(length: int, step: float, exact: int, per_octave: float) -> Position
     return PositionClasses(length, np.append(nodes, length))
 
 
+@dataclass(frozen=True, eq=False)
+class OneClass(PositionClasses):
+    """All tokens of a sequence as one class, whose rows see every key: what a node holds are means
+    over tokens and over pairs of different ones."""
+
+    @property
+    def hats(self) -> Array:  # type: ignore[override]
+        return np.ones((1, self.length))
+
+    def seen(self, window: int | None = None) -> Sight:
+        return _everything(self)
+
+
+@functools.lru_cache(maxsize=64)
+def one_class(length: int) -> OneClass:
+    """The same for the same length."""
+    return OneClass(length, np.array([length]))
+
+
 def positions_between(low: int, high: int) -> tuple[Array, Array]:
     """Points and masses of the sum over positions strictly between two nodes."""
     count = high - low - 1
@@ -239,6 +258,23 @@ class Sight:
         found |= {"shared": shared, "split": split, "rows": rows, "later": later}
         for name, value in (found | {"seen": keys != 0.0}).items():
             object.__setattr__(self, name, value)
+
+
+class _Everything(Sight):
+    """Of one class."""
+
+    def __post_init__(self) -> None:
+        size = float(self.classes.length)
+        found = {"starts": np.zeros(1, np.intp), "size": np.array([size])}
+        found |= {name: np.full((1, 1), size) for name in ("keys", "rows")}
+        found |= {name: np.full((1, 1, 1), size) for name in ("shared", "split", "later")}
+        for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():
+            object.__setattr__(self, name, value)
+
+
+@functools.lru_cache(maxsize=64)
+def _everything(classes: OneClass) -> Sight:
+    return _Everything(classes, classes.length)
 
 
 @functools.lru_cache(maxsize=16)
@@ -354,13 +390,12 @@ class ClassMatrix:
     __slots__ = ("classes", "own", "pairs")
 
     def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
-        self.classes = classes
-        if np.shape(own) != np.shape(pairs)[:-1]:
-            shape = np.broadcast_shapes(np.shape(own)[:-1], np.shape(pairs)[:-2])
-            size = np.shape(pairs)[-1]
+        entries, matrix = np.shape(own), np.shape(pairs)
+        if entries != matrix[:-1] or matrix[-1] != matrix[-2]:
+            shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
             own = np.broadcast_to(own, (*shape, size))
             pairs = np.broadcast_to(pairs, (*shape, size, size))
-        self.own, self.pairs = own, pairs
+        self.own, self.pairs, self.classes = own, pairs, classes
 
     @classmethod
     def of_rows(cls, rows: Array, sight: Sight) -> ClassMatrix:

@@ -93,11 +93,19 @@ class Kernel:
         """Ones in the same shape."""
         if not self.resolved:
             return Kernel(0.0 * self.diagonal + 1.0, 0.0 * self.pairs + 1.0)
-        return Kernel.of_matrix(np.ones_like(self.pairs))
+        return Kernel(np.ones_like(self.diagonal), np.ones_like(self.pairs), self.resolved)
 
     def weighted(self, diagonal: Array, pairs: Array) -> Kernel:
         """The diagonal and the pairs, each times a factor of its own."""
         return Kernel.joined(self.diagonal * diagonal, self.pairs * pairs, self.resolved)
+
+    def resolved_as(self, other: Kernel) -> Kernel:
+        """Tokens alike in the resolution of another kernel; what is resolved stays."""
+        if self.resolved or not other.resolved:
+            return self
+        own = np.broadcast_to(other.lift(self.diagonal)[0], np.shape(other.diagonal))
+        pairs = np.broadcast_to(other.lift(self.pairs)[1], np.shape(other.pairs))
+        return Kernel.joined(own, pairs, other.resolved)
 
     def mixed(self, share: Array, other: Kernel, other_share: Array) -> Kernel:
         """share * self + other_share * other, in one step."""
@@ -125,7 +133,7 @@ class Kernel:
     def at_pairs(self, factor: Array) -> Kernel:
         """Every entry times a factor per pair, a token's own being that of it with itself."""
         if self.classes is not None:
-            own = np.diagonal(factor, axis1=-2, axis2=-1)
+            own = np.diagonal(factor, axis1=-2, axis2=-1) if np.ndim(factor) else factor
             return Kernel(self.diagonal * own, self.pairs * factor, self.resolved)
         if not self.resolved:
             return Kernel(self.diagonal * factor, self.pairs * factor)

@@ -114,7 +114,8 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: Any = No
     """
     if trace.stream()[0].signal.resolved:
         return _by_token(declaration, trace, batch, top)
-    layers = [part for part in declaration.parts if isinstance(part, Layer)]
+    # positions that tell no token from another are left out, as by token
+    layers = [part.unplaced() for part in declaration.parts if isinstance(part, Layer)]
     with np.errstate(divide="ignore", invalid="ignore"):
         modes = Modes(trace.entering.seq_len)
         ending = None if top is None else top.alike(trace, modes, batch)

@@ -30,10 +30,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..engine.classes import ClassMatrix
 from ..engine.composition import Chain, Component, Layer, forward
 from ..engine.modes import Modes
 from ..engine.response import in_units
-from ..engine.sensitivity import SINGLE, GradientAdjoint, Response, SignalAdjoint, ratio, transposed
+from ..engine.sensitivity import (
+    SINGLE,
+    GradientAdjoint,
+    Response,
+    SignalAdjoint,
+    count_of,
+    diagonal,
+    matrix_of,
+    ones,
+    ratio,
+    stacked,
+    total,
+    transposed,
+)
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.trace import Trace
 from ..transfer.attention.cross import CrossAttention
@@ -316,23 +330,26 @@ class AsAlike:
     trace: Trace
 
     def alike(self, trace: Trace, modes: Modes, batch: int) -> tuple[Array, Array]:
-        count = self.trace.stream()[-1].signal.kernel.pairs.shape[-1]
-        sequences = count // modes.seq_len
+        last = matrix_of(self.trace.stream()[-1].signal.second_moment())
+        size, sequences = last.shape[-1], round(count_of(last)) // modes.seq_len
         received, response = self.top.by_token(self.trace, max(1, batch // sequences))
-        same = np.kron(np.eye(sequences), np.full((modes.seq_len,) * 2, 1 / modes.seq_len))
-        mean = [same * modes.seq_len, (np.eye(count) - same) * modes.seq_len / modes.count[1]]
+        if isinstance(last, ClassMatrix):
+            same = ones((size, size), last) * (1 / modes.seq_len)
+        else:
+            same = np.kron(np.eye(sequences), np.full((modes.seq_len,) * 2, 1 / modes.seq_len))
+        rest = diagonal(np.ones(size), last) - same
+        mean = [same * modes.seq_len, rest * (modes.seq_len / modes.count[1])]
         # the two modes over the variance, and their sum, whose noise tells their covariance
-        each = np.stack([*mean, mean[0] + mean[1]])
-        each = each.reshape(3, *(1,) * (received.ndim - 2), count, count)
-        each = np.broadcast_to(each, (3, *received.shape)).astype(SINGLE)
+        leading = np.zeros((*received.shape[:-2], 1, 1))
+        each = stacked([one + leading for one in (*mean, mean[0] + mean[1])], np.stack)
+        each = each.astype(SINGLE)
         step = response.gradient_adjoint(each)
         noise = step.noise / max(1, batch // sequences)
         cross = (noise[2] - noise[0] - noise[1]) / 2
         covariance = np.stack(
             [np.stack([noise[0], cross], -1), np.stack([cross, noise[1]], -1)], axis=-2
         )
-        gamma = response.signal_adjoint(np.zeros_like(each), step.exposure).sensitivity[:2]
-        kernel = self.trace.stream()[-1].signal.second_moment().pairs
-        parts = [same @ kernel @ same, kernel - same @ kernel @ same]
-        found = [(gamma * part).sum((-2, -1)) for part in parts]
+        gamma = response.signal_adjoint(each * 0.0, step.exposure).sensitivity[:2]
+        common = same @ last @ same
+        found = [total(gamma * part) for part in (common, last - common)]
         return np.moveaxis(np.stack(found), (0, 1), (-1, -2)), covariance

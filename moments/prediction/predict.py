@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings as _warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from ..engine.classes import MOST_WINDOWS, PER_OCTAVE, PositionClasses
 from ..engine.layout import Layout
 from ..engine.state import Gradient, Kernel
-from ..engine.trace import Run, Trace
+from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
 from ..formulas.law import THEORIES, Theory
@@ -24,6 +24,8 @@ from .gate import computing
 from .inputs import configurations, given_shape
 from .result import Prediction
 from .stack import Inputs, Outcome, Stack, head_top, last_gradient
+
+SoFar = Callable[[], np.ndarray]
 
 INPUTS = (
     "variance",
@@ -56,7 +58,7 @@ def predict(
     document_ids: Any = None,
     encoder_inputs: Mapping[str, Any] | None = None,
     batch: int = 1,
-    progress: bool = False,
+    progress: bool | Callable[[SoFar], None] = False,
 ) -> Prediction:
     """Predict every layer's moments at initialisation.
 
@@ -71,9 +73,10 @@ def predict(
         tokens: how finely tokens are told apart under the refined theory. True: each by itself,
             at a cost that grows with the cube of the length. False: not at all. None: by classes
             of positions (`moments.engine.classes`) where the mask is causal and nothing else but
-            dropout, windows and rotary positions tells tokens apart, at any length; token by token
-            where positions enter attention otherwise, or for a text of up to 256 tokens or of
-            several sequences, an image, a mask or a kernel; and else not at all. Of a longer text
+            dropout, windows, rotary positions and biases by distance tells tokens apart, at any
+            length, an encoder's tokens being alike; not at all without a mask, long sequences of
+            rotary positions included; token by token under distance penalties, or for a text of up
+            to 256 tokens or of several sequences, an image, a mask or a kernel. Of a longer text
             classes hold means over their cells. `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
@@ -97,7 +100,10 @@ def predict(
         batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a
             head, also those that the loss averages over. Sequences or images given one by one are
             counted already: 1 and their number mean the same.
-        progress: whether to show a bar on standard error, layer by layer.
+        progress: whether to show a bar on standard error, layer by layer; or a function that is
+            called behind every layer, in either direction, and may raise to end it. It is given a
+            function that tells what is known by then: (4, layers + 1) of the variance, correlation,
+            gradient variance and gradient correlation, nan where unknown.
 
     Returns:
         A `Prediction`: arrays over the stream, `table()`, `to_frame()`, `plot()`.
@@ -138,13 +144,14 @@ def predict(
         )
     stacks = [stack]
     if model.encoder is not None:
-        stacks.insert(0, Stack(model.encoder, theory, other, resolved, shape))
+        of_encoder = resolved is True  # beside classes of positions its tokens are alike
+        stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
     if stack.layout.sequences > 1:
         batch = _counted(batch, stack.layout.sequences)
     runs = [s.run for s in stacks]
     with (
         computing(theory, runs, max(s.rows for s in stacks)),
-        _layer_bar(runs, sum(s.model.layers for s in stacks), progress),
+        _followed(stacks, progress),
     ):
         if model.encoder is not None:
             stacks[0].forward()
@@ -242,7 +249,8 @@ def _resolution(
     if tokens is not None:
         check_flag("tokens", tokens)
     encoder = model.encoder
-    placed = positional(model) or (encoder is not None and positional(encoder))
+    stacks = [model] if encoder is None else [model, encoder]
+    placed = any(positional(stack) for stack in stacks)
     given = own.by_token or other.by_token or grad_kernel is not None
     if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
         # The laws of tokens alike are those of a token and its pairs.
@@ -251,7 +259,11 @@ def _resolution(
                 "seq_len", 1, f"2 at least under theory {theory!r}", 'use theory="refined"'
             )
         given, tokens = True, None
-    resolved = (theory == "refined" and (placed or given)) if tokens is None else tokens
+    if tokens is None:
+        short = any(map(few_by_distance, stacks))
+        resolved = theory == "refined" and (placed or given or short)
+    else:
+        resolved = tokens
     if resolved and theory != "refined":
         raise DomainError(
             f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
@@ -264,7 +276,7 @@ def _resolution(
         )
     if not resolved and theory == "refined" and placed:
         raise DomainError(
-            "tokens=False: under a causal mask, a window or positions in attention tokens are not "
+            "tokens=False: under a causal mask, a window or a penalty on distance tokens are not "
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
     long_text = own.one_text and model.seq_len > LONGEST_TEXT and not _padded(model, own.token_ids)
@@ -290,12 +302,13 @@ mean by 2e-3, with as many classes as elsewhere by a factor of 3.7 and by 1e-2."
 
 def by_position(model: Transformer) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve."""
-    placed = model.alibi or model.relative_bias
     waves = getattr(model.embedding, "positions", None) == "sinusoidal"
+    encoder = model.encoder
     return (
         model.causal
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
-        and not (placed or waves or model.encoder)
+        and not (model.alibi or waves)
+        and (encoder is None or not positional(encoder))
         and (model.head is None or model.head.loss in (None, "causal"))
     )
 
@@ -318,15 +331,25 @@ def _falls_steeply(model: Transformer) -> bool:
 
 
 def positional(model: Transformer) -> bool:
-    """Whether attention tells tokens apart by where they are."""
-    marks = (model.causal, model.rotary, model.alibi, model.relative_bias, any(model.windows))
-    return any(marks)
+    """Whether attention tells tokens apart by where they are in their sequence."""
+    return any((model.causal, model.alibi, any(model.windows)))
+
+
+def few_by_distance(model: Transformer) -> bool:
+    """Whether attention knows only how far apart tokens are, and these are few enough to follow
+    each: of more all are one class, which does not know which are near each other."""
+    least = LONGEST_TEXT if model.rotary else LEAST_LENGTH if model.relative_bias else 0
+    return not positional(model) and model.seq_len < least
 
 
 @contextlib.contextmanager
-def _layer_bar(runs: list[Run], layers: int, shown: bool) -> Iterator[None]:
-    """A progress bar over the layers of both passes, while they are under way."""
-    if not shown:
+def _followed(stacks: list[Stack], progress: bool | Callable[[SoFar], None]) -> Iterator[None]:
+    """Tell of the layers of both passes while they are under way, by a bar or to whom asks."""
+    runs, layers = [s.run for s in stacks], sum(s.model.layers for s in stacks)
+    if callable(progress):
+        for run in runs:
+            run.on_layer = functools.partial(progress, stacks[-1].so_far)
+    if progress is not True:
         yield
         return
     from rich.console import Console

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,15 +25,13 @@ from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.explanation import Explanation, explain
 from ..prediction.predict import predict
+from ..prediction.result import Prediction
 from ..scheme.registry import schemes as every_scheme
 from .chart import ROLES, STYLE, Chart, Curve, shown
 from .expected import one_draw
 from .scheme_table import COLUMNS as SCHEME_COLUMNS
 from .scheme_table import SchemeComparison, compare_schemes
 from .verdict import growth
-
-if TYPE_CHECKING:
-    from ..prediction.result import Prediction
 
 SHOWN_LAYERS = 400
 """Rows of a table by layer; of deeper models every so many."""
@@ -292,28 +290,45 @@ def _table(
     return f'<div class="wide"><table>{head}<tbody>{lines}</tbody></table></div>'
 
 
-def stream_charts(prediction: Prediction, held: Prediction | None = None) -> list[Chart]:
+STREAM = (
+    ("variance", "signal variance", "signal"),
+    ("correlation", "token correlation", "signal"),
+    ("grad_variance", "gradient variance", "gradient"),
+    ("grad_correlation", "gradient correlation", "gradient"),
+)
+"""Quantity, title and role of the charts of a stream."""
+
+
+def stream_charts(
+    shown: Prediction | np.ndarray,
+    held: Prediction | None = None,
+    *,
+    before: Prediction | None = None,
+    bands: bool = True,
+) -> list[Chart]:
     """Variance, correlation, gradient variance and gradient correlation along the depth.
 
     Args:
-        prediction: of one configuration.
+        shown: a prediction of one configuration, or as much of one as is known, (4, layers + 1).
         held: another one, drawn in grey behind it.
+        before: what stood there, drawn faintly as far as the layers go.
+        bands: whether to shade where one draw falls.
     """
-    layers = np.arange(prediction.model.layers + 1)
-    bands = one_draw(prediction)
+    if isinstance(shown, Prediction):
+        known = np.array([getattr(shown, quantity) for quantity, *_ in STREAM])
+        ranges = one_draw(shown) if bands else {}
+    else:
+        known, ranges = shown, {}
+    layers = np.arange(known.shape[-1])
     found = []
-    for quantity, title, role in (
-        ("variance", "signal variance", "signal"),
-        ("correlation", "token correlation", "signal"),
-        ("grad_variance", "gradient variance", "gradient"),
-        ("grad_correlation", "gradient correlation", "gradient"),
-    ):
-        band = bands.get(quantity)
+    for values, (quantity, title, role) in zip(known, STREAM, strict=True):
+        band = ranges.get(quantity)
         ends = None if band is None else np.stack([band.low, band.high])
-        curves = [Curve("", getattr(prediction, quantity), layers, role, ends)]
-        if held is not None:
-            before = np.arange(held.model.layers + 1)
-            curves.append(Curve("", getattr(held, quantity), before, "held"))
+        curves = [Curve("", values, layers, role, ends)]
+        for other, behind in ((held, "held"), (before, "before")):
+            if other is not None:
+                old = getattr(other, quantity)[: None if behind == "held" else layers.size]
+                curves.append(Curve("", old, np.arange(old.size), behind))
         found.append(Chart(title, curves, bounded=quantity.endswith("correlation")))
     return found
 

@@ -23,11 +23,11 @@ from .by_token import (
     attention_diagnostics,
     build,
     flat,
+    logit_scales,
     mean_spread,
     same_sequence,
     variance_notes,
 )
-from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive
 from .overlap import through_attention
 from .self_attention import AttentionPullback, AttentionPulled, concatenated
@@ -85,13 +85,13 @@ class CrossAttention(Reader):
         Raises:
             DomainError: one of the two is resolved by token and the other is not.
         """
-        if signal.resolved != memory.resolved:
+        if (signal.resolved is True) != bool(memory.resolved):
             raise domain_error(
                 "memory", memory.resolved, "resolved by token exactly where the queries are"
             )
         query_tokens, key_tokens = signal.second_moment(), memory.second_moment()
         law = logit_law(self, query_tokens, key_tokens, (self.d_model, self.memory_width))
-        make = self._by_token if signal.resolved else self._alike
+        make = self._by_token if memory.resolved else self._alike
         seen = make(signal, memory, law)
         mixed, *_ = seen.heads
         output = concatenated(
@@ -166,15 +166,14 @@ class CrossAttention(Reader):
 
     def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
         key_tokens = memory.second_moment()
-        own = law.keys.kernel.diagonal - law.keys.kernel.pairs
-        wanted = law.scale * law.queries.kernel.diagonal * own
+        scale, wanted = logit_scales(law)
         layer = AlikeAttention(
             law.queries.kernel,
             law.keys.kernel,
             key_tokens,
             query_count=signal.seq_len,
             key_count=memory.seq_len,
-            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
+            scale=scale,
             drop_prob=self.drop_prob,
             d_model=self.memory_width,
             d_head=law.head_freedom,
@@ -201,13 +200,13 @@ class _Attended(NamedTuple):
 
 
 class _Sides(NamedTuple):
-    """Of a gradient, the values' gain included: the paths, and what goes straight through the
-    values."""
+    """Of a gradient, the values' gain included: the paths, as `by_token.Paths` has them."""
 
     query: Kernel
     key: Kernel
     overlap_path: Kernel
-    straight: Kernel
+    value: Kernel
+    cross: Kernel
 
 
 @dataclass(slots=True, eq=False)
@@ -235,13 +234,16 @@ class _TokenRows:
     def backward(self, received: Kernel) -> _Sides:
         gained = flat(received)
         parts = [one.backward(matrix) for one, matrix in zip(self.rows, gained, strict=True)]
-        keys = np.stack([part.key for part in parts]).reshape(self.memory_shape)
-        straight = np.stack([part.value + part.cross for part in parts])
+        key, value, cross = (
+            Kernel.of_matrix(np.stack(found).reshape(self.memory_shape))
+            for found in zip(*((part.key, part.value, part.cross) for part in parts), strict=True)
+        )
         return _Sides(
             self._kernel([part.query for part in parts]),
-            Kernel.of_matrix(keys),
+            key,
             self._kernel([one.overlap_path * g for one, g in zip(self.rows, gained, strict=True)]),
-            Kernel.of_matrix(straight.reshape(self.memory_shape)),
+            value,
+            cross,
         )
 
     def response(self) -> Kernel:
@@ -260,7 +262,7 @@ class _AlikeRows:
 
     def backward(self, received: Kernel) -> _Sides:
         paths = self.layer.backward(received)
-        return _Sides(paths.query, paths.key, paths.overlap_path, paths.value + paths.cross)
+        return _Sides(paths.query, paths.key, paths.overlap_path, paths.value, paths.cross)
 
     def response(self) -> Kernel:
         return self.layer.backward(self.query_tokens.with_ones()).query
@@ -284,7 +286,7 @@ class _Pullback(AttentionPullback):
         query = query.scaled(leaf.memory_width / leaf.d_model)
         key = self.at_logits(sides.key, self.law.keys)
         pulled = AttentionPulled(Gradient(query, gradient.seq_len), self, received, sides)
-        return pulled, Gradient(sides.straight + key, self.memory.seq_len)
+        return pulled, Gradient(sides.value + sides.cross + key, self.memory.seq_len)
 
     def response(self, received: Kernel) -> Kernel:
         found: Kernel = self.layer.response()

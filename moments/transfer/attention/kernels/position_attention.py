@@ -17,6 +17,7 @@ See docs/theory/state.md, Classes of positions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,7 +93,18 @@ class ClassLogits(NamedTuple):
         own, middle, away = function(self.keys[0]), self.within, self.deviation
         if away is None:
             return own, function(middle)
-        return own, np.asarray(0.5 * (function(middle + away) + function(middle - away)))
+        assert self.turning is not None
+        shares = zip(*self.turning.rule, strict=True)
+        return own, np.asarray(sum(w * function(middle + z * away) for z, w in shares))
+
+    def log_mean(self, deviation: Array | None, factor: Array) -> Array | None:
+        """log E e^x of an exponent that varies inside cells as rho does."""
+        if self.turning is None or deviation is None:
+            return None
+        size = factor * deviation
+        shares = zip(*self.turning.rule, strict=True)
+        logs = (z * size + np.log(w) for z, w in shares)
+        return np.asarray(functools.reduce(np.logaddexp, logs))
 
 
 class Paths(NamedTuple):
@@ -186,7 +198,7 @@ class PositionAttention:
         found = np.where(seen, of_own / total, 0.0)
         inside = np.where(both, of_pairs / total[:, :, None], 0.0)
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        kernel, away = (own - diagonal(within), within), _log_cosh(away, exponent)
+        kernel, away = (own - diagonal(within), within), logits.log_mean(away, exponent)
         step, last = np.full(len(keys), 0.5), None
         for _ in range(ITERATIONS):
             response = (1.0 - found, -inside)
@@ -297,7 +309,7 @@ class PositionAttention:
             away = np.zeros_like(moved[1])
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, left)
-            away[alone] = _log_cosh(inside, factor[alone, None, None])
+            away[alone] = logits.log_mean(inside, factor[alone, None, None])
         whole = moved[0] + tile.diagonal(moved[1])
         own, pairs = _bounded_exp((whole, moved[1]), factor[:, None, None], away)
         own -= tile.diagonal(pairs)
@@ -596,8 +608,9 @@ def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
     top = max(own.max(), within.max())
     raised = pull[:, None, None]
     of_pairs = np.exp(raised * (within - top))
-    if away is not None:
-        of_pairs = of_pairs * np.cosh(np.minimum(raised * away, EXPONENT_MAX))
+    varying = logits.log_mean(away, raised)
+    if varying is not None:
+        of_pairs = of_pairs * np.exp(np.minimum(varying, EXPONENT_MAX))
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
     crowd = (np.einsum("pr,pqr->pq", keys, of_pairs) + of_own) / rows.count[:, None]
     crowd = np.log(np.maximum(crowd, 1e-300))
@@ -612,14 +625,6 @@ def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     usable = np.abs(whole) > 1e-12 * np.abs(whole).max(initial=1e-300)
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
-
-
-def _log_cosh(deviation: Array | None, factor: Array) -> Array | None:
-    """log E e^x of an exponent that is as likely this much above as below its mean."""
-    if deviation is None:
-        return None
-    size = np.abs(factor * deviation)
-    return np.asarray(size + np.log1p(np.exp(-2.0 * size)) - np.log(2.0))
 
 
 def _bounded_exp(exponent: Matrix, factor: Array, away: Array | None) -> tuple[Array, Array]:
