@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import gammaln
 
 from ....engine.classes import Matrix, OneClass, Sight, diagonal
 from ....model.positions import RelativeBias
@@ -139,6 +138,8 @@ def _buckets(sight: Sight, table: RelativeBias) -> Buckets:
 
 def _sums(nodes: NDArray[np.intp], last: NDArray[np.intp]) -> Array:
     """(..., P) sums over positions up to `last` of the functions `classes.PositionClasses.hats`."""
+    from scipy.special import gammaln
+
     low, high = nodes[:-1].astype(float), nodes[1:].astype(float)
     inside = np.clip(last[..., None], low, high - 1.0)
     count = inside - low
