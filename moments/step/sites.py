@@ -28,6 +28,7 @@ from ..transfer.head.readout import Readout
 from ..transfer.images import cut_patches, image_kernel
 from .attention import Rows, Three
 from .change import Array
+from .heads import Heads
 from .neurons import Neurons
 from .rules import Root, Signs
 
@@ -109,12 +110,19 @@ class Site:
         received = Kernel.of_matrix(leaving.gradient).scaled(heads * value)
         if not isinstance(self.attended, AttentionPulled):
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
-        layer, paths = self.attended.way.layer, self.attended.sides
+        way, paths = self.attended.way, self.attended.sides
+        layer, tokens = way.layer, len(self.kernel)
         found = Three(*(np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)))
+        pairs = int(leaf.d_head) // 2
+        frequencies = np.zeros(0)
+        if leaf.rotary is not None:
+            turning = leaf.rotary.frequencies(int(leaf.d_head))[0]
+            frequencies = turning[turning > 0][:pairs]
+        weights = np.asarray(layer.weights())
         return Rows.of(
             self.kernel,
             memory.kernel,
-            np.asarray(layer.weights()),
+            weights,
             np.asarray(layer.response().pairs),
             d * value,
             np.asarray(received.pairs),
@@ -124,6 +132,17 @@ class Site:
                 found.query * d / (float(leaf.d_model) * heads * query),
                 found.key / (shared * key),
                 found.value / (shared * value),
+            ),
+            Three(float(leaf.d_model) * query, d * key, d * value),
+            Heads(
+                self.kernel,
+                memory.kernel,
+                weights,
+                float(way.law.scale),
+                int(leaf.d_head),
+                round(float(leaf.heads) / float(leaf.kv_heads or leaf.heads)),
+                frequencies,
+                np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
             ),
             int(leaf.sequences),
         )

@@ -421,6 +421,9 @@ class Walk:
 
     def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
         kept = 1.0 - float(leaf.parameters["drop_prob"])
+        units = self.neurons.get(entering.index)
+        if units is not None and leaving.index not in self.neurons:
+            self.neurons[leaving.index] = units.dropped(kept)
         return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / kept - 1))
 
     def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:
