@@ -232,6 +232,9 @@ def config_of(kind: str) -> Any:
         entries.pop(name, None)
     config = cls.from_dict(shrunk(entries))
     config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False):
+        start = getattr(config, "decoder_start_token_id", None)
+        config.decoder_start_token_id = 0 if start is None else start  # T5 leaves it to its users
     return config
 
 

@@ -113,24 +113,31 @@ class PositionClasses:
         """(P,) means over cells of (L,) values."""
         return np.asarray(self.hats @ values / self.hats.sum(1))
 
-    def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
+    def pair_means(
+        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
+    ) -> Array:
         """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
-        second[l]; over all pairs of the sequence as many as there are."""
+        second[l], each counted by weights[j]; over all pairs of the sequence as many as there
+        are."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
+        weights = np.ones(len(first)) if weights is None else weights
         sums = [
-            np.array([np.bincount(one, hat, len(known)) for hat in self.hats])
-            for one in np.split(where, 2)
+            np.array([np.bincount(one, hat, len(known)) for hat in hats])
+            for one, hats in zip(np.split(where, 2), (self.hats * weights, self.hats), strict=True)
         ]
         size = self.hats.sum(1)
-        itself = (self.hats * (first == second)) @ self.hats.T
+        itself = (self.hats * (weights * (first == second))) @ self.hats.T
         count = np.outer(size, size) - self.hats @ self.hats.T
         usable = count > 0.5  # a cell of one position has no pairs: those with the next stand in
         found = np.where(usable, (sums[0] @ sums[1].T - itself) / np.where(usable, count, 1.0), 0.0)
         for place in map(int, np.flatnonzero(~np.diagonal(usable))):
             beside = [min(place + 1, len(size) - 1), max(place - 1, 0)]
             found[place, place] = found[place, beside].mean()
-        counts = [np.bincount(one, minlength=len(known)) for one in np.split(where, 2)]
-        total = float(counts[0] @ counts[1]) - float((first == second).sum())
+        counts = [
+            np.bincount(one, by, len(known))
+            for one, by in zip(np.split(where, 2), (weights, np.ones(len(second))), strict=True)
+        ]
+        total = float(counts[0] @ counts[1]) - float((weights * (first == second)).sum())
         summed = float((found * self.pair_count).sum())
         return np.asarray(found * (total / summed if summed > 0.0 else 1.0))
 

@@ -43,12 +43,14 @@ from .diagnose import Text, at_length, case_of
 from .entering import ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
+from .gathering import gathered, gathered_names, gathered_pattern
 from .hook_points import stacks_of
-from .measure import measure
+from .measure import measure, needs_labels
 from .probe import default_batch, run
 from .roles import ModuleRoles, Role, block_of, tensors_of
 from .tensors import own_loss
 from .text import mask_tokens
+from .unread import not_read
 from .wrappers import unwrapped
 
 with optional("torch", "torch"):
@@ -76,7 +78,7 @@ slip is looked for in all layers together, and from which one layer alone is tak
 tokens in one draw scatter by up to two."""
 
 OTHER_INPUTS = re.compile(
-    r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox).*|input_values"
+    r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox|entity).*|input_values"
     r"|encoder_hidden_states|encoder_outputs)"
 )
 """Names of inputs of another kind than those that a module was run on."""
@@ -130,7 +132,12 @@ class _Checking:
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme = module, scheme
-        self.parts = anatomy_of(module, batch)
+        try:
+            self.parts = anatomy_of(module, batch)
+        except DomainError:
+            raise
+        except MomentsError as error:
+            raise not_read(module, batch, str(error)) from None
         self.found = self.parts.found
         self.promised = None if self.parts.reading is not None else promised_by(module)
         read = self.promised or architecture_read(module, batch, self.parts)
@@ -143,7 +150,8 @@ class _Checking:
         self.tensors = Read.of(module, self.found, self.inputs.few, read)
         self.seen = behaviour(module, self.inputs.few)
         self.idle = tuple(self._unused())
-        self.architecture = whole(module, self.found, read, self.measurement, self.idle)
+        guess = self.parts.reading is None  # one pass tells what it adds up
+        self.architecture = whole(module, self.found, read, self.measurement, self.idle, guess)
         self.notes: list[str] = []
         self.described = self._described()
         self.random = self.seen.random
@@ -195,7 +203,8 @@ class _Checking:
                 yield path
 
     def _ahead(self) -> bool | None:
-        if self.described.encoder is not None:
+        two = getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
+        if two or self.described.encoder is not None:
             return None
         few, embedding = self.inputs.few, self.architecture.embedding
         ids = few.get("input_ids") if isinstance(few, Mapping) else None
@@ -224,6 +233,9 @@ class _Checking:
         weights = _Weights(self, reading, target, advice, strict)
         offenders = [f for f in audited.offenders if self.random is None or f.quantity not in _SUMS]
         offenders = [f for f in offenders if not self._passed_by(f)]
+        if self.parts.reading is not None and self.scheme is None:
+            # One pass told the whole factor, of which an attribute may hold a part.
+            offenders = [f for f in offenders if f.quantity != "temperature"]
         troubles, notes = list(weights.troubles(offenders)), [*told, *weights.notes]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
@@ -838,10 +850,8 @@ def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transfor
         warnings.simplefilter("ignore", ValidityWarning)
         described = describe(module, batch=batch)
     if described.model is None:
-        raise MomentsError(
-            f"no Transformer says what {type(module).__name__} does: "
-            f"{'; '.join(described.unplaced)}"
-        )
+        said = f"no Transformer says what {type(module).__name__} does"
+        raise not_read(module, batch, f"{said}: {'; '.join(described.unplaced)}")
     return described.model
 
 
@@ -863,34 +873,6 @@ def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
     return {name: gathered(group) for name, group in groups.items()}
 
 
-def gathered(roles: Sequence[Role]) -> tuple[str, ...]:
-    """Names of tensors, those of several layers as one pattern."""
-    return gathered_names([role.label for role in roles])
-
-
-def gathered_pattern(label: str) -> str:
-    """A name with stars for the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", label)
-
-
-def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
-    """Tensors of several layers as one pattern, "h.*.attn.weight"; parts of one tensor together,
-    "attn.weight [query, key]"."""
-    split = [part for label in labels for part in label.split(" ... ")]
-    patterns: dict[str, list[str]] = {}
-    for label in dict.fromkeys(split):
-        patterns.setdefault(gathered_pattern(label), []).append(label)
-    whole: dict[str, list[str]] = {}
-    for pattern, group in patterns.items():
-        tensor, _, part = (pattern if len(group) > 1 else group[0]).partition(" [")
-        whole.setdefault(tensor, []).extend([part.rstrip("]")] if part else [])
-    order = {name: place for place, name in enumerate(MATRICES)}
-    return tuple(
-        f"{tensor} [{', '.join(sorted(parts, key=lambda p: order.get(p, 0)))}]" if parts else tensor
-        for tensor, parts in whole.items()
-    )
-
-
 def _shown(group: Sequence[Any]) -> str:
     return ", ".join(gathered([m.role for m in group]))
 
@@ -910,8 +892,13 @@ def whole(
     model: Transformer,
     measurement: Measurement,
     idle: Sequence[str],
+    guess: bool = True,
 ) -> Transformer:
-    """An architecture that was read off layers alone, with the tables and the head beside them."""
+    """An architecture that was read off layers alone, with the tables and the head beside them.
+
+    Args:
+        guess: whether tables that the layers do not tell may be taken for what people write.
+    """
     unused = {f"{path}." for path in idle}
     final = [
         role
@@ -925,7 +912,7 @@ def whole(
             model = model.replace(head=model.head.replace(norm=False, norm_gain=1.0))
         return model
     tensors = tensors_of(module)
-    embedding = _embedding(module, found, model, measurement, tensors)
+    embedding = _embedding(module, found, model, measurement, tensors) if guess else None
     if embedding is None:
         return model
     own = found.named("head")
@@ -1116,15 +1103,26 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
 
 
 def _with_labels(module: nn.Module, batch: Any) -> Any:
-    """Token ids as their own labels, for a Hugging Face module whose task has no other ones."""
-    config = getattr(module, "config", None)
-    needs = type(module).__name__.endswith("ForConditionalGeneration")
-    if not needs or not hasattr(config, "to_dict") or not _takes(module, "labels"):
+    """Labels for a Hugging Face module that makes none of its own."""
+    config: Any = getattr(module, "config", None)
+    name = type(module).__name__
+    if not needs_labels(name) or not hasattr(config, "to_dict") or not _takes(module, "labels"):
         return batch
     if not isinstance(batch, Mapping):
         batch = {next(iter(inspect.signature(module.forward).parameters)): batch}
     ids = batch.get("decoder_input_ids", batch.get("input_ids"))
-    return batch if ids is None or "labels" in batch else {**batch, "labels": ids}
+    if "labels" in batch:
+        return batch
+    if name.endswith("ForImageClassification") and "pixel_values" in batch:
+        count = len(batch["pixel_values"])
+        generator = torch.Generator().manual_seed(0)
+        return {**batch, "labels": torch.randint(config.num_labels, (count,), generator=generator)}
+    if name.endswith("ForMaskedLM") and ids is not None:
+        rows = torch.as_tensor(ids)
+        read, labels = mask_tokens(rows.numpy(), int(rows.max()) + 1)
+        changed = {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
+        return {**batch, **changed}
+    return batch if ids is None else {**batch, "labels": ids}
 
 
 def _ids_alone(batch: Any) -> bool:

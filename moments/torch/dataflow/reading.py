@@ -94,6 +94,16 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Re
     return dataclasses.replace(found, example=example)
 
 
+def called(module: nn.Module, batch: Any) -> tuple[Callable[[], Any], dict[str, Tensor], Any]:
+    """A call of a module on what it is read from: the call, its tensors, and what is passed.
+
+    Raises:
+        MomentsError: the module cannot be run.
+    """
+    _, _, given = _recorded(module, batch)
+    return _caller(module, given), {f"{i}": t for i, t in enumerate(_tensors(given))}, given
+
+
 # --- a pass ---------------------------------------------------------------------------------------
 
 
@@ -660,11 +670,14 @@ class _Reading:
                 )
         tables = [a.relative for a in attentions]
         if any(tables):
-            if not all(tables) or len(set(tables)) > 1:
-                self.reasons.append("relative biases of logits that layers do not share")
+            if not all(tables):
+                self.reasons.append("relative biases of logits in some layers only")
             else:
-                square = float(self.tensors[tables[0]].detach().double().square().mean())
+                if len(set(tables)) > 1:
+                    self.doubts.append("relative biases of every layer's own: taken for shared")
+                squares = [self.tensors[t].detach().double().square().mean() for t in tables]
                 far = self._distance(attentions[0].buckets)
+                square = float(sum(squares)) / len(squares)
                 fields["relative_bias"] = RelativeBias(square, attentions[0].buckets, far)
         return fields
 
@@ -768,11 +781,19 @@ class _Reading:
             return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=found.dropout)
         if found.matrix is None or found.doubts:
             return None
+        read = self.graph.tensor(found.matrix.read).shape[-1]
+        if read != fields["d_model"]:
+            self.doubts.append(f"the head reads {read} features, not d_model: it is not declared")
+            return None
         if found.pool == "other" and not fields["causal"]:
             self.doubts.append("how a sequence's tokens are pooled is not read")
             return None
         table = stack.before.tables.get("token")
         tied = table in found.matrix.params
+        square = self.values.of("", len(stack.layers) + 1, "head")
+        if tied and fields["embedding"] is None:
+            self.doubts.append("the head is the token table: taken for a matrix of its own")
+            tied, square = False, self.values.table(self.module, table)
         classes = found.pool in ("first", "mean")
         last = len(stack.layers) + 1
         loss = "classification" if classes else "causal" if fields["causal"] else "masked"
@@ -782,17 +803,17 @@ class _Reading:
             self.doubts.append("labels that are no tokens: no loss is declared")
         changes: dict[str, Any] = {}
         if found.transform is not None:
-            square = self.values.of("", last, "head.transform")
             changes |= {
                 "transform": found.activation,
-                "transform_variance": square,
+                "transform_variance": self.values.of("", last, "head.transform"),
                 "transform_bias_variance": self.values.of("", last, "head.transform.bias"),
                 "transform_norm": found.norm is not None,
             }
+        rows = token_rows if fields["embedding"] is not None else 0
         return Head(
-            vocab_size=None if tied or classes or token_rows == found.labels else found.labels,
+            vocab_size=None if tied or classes or rows == found.labels else found.labels,
             tied=tied,
-            weight_variance=None if tied else self.values.of("", last, "head"),
+            weight_variance=None if tied else square,
             norm=final is not None,
             norm_gain=gain,
             dropout=found.dropout,

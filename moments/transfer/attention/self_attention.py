@@ -118,7 +118,9 @@ class SelfAttention(Leaf):
     def _resolved(self, signal: Signal) -> tuple[Signal, Pullback]:
         tokens = signal.second_moment()
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        layer = self_attention(self, law, tokens, mean_spread(signal), signal.seq_len)
+        layer = self_attention(
+            self, law, tokens, mean_spread(signal), signal.seq_len, signal.repeats
+        )
         mixed, squares = layer.forward(), layer.sum_square
         notes = variance_notes(layer.wanted) + law.notes
         if not notes and layer.beyond_tables:
@@ -288,11 +290,16 @@ class AttentionPullback:
 
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient."""
-        paths = Paths(sides.query, sides.key, self.overlap_path(received, sides))
+        overlap = self.overlap_path(received, sides)
+        paths = Paths(sides.query, sides.key, overlap, self.repeated(received))
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
             self.leaf, self.law, self.signal, self.attended, self.mixed, received, paths, rows
         )
+
+    def repeated(self, received: Kernel) -> Kernel | None:
+        """As in `weight_gradients.Paths`."""
+        return None
 
     def at_logits(self, path: Kernel, side: Side) -> Kernel:
         """A path's kernel at the tokens behind queries or keys."""
@@ -333,6 +340,12 @@ class _Resolved(AttentionPullback):
 
     def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
         found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
+        return found
+
+    def repeated(self, received: Kernel) -> Kernel | None:
+        if self.signal.repeats is None:
+            return None
+        found: Kernel | None = self.layer.repeated(received.scaled(self.gain))
         return found
 
     def response(self, received: Kernel) -> Kernel:

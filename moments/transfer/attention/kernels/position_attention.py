@@ -54,6 +54,7 @@ class ClassLogits(NamedTuple):
         scale: tau.
         sight: which keys rows see.
         turning: rotary positions; None: none.
+        repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
     """
 
     queries: Matrix
@@ -62,6 +63,7 @@ class ClassLogits(NamedTuple):
     scale: float
     sight: Sight
     turning: Turning | None = None
+    repeats: Array | None = None
 
     @property
     def aligned(self) -> bool:
@@ -127,6 +129,7 @@ class PositionAttention:
         response: what the query path is per unit of G.
         overlap_path: what the query path gains per unit of G and of the relative variance of two
             tokens' overlap.
+        repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class PositionAttention:
         # What the way back needs of the laws, in single precision: the rest is given back.
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        del self._laws, self._response
+        del self._laws, self._response, self._slope
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -274,6 +277,7 @@ class PositionAttention:
         if turning is not None:  # per unit of what the kernel already holds of the correlation
             apart = np.abs(rho) > RHO_MIN
             factor = np.where(apart, factor / np.where(apart, rho, 1.0), slope) * bare
+        self._slope = slope
         self._laws = [
             self._law(tile, one, factor[tile.pairs], slope[tile.pairs])
             for tile, one in zip(pairs.tiles, moved, strict=True)
@@ -370,6 +374,22 @@ class PositionAttention:
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         return np.concatenate([self._gathered(tile, law[of]) for tile, law in laws])
 
+    def _repeated(self, variance: Array) -> Array:
+        """(C,) what the derivative in the correlation gathers besides where covariances of two
+        keys vary within cells by so much: logits and values vary together.
+
+        To first order in the logits, of keys that are projected alone.
+        """
+        sight, weights, own = self.logits.sight, self.weights, self._response[0]
+        found = []
+        for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
+            long, short, left, right = tile.long, tile.short, tile.left, tile.right
+            first = sight.split[short, long, left] * weights[long, left] * own[long, left]
+            second = self._counted[short, right] * own[short, right]
+            met = ((law.joint[1] * variance[left, right]) @ second[:, :, None])[..., 0]
+            found.append(self._slope[tile.pairs] * (met * first).sum(1))
+        return np.concatenate(found)
+
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
@@ -414,8 +434,18 @@ class PositionAttention:
             )
         path = looking * of_query
         norm = np.sqrt(temperature)
-        query = self._query * slope / (norm[long] * norm[short]) + path / width
-        query[alone] += calibration.common * slope[alone] / temperature
+
+        def sent(slope: Array) -> Array:
+            found = self._query * slope / (norm[long] * norm[short])
+            found[alone] += calibration.common * slope[alone] / temperature
+            return np.asarray(found)
+
+        query = sent(slope) + path / width
+        self.repeated = None
+        if logits.repeats is not None:
+            repeated = sent(self._repeated(logits.repeats))
+            self.repeated = pairs.split(repeated)
+            query = query + repeated
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
             output[alone] += self._dropped * masks
