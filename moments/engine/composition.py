@@ -289,10 +289,16 @@ class Leaf(Component):
             return 0.0 * amplitude
         return amplitude * np.sqrt(record.output.kernel.diagonal / record.input.kernel.diagonal)
 
+    @property
+    def reads_realised(self) -> bool:
+        """Whether a second moment that leaves depends on how overlaps vary over draws."""
+        return False
+
     def response(self, record: Record, around: Around) -> Response:
-        received = around.received(record)
-        gradient = record.gradient_received
-        return Elementwise.of(self, record.input, gradient, received, self.scales_pairs)
+        received, signal = around.received(record), record.input
+        if not self.reads_realised:
+            signal = signal.replace(realised=None)
+        return Elementwise.of(self, signal, record.gradient_received, received, self.scales_pairs)
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:

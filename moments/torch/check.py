@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -38,7 +39,7 @@ from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
 from .behaviour import Softmax, behaviour
 from .checkpoints import load
-from .describe import describe, described_as
+from .describe import NO_ROLE, describe, described_as
 from .diagnose import Text, at_length, case_of
 from .entering import ids_read, sees_ahead
 from .expectation import model_of
@@ -46,7 +47,7 @@ from .findings import Finding, measure_roles
 from .gathering import gathered, gathered_names, gathered_pattern
 from .hook_points import stacks_of
 from .measure import measure, needs_labels
-from .probe import default_batch, run
+from .probe import default_batch, in_mode, run
 from .roles import ModuleRoles, Role, block_of, tensors_of
 from .tensors import own_loss
 from .text import mask_tokens
@@ -338,7 +339,51 @@ class _Checking:
                 "a token's output changes with a later token, and the loss is the next token's",
                 "mask attention: is_causal=True, or -inf above the diagonal before the softmax",
             )
+        yield from self._odd()
+        yield from self._undivided()
         yield from self._attention(known)
+
+    def _odd(self) -> Iterator[Trouble]:
+        """Blocks without the norms that all others have."""
+        odd = () if self.parts.reading is None else self.parts.reading.odd
+        for layer, name in odd:
+            inward = ("query", "key", "value") if name == "attention" else ("ffn_in", "gate")
+            yield Trouble(
+                "warning",
+                "norm placement",
+                self._of(*inward, layers=(layer,)),
+                (layer,),
+                0.0,
+                1.0,
+                f"the {name} block of layer {layer} has no norm, where the other blocks have one",
+                "x = x + block(norm(x)) in every layer alike",
+            )
+
+    def _undivided(self) -> Iterator[Trouble]:
+        """Logits without 1/sqrt(d_head), whose queries are drawn as if it were there."""
+        reading, model = self.parts.reading, self.described
+        if reading is None or reading.model is None or self.scheme is not None:
+            return
+        width = float(model.d_head or 1)
+        plain = np.isclose(np.atleast_1d(reading.model.temperature), width**-0.5, rtol=0.02)
+        layers = tuple(int(n) + 1 for n in np.flatnonzero(np.broadcast_to(plain, model.layers)))
+        if not layers or model.qk_norm is not None:
+            return
+        assert model.weights is not None
+        ratio = np.mean(np.asarray(model.weights.query) / np.asarray(model.weights.key))
+        if ratio < 0.5:  # drawn smaller in its stead, as T5 has it
+            return
+        yield Trouble(
+            "warning",
+            "attention scale",
+            self._of("query", "key", layers=layers),
+            layers,
+            width,
+            1.0,
+            f"q k is not divided by sqrt(d_head): logits have {width:.3g} times the variance, and "
+            "queries are drawn as if it were",
+            "multiply q k by d_head ** -0.5 once",
+        )
 
     def _idle_parts(self) -> list[str]:
         """The largest submodules in which nothing that has parameters was run."""
@@ -581,8 +626,12 @@ class _Weights:
         variances = {role: g for (kind, role), g in groups.items() if kind == "variance"}
         yield from self._variances(variances)
         yield from self._gains([g for (kind, _), g in groups.items() if kind in _VECTORS])
+        drawn = list(self._drawn_gains())
+        yield from drawn
         for (kind, role), group in groups.items():
-            gained = kind == "norm_output_scale" and any(key in _VECTORS for key, _ in groups)
+            gained = kind == "norm_output_scale" and (
+                bool(drawn) or any(key in _VECTORS for key, _ in groups)
+            )
             if kind in _SCALES and not gained:
                 yield self._scale(kind, role, group)
             elif kind == "mean" and not all(self._fixed(f.parameter) for f in group):
@@ -738,6 +787,33 @@ class _Weights:
             "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)",
         )
 
+    def _drawn_gains(self) -> Iterator[Trouble]:
+        """Gains about zero, of a module whose gains are held against nothing."""
+        if self.checking.parts.reading is None:
+            return
+        drawn = [
+            (role, entries)
+            for role, entries in self.checking.tensors.entries
+            if role.name.endswith("norm.gain")
+            and entries.count >= 8
+            and entries.mean**2 < 0.25 * entries.square
+        ]
+        if not drawn:
+            return
+        _, entries = drawn[0]
+        yield Trouble(
+            "warning",
+            "norm gain",
+            gathered([role for role, _ in drawn]),
+            tuple(sorted({role.layer for role, _ in drawn if role.layer <= self.target.layers})),
+            math.sqrt(entries.square),
+            1.0,
+            f"gains of norms are entries about 0 with a root mean square of "
+            f"{math.sqrt(entries.square):.3g}, not about 1: an initialiser that runs over all "
+            "parameters draws gains and biases of norms too",
+            "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)",
+        )
+
     def _scale(self, kind: str, role: str, group: list[Finding]) -> Trouble:
         worst = max(group, key=lambda f: f.severity)
         layers = tuple(sorted({f.layer for f in group}))
@@ -851,7 +927,10 @@ def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transfor
         described = describe(module, batch=batch)
     if described.model is None:
         said = f"no Transformer says what {type(module).__name__} does"
-        raise not_read(module, batch, f"{said}: {'; '.join(described.unplaced)}")
+        names = [words for words in described.unplaced if words.endswith(NO_ROLE)]
+        why = [words for words in described.unplaced if words not in names]
+        why += [f"{len(names)} parameters of unknown role"] if names else []
+        raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return described.model
 
 
@@ -997,7 +1076,8 @@ def inputs_for(
     """
     own = batch is None
     given = _own_batch(module, found, model) if own else _cropped(batch, SEQUENCES, TOKENS)
-    given = example if given is None else given
+    if own and example is not None:
+        given = _that_runs(module, given, example)
     if given is None:
         raise MomentsError(f"nothing in {type(module).__name__} says what it reads: pass batch=")
     given = _with_labels(module, _with_targets(module, given))
@@ -1006,6 +1086,18 @@ def inputs_for(
     shapes = _shape(given)
     words = f"measured on {shapes}" + (" of random input" if own else "")
     return _Inputs(given, few, loss, words)
+
+
+def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
+    """Of the longest first tokens of a batch those that the module reads; else the example."""
+    lengths = (TOKENS, 24, FEW) if _ids_alone(given) else (TOKENS,)
+    with torch.no_grad(), in_mode(module, False):
+        for length in lengths if given is not None else ():
+            few = _cropped(given, SEQUENCES, length)
+            with contextlib.suppress(Exception):  # the module's own code, on too many tokens
+                run(module, few)
+                return few
+    return example
 
 
 def _shape(batch: Any) -> str:

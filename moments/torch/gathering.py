@@ -15,8 +15,8 @@ def gathered(roles: Sequence[Role]) -> tuple[str, ...]:
 
 
 def gathered_pattern(label: str) -> str:
-    """A name with stars for the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", label)
+    """A name with a star for its first number, which counts layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", label, count=1)
 
 
 def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:

@@ -30,8 +30,9 @@ class NotRead(MomentsError):
     """
 
     def __init__(self, why: str, findings: tuple[Trouble, ...] = ()) -> None:
+        line, *rest = why.split("\n", 1)
         told = "".join(f"; found nonetheless: {finding}" for finding in findings)
-        super().__init__(why + told)
+        super().__init__("\n".join([line + told, *rest]))
         self.findings = findings
 
 

@@ -55,6 +55,8 @@ class Reading:
         reasons: why there is no model, a phrase each.
         doubts: what was assumed or left out, a phrase each.
         example: what the module was run on.
+        odd: layer and block ("attention", "cross", "ffn") of the few that lack the norms which all
+            others have; the model gives them one.
     """
 
     model: Transformer | None
@@ -63,6 +65,7 @@ class Reading:
     reasons: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     example: Any = None
+    odd: tuple[tuple[int, str], ...] = ()
 
 
 def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Reading:
@@ -282,6 +285,7 @@ class _Reading:
     far: list[int | None] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    odd: list[tuple[int, str]] = field(default_factory=list)
 
     def reading(self) -> Reading:
         stream = self.stream = Stream(self.graph)
@@ -330,6 +334,7 @@ class _Reading:
             tuple(points),
             tuple(dict.fromkeys(self.reasons)),
             tuple(dict.fromkeys(self.doubts)),
+            odd=tuple(self.odd),
         )
 
     # --- stacks ------------------------------------------------------------------------------
@@ -356,7 +361,7 @@ class _Reading:
                     prefix,
                     chain,
                     layers,
-                    [self._placement(units, read) for units in layers],
+                    self._placements(layers, read),
                     read,
                     after(self.stream, chain, chains),
                 )
@@ -379,6 +384,23 @@ class _Reading:
                 f"layers that are not one attention and one feed-forward block each ({words})"
             )
         return layers
+
+    def _placements(self, layers: list[list[Block]], read: Before) -> list[str]:
+        """Where the norms of every layer stand; few blocks without any are named, not believed."""
+        bare = [
+            (number, unit)
+            for number, units in enumerate(layers, start=1)
+            for unit in units
+            if not (unit.before or unit.behind or unit.after or self._begins_normed(unit, read))
+        ]
+        count = sum(len(units) for units in layers)
+        if 0 < len(bare) <= count / 4:
+            self.odd += [(number, unit.name) for number, unit in bare]
+            odd = [id(unit) for _, unit in bare]
+            layers = [[u for u in units if id(u) not in odd] for units in layers]
+        found = [self._placement(units, read) if units else "" for units in layers]
+        most = max((name for name in found if name), key=found.count, default="none")
+        return [name or most for name in found]
 
     def _placement(self, units: list[Block], read: Before) -> str:
         found = set()
@@ -509,6 +531,13 @@ class _Reading:
             self.reasons.append(f"{name} that differs between layers ({', '.join(different)})")
         return rest[0] if rest else None
 
+    def _most(self, name: str, values: list[float]) -> float:
+        """A probability of dropping that most layers have."""
+        most = max(values, key=values.count)
+        if len(set(values)) > 1:
+            self.doubts.append(f"{name} that differs between layers: taken for {most:g} in all")
+        return most
+
     def _fields(self, stack: _Stack) -> dict[str, Any]:
         units = [unit for layer in stack.layers for unit in layer]
         attentions = [u.attention for u in units if u.name == "attention" and u.attention]
@@ -536,10 +565,10 @@ class _Reading:
             "normalization": kinds[0] if kinds else "layernorm",
             "activation": one("an activation", [f.activation for f in feeds]),
             "gated": one("a gate", [f.gated for f in feeds]),
-            "dropout": one("dropout", [u.dropout for u in units if u.name == "attention"]),
-            "attention_dropout": one("attention dropout", [a.dropout for a in attentions]),
-            "ffn_dropout": one("dropout", [u.dropout for u in units if u.name == "ffn"]),
-            "activation_dropout": one("activation dropout", [f.dropout for f in feeds]),
+            "dropout": self._most("dropout", [u.dropout for u in units if u.name == "attention"]),
+            "attention_dropout": self._most("attention dropout", [a.dropout for a in attentions]),
+            "ffn_dropout": self._most("dropout", [u.dropout for u in units if u.name == "ffn"]),
+            "activation_dropout": self._most("activation dropout", [f.dropout for f in feeds]),
             "causal": one("a mask", [a.causal for a in attentions]),
             "d_head": one("a head's width", [a.d_head for a in attentions]),
             "kv_heads": one("a number of key heads", [a.kv_heads for a in attentions]),
