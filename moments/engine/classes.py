@@ -390,7 +390,7 @@ class ClassMatrix:
     Attributes:
         own: (..., P) entries of a token with itself.
         pairs: (..., P, P) of two different tokens.
-        classes: the positions.
+        classes: the positions, or one class of tokens alike.
     """
 
     __array_ufunc__ = None

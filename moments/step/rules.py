@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from scipy.linalg import eigh, solve_triangular
 from scipy.linalg.lapack import dpstrf
 
 from .change import Array
+from .several import Batches, Updates
 
 SIGN_MEAN = float(np.sqrt(2 / np.pi))
 """E|z| of a standard normal z."""
@@ -326,6 +327,8 @@ class Optimizer:
         gain: multiplies the rate of every step: Nesterov's momentum.
         adjust: Muon's scale of a matrix's step: "original", "match_rms_adamw" or "spectral".
         multipliers: of the learning rate, by parameter or group of them.
+        updates: of several steps; None: of the first.
+        batches: that they are taken on, once they are known.
     """
 
     name: str
@@ -336,6 +339,23 @@ class Optimizer:
     gain: float = 1.0
     adjust: str = "original"
     multipliers: Mapping[str, float] = field(default_factory=dict)
+    updates: Updates | None = None
+    batches: Batches | None = None
+
+    def pulled(self, product: Array) -> tuple[float, float]:
+        """How far an entry of a step under the sign rule follows its gradient: E U g over that of a
+        sign, and E U^2.
+
+        `product`: (T, T) what pairs of tokens give to the variance of the entry's gradient.
+        """
+        if self.batches is not None:
+            return self.batches.pulled(self.batches.blocks(product))
+        return damping(max(float(product.sum()), 0.0) ** 0.5, self.epsilon)
+
+    def left(self, name: str, rate: float) -> float:
+        """What weight decay leaves of a parameter."""
+        steps = 1 if self.updates is None else self.updates.steps
+        return (1.0 - rate * self.multiplier(name) * self.weight_decay) ** steps
 
     def factor(self, name: str, n: float = 1.0, m: float = 1.0) -> float:
         """What multiplies the learning rate of a parameter, an (m, n) matrix where it is hidden."""
@@ -383,6 +403,9 @@ def newton_schulz(values: Array, steps: int = 5) -> Array:
     return values
 
 
+Pull = Callable[[Array], tuple[float, float]]
+
+
 def damping(deviation: float, epsilon: float) -> tuple[float, float]:
     """By how much Adam's epsilon lowers E y u and E u^2, u = y/(|y| + eps) for y of a row of G.
 
@@ -405,7 +428,7 @@ def effect(
     n: float,
     m: float,
     excess: float = 0.0,
-    epsilon: float = 0.0,
+    pull: Pull | None = None,
     signs: Signs | None = None,
 ) -> Effect:
     """A step of learning rate 1 on an (m, n) matrix, at its output.
@@ -418,7 +441,7 @@ def effect(
         n, m: features of input and output.
         excess: variance of the overlap of two tokens' inputs, relative to the squares, beyond the
             1/n of independent features.
-        epsilon: Adam's.
+        pull: `Optimizer.pulled`; None: the sign.
         signs: under the sign rule, rows or columns that are not Gaussian.
     """
     kernel, lam = spectrum.kernel, spectrum.values
@@ -436,7 +459,7 @@ def effect(
         plain, size, slope = n * total * (1 + excess * n), total, n * m * total
     elif rule == "sign":
         found = spectrum.signs if signs is None else signs
-        pulled, noise = damping(total**0.5, epsilon)
+        pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * spectrum.gradient)
         coherent = SIGN_MEAN * n * pulled * found.coherent
         twice = SIGN_MEAN**2 * n * (n - 1) * pulled**2
         aligned = (1 - excess) * twice * found.square
@@ -463,7 +486,7 @@ def gain_effect(
     met: Array,
     new: Array,
     m: float,
-    epsilon: float = 0.0,
+    pull: Pull | None = None,
 ) -> Effect:
     """A step of learning rate 1 on a norm's gain, one number per feature (n = 1).
 
@@ -481,12 +504,12 @@ def gain_effect(
     freedom = total * total / float((onward * onward.T).sum())
     mean = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     mean *= math.sqrt(2 * total / freedom)
-    pulled, noise = damping(math.sqrt(total), epsilon)
+    pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * gradient)
     slope = SIGN_MEAN * pulled * mean
     return Effect(slope / total * met, noise * new, m * slope, noise, 1.0)
 
 
-def vector_effect(gradient: Array, rule: str, m: float, epsilon: float = 0.0) -> Effect:
+def vector_effect(gradient: Array, rule: str, m: float, pull: Pull | None = None) -> Effect:
     """A step of learning rate 1 on a bias, whose gradient is the sum over tokens."""
     variance, ones = float(gradient.sum()), np.ones_like(gradient)
     if variance <= 0.0:
@@ -494,6 +517,6 @@ def vector_effect(gradient: Array, rule: str, m: float, epsilon: float = 0.0) ->
     if rule == "sgd":
         return Effect(ones, ones * variance, m * variance, variance, 1.0)
     root = variance**0.5
-    pulled, noise = damping(root, epsilon)
+    pulled, noise = (1.0, 1.0) if pull is None else pull(gradient)
     coherent = SIGN_MEAN * pulled / root * ones
     return Effect(coherent, noise * ones, SIGN_MEAN * pulled * m * root, noise, 1.0)

@@ -212,7 +212,7 @@ class Walk:
 
     def kept(self, name: str) -> float:
         """What weight decay leaves of a parameter."""
-        return 1.0 - self.rate * self.optimizer.multiplier(name) * self.optimizer.weight_decay
+        return self.optimizer.left(name, self.rate)
 
     def matrix(
         self,
@@ -253,7 +253,7 @@ class Walk:
             n,
             m,
             entering.excess(),
-            self.optimizer.epsilon,
+            self.optimizer.pulled,
             self._signs(key, spectrum, signs) if rule == "sign" else None,
         )
         factor = self.optimizer.factor(name, n, m)
@@ -269,7 +269,7 @@ class Walk:
         """With a bias's step."""
         name = self.prefix + name
         rule = self.optimizer.rule_of(name)
-        found = vector_effect(gradient, rule, m, self.optimizer.epsilon)
+        found = vector_effect(gradient, rule, m, self.optimizer.pulled)
         rate = self.entry(layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         shift = float(found.coherent.flat[0]), float(found.total.flat[0])
         return change.shifted(rate * shift[0], rate * rate * shift[1], gradient)
@@ -410,7 +410,7 @@ class Walk:
             inner.met(normal),
             inner.new(normal),
             leaving.width,
-            self.optimizer.epsilon,
+            self.optimizer.pulled,
         )
         rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         own = Change(rate * found.coherent, 0 * gradient, rate * rate * found.total)
@@ -421,6 +421,9 @@ class Walk:
 
     def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
         kept = 1.0 - float(leaf.parameters["drop_prob"])
+        units = self.neurons.get(entering.index)
+        if units is not None and leaving.index not in self.neurons:
+            self.neurons[leaving.index] = units.dropped(kept)
         return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / kept - 1))
 
     def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:

@@ -143,7 +143,7 @@ def anatomy_of(
             reading = _read(module, batch)
         except MomentsError as why:
             draft = unread(module, "say what these are, and pass them as names=")
-            raise MomentsError(f"{why}. By its layers: {error}\n{draft}") from None
+            raise MomentsError(f"{why}\n{error}\n{draft}") from None
     return Anatomy(reading.roles, given or reading.sites, reading, given is not None)
 
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
-from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.realised import averaged_overlaps
@@ -216,19 +215,9 @@ class SelfAttention(Leaf):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         # Weights sum to 1 within each sequence, and all pairs across have one covariance.
-        width, kernel = self._width, pair.signal.kernel
-        factor = (1.0 + 0.0 * kernel.pairs) * width * self.value
-        output = Signal(kernel.scaled(self.d_model * self.value), 2, width=width)
-        return output, 0.0 * factor if pair.within else factor
-
-    @property
-    def self_attention(self) -> SelfAttention:
-        return self
-
-    def with_logits(self, factor: Array) -> SelfAttention:
-        return dataclasses.replace(self, query=self.query * factor)
+        return Signal(signal.kernel.scaled(self.d_model * self.value), 2, width=self._width)
 
     def unplaced(self) -> SelfAttention:
         return dataclasses.replace(
