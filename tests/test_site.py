@@ -119,6 +119,10 @@ def test_pages_name_every_formula_and_scheme() -> None:
         for quantity in record.under("published"):
             assert f"**{quantity}**" in page, (name, quantity)
     assert [s.name for s in schemes.SCHEMES] == [s.name for s in moments.schemes()]
+    page = next(schemes._page(s) for s in schemes.SCHEMES if s.name == "dslm")
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(snippet, {})
+    assert "(dslm.svg)" in page
 
 
 def test_every_component_and_scheme_has_a_picture_of_the_laws_of_now() -> None:

@@ -107,6 +107,12 @@ class BottomToTop(Component):
             at = walk.through(child, at)
         return at
 
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        inner = amplitude
+        for child in record.children:
+            inner = child.component.carried(child, inner)
+        return amplitude + inner
+
 
 class Sum(NamedTuple):
     """A layer with a second connection, on its way up.

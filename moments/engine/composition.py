@@ -105,6 +105,11 @@ class Component(abc.ABC):
         """What it adds to what it keeps, where it is a sum of the two."""
         return None
 
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        """The amplitude, per token, with which the output holds what the input holds with this
+        one; what random matrices turn is not counted."""
+        return 0.0 * amplitude
+
     # --- what one draw of it does (`moments.noise`) ----------------------------------------------
 
     def response(self, record: Record, around: Around) -> Response:
@@ -275,6 +280,16 @@ class Leaf(Component):
         return False
 
     @property
+    def rescales(self) -> bool:
+        """Whether it changes the size of a token alone."""
+        return False
+
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        if not self.rescales:
+            return 0.0 * amplitude
+        return amplitude * np.sqrt(record.output.kernel.diagonal / record.input.kernel.diagonal)
+
+    @property
     def reads_realised(self) -> bool:
         """Whether a second moment that leaves depends on how overlaps vary over draws."""
         return False
@@ -379,6 +394,11 @@ class Chain(Component):
             at = walk.through(child, at)
         walk.chains.append((record, before))
         return at
+
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        for child in record.children:
+            amplitude = child.component.carried(child, amplitude)
+        return amplitude
 
     @property
     def children(self) -> tuple[Component, ...]:
@@ -604,6 +624,9 @@ class Residual(Component):
         skip = square(self.skip_scale)
         return Addition(record, record.children[0], skip, square(self.branch_scale))
 
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        return amplitude * self.skip_scale
+
     def _scale_free(
         self,
         record: Record,
@@ -681,6 +704,9 @@ class Layer(Component):
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return walk.through(record.children[0], at)
+
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        return self.body.carried(record.children[0], amplitude)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         return self.body.two_sequences(signal, memory)

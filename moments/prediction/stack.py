@@ -374,7 +374,7 @@ def last_gradient(
             model,
             signal,
             run=stack.run,
-            points=stack.trace.points,
+            stack=stack.trace.stack,
             token_ids=stack.inputs.token_ids,
             targets=targets,
             real=layout.numbers,

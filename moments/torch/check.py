@@ -79,7 +79,8 @@ slip is looked for in all layers together, and from which one layer alone is tak
 tokens in one draw scatter by up to two."""
 
 OTHER_INPUTS = re.compile(
-    r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox|entity).*|input_values"
+    r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox|entity).*"
+    r"|.*protein.*|input_values"
     r"|encoder_hidden_states|encoder_outputs)"
 )
 """Names of inputs of another kind than those that a module was run on."""

@@ -336,6 +336,7 @@ class Scale(Lawful):
     """Multiplication by a constant."""
 
     scales_pairs: ClassVar[bool] = True
+    rescales: ClassVar[bool] = True
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         assert signal.spread is not None

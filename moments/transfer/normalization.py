@@ -51,6 +51,7 @@ class FiniteNormalization(Leaf):
     groups: Any = 1
 
     normalises = True
+    rescales = True
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         laws, width = self.laws.under("refined"), signal.width
@@ -269,6 +270,8 @@ class DynamicTanh(Leaf):
     gain: Any = 1.0
     affine: bool = False
     laws: ComponentLaws = DYT
+
+    rescales = True
 
     @property
     def bias(self) -> bool:
