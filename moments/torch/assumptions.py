@@ -47,9 +47,8 @@ class WeightStatistics:
     stable_rank: float
 
     @classmethod
-    def of(cls, role: Role, block: Tensor) -> WeightStatistics:
-        """Of a matrix, stored either way round."""
-        entries = Entries.of(block)
+    def of(cls, role: Role, block: Tensor, entries: Entries) -> WeightStatistics:
+        """Of a matrix, stored either way round, whose entries were looked at."""
         matrix = block.detach().float().reshape(-1, block.shape[-1])
         rows, columns = (math.sqrt(n) for n in matrix.shape)
         edge = (rows + columns) ** 2 * entries.square

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
 
 from ..errors import domain_error
 from ..model.transformer import Transformer
 from ..optional import optional
+from ..show.report import number, render
 from .advice import Advice, advise
 from .anatomy import anatomy_of
 from .architecture import resolve
@@ -28,7 +36,7 @@ from .findings import (
     variance_findings,
 )
 from .logits import logits_path, measured_scale
-from .probe import BlockProbe, default_batch, probe_or_why
+from .probe import BlockProbe, Slope, default_batch, probe_or_why
 from .roles import ModuleRoles, Role, block_of, tensors_of
 from .scales import FOLDED
 from .temperature import temperature_findings
@@ -101,8 +109,6 @@ class AuditReport:
         return pandas.DataFrame(rows, columns=list(_COLUMNS))
 
     def __str__(self) -> str:
-        from .audit_text import text
-
         return text(self)
 
     def __repr__(self) -> str:
@@ -181,6 +187,20 @@ class Read:
     probes: tuple[BlockProbe, ...]
     why: str
     batch: Any
+    _slopes: dict[bool, Slope | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def by_role(self) -> dict[Role, Entries]:
+        """The same as a table."""
+        return dict(self.entries)
+
+    def logit_slope(self, model: Transformer) -> Slope | None:
+        """What multiplies the logits, by `measured_scale`, once."""
+        capped = model.head is not None and model.head.logit_softcap is not None
+        if model.head is not None and capped not in self._slopes:
+            reads = default_batch(self.module, self.found) if self.batch is None else self.batch
+            self._slopes[capped] = measured_scale(self.module, self.found, model, reads)
+        return self._slopes.get(capped)
 
     @classmethod
     def of(cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer) -> Read:
@@ -190,7 +210,7 @@ class Read:
             batch: as of `audit`.
             model: any of its shape.
         """
-        entries, repeated = _tensors(module, found)
+        entries, repeated = entries_of(module, found)
         probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
         reads = default_batch(module, found) if batch is None and probes else batch
         return cls(module, found, entries, repeated, tuple(probes), why, reads)
@@ -214,7 +234,7 @@ def audit_read(
     findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
     reads = None if why else read.batch
     findings += temperature_findings(module, found, model, described, reads)
-    findings += [] if why else _logits(module, found, model, read.batch)
+    findings += [] if why else _logits(read, model)
     findings.sort(key=lambda finding: -finding.severity)
     undeclared = tuple(m.role.label for m in measured if m.expected is None)
     folded = any(f.passed is False for f in findings) and getattr(module, FOLDED, False)
@@ -232,7 +252,7 @@ def audit_read(
     )
 
 
-def _tensors(
+def entries_of(
     module: nn.Module, found: ModuleRoles
 ) -> tuple[tuple[tuple[Role, Entries], ...], tuple[Copies, ...]]:
     """Every tensor's entries, and those that are another one's."""
@@ -268,18 +288,16 @@ def weight_advice(
         described: its own architecture, with its framework's initialisation.
         readings: other ones of the plan.
     """
-    measured, findings = _weights(*_tensors(module, found), model)
+    measured, findings = _weights(*entries_of(module, found), model)
     return advise(findings, measured, model, described, readings)
 
 
-def _logits(module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any) -> list[Finding]:
+def _logits(read: Read, model: Transformer) -> list[Finding]:
     """What multiplies the logits against the head's output scale."""
-    path = logits_path(module, found)
+    path = logits_path(read.module, read.found)
     if path is None or model.head is None:
         return []
-    batch = default_batch(module, found) if batch is None else batch
-    wanted = model.head.output_scale
-    slope = measured_scale(module, found, model, batch)
+    wanted, slope = model.head.output_scale, read.logit_slope(model)
     return [slope_finding(model.layers + 1, "head", path, "output_scale", slope, wanted)]
 
 
@@ -302,3 +320,68 @@ def _carried(model: Transformer) -> dict[tuple[int, str], float]:
         for layer, row in enumerate(scales.norm_output, start=1)
         for block, factor in zip(("attention", "ffn"), row, strict=True)
     }
+
+
+WIDTH = 120
+TABLE_WIDTH = 240  # parameter names stay whole
+OFFENDERS, GOOD = 40, 8
+
+
+def text(report: AuditReport) -> str:
+    """Verdict, advice, offenders first, then a few of the checks that passed."""
+    bad = report.offenders
+    verdict = "passed" if not bad else f"FAILED: {len(bad)} of {len(report.findings)} checks"
+    open_checks = [f for f in report.findings if f.passed is None]
+    if report.unchecked:
+        verdict = verdict if bad else "nothing that was checked failed"
+        verdict += f"; NOT CHECKED: {'; '.join(report.unchecked)}"
+    lines = textwrap.wrap(
+        f"audit of {report.source}: {verdict}",
+        WIDTH,
+        subsequent_indent="  ",
+        break_on_hyphens=False,
+    )
+    for sentence in report.advice:
+        lines += textwrap.wrap(f"- {sentence}", WIDTH, subsequent_indent="  ")
+    shown = [*bad[:OFFENDERS], *open_checks[:GOOD]]
+    good = [f for f in report.findings if f.passed]
+    shown += good[:GOOD]
+    lines.append(render(_table(shown), TABLE_WIDTH))
+    for rest, words in (
+        (len(bad) - OFFENDERS, "more failed"),
+        (len(good) - GOOD, "more passed"),
+    ):
+        if rest > 0:
+            lines.append(f"... {rest} {words}; to_frame() has every check")
+    for names, words in (
+        (report.unidentified, "of unknown role, not checked"),
+        (report.undeclared, "of which the plan says nothing"),
+    ):
+        if names:
+            listed = f"{len(names)} parameters {words}: {', '.join(names)}"
+            lines += textwrap.wrap(listed, WIDTH, subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    table.add_column("parameter", no_wrap=True)
+    table.add_column("role")
+    for name in ("quantity", "plan", "module", "ratio", "note"):
+        table.add_column(name, justify="left" if name in ("quantity", "note") else "right")
+    for f in findings:
+        state = {True: "ok", False: "FAIL", None: "?"}[f.passed]
+        ratio = "-" if math.isnan(f.ratio) else f"{f.ratio:.3g}"
+        measured = "-" if math.isnan(f.measured) else number(f.measured)
+        table.add_row(
+            state,
+            escape(f.parameter),
+            f.role,
+            f.quantity,
+            number(f.expected),
+            measured,
+            ratio,
+            f.note,
+        )
+    return table

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,30 +20,31 @@ from ..optional import optional
 from .anatomy import anatomy_of
 from .architecture import architecture_of
 from .assumptions import WeightStatistics, alignment_note, gain_notes, notes
+from .audit import Read, entries_of
 from .checkpoints import load
-from .copies import copies, copy_notes
+from .copies import Copies, copy_notes
 from .dataflow import Reading, read
+from .entries import Entries
 from .expectation import check_fits, model_of_stack
 from .hook_points import HookPoint
-from .logits import measured_scale
 from .meta import drawn, is_meta
-from .probe import BlockProbe, Slope, default_batch, probe_or_why
+from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
 from .structure import ENCODER
-from .tensors import padding_row
 from .units import gain_of
 from .wrappers import unwrapped
 
 with optional("torch", "torch"):
-    from torch import Tensor, nn
-
-    from ..simulation.collector import squared_norm
+    from torch import nn
 
 if TYPE_CHECKING:
     import pandas
 
 EXACT = 1e-4
 """A probed multiplier this close to 1, or to LayerNorm Scaling's, is taken for it."""
+
+NO_ROLE = ": no role is known"
+"""What is said of a parameter that could not be placed."""
 
 _TABLES = {
     "token": "token_variance",
@@ -129,15 +131,26 @@ def describe(
         raise DomainError(
             "the module's architecture is not known: pass architecture=moments.Transformer(...)"
         )
-    check_fits(model, found, None)
-    reading = _Reading(module, found, model, batch)
+    return described_as(model, Read.of(module, found, batch, model), parts.sites)
+
+
+def described_as(
+    model: Transformer, read: Read, sites: Sequence[HookPoint] | None = None
+) -> Description:
+    """A module of a known architecture, of which everything was read already.
+
+    Raises, warns:
+        As `describe`.
+    """
+    check_fits(model, read.found, None)
+    reading = _Reading(read, model)
     held = reading.stack("")
     if model.encoder is not None:
         held = held.replace(encoder=reading.stack(ENCODER))
     for note in reading.notes():
-        warnings.warn(note, ValidityWarning, stacklevel=2)
-    unplaced = tuple(f"{name}: no role is known" for name in found.unidentified)
-    return Description(module, held, found, unplaced, parts.sites or ())
+        warnings.warn(note, ValidityWarning, stacklevel=3)
+    unplaced = tuple(f"{name}{NO_ROLE}" for name in read.found.unidentified)
+    return Description(read.module, held, read.found, unplaced, tuple(sites or ()))
 
 
 @dataclass(frozen=True)
@@ -214,11 +227,10 @@ class Description:
 def _of_reading(module: nn.Module, reading: Reading) -> Description:
     """What one pass told, with the assumptions of the theory that the weights break."""
     found = reading.roles
-    tensors = tensors_of(module)
-    blocks = {role: block_of(tensors, role) for role in found.roles}
-    for note in _broken(module, found, blocks):
+    entries, repeated = entries_of(module, found)
+    for note in _broken(module, found, dict(entries), repeated):
         warnings.warn(note, ValidityWarning, stacklevel=3)
-    unplaced = [*reading.reasons, *(f"{name}: no role is known" for name in found.unidentified)]
+    unplaced = [*reading.reasons, *(f"{name}{NO_ROLE}" for name in found.unidentified)]
     return Description(module, reading.model, found, tuple(unplaced), reading.sites, reading.doubts)
 
 
@@ -234,6 +246,10 @@ def weight_statistics(
     Returns:
         Columns layer, role, parameter, variance (mean square), mean, kurtosis, spectral (largest
         squared singular value over that of independent entries), stable_rank.
+
+    Raises:
+        MomentsError: a module whose layers are not known.
+        DomainError: `names` gives a role that there is not.
     """
     import pandas
 
@@ -242,7 +258,8 @@ def weight_statistics(
     rows = []
     for role in found.roles:
         if role.is_matrix:
-            s = WeightStatistics.of(role, block_of(tensors, role))
+            block = block_of(tensors, role)
+            s = WeightStatistics.of(role, block, Entries.of(block))
             rows.append(
                 {
                     "layer": role.layer,
@@ -261,21 +278,14 @@ def weight_statistics(
 class _Reading:
     """Tensors and probed multipliers of a module, by stack."""
 
-    def __init__(
-        self, module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any
-    ) -> None:
-        self.module, self.found, self.model = module, found, model
-        tensors = tensors_of(module)
-        self.blocks = {role: block_of(tensors, role) for role in found.roles}
-        self.probes, self.why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
-        given = default_batch(module, found) if batch is None else batch
-        self.batch = given if self.probes else batch
+    def __init__(self, read: Read, model: Transformer) -> None:
+        self.read, self.model = read, model
 
     def stack(self, stack: str) -> Transformer:
         """One stack's Transformer."""
         model = model_of_stack(self.model, stack)
         assert model.weights is not None
-        roles = {(r.layer, r.name): r for r in self.blocks if r.stack == stack}
+        roles = {(r.layer, r.name): r for r in self.read.by_role if r.stack == stack}
         layers = range(1, model.layers + 1)
         changes: dict[str, Any] = {}
         weights = {
@@ -295,8 +305,7 @@ class _Reading:
         return model.replace(**changes)
 
     def _square(self, role: Role) -> float:
-        block = self.blocks[role]
-        return float(squared_norm(block) / block.numel())
+        return self.read.by_role[role].square
 
     def _gains(self, model: Transformer, roles: Mapping[tuple[int, str], Role]) -> np.ndarray:
         gains = np.ones((model.layers, 2))
@@ -311,8 +320,7 @@ class _Reading:
 
     def _gain(self, role: Role) -> float:
         """Root mean square."""
-        gain = gain_of(self.module, role, self.blocks[role]).double()
-        return float(gain.square().mean().sqrt())
+        return math.sqrt(self.read.by_role[role].square)
 
     def _scales(
         self, model: Transformer, stack: str, roles: Mapping[tuple[int, str], Role]
@@ -321,7 +329,7 @@ class _Reading:
         shape = (model.layers, 2)
         skip, branch, output = np.ones(shape), np.ones(shape), np.ones(shape)
         gains = self._gains(model, roles)
-        probes = [p for p in self.probes if p.block.stack == stack]
+        probes = [p for p in self.read.probes if p.block.stack == stack]
         if not probes:
             return {"norm_gain": _fewest(gains)}
         for p in probes:
@@ -347,7 +355,7 @@ class _Reading:
         )
         if role is None:
             return 1.0
-        return float(gain_of(self.module, role, self.blocks[role]).double().mean())
+        return self.read.by_role[role].mean
 
     def _outside(
         self, model: Transformer, stack: str, roles: Mapping[tuple[int, str], Role]
@@ -361,7 +369,7 @@ class _Reading:
             if part is None:
                 continue
             values = {
-                name: self._table(roles[layer, role])
+                name: self._square(roles[layer, role])
                 for role, name in table.items()
                 if (layer, role) in roles and getattr(part, name, None) is not None
             }
@@ -369,37 +377,37 @@ class _Reading:
             if field == "head" and part.norm and after is not None:
                 values["norm_gain"] = self._gain(after)
             changes[field] = part.replace(**values)
-        if "head" in changes and not stack and self.batch is not None:
-            scale = measured_scale(self.module, self.found, model, self.batch)
+        if "head" in changes and not stack and self.read.batch is not None:
+            scale = self.read.logit_slope(model)
             wanted = changes["head"].output_scale
             if scale is not None and abs(scale.value / wanted - 1) > EXACT:
                 changes["head"] = changes["head"].replace(output_scale=scale.value)
         return changes
 
-    def _table(self, role: Role) -> float:
-        """Mean square of a table without its padding row, which is never drawn."""
-        block = self.blocks[role]
-        padding = padding_row(self.module, tensors_of(self.module)[role.parameter])
-        rows = len(block) - int(padding is not None and not bool(block[padding].any()))
-        width = block.numel() / len(block)
-        return float(squared_norm(block) / (width * rows))
-
     def notes(self) -> list[str]:
         """Broken assumptions, in words."""
-        found = _broken(self.module, self.found, self.blocks)
-        if not self.probes:
-            found.append(f"residual multipliers were not measured and are taken as 1: {self.why}")
+        read = self.read
+        found = _broken(read.module, read.found, read.by_role, read.repeated)
+        if not read.probes:
+            found.append(f"residual multipliers were not measured and are taken as 1: {read.why}")
         return found
 
 
-def _broken(module: nn.Module, found: ModuleRoles, blocks: Mapping[Role, Tensor]) -> list[str]:
+def _broken(
+    module: nn.Module,
+    found: ModuleRoles,
+    entries: Mapping[Role, Entries],
+    repeated: Sequence[Copies],
+) -> list[str]:
     """Assumptions of the theory that a module's entries break, in words."""
+    tensors = tensors_of(module)
+    blocks = {role: block_of(tensors, role) for role in found.roles}
     matrices = [
-        WeightStatistics.of(role, block)
-        for role, block in blocks.items()
+        WeightStatistics.of(role, blocks[role], moments)
+        for role, moments in entries.items()
         if role.is_matrix and role.name in MATRICES
     ]
-    lines = [*copy_notes(copies(blocks.items())), *notes(matrices)]
+    lines = [*copy_notes(repeated), *notes(matrices)]
     pairs = [[(role, blocks[role]) for role in found.named(name)] for name in ("query", "key")]
     lines += alignment_note(*pairs)
     lines += gain_notes(

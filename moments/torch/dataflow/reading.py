@@ -23,11 +23,11 @@ from ..roles import ModuleRoles, Role
 from ..structure import ENCODER
 from ..structure import Block as Branch
 from ..tensors import padding_row
-from .around import After, Before, after, before
+from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
 from .stream import Block, Chain, Stream
-from .units import Norm
+from .units import Norm, close
 
 with optional("torch", "torch"):
     import torch
@@ -55,6 +55,8 @@ class Reading:
         reasons: why there is no model, a phrase each.
         doubts: what was assumed or left out, a phrase each.
         example: what the module was run on.
+        odd: layer and block ("attention", "cross", "ffn") of the few that lack the norms which all
+            others have; the model gives them one.
     """
 
     model: Transformer | None
@@ -63,6 +65,7 @@ class Reading:
     reasons: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     example: Any = None
+    odd: tuple[tuple[int, str], ...] = ()
 
 
 def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Reading:
@@ -81,8 +84,27 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Re
     far: list[int | None] = []
     if batch is not None and length is not None and length > TOKENS:
         far = _far(module, batch)
-    found = _Reading(module, graph, seq_len or length, far).reading()
+    try:
+        found = _Reading(module, graph, seq_len or length, far).reading()
+    except MomentsError:
+        raise
+    except Exception as error:  # the module's own operations, on numbers that it never saw
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise MomentsError(
+            f"what {type(module).__name__} computes depends on its numbers in a way that could not "
+            f"be followed ({said})"
+        ) from error
     return dataclasses.replace(found, example=example)
+
+
+def called(module: nn.Module, batch: Any) -> tuple[Callable[[], Any], dict[str, Tensor], Any]:
+    """A call of a module on what it is read from: the call, its tensors, and what is passed.
+
+    Raises:
+        MomentsError: the module cannot be run.
+    """
+    _, _, given = _recorded(module, batch)
+    return _caller(module, given), {f"{i}": t for i, t in enumerate(_tensors(given))}, given
 
 
 # --- a pass ---------------------------------------------------------------------------------------
@@ -162,8 +184,9 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (2, config.num_channels, height, width)
         yield {"pixel_values": torch.randn(shape, generator=generator).to(kind)}, None
-    text = getattr(config, "vocab_size", None)
-    if isinstance(text, int) and hasattr(config, "to_dict"):
+    yield from _signals(module, config, generator, kind)
+    text = _vocabulary(config)
+    if text is not None:
         row = ids(text)
         if getattr(config, "is_encoder_decoder", False):
             yield {"input_ids": row, "decoder_input_ids": ids(text)}, None
@@ -191,6 +214,38 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
             height, width = side if isinstance(side, list | tuple) else (side, side)
             shape = (2, convolution.in_channels, int(height), int(width))
             yield torch.randn(shape, generator=generator).to(kind), None
+
+
+def _vocabulary(config: Any) -> int | None:
+    """Rows of a Hugging Face module's token table; of its text's, where it reads more."""
+    if not hasattr(config, "to_dict"):
+        return None
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(inner, "vocab_size", getattr(config, "vocab_size", None))
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _signals(
+    module: nn.Module, config: Any, generator: torch.Generator, kind: torch.dtype
+) -> Iterator[tuple[Any, int | None]]:
+    """Sounds and spectra, for a Hugging Face module whose main input they are."""
+    name = getattr(module, "main_input_name", None)
+    if name not in ("input_values", "input_features") or not hasattr(config, "to_dict"):
+        return
+    parts = [p for p in module.modules() if isinstance(p, nn.Conv1d | nn.Linear)]
+    read = [getattr(p, "in_channels", None) or getattr(p, "in_features", 0) for p in parts[:1]]
+    bins = int(getattr(config, "num_mel_bins", 0) or next(iter(read), None) or 16)
+    frames = 2 * int(getattr(config, "max_source_positions", 2 * TOKENS))
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "input_values": [(2, 3200), (2, frames, bins)],
+        "input_features": [(2, bins, frames), (2, frames, bins), (2, 4 * TOKENS, bins)],
+    }
+    more: dict[str, Any] = {}
+    text = _vocabulary(config)
+    if getattr(config, "is_encoder_decoder", False) and text is not None:
+        more["decoder_input_ids"] = torch.randint(text, (2, TOKENS), generator=generator)
+    for shape in shapes[name]:
+        yield {name: torch.randn(shape, generator=generator).to(kind)} | more, None
 
 
 def _far(module: nn.Module, batch: Any) -> list[int | None]:
@@ -230,6 +285,7 @@ class _Reading:
     far: list[int | None] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    odd: list[tuple[int, str]] = field(default_factory=list)
 
     def reading(self) -> Reading:
         stream = self.stream = Stream(self.graph)
@@ -278,6 +334,7 @@ class _Reading:
             tuple(points),
             tuple(dict.fromkeys(self.reasons)),
             tuple(dict.fromkeys(self.doubts)),
+            odd=tuple(self.odd),
         )
 
     # --- stacks ------------------------------------------------------------------------------
@@ -298,13 +355,14 @@ class _Reading:
         for chain in chains:
             prefix = ENCODER if len(chains) == 2 and chain is chains[0] else ""
             layers = self._layers(chain)
+            read = before(self.stream, chain)
             found.append(
                 _Stack(
                     prefix,
                     chain,
                     layers,
-                    [self._placement(units) for units in layers],
-                    before(self.stream, chain),
+                    self._placements(layers, read),
+                    read,
                     after(self.stream, chain, chains),
                 )
             )
@@ -327,9 +385,30 @@ class _Reading:
             )
         return layers
 
-    def _placement(self, units: list[Block]) -> str:
+    def _placements(self, layers: list[list[Block]], read: Before) -> list[str]:
+        """Where the norms of every layer stand; few blocks without any are named, not believed."""
+        bare = [
+            (number, unit)
+            for number, units in enumerate(layers, start=1)
+            for unit in units
+            if not (unit.before or unit.behind or unit.after or self._begins_normed(unit, read))
+        ]
+        count = sum(len(units) for units in layers)
+        if 0 < len(bare) <= count / 4:
+            self.odd += [(number, unit.name) for number, unit in bare]
+            odd = [id(unit) for _, unit in bare]
+            layers = [[u for u in units if id(u) not in odd] for units in layers]
+        found = [self._placement(units, read) if units else "" for units in layers]
+        most = max((name for name in found if name), key=found.count, default="none")
+        return [name or most for name in found]
+
+    def _placement(self, units: list[Block], read: Before) -> str:
         found = set()
         for unit in units:
+            if self._begins_normed(unit, read) and any(u.before is not None for u in units):
+                # What is normalised already does not change by it.
+                self.doubts.append("the first block reads the embedding's norm, not one of its own")
+                continue
             have = (unit.before is not None, unit.behind is not None, unit.after is not None)
             name = {
                 (True, False, False): "pre",
@@ -348,6 +427,12 @@ class _Reading:
                 f"norms that sit differently within a layer ({', '.join(sorted(found))})"
             )
         return min(found)
+
+    def _begins_normed(self, unit: Block, read: Before) -> bool:
+        """Whether a block without norms reads what the norm of the embedding gives."""
+        if read.norm is None or unit.before or unit.behind or unit.after:
+            return False
+        return self.stream.read.fit(read.norm.end, unit.stream) == 1.0
 
     # --- roles -------------------------------------------------------------------------------
 
@@ -446,6 +531,13 @@ class _Reading:
             self.reasons.append(f"{name} that differs between layers ({', '.join(different)})")
         return rest[0] if rest else None
 
+    def _most(self, name: str, values: list[float]) -> float:
+        """A probability of dropping that most layers have."""
+        most = max(values, key=values.count)
+        if len(set(values)) > 1:
+            self.doubts.append(f"{name} that differs between layers: taken for {most:g} in all")
+        return most
+
     def _fields(self, stack: _Stack) -> dict[str, Any]:
         units = [unit for layer in stack.layers for unit in layer]
         attentions = [u.attention for u in units if u.name == "attention" and u.attention]
@@ -473,10 +565,10 @@ class _Reading:
             "normalization": kinds[0] if kinds else "layernorm",
             "activation": one("an activation", [f.activation for f in feeds]),
             "gated": one("a gate", [f.gated for f in feeds]),
-            "dropout": one("dropout", [u.dropout for u in units if u.name == "attention"]),
-            "attention_dropout": one("attention dropout", [a.dropout for a in attentions]),
-            "ffn_dropout": one("dropout", [u.dropout for u in units if u.name == "ffn"]),
-            "activation_dropout": one("activation dropout", [f.dropout for f in feeds]),
+            "dropout": self._most("dropout", [u.dropout for u in units if u.name == "attention"]),
+            "attention_dropout": self._most("attention dropout", [a.dropout for a in attentions]),
+            "ffn_dropout": self._most("dropout", [u.dropout for u in units if u.name == "ffn"]),
+            "activation_dropout": self._most("activation dropout", [f.dropout for f in feeds]),
             "causal": one("a mask", [a.causal for a in attentions]),
             "d_head": one("a head's width", [a.d_head for a in attentions]),
             "kv_heads": one("a number of key heads", [a.kv_heads for a in attentions]),
@@ -587,24 +679,34 @@ class _Reading:
         fields: dict[str, Any] = {}
         turns = [a.rotary for a in attentions]
         if any(turns):
+            kinds = [None if t is None else (t.fraction, t.base) for t in turns]
+            most = max((k for k in kinds if k), key=kinds.count)
+            taken = next(t for t, kind in zip(turns, kinds, strict=True) if kind == most)
+            fields["rotary"] = Rotary(fraction=taken.fraction, base=taken.base)
             if not all(turns):
-                self.reasons.append("rotary positions in some layers only")
-            elif len({(t.fraction, t.base) for t in turns}) > 1:
-                self.reasons.append("rotary positions of several bases")
-            else:
-                fields["rotary"] = Rotary(fraction=turns[0].fraction, base=turns[0].base)
-                if turns[0].deviation > 1e-2:
-                    self.doubts.append(
-                        "rotary frequencies are not powers of one base: taken for "
-                        f"{turns[0].base:g}, off by up to {100 * turns[0].deviation:.0f} %"
-                    )
+                without = ", ".join(str(n) for n, t in enumerate(turns, start=1) if t is None)
+                self.doubts.append(
+                    f"no rotary positions in layers {without}: taken for those of the others"
+                )
+            if len({k for k in kinds if k}) > 1:
+                self.doubts.append(
+                    f"rotary positions of several bases: base {taken.base:g} is taken for all"
+                )
+            if taken.deviation > 1e-2:
+                self.doubts.append(
+                    "rotary frequencies are not powers of one base: taken for "
+                    f"{taken.base:g}, off by up to {100 * taken.deviation:.0f} %"
+                )
         tables = [a.relative for a in attentions]
         if any(tables):
-            if not all(tables) or len(set(tables)) > 1:
-                self.reasons.append("relative biases of logits that layers do not share")
+            if not all(tables):
+                self.reasons.append("relative biases of logits in some layers only")
             else:
-                square = float(self.tensors[tables[0]].detach().double().square().mean())
+                if len(set(tables)) > 1:
+                    self.doubts.append("relative biases of every layer's own: taken for shared")
+                squares = [self.tensors[t].detach().double().square().mean() for t in tables]
                 far = self._distance(attentions[0].buckets)
+                square = float(sum(squares)) / len(squares)
                 fields["relative_bias"] = RelativeBias(square, attentions[0].buckets, far)
         return fields
 
@@ -679,6 +781,9 @@ class _Reading:
             role: square(self.module, tables.get(role)) * found.factors.get(role, 1.0) ** 2
             for role in ("position", "segment")
         }
+        sines = found.sinusoidal
+        if "position" in tables and abs(added["position"] / SINUSOIDAL - 1) < 0.01:
+            sines = sines or _of_sines(self.tensors[tables["position"]])
         self.doubts += [
             f"the {role} table is multiplied by {factor:.4g} before it is added: its declared "
             "variance is that of what is added"
@@ -688,13 +793,13 @@ class _Reading:
         return Embedding(
             vocab_size=len(self.tensors[tables["token"]]),
             token_variance=square(self.module, tables["token"]),
-            position_variance=added["position"],
+            position_variance=0.0 if sines else added["position"],
             segment_variance=added["segment"],
             norm=found.norm is not None,
             dropout=found.dropout,
             norm_epsilon=0.0 if found.norm is None else found.norm.epsilon,
             scale=_near(found.scale),
-            positions="sinusoidal" if found.sinusoidal else "learned",
+            positions="sinusoidal" if sines else "learned",
             padding_id=padding,
         )
 
@@ -705,11 +810,19 @@ class _Reading:
             return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=found.dropout)
         if found.matrix is None or found.doubts:
             return None
+        read = self.graph.tensor(found.matrix.read).shape[-1]
+        if read != fields["d_model"]:
+            self.doubts.append(f"the head reads {read} features, not d_model: it is not declared")
+            return None
         if found.pool == "other" and not fields["causal"]:
             self.doubts.append("how a sequence's tokens are pooled is not read")
             return None
         table = stack.before.tables.get("token")
         tied = table in found.matrix.params
+        square = self.values.of("", len(stack.layers) + 1, "head")
+        if tied and fields["embedding"] is None:
+            self.doubts.append("the head is the token table: taken for a matrix of its own")
+            tied, square = False, self.values.table(self.module, table)
         classes = found.pool in ("first", "mean")
         last = len(stack.layers) + 1
         loss = "classification" if classes else "causal" if fields["causal"] else "masked"
@@ -719,17 +832,17 @@ class _Reading:
             self.doubts.append("labels that are no tokens: no loss is declared")
         changes: dict[str, Any] = {}
         if found.transform is not None:
-            square = self.values.of("", last, "head.transform")
             changes |= {
                 "transform": found.activation,
-                "transform_variance": square,
+                "transform_variance": self.values.of("", last, "head.transform"),
                 "transform_bias_variance": self.values.of("", last, "head.transform.bias"),
                 "transform_norm": found.norm is not None,
             }
+        rows = token_rows if fields["embedding"] is not None else 0
         return Head(
-            vocab_size=None if tied or classes or token_rows == found.labels else found.labels,
+            vocab_size=None if tied or classes or rows == found.labels else found.labels,
             tied=tied,
-            weight_variance=None if tied else self.values.of("", last, "head"),
+            weight_variance=None if tied else square,
             norm=final is not None,
             norm_gain=gain,
             dropout=found.dropout,
@@ -741,6 +854,17 @@ class _Reading:
             pool=found.pool if found.pool in ("first", "mean") else "first",
             **changes,
         )
+
+
+def _of_sines(table: Tensor) -> bool:
+    """Whether rows are sines and cosines of the original's frequencies, in whatever order."""
+    rows = table.detach().double().reshape(-1, table.shape[-1])
+    rows = rows[(rows != 0).any(1)]
+    width = rows.shape[1]
+    speeds = 10000.0 ** (-torch.arange(width // 2, dtype=torch.float64) * 2 / width)
+    far = torch.arange(min(len(rows), 8), dtype=torch.float64)
+    wanted = torch.cos(far[:, None] * speeds).sum(1)
+    return close(rows[: len(far)] @ rows[0], wanted, 0.05)
 
 
 def _biasable(norms: list[Norm]) -> bool:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ...engine.composition import Pulled, Reader, ReaderPullback
-from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.state import Array, Gradient, Kernel, Signal
@@ -23,11 +22,11 @@ from .by_token import (
     attention_diagnostics,
     build,
     flat,
+    logit_scales,
     mean_spread,
     same_sequence,
     variance_notes,
 )
-from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive
 from .overlap import through_attention
 from .self_attention import AttentionPullback, AttentionPulled, concatenated
@@ -85,13 +84,13 @@ class CrossAttention(Reader):
         Raises:
             DomainError: one of the two is resolved by token and the other is not.
         """
-        if signal.resolved != memory.resolved:
+        if (signal.resolved is True) != bool(memory.resolved):
             raise domain_error(
                 "memory", memory.resolved, "resolved by token exactly where the queries are"
             )
         query_tokens, key_tokens = signal.second_moment(), memory.second_moment()
         law = logit_law(self, query_tokens, key_tokens, (self.d_model, self.memory_width))
-        make = self._by_token if signal.resolved else self._alike
+        make = self._by_token if memory.resolved else self._alike
         seen = make(signal, memory, law)
         mixed, *_ = seen.heads
         output = concatenated(
@@ -107,13 +106,13 @@ class CrossAttention(Reader):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        one, width = 1.0 + 0.0 * pair.signal.kernel.pairs, self.heads * self.d_head
-        read = pair.memory
-        if read is None:
-            read = Kernel(pair.signal.kernel.diagonal, 0.0 * one)
-        kernel = read.scaled(self.memory_width * self.value)
-        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width), 0.0 * one
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        one = 1.0 + 0.0 * signal.kernel.pairs
+        if memory is None:
+            memory = Kernel(signal.kernel.diagonal, 0.0 * one)
+        kernel = memory.scaled(self.memory_width * self.value)
+        width = self.heads * self.d_head
+        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width)
 
     @property
     def reads(self) -> CrossAttention:
@@ -166,15 +165,14 @@ class CrossAttention(Reader):
 
     def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
         key_tokens = memory.second_moment()
-        own = law.keys.kernel.diagonal - law.keys.kernel.pairs
-        wanted = law.scale * law.queries.kernel.diagonal * own
+        scale, wanted = logit_scales(law)
         layer = AlikeAttention(
             law.queries.kernel,
             law.keys.kernel,
             key_tokens,
             query_count=signal.seq_len,
             key_count=memory.seq_len,
-            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
+            scale=scale,
             drop_prob=self.drop_prob,
             d_model=self.memory_width,
             d_head=law.head_freedom,

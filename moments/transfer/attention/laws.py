@@ -14,7 +14,7 @@ from ...formulas.recording import whole
 from .by_token import attention_diagnostics, variance_notes
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import positive
-from .profile import profiled_columns, profiled_statistics
+from .profile import profiled_columns, profiled_numbers
 from .statistics import STATISTICS, AttentionStatistics, attention_statistics
 
 PROFILED_SCALE = 5.0
@@ -58,10 +58,10 @@ def _one(
 ) -> tuple[Any, ...]:
     """Statistics of one configuration, in the order of `STATISTICS`, and what else there is."""
     widths = seq_len, d_model, d_head
-    if profiled:
-        found = profiled_statistics(scale, correlation, *widths)
-    else:
-        found = attention_statistics(scale, correlation, *widths, spread)
+    if profiled and correlation >= 0:
+        (*numbers, entropy), valid = profiled_numbers(scale, correlation, *widths)
+        return (*numbers, (1 - correlation) * scale, entropy, float(valid))
+    found = attention_statistics(scale, correlation, *widths, spread)
     return (*found.values.values(), found.logit_variance, found.entropy, float(found.valid))
 
 

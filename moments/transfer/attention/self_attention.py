@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
-from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.realised import averaged_overlaps
@@ -24,11 +23,11 @@ from .alike import AlikeAttention, averaged
 from .by_token import (
     BEYOND_TABLES,
     attention_diagnostics,
+    logit_scales,
     mean_spread,
     self_attention,
     variance_notes,
 )
-from .kernels.exact_rows import THETA_PEAKED
 from .laws import attend_by_laws
 from .logits import LogitLaw, Side, logit_law, positive, through
 from .overlap import through_attention
@@ -108,6 +107,8 @@ class SelfAttention(Leaf):
         if signal.resolved:
             return self._resolved(signal)
         self._check_alike(signal.seq_len)
+        if self._by_distance and signal.seq_len > 1:
+            return self._resolved(signal)
         plain = self.qk_norm is None and self.logit_softcap is None
         if plain and not np.any(self.query_bias):
             return self._alike_by_laws(signal)
@@ -116,7 +117,9 @@ class SelfAttention(Leaf):
     def _resolved(self, signal: Signal) -> tuple[Signal, Pullback]:
         tokens = signal.second_moment()
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        layer = self_attention(self, law, tokens, mean_spread(signal))
+        layer = self_attention(
+            self, law, tokens, mean_spread(signal), signal.seq_len, signal.repeats
+        )
         mixed, squares = layer.forward(), layer.sum_square
         notes = variance_notes(layer.wanted) + law.notes
         if not notes and layer.beyond_tables:
@@ -140,12 +143,9 @@ class SelfAttention(Leaf):
         """Raise where positions tell tokens apart."""
         if length == 1:
             return
-        table = self.relative_bias
         placed = {
             "causal": self.causal,
-            "rotary": self.rotary is not None,
             "alibi": bool(self.alibi),
-            "relative_bias": table is not None and table.variance > 0.0,
             "window": self.window is not None and self.window < length,
         }
         for name, present in placed.items():
@@ -153,6 +153,12 @@ class SelfAttention(Leaf):
                 allowed = "absent where all tokens are alike"
                 remedy = "resolve moments by token: tokens=True"
                 raise domain_error(name, getattr(self, name), allowed, remedy)
+
+    @property
+    def _by_distance(self) -> bool:
+        """Whether logits know how far apart tokens are."""
+        table = self.relative_bias
+        return self.rotary is not None or (table is not None and table.variance > 0.0)
 
     def _alike_by_laws(self, signal: Signal) -> tuple[Signal, Pullback]:
         found, mixed, back = attend_by_laws(self, signal)
@@ -177,15 +183,14 @@ class SelfAttention(Leaf):
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         tokens, length = signal.second_moment(), signal.seq_len
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        own = law.keys.kernel.diagonal - law.keys.kernel.pairs
-        wanted = law.scale * law.queries.kernel.diagonal * own
+        scale, wanted = logit_scales(law)
         layer = AlikeAttention(
             law.queries.kernel,
             law.keys.kernel,
             tokens,
             query_count=length,
             key_count=length,
-            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
+            scale=scale,
             drop_prob=self.drop_prob,
             d_model=self.d_model,
             d_head=law.head_freedom,
@@ -210,19 +215,9 @@ class SelfAttention(Leaf):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         # Weights sum to 1 within each sequence, and all pairs across have one covariance.
-        width, kernel = self._width, pair.signal.kernel
-        factor = (1.0 + 0.0 * kernel.pairs) * width * self.value
-        output = Signal(kernel.scaled(self.d_model * self.value), 2, width=width)
-        return output, 0.0 * factor if pair.within else factor
-
-    @property
-    def self_attention(self) -> SelfAttention:
-        return self
-
-    def with_logits(self, factor: Array) -> SelfAttention:
-        return dataclasses.replace(self, query=self.query * factor)
+        return Signal(signal.kernel.scaled(self.d_model * self.value), 2, width=self._width)
 
     def unplaced(self) -> SelfAttention:
         return dataclasses.replace(
@@ -284,11 +279,16 @@ class AttentionPullback:
 
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient."""
-        paths = Paths(sides.query, sides.key, self.overlap_path(received, sides))
+        overlap = self.overlap_path(received, sides)
+        paths = Paths(sides.query, sides.key, overlap, self.repeated(received))
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
             self.leaf, self.law, self.signal, self.attended, self.mixed, received, paths, rows
         )
+
+    def repeated(self, received: Kernel) -> Kernel | None:
+        """As in `weight_gradients.Paths`."""
+        return None
 
     def at_logits(self, path: Kernel, side: Side) -> Kernel:
         """A path's kernel at the tokens behind queries or keys."""
@@ -329,6 +329,12 @@ class _Resolved(AttentionPullback):
 
     def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
         found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
+        return found
+
+    def repeated(self, received: Kernel) -> Kernel | None:
+        if self.signal.repeats is None:
+            return None
+        found: Kernel | None = self.layer.repeated(received.scaled(self.gain))
         return found
 
     def response(self, received: Kernel) -> Kernel:
@@ -424,7 +430,7 @@ def concatenated(
         spread = (kernel * kernel).scaled(2 / width)
         together = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
         if together > 1:
-            common = shared().scaled(gain)
+            common = shared().scaled(gain).resolved_as(kernel)
             spread += (common * common).scaled(2 * (together - 1) / width)
         row = None if weights is None else weights()
         found = averaged_overlaps(memory, row, gain)
@@ -432,8 +438,8 @@ def concatenated(
             # Of another stack's tokens, those that ask are taken to know nothing; what the layers
             # before read of them, and thus have in common with this one, is left out.
             known = found.shared if memory is signal else (spread.scaled(0.0),) * 2
-            realised = Realised(spread + found.overlaps, None, known)
-            spread = spread + found.norms
+            realised = Realised(spread + found.overlaps.resolved_as(kernel), None, known)
+            spread = spread + found.norms.resolved_as(kernel)
     return Signal(
         own,
         signal.seq_len,

@@ -1,0 +1,464 @@
+"""Every model type that transformers ships, built small, described, predicted, measured, checked.
+
+    nice python benchmarks/board.py run [--kinds clip_text_model ...] [--again] [--limit 30]
+    python benchmarks/board.py table           # what is stored, in words
+    python benchmarks/board.py page            # docs/board.md
+
+A type's own config class gives the config, which SIZES shrinks by the names of its entries alone;
+nothing here knows a model. transformers' auto classes say which module goes with it, and
+`moments.check` reads it (a family's reader where there is one, else one pass through it), predicts
+it, measures it on random input and looks for faults. Where no Transformer says what it does, the
+reason is kept. `redrawn` runs the module's own initialiser once more, part by part, and holds the
+tensors against those that it was built with.
+
+Every type runs in a child process with a limit of time and of memory, so that one that crashes
+costs a row. Rows are stored in benchmarks/data/board.json as they come, and a run goes on from
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import math
+import multiprocessing
+import platform
+import re
+import resource
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from rich.progress import track
+from transformers.models.auto import configuration_auto, modeling_auto
+
+import moments
+from moments.model.huggingface import FAMILIES
+from moments.torch.anatomy import anatomy_of
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "benchmarks/data/board.json"
+PAGE = ROOT / "docs/board.md"
+
+SECONDS, MEMORY = 40, 2 << 30
+"""Of one type: processor time, and memory beyond what the libraries take."""
+
+
+# --- configs --------------------------------------------------------------------------------------
+
+WIDTH, HEADS, LAYERS, VOCABULARY = 256, 4, 2, 128
+
+
+def at_most(limit: int) -> Callable[[int], int]:
+    return lambda value: min(value, limit)
+
+
+def key_heads(value: int) -> int:
+    return value if value <= 2 else HEADS // 2
+
+
+def exactly(number: int) -> Callable[[int], int]:
+    return lambda _: number
+
+
+SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
+    # What looks like a size and is a choice
+    (r"(pad|bos|eos|sep|cls|mask|unk)_token_id|.*_token_type|num_labels|type_vocab_size", int),
+    (r".*(stride|kernel|dilation|padding|channels_in|num_channels|in_chans|in_channels).*", int),
+    # Tokens
+    (r".*vocab_size.*|.*num_embeddings|.*codebook_size|n_vocab|.*vocab_sizes", at_most(VOCABULARY)),
+    (
+        r".*(max_.*position|max_seq|max_source|max_target|n_positions|n_ctx|seq_len|block_size).*",
+        at_most(64),
+    ),
+    (
+        r".*(sliding_window|attention_window|window_size|local_attention|chunk_size|chunk_len).*",
+        at_most(16),
+    ),
+    # Depth
+    (r".*(num_kv_shared_layers|num_nextn_predict_layers|num_mtp).*", exactly(0)),
+    (r".*feat_extract_layers", int),
+    (r".*(first_k_dense|num_hash|num_dense|n_dense).*", at_most(1)),
+    (r".*(period|_interval|_every_n.*|_frequency)", at_most(2)),
+    (r".*(layer_offset)", at_most(1)),
+    (r".*(layers|n_layer|layer_num|depth|depths|num_blocks|n_blocks|num_stages)", at_most(LAYERS)),
+    # Heads and experts
+    (
+        r".*(key_value_heads|kv_heads|head_kv|num_kv|query_groups|multi_query_group_num).*",
+        key_heads,
+    ),
+    (r".*(mamba|ssm|linear|conv|gdn|rwkv).*heads.*", at_most(HEADS)),
+    (r".*(n_groups?|ngroups|topk_group|n_group)", at_most(1)),
+    (r".*(num_experts_per|experts_per_tok|top_?k|num_selected|moe_k).*", at_most(2)),
+    (r".*experts.*", at_most(4)),
+    (r".*(heads|n_head|heads_per.*)", at_most(HEADS)),
+    # Widths
+    (r"mamba_(d_head|head_dim)|ssm_head_dim", exactly(2 * WIDTH // HEADS)),
+    (r"expand", at_most(1)),
+    (r"mamba_d_ssm", at_most(2 * WIDTH)),
+    (
+        r".*(head_dim|head_size|head_width|d_kv|qkv_dim|kv_channels|v_dim|qk_.*_dim)",
+        at_most(WIDTH // HEADS),
+    ),
+    (r".*rotary_dim.*", at_most(WIDTH // HEADS // 2)),
+    (r".*query_pre_attn_scalar", at_most(WIDTH // HEADS)),
+    (r".*(lora_rank|lora_dim|_rank|dt_rank|time_step_rank)", at_most(16)),
+    (r".*(state_size|d_state|ssm_state|conv_dim_.*)", at_most(16)),
+    (
+        r".*(intermediate|ffn|feed_?forward|mlp|d_ff|dff|inner|hidden_dim|n_inner).*",
+        at_most(4 * WIDTH),
+    ),
+    (
+        r".*(hidden_size|hidden_sizes|d_model|d_embed|n_embd|embed_dim.*|embedding_size|dim|width)",
+        at_most(WIDTH),
+    ),
+    (r".*(projection_dim|proj_dim|_dim|_size_per_head|embed_proj_dim|channels)", at_most(WIDTH)),
+    # Pictures and sounds
+    (r".*(image_size|img_size|input_size|crop_size|resolution)", at_most(32)),
+    (r".*patch_size", at_most(8)),
+    (r".*(num_frames|tubelet_size)", at_most(4)),
+    (r".*(num_mel_bins|n_mels|feature_size|input_feat.*)", at_most(16)),
+    (r".*(num_queries|num_latents|num_query_tokens|num_.*_tokens|mm_tokens.*)", at_most(8)),
+)
+"""Names of entries, and what a number under them becomes; the first that fits."""
+
+
+FOLLOWING = ("out_features", "out_indices", "stage_names", "hidden_size_per_layer_input")
+"""Entries that follow from others, or that only some sizes allow, left to the class."""
+
+FILLED = {"head_dim": WIDTH // HEADS, "pad_token_id": 0, "vocab_size": VOCABULARY}
+"""Entries that a class may leave open though its module does not."""
+
+
+def shrunk(entries: dict[str, Any]) -> dict[str, Any]:
+    """A config's entries, and those of configs in it, at a small size."""
+    entries = {name: value for name, value in entries.items() if name not in FOLLOWING}
+    depth = next(
+        (v for k, v in entries.items() if re.fullmatch(DEPTH, k) and isinstance(v, int)), None
+    )
+    made = {}
+    for name, value in entries.items():
+        if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            made[name] = {k: v for k, v in value.items() if int(k) < LAYERS}
+        elif isinstance(value, dict) and (name.endswith("config") or "model_type" in value):
+            made[name] = shrunk(value)
+        elif _repeats(value):  # [[kinds of layers, how often]], as GPT-Neo has it
+            made[name] = [[kinds, max(1, LAYERS // len(kinds))] for kinds, _ in value[:1]]
+        elif isinstance(value, list) and depth is not None and len(value) == depth > LAYERS:
+            made[name] = cut(value)
+        else:
+            made[name] = sized(name, value)
+    heads = [v for n, v in entries.items() if re.fullmatch(r"(num_attention|n|num)_heads?", n)]
+    for name, value in entries.items():
+        if "key_value_heads" in name and value in heads and type(value) is int:
+            made[name] = min(value, HEADS)
+        elif value is None and name in FILLED:
+            made[name] = FILLED[name]
+    tokens = [n for n, v in made.items() if n.endswith(("token_id", "token_index", "_id"))]
+    for place, name in enumerate(n for n in tokens if isinstance(made[n], int)):
+        if made[name] >= VOCABULARY:
+            made[name] = VOCABULARY - 1 - place
+    return made
+
+
+def _repeats(value: Any) -> bool:
+    rows = value if isinstance(value, list) else [value]
+    return all(
+        isinstance(r, list) and len(r) == 2 and isinstance(r[0], list) and type(r[1]) is int
+        for r in rows
+    ) and bool(rows)
+
+
+DEPTH = r"(text_)?(num_(hidden_)?layers|n_layers?|encoder_layers)"
+
+
+def cut(kinds: list[Any]) -> list[Any]:
+    """Of what a list says layer by layer as many as are left, every kind among them."""
+    keys = [json.dumps(kind, sort_keys=True, default=str) for kind in kinds]
+    firsts = sorted(keys.index(key) for key in dict.fromkeys(keys))[:LAYERS]
+    more = [n for n in range(len(kinds)) if n not in firsts]
+    return [kinds[n] for n in sorted([*firsts, *more[: LAYERS - len(firsts)]])]
+
+
+def sized(name: str, value: Any) -> Any:
+    if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
+        return type(value)(sized(name, v) for v in value)
+    if type(value) is not int:
+        return value
+    rule = next((to for pattern, to in SIZES if re.fullmatch(pattern, name)), None)
+    return value if rule is None else rule(value)
+
+
+TASKS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+    "MODEL_FOR_MASKED_LM",
+    "MODEL_FOR_CAUSAL_LM",
+    "MODEL_FOR_IMAGE_CLASSIFICATION",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ",
+    "MODEL_FOR_PRETRAINING",
+    "MODEL",
+)
+"""The auto classes' maps, whose first one that has a type says what is built."""
+
+
+def module_classes() -> dict[str, list[str]]:
+    """Types for which an auto class names a module -> their modules' classes, likeliest first."""
+    found = {kind: [entry.module] for kind, entry in FAMILIES.items()}
+    for task in TASKS:
+        names = getattr(modeling_auto, f"{task}_MAPPING_NAMES")
+        for kind in configuration_auto.CONFIG_MAPPING_NAMES:
+            name = names.get(kind)
+            name = name[0] if isinstance(name, list | tuple) else name
+            if name is not None:
+                found.setdefault(kind, []).append(name)
+    return found
+
+
+def config_of(kind: str) -> Any:
+    cls = transformers.CONFIG_MAPPING[kind]
+    entries = cls().to_dict()
+    for name in ("transformers_version", "_name_or_path", "architectures", "dtype"):
+        entries.pop(name, None)
+    config = cls.from_dict(shrunk(entries))
+    config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False):
+        start = getattr(config, "decoder_start_token_id", None)
+        config.decoder_start_token_id = 0 if start is None else start  # T5 leaves it to its users
+    return config
+
+
+def built(kind: str, seed: int = 0) -> torch.nn.Module:
+    """A small module of a type, drawn by its own initialisation."""
+    why: Exception | None = None
+    for name in dict.fromkeys(module_classes()[kind]):
+        cls = getattr(transformers, name)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                module: torch.nn.Module = cls(config_of(kind))
+            return module
+        except Exception as error:  # another library, over a config that it may not mean
+            why = why or error
+    assert why is not None
+    raise why
+
+
+# --- one type -------------------------------------------------------------------------------------
+
+
+def redrawn(module: torch.nn.Module) -> list[str]:
+    """Tensors that the module's own initialiser, run part by part, draws otherwise than they are.
+
+    transformers draws every tensor once, whoever comes first; this runs what every class says of
+    itself in the order of the tree, the whole last, and lets later words count.
+    """
+    again = copy.deepcopy(module)
+    for held in [*again.modules(), *again.parameters(), *again.buffers()]:
+        if hasattr(held, "_is_hf_initialized"):
+            held._is_hf_initialized = False
+    kept = {name: p.detach().clone() for name, p in module.named_parameters()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        for part in _deepest_first(again):
+            for held in [*again.modules(), *again.parameters()]:
+                if getattr(held, "_is_hf_initialized", False):
+                    held._is_hf_initialized = False
+            owner = _initialiser(again, part)
+            owner._init_weights(part)
+    found: dict[str, list[float]] = {}
+    for name, tensor in again.named_parameters():
+        before, after = (float(t.double().square().mean()) for t in (kept[name], tensor.detach()))
+        noise = math.sqrt(2 / tensor.numel())
+        if min(before, after) == 0.0:
+            apart = before != after
+        else:
+            apart = abs(math.log(after / before)) > max(8 * noise, 0.02)
+        if apart:
+            pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+            found.setdefault(pattern, []).append(after / before if before else math.inf)
+    return [f"{name}: {np.mean(ratios):.3g} times" for name, ratios in found.items()]
+
+
+def _deepest_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        yield from _deepest_first(child)
+    yield module
+
+
+def _initialiser(module: torch.nn.Module, part: torch.nn.Module) -> Any:
+    """The innermost pretrained model around a part, whose word counts for it."""
+    around = [
+        p
+        for p in module.modules()
+        if hasattr(p, "_init_weights") and any(q is part for q in p.modules())
+    ]
+    return around[-1]
+
+
+def row(kind: str) -> dict[str, Any]:
+    """What is found of one type."""
+    started = time.process_time()
+    found: dict[str, Any] = {"module": module_classes()[kind][0]}
+    try:
+        module = built(kind)
+    except Exception as error:  # another library, over a config that it may not mean
+        return found | {"not built": _line(error)}
+    found["module"] = type(module).__name__
+    found["parameters"] = sum(p.numel() for p in module.parameters())
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            found["redrawn"] = redrawn(module)
+        except Exception as error:  # the same
+            found["redrawn"] = [f"not run again: {_line(error)}"]
+        try:
+            report = moments.check(module)
+        except moments.MomentsError as error:
+            found["refused"] = _line(str(error).partition("\n")[0].partition("; found ")[0])
+            found["findings"] = _told(getattr(error, "findings", ()))
+        except Exception as error:  # a defect here, that the table shows
+            found["broken"] = _line(error)
+        else:
+            found |= _reported(module, report)
+    found["seconds"] = round(time.process_time() - started, 1)
+    return found
+
+
+def _line(error: Exception | str) -> str:
+    said = " ".join(str(error).split()) or type(error).__name__
+    name = "" if isinstance(error, str) else f"{type(error).__name__}: "
+    return (name + said)[:400]
+
+
+def _told(findings: Iterable[Any]) -> list[dict[str, Any]]:
+    names = ("severity", "kind", "parameters", "reason")
+    return [{name: getattr(finding, name) for name in names} for finding in findings]
+
+
+def _reported(module: torch.nn.Module, report: moments.CheckReport) -> dict[str, Any]:
+    """A report's findings, and how far the prediction is off the measurement."""
+    assert report.comparison is not None
+    frame = report.comparison.points()
+    errors = {}
+    for quantity, part in frame.groupby("quantity"):
+        error = np.log(part["predicted"] / part["measured"])
+        worst = int(np.nanargmax(np.abs(error.to_numpy())))
+        errors[str(quantity)] = {
+            "ratio": _digits(math.exp(error.iloc[worst])),
+            "deviations": _digits(float(part["deviations"].abs().max())),
+        }
+    outputs = report.comparison.outputs().set_index("quantity")
+    if "loss" in outputs.index:
+        errors["loss"] = {
+            "ratio": _digits(outputs.loc["loss", "predicted"] / outputs.loc["loss", "measured"])
+        }
+    return {
+        "read by": "family" if anatomy_of(module).reading is None else "dataflow",
+        "scheme": report.scheme,
+        "errors": errors,
+        "findings": _told(report.findings),
+        "notes": list(report.notes),
+        "unchecked": list(report.unchecked),
+    }
+
+
+def _digits(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+# --- all types ------------------------------------------------------------------------------------
+
+
+def _child(kind: str, pipe: Any) -> None:
+    """In a process of its own, so that what it takes is given back."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY,) * 2)
+    spent = math.ceil(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS,) * 2)
+    pipe.send(row(kind))
+
+
+def in_a_process(kind: str) -> dict[str, Any]:
+    """`row`, under its limits; a row that says how it ended where it did not come back."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(kind, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv() if ours.poll(10 * SECONDS) else {}
+    except EOFError:
+        found = {}
+    process.kill()
+    process.join()
+    ended = {-24: f"{SECONDS} s of processor time were not enough", -9: "it did not end"}
+    said = ended.get(process.exitcode or 0, f"the process ended with {process.exitcode}")
+    return found or {"module": module_classes()[kind][0], "broken": said}
+
+
+def stored() -> dict[str, Any]:
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"rows": {}}
+
+
+def run(kinds: list[str], again: bool, limit: int | None) -> None:
+    """Types not yet stored, or all of those named."""
+    data = stored()
+    waiting = [kind for kind in kinds if again or kind not in data["rows"]][:limit]
+    data["versions"] = {
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+    }
+    for kind in track(waiting, "types", disable=not sys.stderr.isatty()):
+        found = data["rows"][kind] = in_a_process(kind)
+        DATA.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        print(f"{kind}: {state(found)}", flush=True)
+
+
+STATES = ("not built", "broken", "refused")
+
+
+def state(found: dict[str, Any]) -> str:
+    """One row in words."""
+    kinds = Counter(f["kind"] for f in found.get("findings", ()))
+    told = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "nothing found"
+    for name in STATES:
+        if name in found:
+            return f"{name}: {found[name]}" + (f"; {told}" if kinds else "")
+    errors = ", ".join(
+        f"{name} x {held['ratio']}" for name, held in sorted(found["errors"].items())
+    )
+    return f"{found['read by']}; {told}; {errors}; {found['seconds']} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("command", choices=("run", "table", "page"))
+    parser.add_argument("--kinds", nargs="+", default=None)
+    parser.add_argument("--again", action="store_true", help="also those that are stored")
+    parser.add_argument("--limit", type=int, default=None, help="so many, then stop")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    if given.command == "run":
+        built("llama")  # what most types need is loaded once, before children part
+        moments.check(built("gpt2"))
+        run(given.kinds or list(module_classes()), given.again, given.limit)
+    elif given.command == "table":
+        for kind, found in stored()["rows"].items():
+            print(f"{kind}: {state(found)}")
+
+
+if __name__ == "__main__":
+    main()
