@@ -10,8 +10,11 @@ keys and values that product has the kernel
 trilinear in its three kernels, and everything follows from it: the change of A V is
 T(Q', K', V') - T(Q, K, V) besides W V' W^T - W V W^T. T is scaled, entry by entry, to the package's
 own law of the query path at the old kernels, which knows finite logits, rotation, windows, biases
-and dropped heads; the key path is scaled as a whole, to the package's own. Logits of order 1 that
-change by as much are beyond first order.
+and dropped heads; the key path is scaled as a whole, to the package's own. Coherent changes of
+queries and keys, which T's means of pairs miss most of, are those of drawn heads (`heads`). Logits
+of order 1 that change by as much are beyond first order.
+
+See docs/theory/first-step.md.
 """
 
 from __future__ import annotations

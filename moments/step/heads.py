@@ -9,6 +9,8 @@ softmaxes, four keys and four values, of which the means of two and two (`attent
 more attention is peaked and the more features a head has for its keys: at logits of variance 1,
 three quarters of the change of a first layer's heads. It is taken over draws with a fixed seed, to
 first order in the change of the logits.
+
+See docs/theory/first-step.md.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ g = sum_i w_i g_i, w the regression of U on them at the network's mean correlati
 both averages over Sobol's points for (g_1, ..., g_k), parameter by parameter. A second update's
 square is thus that of the correlation of two batches' gradients. What is left out is that gradients
 change from step to step; benchmarks/first_step.py measures where that is no longer small.
+
+See docs/theory/first-step.md.
 """
 
 from __future__ import annotations
