@@ -232,6 +232,8 @@ def correct() -> Iterator[tuple[str, Any]]:
         yield f"encoder {given}", lambda given=given: encoder(*given)
     for style in foreign_slips.STYLES:
         for init in foreign_slips.INITS:
+            if (style, init) in foreign_slips.NOT_CORRECT:
+                continue
             for seed in range(200, 209):
                 given = (style, init, seed)
                 yield (
