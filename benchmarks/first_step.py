@@ -59,13 +59,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Llama, std 1/sqrt(d)": LLAMA | {"initializer_range": 128**-0.5},
     "GPT-NeoX": ENCODER | {"model_type": "gpt_neox", "vocab_size": 512},
     "BERT": ENCODER | {"model_type": "bert", "vocab_size": 512, "max_position_embeddings": 32},
+    "T5": {
+        "model_type": "t5",
+        "vocab_size": 512,
+        "d_model": 128,
+        "d_kv": 32,
+        "d_ff": 512,
+        "num_layers": 4,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    },
     "ViT": ENCODER | {"model_type": "vit", "image_size": 32, "patch_size": 8},
 }
 ADAM, MUON, SGD = (1e-5, 1e-4, 3e-4, 1e-3), (3e-4, 3e-3), (3e-3, 3e-2)
 FAMILIES = [
     *((name, "adam", ADAM) for name in CONFIGS),
-    *((name, "muon", MUON) for name in ("GPT-2", "Llama", "BERT", "ViT")),
-    *((name, "sgd", SGD) for name in ("GPT-2", "Llama", "BERT", "ViT")),
+    *((name, "muon", MUON) for name in ("GPT-2", "Llama", "BERT", "T5", "ViT")),
+    *((name, "sgd", SGD) for name in ("GPT-2", "Llama", "BERT", "T5", "ViT")),
 ]
 WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 8, 24)
 SWEPT = GPT2 | DRY | {"n_head": 2, "n_embd": 64, "n_layer": 4, "tie_word_embeddings": False}
@@ -74,21 +84,16 @@ RATE = 3e-4
 
 def batch_of(config: dict[str, Any]) -> tuple[dict[str, Any], moments.Prediction]:
     """What the module reads, and the prediction on it."""
+    from moments.torch.batches import inputs_of
     from moments.torch.huggingface_modules import module_batch
 
     vision = config["model_type"] == "vit"
     batch = module_batch(config, seq_len=None if vision else 32, batch=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moments.ValidityWarning)
-        if vision:
-            pixels, labels = (np.asarray(batch[name]) for name in ("pixel_values", "labels"))
-            model = moments.from_huggingface(config)
-            return batch, moments.predict(model, pixels=pixels, targets=labels)
-        model = moments.from_huggingface(config, seq_len=32)
-        given = {"token_ids": np.asarray(batch["input_ids"])}
-        if config["model_type"] == "bert":
-            given["targets"] = np.asarray(batch["labels"])
-        return batch, moments.predict(model, **given)
+        model = moments.from_huggingface(config, **({} if vision else {"seq_len": 32}))
+        read = inputs_of(model, {name: np.asarray(value) for name, value in batch.items()})
+        return batch, moments.predict(model, **read)
 
 
 def stored() -> dict[str, Any]:
@@ -115,6 +120,9 @@ def _measured(found: Any, seconds: float) -> dict[str, Any]:
 MATRICES = ("query", "key", "value", "output", "gate", "ffn_in", "ffn_out")
 
 
+PARAMETRISED = ("standard", "mup", "depth-mup", "completep")
+
+
 def scaled(size: dict[str, int], name: str) -> tuple[Any, Any, dict[str, float], Any]:
     """A swept module's factory, its model, multipliers and loss under a parametrisation."""
     import torch
@@ -125,6 +133,7 @@ def scaled(size: dict[str, int], name: str) -> tuple[Any, Any, dict[str, float],
     base = moments.from_huggingface(SWEPT, seq_len=32)
     model, multipliers = parametrised(base, name, "adam", d, n)
     config = SWEPT | {"n_embd": d, "n_layer": n, "n_head": d // 32}
+    branch = float(model.by_block("branch_scale")[0, 0])
     scale, logits = 1.0 if name == "fixed" else (64 / d) ** 0.5, model.head.output_scale
 
     def factory(seed: int) -> Any:
@@ -137,6 +146,10 @@ def scaled(size: dict[str, int], name: str) -> tuple[Any, Any, dict[str, float],
                     parameter.mul_(scale * own)
             if name == "standard":
                 module.lm_head.weight.mul_(scale)
+        for path, part in module.named_modules():
+            # what stands between a block's last matrix and the sum
+            if path.endswith(("attn.resid_dropout", "mlp.dropout")):
+                part.register_forward_hook(lambda *given: branch * given[-1])
         return module
 
     def loss(output: Any, batch: Any) -> Any:
@@ -155,8 +168,9 @@ def cases() -> dict[str, Any]:
     for name in ("standard", "mup"):
         for d in WIDTHS:
             found[f"width/{name}/{d}"] = ({"d_model": d}, name)
-    for n in DEPTHS:
-        found[f"depth/mup/{n}"] = ({"layers": n}, "mup")
+    for name in ("mup", "depth-mup", "completep"):
+        for n in DEPTHS:
+            found[f"depth/{name}/{n}"] = ({"layers": n}, name)
     return found
 
 

@@ -136,7 +136,7 @@ def test_the_page_is_one_file_with_its_pictures(right: moments.CheckReport) -> N
     assert page.startswith("<!DOCTYPE html>")
     assert page.count("<svg") == 1
     assert "prefers-color-scheme: dark" in page
-    assert "var(--forward)" in page
+    assert "var(--signal)" in page
     for outside in ("http://cdn", "https://", "<script", "src="):
         assert outside not in page.replace("https://matplotlib", "")
     assert right._repr_html_().count("<svg") == 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
+import importlib
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -42,13 +46,29 @@ def run(*arguments: str) -> str:
 
 
 def process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as a shell sees it: exit status and standard error."""
-    return subprocess.run(
-        [sys.executable, "-c", "from moments.cli import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """The command from its entry point on: exit status and both outputs, in this process."""
+    shown, said, status = io.StringIO(), io.StringIO(), None
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(sys, "argv", ["moments", *arguments]),
+        contextlib.redirect_stdout(shown),
+        contextlib.redirect_stderr(said),
+    ):
+        try:
+            main()
+        except SystemExit as stopped:
+            status = stopped.code
+    assert isinstance(status, int)
+    return subprocess.CompletedProcess(list(arguments), status, shown.getvalue(), said.getvalue())
+
+
+def test_the_command_is_a_process_of_its_own() -> None:
+    arguments = ["predict", "gpt2", "--layers", "0"]
+    command = [sys.executable, "-m", "moments", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    here = process(*arguments)
+    assert (done.returncode, done.stdout) == (here.returncode, here.stdout) == (2, "")
+    assert done.stderr == here.stderr
 
 
 # --- predict --------------------------------------------------------------------------------------
@@ -409,6 +429,7 @@ def test_bad_words_and_files(
 
     for name in moments.__all__:  # what is first imported below would keep `never`
         getattr(moments, name)
+    importlib.import_module("moments.papers.validation.errors")
     monkeypatch.setattr("moments.torch.huggingface_modules.build_module", never)
     monkeypatch.setattr("moments.prediction.predict.predict", never)
     with pytest.raises(SystemExit) as end:

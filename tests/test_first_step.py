@@ -17,6 +17,7 @@ import moments
 from moments.formulas.named_activations import activation_laws
 from moments.step.change import Change
 from moments.step.elementwise import Pairs, activated
+from moments.step.neurons import Neurons
 from moments.step.parametrisation import PARAMETRISATIONS, parametrised
 from moments.step.rules import (
     MUON_SCALES,
@@ -80,8 +81,7 @@ def correlated(tokens: int, seed: int) -> np.ndarray:
 
 def test_inverse_moments_are_the_integrals() -> None:
     lam = np.array([2.0, 0.3])
-    identity = np.eye(2)
-    found = Spectrum(np.diag(lam), identity, identity, identity, lam).inverse_moments
+    found = Spectrum.of(np.diag(lam[::-1]), np.eye(2)).inverse_moments
 
     def mean(of: Any) -> float:
         def density(x: float, y: float) -> float:
@@ -91,8 +91,8 @@ def test_inverse_moments_are_the_integrals() -> None:
         return 4 * dblquad(density, 1e-9, 9, 1e-9, 9, epsabs=1e-9)[0]
 
     assert found[0] == pytest.approx(mean(lambda x, rho: rho), rel=1e-6)
-    assert found[1][0] == pytest.approx(mean(lambda x, rho: x * x / rho), rel=1e-6)
-    assert found[2][0] == pytest.approx(mean(lambda x, rho: x * x / rho**2), rel=1e-5)
+    assert found[1][1] == pytest.approx(mean(lambda x, rho: x * x / rho), rel=1e-6)
+    assert found[2][1] == pytest.approx(mean(lambda x, rho: x * x / rho**2), rel=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["sgd", "sign", "muon"])
@@ -140,32 +140,38 @@ def test_rows_and_columns_that_are_not_gaussian() -> None:
     """ReLU's slopes gate whole rows: E|G| against draws of G itself, where the Gaussian law of the
     same kernels is 6 % off."""
     tokens, n, draws = 4, 400, 3000
-    kernel, inner = correlated(tokens, 3), correlated(tokens, 4)
+    kernel, inner, hidden = correlated(tokens, 3), correlated(tokens, 4), correlated(tokens, 6)
+    pairs, own = Pairs.of(activation_laws("relu"), {}), np.diag(hidden)
+    gradient, behind = pairs.slope(own, own, hidden) * inner, pairs.moment(own, own, hidden)
+    units = Neurons.of(activation_laws("relu"), (hidden,), inner)
+    assert units is not None
+    for drawn, of in ((units.sent(0, gradient), gradient), (units.given(behind), behind)):
+        assert 0.3 < drawn.share < 0.8
+        assert drawn.twins.T @ drawn.twins / len(drawn.twins) == pytest.approx(of, abs=0.06)
+    spectrum = Spectrum.of(kernel, gradient)
+    signs = sign_of_rows(spectrum, units.sent(0, gradient))
+    found = effect(spectrum, "sign", kernel, kernel, n, 1.0, signs=signs)
     rng = np.random.default_rng(5)
-    hidden = rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(correlated(tokens, 6)).T
-    delta = (hidden > 0) * (rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(inner).T)
-    gradient = delta.T @ delta / draws
-    signs = sign_of_rows(kernel, delta)
-    found = effect(Spectrum.of(kernel, gradient), "sign", kernel, kernel, n, 1.0, signs=signs)
+    y = rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(hidden).T
+    delta = (y > 0) * (rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(inner).T)
     x = rng.standard_normal((n, tokens)) @ np.linalg.cholesky(kernel).T
     g = delta @ x.T
     assert found.slope == pytest.approx(np.abs(g).mean() * n, rel=0.03)
-    plain = effect(Spectrum.of(kernel, gradient), "sign", kernel, kernel, n, 1.0)
+    plain = effect(spectrum, "sign", kernel, kernel, n, 1.0)
     assert abs(plain.slope / (np.abs(g).mean() * n) - 1) > 0.05
     # Q of one token: the sum over features of sign(G) x, squared, averaged over rows
     square = ((np.sign(g) @ x) ** 2).mean(0)
     assert np.diag(found.total) == pytest.approx(square, rel=0.12)
-    values = np.maximum(hidden, 0.0)
-    signs = sign_of_columns(
-        values, inner, rng.standard_normal((512, tokens)) @ np.linalg.cholesky(inner).T
-    )
-    hidden_kernel = values.T @ values / draws
-    found = effect(
-        Spectrum.of(hidden_kernel, inner), "sign", hidden_kernel, hidden_kernel, n, 1.0, signs=signs
-    )
-    rows = rng.standard_normal((2000, tokens)) @ np.linalg.cholesky(inner).T
-    g = rows @ values[:n].T
+    spectrum = Spectrum.of(behind, inner)
+    signs = sign_of_columns(spectrum, units.given(behind), units.received)
+    found = effect(spectrum, "sign", behind, behind, n, 1.0, signs=signs)
+    rows = rng.standard_normal((500, tokens)) @ np.linalg.cholesky(inner).T
+    y = rng.standard_normal((80, n, tokens)) @ np.linalg.cholesky(hidden).T
+    values = np.maximum(y, 0.0)
+    g = rows @ np.swapaxes(values, 1, 2)
     assert found.slope == pytest.approx(np.abs(g).mean() * n, rel=0.05)
+    square = ((np.sign(g) @ values) ** 2).mean((0, 1))
+    assert np.diag(found.total) == pytest.approx(square, rel=0.1)
 
 
 def test_a_gain_s_step() -> None:

@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 
 import moments
 from moments import Transformer
-from moments.engine.classes import ClassMatrix, PositionClasses, product
-from moments.transfer.attention.kernels import KernelAttention, balance, nodes, row_classes
+from moments.engine.classes import ClassMatrix, PositionClasses, one_class, product
+from moments.transfer.attention.kernels import (
+    KernelAttention,
+    Rotation,
+    balance,
+    nodes,
+    row_classes,
+)
 from moments.transfer.attention.kernels.position_attention import ClassLogits, PositionAttention
+from moments.transfer.attention.kernels.turning import Turning
 
 LENGTH = 96
 
@@ -298,19 +305,46 @@ def test_means_over_cells_are_those_of_the_pairs_of_a_text() -> None:
     np.testing.assert_allclose((found * classes.pair_count).sum(), hit.sum(), rtol=1e-9)
 
 
-def test_long_text_by_means_over_cells() -> None:
-    """What single tokens have in common beyond their cells is lost, and said to be."""
-    text = np.random.default_rng(3).zipf(1.2, 272) % 5000
-    model = moments.preset("gpt2", seq_len=272).replace(layers=2)
+@pytest.mark.parametrize(("length", "power"), [(128, 1.3), (272, 1.2)])
+def test_a_text_by_means_over_cells(length: int, power: float) -> None:
+    text = np.random.default_rng(3).zipf(power, length) % 5000
+    model = moments.preset("gpt2", seq_len=length).replace(layers=2)
     by_token, by_class = (predicted(model, token_ids=text, tokens=t) for t in (True, None))
     assert by_class.layout.classes is not None
-    assert any("repeat" in note for note in by_class.warnings)
+    assert not by_class.warnings
     np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=2e-3)
     np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=3e-3)
     np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=8e-3)
     np.testing.assert_allclose(by_class.loss, by_token.loss, rtol=1e-3)
-    several = predicted(model.replace(seq_len=136), token_ids=text.reshape(2, 136))
+    one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token))
+    ratio = (one.squared_norm / other.squared_norm).drop("key.bias", level="weight")
+    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.04)
+    several = predicted(model.replace(seq_len=length // 2), token_ids=text.reshape(2, -1))
     assert several.layout.classes is None
+
+
+def test_repeated_tokens_are_what_queries_and_keys_would_miss() -> None:
+    """One word in four alike: without them their gradients are a sixth too small."""
+    text = np.random.default_rng(3).zipf(1.3, 128) % 5000
+    model = moments.preset("gpt2", seq_len=128).replace(layers=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moments.prediction.stack.class_repeats", lambda *_: None)
+        without = predicted(model, token_ids=text).weight_gradients()
+    found = predicted(model, token_ids=text).weight_gradients()
+    for name, at_most in (("query", 0.95), ("key", 0.95), ("value", 1.01)):
+        ratio = (without.squared_norm / found.squared_norm)[without.weight == name]
+        assert ratio.max() < at_most
+        assert name != "value" or ratio.min() > 0.99
+
+
+def test_strong_logits_leave_a_text_to_its_tokens() -> None:
+    """A text is told apart by token where logits do so, and where it is too long that is said."""
+    strong = moments.preset("gpt2", seq_len=128).replace(layers=1, temperature=0.2)
+    text = np.random.default_rng(3).zipf(1.3, 300) % 5000
+    assert predicted(strong, token_ids=text[:128]).layout.classes is None
+    with pytest.warns(moments.ValidityWarning, match="means over classes"):
+        long = moments.predict(strong.replace(seq_len=300), token_ids=text)
+    assert long.layout.classes is not None
 
 
 OTHERS = {
@@ -320,6 +354,8 @@ OTHERS = {
     "rotary": {"rotary": moments.Rotary()},
     "normalised": {"rotary": moments.Rotary(), "qk_norm": "layernorm"},
     "biases": {"biases": moments.Biases(query=0.3, key=0.3, value=0.2)},
+    "relative biases": {"relative_bias": moments.RelativeBias(0.3)},
+    "relative biases in a window": {"window": 10, "relative_bias": moments.RelativeBias(0.3)},
 }
 
 
@@ -340,6 +376,68 @@ def test_queries_and_keys_that_are_not_the_tokens(
     norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
     ratio = (norms[0] / norms[1])["squared_norm"].dropna()
     assert abs(ratio.drop("key.bias", level=1, errors="ignore") - 1).max() < 0.012
+
+
+@pytest.mark.parametrize("name", ["relative biases", "rotary"])
+def test_tokens_that_know_their_distances_are_one_class(name: str) -> None:
+    """Without a mask; which tokens are near each other is not known, which rotary positions of
+    correlated tokens show: their queries' gradients by 4 %."""
+    model = Transformer(2, 128, 4, 64, dropout=0.1, **OTHERS[name])
+    alike, by_token = (predicted(model, tokens=t, correlation=0.2) for t in (False, True))
+    assert alike.token_variance is None
+    rotary = name == "rotary"
+    np.testing.assert_allclose(alike.variance, by_token.variance, rtol=5e-4)
+    np.testing.assert_allclose(alike.correlation, by_token.correlation, atol=5e-4)
+    np.testing.assert_allclose(alike.grad_variance, by_token.grad_variance, rtol=5e-3)
+    norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (alike, by_token)]
+    ratio = (norms[0] / norms[1])["squared_norm"].dropna()
+    assert abs(ratio - 1).max() < (0.05 if rotary else 0.02)
+    assert "relative_bias" in ratio.index.get_level_values(1) or rotary
+
+
+def test_rows_of_one_class_are_the_references_of_rows_by_token() -> None:
+    """The distribution of rotated overlaps over pairs of keys, by a Gauss rule, against all."""
+    length, rotary = 48, moments.Rotary()
+    frequencies, shares = rotary.frequencies(32)
+    place = np.arange(length, dtype=float)
+    kernel = np.full((length, length), 0.5) + 0.5 * np.eye(length)
+    rotation = Rotation.of(frequencies, shares, place, place)
+    by_token = KernelAttention(kernel, logit_scale=2.0, rotation=rotation)
+    sight = one_class(length).seen()
+    one = np.array([1.0]), np.array([[0.5]])
+    turning = Turning.of(sight, frequencies, shares)
+    found = PositionAttention(ClassLogits(one, one, one, 2.0, sight, turning))
+    expected = by_token.logit_variance.mean()
+    assert found.logit_variance[0] == pytest.approx(expected, rel=1e-4)
+    assert found.sum_square[0] == pytest.approx(by_token.sum_square.mean(), rel=0.02)
+
+
+@pytest.mark.parametrize("relative", [None, moments.RelativeBias(0.2)])
+def test_decoders_on_classes_read_encoders_of_tokens_alike(
+    relative: moments.RelativeBias | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    encoder = Transformer(2, 96, 4, 36, dropout=0.1, relative_bias=relative)
+    model = Transformer(
+        2, 128, 4, 40, dropout=0.1, causal=True, encoder=encoder, relative_bias=relative
+    )
+    given = {"correlation": 0.2, "grad_correlation": 0.05}
+    by_token, by_class = (predicted(model, tokens=t, **given) for t in (True, None))
+    assert by_class.layout.classes is not None
+    for found, expected in ((by_class, by_token), (by_class.encoder, by_token.encoder)):
+        assert found is not None
+        assert expected is not None
+        np.testing.assert_allclose(found.variance, expected.variance, rtol=5e-4)
+        np.testing.assert_allclose(found.correlation, expected.correlation, atol=5e-4)
+        np.testing.assert_allclose(found.grad_variance, expected.grad_variance, rtol=4e-3)
+        norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (found, expected)]
+        ratio = (norms[0] / norms[1])["squared_norm"].dropna()
+        assert abs(ratio - 1).drop("relative_bias", level=1, errors="ignore").max() < 0.015
+        bands = [
+            np.log(p.grad_variance_band[1] / p.grad_variance_band[0]) for p in (found, expected)
+        ]
+        np.testing.assert_allclose(*bands, rtol=0.06)
 
 
 def test_gradients_that_fall_steeply_meet_those_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,8 +483,7 @@ def test_what_classes_do_not_cover_is_resolved_by_token() -> None:
     text = np.arange(40) % 7
     embedded = plain.replace(embedding=moments.Embedding(50, 1.0))
     assert predicted(embedded, token_ids=text).layout.classes is None
-    for change in ({"alibi": True}, {"relative_bias": moments.RelativeBias(0.1)}):
-        assert predicted(plain.replace(**change)).layout.classes is None
+    assert predicted(plain.replace(alibi=True)).layout.classes is None
     assert predicted(plain.replace(causal=False)).token_variance is None
     assert predicted(plain.replace(seq_len=16)).layout.classes is None
 

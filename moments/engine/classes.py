@@ -113,24 +113,31 @@ class PositionClasses:
         """(P,) means over cells of (L,) values."""
         return np.asarray(self.hats @ values / self.hats.sum(1))
 
-    def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
+    def pair_means(
+        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
+    ) -> Array:
         """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
-        second[l]; over all pairs of the sequence as many as there are."""
+        second[l], each counted by weights[j]; over all pairs of the sequence as many as there
+        are."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
+        weights = np.ones(len(first)) if weights is None else weights
         sums = [
-            np.array([np.bincount(one, hat, len(known)) for hat in self.hats])
-            for one in np.split(where, 2)
+            np.array([np.bincount(one, hat, len(known)) for hat in hats])
+            for one, hats in zip(np.split(where, 2), (self.hats * weights, self.hats), strict=True)
         ]
         size = self.hats.sum(1)
-        itself = (self.hats * (first == second)) @ self.hats.T
+        itself = (self.hats * (weights * (first == second))) @ self.hats.T
         count = np.outer(size, size) - self.hats @ self.hats.T
         usable = count > 0.5  # a cell of one position has no pairs: those with the next stand in
         found = np.where(usable, (sums[0] @ sums[1].T - itself) / np.where(usable, count, 1.0), 0.0)
         for place in map(int, np.flatnonzero(~np.diagonal(usable))):
             beside = [min(place + 1, len(size) - 1), max(place - 1, 0)]
             found[place, place] = found[place, beside].mean()
-        counts = [np.bincount(one, minlength=len(known)) for one in np.split(where, 2)]
-        total = float(counts[0] @ counts[1]) - float((first == second).sum())
+        counts = [
+            np.bincount(one, by, len(known))
+            for one, by in zip(np.split(where, 2), (weights, np.ones(len(second))), strict=True)
+        ]
+        total = float(counts[0] @ counts[1]) - float((weights * (first == second)).sum())
         summed = float((found * self.pair_count).sum())
         return np.asarray(found * (total / summed if summed > 0.0 else 1.0))
 
@@ -160,6 +167,25 @@ def _spaced(length: int, step: float, exact: int, per_octave: float) -> Position
     first = np.arange(1, exact + 1)
     nodes = np.union1d(first, np.round(steps).astype(np.intp))
     return PositionClasses(length, np.append(nodes, length))
+
+
+@dataclass(frozen=True, eq=False)
+class OneClass(PositionClasses):
+    """All tokens of a sequence as one class, whose rows see every key: what a node holds are means
+    over tokens and over pairs of different ones."""
+
+    @property
+    def hats(self) -> Array:  # type: ignore[override]
+        return np.ones((1, self.length))
+
+    def seen(self, window: int | None = None) -> Sight:
+        return _everything(self)
+
+
+@functools.lru_cache(maxsize=64)
+def one_class(length: int) -> OneClass:
+    """The same for the same length."""
+    return OneClass(length, np.array([length]))
 
 
 def positions_between(low: int, high: int) -> tuple[Array, Array]:
@@ -239,6 +265,23 @@ class Sight:
         found |= {"shared": shared, "split": split, "rows": rows, "later": later}
         for name, value in (found | {"seen": keys != 0.0}).items():
             object.__setattr__(self, name, value)
+
+
+class _Everything(Sight):
+    """Of one class."""
+
+    def __post_init__(self) -> None:
+        size = float(self.classes.length)
+        found = {"starts": np.zeros(1, np.intp), "size": np.array([size])}
+        found |= {name: np.full((1, 1), size) for name in ("keys", "rows")}
+        found |= {name: np.full((1, 1, 1), size) for name in ("shared", "split", "later")}
+        for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():
+            object.__setattr__(self, name, value)
+
+
+@functools.lru_cache(maxsize=64)
+def _everything(classes: OneClass) -> Sight:
+    return _Everything(classes, classes.length)
 
 
 @functools.lru_cache(maxsize=16)
@@ -347,18 +390,19 @@ class ClassMatrix:
     Attributes:
         own: (..., P) entries of a token with itself.
         pairs: (..., P, P) of two different tokens.
-        classes: the positions.
+        classes: the positions, or one class of tokens alike.
     """
 
     __array_ufunc__ = None
     __slots__ = ("classes", "own", "pairs")
 
     def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
-        shape = np.broadcast_shapes(np.shape(own)[:-1], np.shape(pairs)[:-2])
-        size = np.shape(pairs)[-1]
-        self.own = np.broadcast_to(own, (*shape, size))
-        self.pairs = np.broadcast_to(pairs, (*shape, size, size))
-        self.classes = classes
+        entries, matrix = np.shape(own), np.shape(pairs)
+        if entries != matrix[:-1] or matrix[-1] != matrix[-2]:
+            shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
+            own = np.broadcast_to(own, (*shape, size))
+            pairs = np.broadcast_to(pairs, (*shape, size, size))
+        self.own, self.pairs, self.classes = own, pairs, classes
 
     @classmethod
     def of_rows(cls, rows: Array, sight: Sight) -> ClassMatrix:

@@ -42,7 +42,7 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
     """The names to walk through of a class that holds numbers; None: it is no such class."""
     if kind in _VALUES or issubclass(kind, Component):
         names = getattr(kind, "_fields", None) or [f.name for f in dataclasses.fields(kind)]
-        return tuple(name for name in names if name != "facts")
+        return tuple(name for name in names if name != "diagnostics")
     return None
 
 
@@ -101,6 +101,17 @@ class _Ahead(NamedTuple):
     kept: tuple[int, ...]
 
 
+Reader = Callable[[Record], dict[str, Any]]
+"""Finds numbers in a layer's record, and names them."""
+
+
+class _Reading(NamedTuple):
+    """A forward function that tells of what passes inside, and the names of what it tells."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+
+
 class Program:
     """One layer's passes as functions of floats, on values that take the same branches.
 
@@ -133,6 +144,7 @@ class Program:
         self._used: set[int] | None = None  # by the ways back that are recorded
         self._backs: list[_Recording] = []
         self._aheads: dict[bool, _Ahead] = {}
+        self._readings: dict[tuple[Reader, bool], _Reading] = {}
 
     def ahead(self, many: bool) -> _Ahead:
         """The forward function, for arrays where there are many configurations."""
@@ -145,11 +157,38 @@ class Program:
         lines = self._tape.operations
         kept = range(self._split) if self._used is None else sorted(self._used)
         needed = _needed(lines, [*wanted, *kept, *(g.line.index for g in self._guards)])
-        text = _Text(lines, needed, many)
+        text = _Text(lines, needed, many, [*wanted, *kept])
         body = text.statements(0, self._split, self._guards)
         values = f"({text.tuple_of(self._leaving)}),({''.join(f'x{k},' for k in kept)})"
         function = text.function("ahead", self._entering, body, values)
         return _Ahead(function, tuple(kept))
+
+    def reading(self, read: Reader, many: bool) -> _Reading:
+        """The forward function that also tells what `read` finds in the layer's record.
+
+        Raises:
+            Unrecordable: what it finds is no number.
+        """
+        found = self._readings.get((read, many))
+        if found is None:
+            found = self._readings[read, many] = self._read(read, many)
+        return found
+
+    def _read(self, read: Reader, many: bool) -> _Reading:
+        tape = self._tape
+        tape.guards, tape.held = [], {}
+        told = read(self._record)
+        values: list[Any] = []
+        if any(taken_apart(one, values) is not float for one in told.values()):
+            raise Unrecordable("what is read is no number")
+        guards = [*self._guards, *tape.guards]
+        leaving = [*self._leaving, *values]
+        wanted = [v.line.index for v in leaving if type(v) is Recorded]
+        needed = _needed(tape.operations, [*wanted, *(g.line.index for g in guards)])
+        text = _Text(tape.operations, needed, many, wanted)
+        body = text.statements(0, len(tape.operations), guards)
+        result = f"({text.tuple_of(self._leaving)}),({text.tuple_of(values)})"
+        return _Reading(text.function("read", self._entering, body, result), tuple(told))
 
     def again(self, entering: list[float]) -> Program:
         """The same operations on other numbers that enter, parameters first.
@@ -214,7 +253,7 @@ class _Recording:
         gradient = put_together(structure, iter(self._arriving))
         self.below = taken_apart(program._record.backward(gradient).gradient_sent, self._leaving)
         self._stop, self._guards = len(tape.operations), list(tape.guards)
-        wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
+        wanted = self._wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
         self._needed = _needed(tape.operations, [*wanted, *(g.line.index for g in self._guards)])
         own = range(self._start, self._stop)
         self.used = {
@@ -234,7 +273,7 @@ class _Recording:
             # Written when fewer ways back were known: the next forward function keeps more.
             raise Unrecordable("a way back that needs more than the way up kept")
         if found is None:
-            text = _Text(self._tape.operations, self._needed, many)
+            text = _Text(self._tape.operations, self._needed, many, self._wanted)
             place = {line: k for k, line in enumerate(ahead.kept)}
             body = [f"x{line}=kept[{place[line]}]" for line in sorted(self.used)]
             body += text.statements(self._start, self._stop, self._guards)
@@ -263,7 +302,8 @@ class Passage:
         structure = taken_apart(signal, numbers)
         self._library, self.signals = library, [(structure, tuple(numbers))]
         self._steps: list[Step] = []
-        self.many = any(isinstance(v, np.ndarray) for v in numbers)
+        sizes = [v.size for v in numbers if isinstance(v, np.ndarray)]
+        self.many, self.configurations = bool(sizes), max(sizes, default=1)
 
     def up(self, layers: Iterable[Apart]) -> None:
         """Raises:
@@ -275,7 +315,9 @@ class Passage:
         self.many = self.many or any(layer.many for layer in layers)
         for layer in layers:
             programs = self._library.programs(layer.shape, shape)
-            program, ahead, numbers, kept = _forward(programs, layer, structure, numbers, self.many)
+            program, ahead, numbers, kept = _forward(
+                programs, layer, structure, numbers, lambda one: one.ahead(self.many)
+            )
             self._steps.append(Step(program, ahead, kept, (*layer.numbers, *self.signals[-1][1])))
             if program.output is not structure:
                 structure = program.output
@@ -306,6 +348,18 @@ class Apart(NamedTuple):
     many: bool
 
 
+class Told(NamedTuple):
+    """Structure and numbers of what leaves a layer, and what was read of what passed inside."""
+
+    structure: Any
+    numbers: tuple[float, ...]
+    read: dict[str, float]
+
+    @property
+    def signal(self) -> Signal:
+        return built((self.structure, self.numbers))  # type: ignore[no-any-return]
+
+
 class Library:
     """Programs of the layers met so far."""
 
@@ -334,21 +388,42 @@ class Library:
             Unrecordable: a layer holds arrays with other axes than configurations.
         """
         known: dict[int, Apart] = {}
-        found = []
+        found: list[Apart] = []
         for layer in layers:
             if id(layer) not in known:
-                own: list[Any] = []
-                structure = taken_apart(layer, own)
-                many = any(isinstance(v, np.ndarray) for v in own)
-                known[id(layer)] = Apart(structure, self.shape(structure), own, many)
+                known[id(layer)] = self._apart(layer, found[-1] if found else None)
             found.append(known[id(layer)])
         return found
 
-    def worth(self, layers: Sequence[Apart]) -> bool:
+    def _apart(self, layer: Component, before: Apart | None) -> Apart:
+        """A layer's body, which may have the structure of the one before."""
+        if before is not None:
+            numbers = _taker(before.structure)(layer)
+            if numbers is not None:
+                return before._replace(numbers=numbers, many=False)
+        own: list[Any] = []
+        structure = taken_apart(layer, own)
+        many = any(isinstance(v, np.ndarray) for v in own)
+        return Apart(structure, self.shape(structure), own, many)
+
+    def worth(self, layers: Sequence[Apart], configurations: int = 1) -> bool:
         """Whether so many layers of these shapes were met that writing programs pays."""
         for layer in layers:
-            self._met[layer.shape] = self._met.get(layer.shape, 0) + 1
+            met = 1 + configurations // AS_LONG
+            self._met[layer.shape] = self._met.get(layer.shape, 0) + met
         return all(self._met[layer.shape] >= WORTH for layer in layers)
+
+    def step(self, layer: Apart, entering: Told, read: Reader) -> Told:
+        """One layer up.
+
+        Raises:
+            Unrecordable: as `Passage.up`.
+        """
+        programs = self.programs(layer.shape, self.shape(entering.structure))
+        program, reading, leaving, found = _forward(
+            programs, layer, entering.structure, entering.numbers, _reading_of(read)
+        )
+        return Told(program.output, leaving, dict(zip(reading.names, found, strict=True)))
 
     def passage(self, layers: Sequence[Component], signal: Signal) -> Passage:
         """The way up through layers, whose bodies are given, tokens alike.
@@ -364,6 +439,9 @@ class Library:
 WORTH = 64
 """Layers of one shape from which on they are replayed: to record one and write its functions was
 measured to cost as much as 50 to 70 plain ones."""
+
+AS_LONG = 140
+"""Configurations at once that a plain layer was measured to take twice as long for as for one."""
 
 LIBRARY = Library()
 
@@ -384,11 +462,11 @@ class Replayed(Record):
     ) -> None:
         self.component, self.layer = component, 0
         self._signals, self._gradients, self._passage = signals, gradients, passage
-        self.input, self.output = _built(signals[0]), _built(signals[-1])
+        self.input, self.output = built(signals[0]), built(signals[-1])
         self.pullback = self.memory = self.pulled = self.sent_to_memory = None
         self.received = self.sent = None
         if gradients is not None:
-            self.received, self.sent = _built(gradients[-1]), _built(gradients[0])
+            self.received, self.sent = built(gradients[-1]), built(gradients[0])
 
     def backward(self, gradient: Gradient, run: Run | None = None) -> Record:
         if self._passage is not None and LIBRARY.busy.acquire(blocking=False):
@@ -410,9 +488,9 @@ class Replayed(Record):
         """Of the layers, each with what passed inside it."""
         found = []
         for k, layer in enumerate(self.component.children):
-            record = layer.propagate(_built(self._signals[k]), Run())
+            record = layer.propagate(built(self._signals[k]), Run())
             if self._gradients is not None:
-                record = record.backward(_built(self._gradients[k + 1]))
+                record = record.backward(built(self._gradients[k + 1]))
             found.append(record)
         return tuple(found)
 
@@ -421,9 +499,13 @@ class Replayed(Record):
         return []
 
     def between_layers(self) -> list[Point]:
+        return self._between
+
+    @functools.cached_property
+    def _between(self) -> list[Point]:
         last = [None] * len(self._signals) if self._gradients is None else self._gradients
         return [
-            Point(number, "stream", _built(signal), gradient and _built(gradient))
+            Point(number, "stream", built(signal), gradient and built(gradient))
             for number, (signal, gradient) in enumerate(zip(self._signals, last, strict=True))
             if number
         ]
@@ -436,7 +518,18 @@ NOT_REPLAYED = (Unrecordable, Mixed, ArithmeticError, ValueError)
 """What the plain passes are for: they compute what can be computed, and say what is wrong."""
 
 
-def _built(value: tuple[Any, Any]) -> Any:
+@functools.cache
+def _reading_of(read: Reader) -> Callable[[Program], _Reading]:
+    return lambda program: program.reading(read, False)
+
+
+def site_variances(record: Record) -> dict[str, Any]:
+    """Of every site in a layer, tokens alike."""
+    return {one.component.label: one.output.kernel.diagonal for one in record.sites()}
+
+
+def built(value: tuple[Any, Any]) -> Any:
+    """The state of a structure and its numbers."""
     structure, numbers = value
     return _constructor(structure)(numbers)
 
@@ -460,17 +553,75 @@ def _constructor(structure: Any) -> Callable[..., Any]:
     return text.function("put", ["n"], [], of(structure))
 
 
+@functools.lru_cache(maxsize=64)
+def _taker(structure: Any) -> Callable[[Any], list[float] | None]:
+    """`taken_apart` of what may have this structure, with a float for every number: its numbers, or
+    None where it has another."""
+    text, count = _Text([], set(), False), itertools.count()
+    body: list[str] = []
+    numbers: list[str] = []
+
+    def of(part: Any, value: str) -> None:
+        if part is float:
+            body.append(f"if type({value}) is not float: return None")
+            numbers.append(value)
+            return
+        if not (isinstance(part, tuple) and part and isinstance(part[0], type)):
+            constant = text.name(part)
+            body.append(f"if {value} is not {constant} and {value} != {constant}: return None")
+            return
+        kind, *rest = part
+        body.append(f"if type({value}) is not {text.name(kind)}: return None")
+        places = [f"v{next(count)}" for _ in rest]
+        if kind is dict:
+            names = text.name([name for name, _ in rest])
+            body.append(f"if [*{value}] != {names}: return None")
+        if kind in (dict, tuple):
+            if kind is tuple:
+                body.append(f"if len({value}) != {len(rest)}: return None")
+            inner = f"{value}.values()" if kind is dict else value
+            body.extend([f"{''.join(f'{place},' for place in places)}={inner}"] if places else [])
+        else:
+            body.extend(f"{p}={value}.{name}" for p, (name, _) in zip(places, rest, strict=True))
+        for place, one in zip(places, rest, strict=True):
+            of(one if kind is tuple else one[1], place)
+
+    of(structure, "layer")
+    return text.function("take", ["layer"], body, f"[{','.join(numbers)}]")
+
+
 def replayed(stack: Component, signal: Signal) -> Record | None:
     """The record of a signal's way up through a chain of layers; None where the plain way is."""
     if signal.resolved or not LIBRARY.busy.acquire(blocking=False):
         return None
     try:
         layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
-        if not LIBRARY.worth(layers):
-            return None
         passage = Passage(LIBRARY, signal)
+        if not LIBRARY.worth(layers, passage.configurations):
+            return None
         passage.up(layers)
         return Replayed(stack, passage.signals, passage=passage)
+    except NOT_REPLAYED:
+        return None
+    finally:
+        LIBRARY.busy.release()
+
+
+def told(stack: Component, signal: Signal, read: Reader) -> list[Told] | None:
+    """What `read` finds in the layers of a chain on a signal's way up; None where they are not
+    replayed."""
+    if signal.resolved or not LIBRARY.busy.acquire(blocking=False):
+        return None
+    try:
+        layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
+        if not LIBRARY.worth(layers):
+            return None
+        numbers: list[Any] = []
+        structure = taken_apart(signal, numbers)
+        found = [Told(structure, tuple(numbers), {})]
+        for layer in layers:
+            found.append(LIBRARY.step(layer, found[-1], read))
+        return found[1:]
     except NOT_REPLAYED:
         return None
     finally:
@@ -483,11 +634,16 @@ def _first(numbers: Iterable[Any]) -> list[float]:
 
 
 def _forward(
-    programs: list[Program], layer: Apart, signal: Any, numbers: Any, many: bool
-) -> tuple[Program, _Ahead, Any, Any]:
+    programs: list[Program],
+    layer: Apart,
+    signal: Any,
+    numbers: Any,
+    of: Callable[[Program], Any],
+) -> tuple[Program, Any, Any, Any]:
+    """The program that these values take, its forward function as `of` it, and what that gives."""
     own = layer.numbers
     for program in programs:
-        ahead = program.ahead(many)
+        ahead = of(program)
         found = ahead.function(*own, *numbers)
         if found is not None:
             return program, ahead, *found
@@ -495,7 +651,7 @@ def _forward(
         raise Unrecordable("layers take too many branches")
     program = Program(layer.structure, _first(own), signal, _first(numbers))
     programs.append(program)
-    ahead = program.ahead(many)
+    ahead = of(program)
     found = ahead.function(*own, *numbers)
     if found is None:
         raise Unrecordable("a branch that its own numbers do not take")
@@ -535,8 +691,11 @@ def _needed(lines: list[Operation], wanted: list[int]) -> set[int]:
 class _Text:
     """Python text of a stretch of a tape: names and numbers, of this module's own making."""
 
-    def __init__(self, lines: list[Operation], needed: set[int], many: bool) -> None:
-        self.lines, self.needed, self.many = lines, needed, many
+    def __init__(
+        self, lines: list[Operation], needed: set[int], many: bool, kept: Iterable[int] = ()
+    ) -> None:
+        """`kept`: lines that stand to the end."""
+        self.lines, self.needed, self.many, self.kept = lines, needed, many, set(kept)
         kind = "array" if many else "number"
         self.environment: dict[str, Any] = {
             name: getattr(function, kind) for name, function in FUNCTIONS.items()
@@ -557,6 +716,7 @@ class _Text:
     def statements(self, start: int, stop: int, guards: list[Guard]) -> list[str]:
         waiting = iter(guards)
         guard, found = next(waiting, None), []
+        last = self._last_uses(start, stop, guards) if self.many else {}
         for index in range(start, stop + 1):
             while guard is not None and guard.after == index:
                 unmet, met = "not " if guard.outcome else "", self.name(guard.line)
@@ -569,13 +729,29 @@ class _Text:
                     continue
                 if operation == "whole":
                     function, *rest = map(self.name, operands)
-                    function += ".array" if self.many else ""
+                    function += ".array" if self.many else ".number"
                     text = f"{function}({','.join(rest)})"
                 elif operation == "item":
                     text = f"{self.name(operands[0])}[{operands[1]}]"
                 else:
                     text = self._of(operation).format(*map(self.name, operands))
                 found.append(f"x{index}={text}")
+            if index in last:
+                found.append(f"del {','.join(f'x{one}' for one in last[index])}")
+        return found
+
+    def _last_uses(self, start: int, stop: int, guards: list[Guard]) -> dict[int, list[int]]:
+        """The lines of this stretch that nothing needs behind an operation: arrays that are let go
+        leave their memory, which is near, to the next."""
+        used = {g.line.index: g.after for g in guards}
+        for index in range(start, stop):
+            if index in self.needed:
+                lines = (one.index for one in self.lines[index].operands if type(one) is Line)
+                used |= {line: max(index, used.get(line, 0)) for line in lines}
+        found: dict[int, list[int]] = {}
+        for line, at in used.items():
+            if line >= start and line not in self.kept and self.lines[line].name != "input":
+                found.setdefault(at, []).append(line)
         return found
 
     def _of(self, operation: str) -> str:

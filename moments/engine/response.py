@@ -3,7 +3,7 @@
 Leaves that act on every token alone have elementwise derivatives: taken here as differences of what
 the leaves themselves return at slightly changed kernels, so that no law is stated a second time.
 Chains and parallel branches pass sensitivities on to what they hold, and additions add noise
-(`moments.noise.token_band`).
+(`moments.noise.network`).
 
 See docs/theory/band.md, How it travels.
 """
@@ -20,10 +20,10 @@ import numpy as np
 
 from .sensitivity import (
     SINGLE,
-    Ascent,
-    Descent,
+    GradientAdjoint,
     Matrix,
     Response,
+    SignalAdjoint,
     diagonal,
     entrywise,
     grown,
@@ -32,6 +32,7 @@ from .sensitivity import (
     off_diagonal,
     ones,
     own_entries,
+    per_pair,
     per_unit,
     present,
     ratio,
@@ -94,8 +95,8 @@ class Elementwise:
         spread = signal.spread
         base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
         first, second = kernel.over_tokens(kernel.diagonal)
-        scale = np.sqrt(first * second)
-        nearer = Kernel.joined(kernel.diagonal, kernel.pairs - STEP * scale, kernel.resolved)
+        scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
+        nearer = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
         risen = base.replace(
             kernel=kernel.scaled(1 + STEP),
             spread=None if spread is None else spread.scaled((1 + STEP) ** 2),
@@ -105,11 +106,12 @@ class Elementwise:
         for entering in (base, base.replace(kernel=nearer), risen):
             output, pullback = leaf.forward(entering)
             sent = pullback(even).gradient.kernel
-            values.append((matrix_of(output.second_moment()), matrix_of(sent)))
+            found = (output.second_moment(), sent)
+            values.append([matrix_of(one, signal.seq_len) for one in found])
         (out, back), (out_near, back_near), (out_grown, back_grown) = values
-        tokens = matrix_of(kernel)
+        tokens, step = (matrix_of(one, signal.seq_len) for one in (kernel, scale.scaled(STEP)))
         onward, change = (
-            off_diagonal(entrywise(ratio, at - near, STEP * scale))
+            off_diagonal(entrywise(ratio, at - near, step))
             for at, near in ((out, out_near), (back, back_near))
         )
         own = (out_grown - out) / STEP - onward * tokens
@@ -126,20 +128,23 @@ class Elementwise:
         even = _ones(gradient, kernel)
         unit = Signal(even.kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=signal.width)
         output, pullback = leaf.forward(unit)
-        factor, back = matrix_of(output.kernel), matrix_of(pullback(even).gradient.kernel)
-        own = diagonal(own_entries(factor) * kernel.diagonal, factor)
+        factor, back, tokens = (
+            matrix_of(one, signal.seq_len)
+            for one in (output.kernel, pullback(even).gradient.kernel, kernel)
+        )
+        own = diagonal(own_entries(factor) * own_entries(tokens), factor)
         onward = off_diagonal(factor)
-        fields = (onward, own, back, 0 * back, 0 * back, matrix_of(kernel), received)
+        fields = (onward, own, back, 0 * back, 0 * back, tokens, received)
         return cls(*(field.astype(SINGLE) for field in fields))
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         paired = sensitivity * self.gradient
         none = np.zeros(sensitivity.shape[:-2])
         by_pair = self.back_change * paired if present(self.back_change) else None
         exposure = by_pair, self._by_size(self.back_own * paired)
-        return Ascent(self.back * sensitivity, exposure, none, none + self._coherence)
+        return GradientAdjoint(self.back * sensitivity, exposure, none, none + self._coherence)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         by_pair, by_size = exposure
         size = self._by_size(self.own * sensitivity)
         size[: len(by_size)] += by_size
@@ -147,7 +152,7 @@ class Elementwise:
         if by_pair is not None:
             found = grown(found, by_pair)
         none = np.zeros(sensitivity.shape[:-2])
-        return Descent(found + diagonal(size, found), none, none)
+        return SignalAdjoint(found + diagonal(size, found), none, none)
 
     @functools.cached_property
     def _coherence(self) -> Array:
@@ -171,22 +176,22 @@ class Sequence:
         inner = [part for part in self.parts if isinstance(part, Sum | Sequence)]
         return inner[0].shares
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         steps = []
         for part in self.parts:
-            steps.append(part.ascend(sensitivity))
+            steps.append(part.gradient_adjoint(sensitivity))
             sensitivity = steps[-1].sensitivity
         noise, coherence = steps[0].noise, steps[0].coherence
         for step in steps[1:]:
             noise, coherence = noise + step.noise, coherence * step.coherence
-        return Ascent(sensitivity, [step.exposure for step in steps], noise, coherence)
+        return GradientAdjoint(sensitivity, [step.exposure for step in steps], noise, coherence)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         noise = common = 0.0
         for part, exposed in zip(self.parts[::-1], exposure[::-1], strict=True):
-            step = part.descend(sensitivity, exposed)
+            step = part.signal_adjoint(sensitivity, exposed)
             sensitivity, noise, common = step.sensitivity, noise + step.noise, common + step.common
-        return Descent(sensitivity, noise, common)
+        return SignalAdjoint(sensitivity, noise, common)
 
 
 @dataclass(frozen=True)
@@ -201,22 +206,22 @@ class Sum:
     parts: tuple[Response, ...]
     received: Array
 
-    def ascend(self, sensitivity: Array) -> Ascent:
-        steps = [part.ascend(sensitivity) for part in self.parts]
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        steps = [part.gradient_adjoint(sensitivity) for part in self.parts]
         shared = zip(self.shares, steps, strict=True)
-        return Ascent(
+        return GradientAdjoint(
             sum_of([step.sensitivity for step in steps]),
             [step.exposure for step in steps],
             np.sum([step.noise for step in steps], axis=0),
             sum(share * step.coherence for share, step in shared),  # type: ignore[arg-type]
         )
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         steps = [
-            part.descend(sensitivity, exposed)
+            part.signal_adjoint(sensitivity, exposed)
             for part, exposed in zip(self.parts, exposure, strict=True)
         ]
-        return Descent(
+        return SignalAdjoint(
             sum_of([step.sensitivity for step in steps]),
             np.sum([step.noise for step in steps], axis=0),
             np.sum([step.common for step in steps], axis=0),
@@ -226,7 +231,10 @@ class Sum:
     def shares(self) -> list[Array]:
         """(...,) share of every branch in the variance of the gradient they send back."""
         identity = diagonal(np.ones((1, *self.received.shape[:-1]), SINGLE), self.received)
-        sizes = [total(part.ascend(identity).sensitivity[0] * self.received) for part in self.parts]
+        sizes = [
+            total(part.gradient_adjoint(identity).sensitivity[0] * self.received)
+            for part in self.parts
+        ]
         return [ratio(size, sum(sizes)) for size in sizes]
 
 
@@ -237,7 +245,8 @@ class Part:
     Attributes:
         response: of the branch, or of the whole where there is no skip connection.
         residual: whether there is an addition.
-        skip, scale: squared factors of skip connection and branch; 0 and 1 where there is none.
+        skip, scale: (...,) squared factors of skip connection and branch; 0 and 1 where there is
+            none.
         entering, leaving: kernels of the signal.
         sent, received: kernels of the gradient, at the input and at the output, in units of the
             former's trace.
@@ -250,8 +259,8 @@ class Part:
 
     response: Response
     residual: bool
-    skip: float
-    scale: float
+    skip: Array
+    scale: Array
     entering: Matrix
     leaving: Matrix
     sent: Matrix
@@ -262,25 +271,25 @@ class Part:
     inner: float | None
     attends: Array = 1.0
 
-    def ascend(self, sensitivity: Array) -> Ascent:
-        """What a sensitivity to the gradient sent says; see `sensitivity.Ascent`."""
-        found = self.response.ascend(sensitivity)
-        onward = self.scale * found.sensitivity + self.skip * sensitivity
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        """What a sensitivity to the gradient sent says; see `sensitivity.GradientAdjoint`."""
+        found = self.response.gradient_adjoint(sensitivity)
+        onward = per_pair(self.scale) * found.sensitivity + per_pair(self.skip) * sensitivity
         return found._replace(sensitivity=onward)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
-        """What a sensitivity to the signal that leaves says; see `sensitivity.Descent`."""
-        found = self.response.descend(self.scale * sensitivity, exposure)
-        return found._replace(sensitivity=found.sensitivity + self.skip * sensitivity)
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        """What a sensitivity to the signal that leaves says; see `sensitivity.SignalAdjoint`."""
+        found = self.response.signal_adjoint(per_pair(self.scale) * sensitivity, exposure)
+        return found._replace(sensitivity=found.sensitivity + per_pair(self.skip) * sensitivity)
 
     def gradient_noise(self, sensitivity: Array) -> Array:
         """Variance that the addition of the gradients adds."""
-        carried = self.skip * self.received
+        carried = per_pair(self.skip) * self.received
         return self._noise(sensitivity, carried, self.sent - carried, self.back_kappa)
 
     def signal_noise(self, sensitivity: Array) -> Array:
         """Variance that the addition of the signals adds."""
-        carried = self.skip * self.entering
+        carried = per_pair(self.skip) * self.entering
         return self._noise(sensitivity, carried, self.leaving - carried, self.kappa)
 
     def floor(self, carried: Array, added: Array, coherent: Array, overlap: Array) -> Array:
@@ -303,8 +312,7 @@ class Part:
         if not self.residual:
             return np.zeros(sensitivity.shape[:-2])
         skipped, branch = sensitivity @ carried, sensitivity @ added
-        weight = np.asarray(kappa)[..., None, None].astype(SINGLE)
-        return total((4 * skipped + weight * branch) * transposed(branch)) / self.width
+        return total((4 * skipped + per_pair(kappa) * branch) * transposed(branch)) / self.width
 
 
 @dataclass(frozen=True)
@@ -317,18 +325,23 @@ class Around:
 
     unit: Array
 
+    def by_token(self, values: Array, kernel: Kernel) -> Array:
+        """(..., L) numbers for every token of a kernel, as sensitivities have them."""
+        return np.asarray(values) if kernel.resolved else np.asarray(values)[..., None]
+
     def received(self, record: Record) -> Matrix:
         """The gradient at the output."""
-        return in_units(matrix_of(record.gradient_received.kernel), self.unit)
+        received = matrix_of(record.gradient_received.kernel, record.output.seq_len)
+        return in_units(received, self.unit)
 
     def kernels(self, record: Record) -> tuple[Matrix, Matrix, Matrix, Matrix]:
         """Of the signal that enters and leaves, and of the gradient sent and received."""
-        return (
-            matrix_of(record.input.second_moment()).astype(SINGLE),
-            matrix_of(record.output.second_moment()).astype(SINGLE),
-            in_units(matrix_of(record.gradient_sent.kernel), self.unit),
-            self.received(record),
+        entering, leaving = (
+            matrix_of(one.second_moment(), one.seq_len).astype(SINGLE)
+            for one in (record.input, record.output)
         )
+        sent = in_units(matrix_of(record.gradient_sent.kernel, record.input.seq_len), self.unit)
+        return entering, leaving, sent, self.received(record)
 
     def whole(self, record: Record) -> Part:
         """A part without a skip connection."""
@@ -336,7 +349,7 @@ class Around:
         kernels, width = self.kernels(record), float(record.output.width)
         return Part(answer, False, 0.0, 1.0, *kernels, none, none, width, heads_width(record))
 
-    def added(self, record: Record, branch: Record, skip: float, scale: float) -> Part:
+    def added(self, record: Record, branch: Record, skip: Array, scale: Array) -> Part:
         """What `branch` adds to a skip connection; squared factors of both."""
         answer = branch.component.response(branch, self)
         kappa, back_kappa, attends = kappas(branch, answer)
@@ -433,6 +446,7 @@ def in_units(kernel: Matrix, unit: Array) -> Matrix:
 
 def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
     """A gradient of covariance 1 everywhere, otherwise as the one given."""
-    shape = np.broadcast_shapes(gradient.kernel.pairs.shape, kernel.pairs.shape)
-    even = kernel_of(ones(shape, matrix_of(kernel)))
+    tokens = matrix_of(kernel, gradient.seq_len)
+    received = matrix_of(gradient.kernel, gradient.seq_len)
+    even = kernel_of(ones(np.broadcast_shapes(received.shape, tokens.shape), tokens))
     return Gradient(even, gradient.seq_len, gradient.radial, gradient.centred_share)

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .classes import ClassMatrix, own_part
+from .classes import ClassMatrix, OneClass, one_class, own_part
 from .state import Array, Kernel
 
 SINGLE = np.float32
 """Precision of sensitivities and of the maps they pass through: they need no more."""
 
 
-class Ascent(NamedTuple):
+class GradientAdjoint(NamedTuple):
     """What a sensitivity at a part's input says about the part.
 
     Attributes:
         sensitivity: (..., L, L) Lambda', to the gradient at the output.
-        exposure: what `Response.descend` needs of it.
+        exposure: what `Response.signal_adjoint` needs of it.
         noise: (...,) variance that randomness inside the part adds to y.
         coherence: (...,) share of the part's gain that overlaps of different directions have.
     """
@@ -36,7 +36,7 @@ class Ascent(NamedTuple):
     coherence: Array
 
 
-class Descent(NamedTuple):
+class SignalAdjoint(NamedTuple):
     """What a sensitivity to the signal at a part's output says about the part.
 
     Attributes:
@@ -54,10 +54,10 @@ class Descent(NamedTuple):
 class Response(Protocol):
     """What a part does to sensitivities; kernels (targets, ..., L, L)."""
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         """From the gradient at the input to that at the output."""
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """Sensitivity to the signal at the input, of one to that at the output.
 
         `exposure` is that of an ascent, possibly of fewer targets: the first ones.
@@ -75,16 +75,21 @@ def ratio(numerator: Array, denominator: Array) -> Array:
 Matrix = Any
 
 
-def matrix_of(kernel: Kernel) -> Matrix:
-    """A kernel's entries."""
-    if kernel.classes is None:
+def matrix_of(kernel: Kernel, seq_len: int) -> Matrix:
+    """A kernel's entries; tokens alike are one class of `seq_len`."""
+    if kernel.classes is not None:
+        return ClassMatrix(kernel.diagonal, kernel.pairs, kernel.classes)
+    if kernel.resolved:
         return kernel.pairs
-    return ClassMatrix(kernel.diagonal, kernel.pairs, kernel.classes)
+    own, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
+    return ClassMatrix(own[..., None], pairs[..., None, None], one_class(seq_len))
 
 
 def kernel_of(matrix: Matrix) -> Kernel:
     """The kernel of these entries."""
     if isinstance(matrix, ClassMatrix):
+        if isinstance(matrix.classes, OneClass):
+            return Kernel(matrix.own[..., 0], matrix.pairs[..., 0, 0])
         return Kernel(matrix.own, matrix.pairs, matrix.classes)
     return Kernel.of_matrix(matrix)
 
@@ -197,6 +202,11 @@ def entrywise(function: Callable[..., Any], *matrices: Any) -> Any:
     if isinstance(own, tuple):
         return tuple(ClassMatrix(a, b, on) for a, b in zip(own, pairs, strict=True))
     return ClassMatrix(own, pairs, on)
+
+
+def per_pair(values: Any) -> Array:
+    """A number for each configuration, to meet a matrix's entries."""
+    return np.asarray(values, SINGLE)[..., None, None]
 
 
 def per_unit(matrix: Matrix, unit: Array) -> Matrix:

@@ -93,11 +93,19 @@ class Kernel:
         """Ones in the same shape."""
         if not self.resolved:
             return Kernel(0.0 * self.diagonal + 1.0, 0.0 * self.pairs + 1.0)
-        return Kernel.of_matrix(np.ones_like(self.pairs))
+        return Kernel(np.ones_like(self.diagonal), np.ones_like(self.pairs), self.resolved)
 
     def weighted(self, diagonal: Array, pairs: Array) -> Kernel:
         """The diagonal and the pairs, each times a factor of its own."""
         return Kernel.joined(self.diagonal * diagonal, self.pairs * pairs, self.resolved)
+
+    def resolved_as(self, other: Kernel) -> Kernel:
+        """Tokens alike in the resolution of another kernel; what is resolved stays."""
+        if self.resolved or not other.resolved:
+            return self
+        own = np.broadcast_to(other.lift(self.diagonal)[0], np.shape(other.diagonal))
+        pairs = np.broadcast_to(other.lift(self.pairs)[1], np.shape(other.pairs))
+        return Kernel.joined(own, pairs, other.resolved)
 
     def mixed(self, share: Array, other: Kernel, other_share: Array) -> Kernel:
         """share * self + other_share * other, in one step."""
@@ -125,7 +133,7 @@ class Kernel:
     def at_pairs(self, factor: Array) -> Kernel:
         """Every entry times a factor per pair, a token's own being that of it with itself."""
         if self.classes is not None:
-            own = np.diagonal(factor, axis1=-2, axis2=-1)
+            own = np.diagonal(factor, axis1=-2, axis2=-1) if np.ndim(factor) else factor
             return Kernel(self.diagonal * own, self.pairs * factor, self.resolved)
         if not self.resolved:
             return Kernel(self.diagonal * factor, self.pairs * factor)
@@ -216,6 +224,27 @@ class Realised(NamedTuple):
         return Realised(self.overlaps.scaled(square), norms, shared)
 
 
+class Repeats(NamedTuple):
+    """What means over cells of a text's positions do not know: that some pairs are of one token.
+
+    Attributes:
+        share: (P, P) of pairs of different positions of two cells.
+        scatter: (P, P) variance of whether a pair is one, less that of both tokens' own shares of
+            such pairs, which is what averages over a row take away.
+        excess: (P, P) by how much their covariance exceeds that of all.
+    """
+
+    share: Array
+    scatter: Array
+    excess: Array
+
+    @property
+    def variance(self) -> Array:
+        """(P, P) of covariances within cells, which take two values, less rows' averages."""
+        others = np.where(self.share < 1.0, 1.0 - self.share, np.inf)
+        return np.asarray(self.scatter * (self.excess / others) ** 2)
+
+
 @dataclass(slots=True, eq=False)
 class Signal:
     """Moments of a tensor of shape (tokens, features), features alike.
@@ -231,7 +260,8 @@ class Signal:
         realised: how overlaps vary besides (refined theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
-        facts: what the component that made this signal can tell besides its moments.
+        repeats: of a text on classes of positions; None: nothing repeats, or it is not followed.
+        diagnostics: what the component that made this signal can tell besides its moments.
         notes: what made the numbers here less certain, for the component that produced them.
     """
 
@@ -244,7 +274,8 @@ class Signal:
     realised: Realised | None = None
     centred: Kernel | None = None
     kurtosis: Array = 3.0
-    facts: Mapping[str, Array] | None = None
+    repeats: Repeats | None = None
+    diagnostics: Mapping[str, Array] | None = None
     notes: tuple[str, ...] = ()
 
     @property

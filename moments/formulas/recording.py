@@ -101,12 +101,48 @@ def _tape_of(values: Any) -> Tape | None:
 
 
 def apply(name: str, *values: Any) -> Any:
-    """A function of `FUNCTIONS`, noted where an operand is recorded."""
+    """A function of `FUNCTIONS`, noted where an operand is recorded and what it gives is new."""
     tape = _tape_of(values)
     result = FUNCTIONS[name].number(*map(_plain, values))
     if tape is None:
         return result
+    if name in _SHORTER and (known := _SHORTER[name](*values)) is not None:
+        return known
     return Recorded(result, tape.note(name, tuple(map(_operand, values))), tape)
+
+
+def _is(value: Any, constant: float) -> bool:
+    return type(value) is not Recorded and value == constant
+
+
+def _sum(a: Any, b: Any) -> Any:
+    return b if _is(a, 0.0) else a if _is(b, 0.0) else None
+
+
+def _product(a: Any, b: Any) -> Any:
+    """Nothing of what is finite is nothing, and what is not finite shows in the moments."""
+    if _is(a, 0.0) or _is(b, 0.0):
+        return 0.0
+    return b if _is(a, 1.0) else a if _is(b, 1.0) else None
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if _is(exponent, 0.5):
+        return apply("sqrt", base)
+    for whole_number in (1, 2, 3, 4):
+        if _is(exponent, whole_number):
+            return functools.reduce(operator.mul, [base] * whole_number)
+    return None
+
+
+# What an operation with a constant comes to without one: an operand, a constant, or products.
+_SHORTER: dict[str, Callable[[Any, Any], Any]] = {
+    "add": _sum,
+    "subtract": lambda a, b: a if _is(b, 0.0) else None,
+    "multiply": _product,
+    "divide": lambda a, b: a if _is(b, 1.0) else 0.0 if _is(a, 0.0) else None,
+    "power": _power,
+}
 
 
 class Recorded:
@@ -277,6 +313,7 @@ def whole(function: Callable[..., Any], array: Callable[..., Any] | None = None)
         return tuple(items)
 
     called.array = array or _one_by_one(function)  # type: ignore[attr-defined]
+    called.number = function  # type: ignore[attr-defined]
     return called
 
 

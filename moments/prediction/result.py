@@ -279,11 +279,11 @@ class Prediction:
                 "layer": point.layer,
                 **{
                     name: float(np.mean(point.signal.kernel.average(values)))
-                    for name, values in point.signal.facts.items()
+                    for name, values in point.signal.diagnostics.items()
                 },
             }
             for point in self.trace.points
-            if point.signal.facts is not None
+            if point.signal.diagnostics is not None
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
         return pd.DataFrame(rows, columns=columns)

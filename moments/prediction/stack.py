@@ -22,7 +22,7 @@ from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare, declare_embedding, declare_output
-from ..transfer.embedding import check_ids, embedding_gradients, fixed_positions
+from ..transfer.embedding import check_ids, class_repeats, embedding_gradients, fixed_positions
 from ..transfer.head.output import OutputMoments, output_moments
 from ..transfer.images import image_gradients, image_kernel
 from .gate import Gate, breakdown
@@ -169,6 +169,11 @@ class Stack:
             length, width, packed = model.seq_len, model.d_model, self.documents
             fixed = fixed_positions(model.embedding, length, width, sequences, packed)
         signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
+        classes = self.layout.classes
+        if read and classes is not None and self.inputs.token_ids is not None:
+            assert isinstance(model.embedding, Embedding)
+            repeats = class_repeats(model.embedding, classes, self.inputs.token_ids)
+            signal = signal.replace(repeats=repeats)
         if model.embedding is not None and read:
             rest = declare_embedding(model.embedding, model, theory)
             self._embedding = rest.propagate(signal, self.run)
@@ -237,6 +242,16 @@ class Stack:
         """Both passes, as far as they have come."""
         return Trace(self._entering, self._layers, self._embedding, self._ending, self._logits)
 
+    def so_far(self) -> np.ndarray:
+        """What passed between layers by now, (4, layers + 1): the variance, correlation, gradient
+        variance and gradient correlation of one configuration, nan where unknown."""
+        found = np.full((4, self.model.layers + 1), np.nan)
+        for point in self.run.points:
+            if point.site == "stream":
+                # of what has no gradient yet, the last two are none
+                found[:, point.layer] = [np.mean(v) for v in self.layout.moments(point)[1:]]
+        return found
+
     def prediction(
         self, batch: int, outcome: Outcome, encoder: Prediction | None, top: Any = None
     ) -> Prediction:
@@ -244,7 +259,9 @@ class Stack:
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.gradient_sent
         stream = trace.stream()
-        columns = [np.broadcast_arrays(*layout.moments(point)[1:]) for point in stream]
+        columns = [layout.moments(point)[1:] for point in stream]
+        if any(np.ndim(one) for column in columns for one in column):
+            columns = [tuple(np.broadcast_arrays(*column)) for column in columns]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
         if not np.all(np.isfinite(moments)):
             raise breakdown(self.theory, [trace])
@@ -357,7 +374,7 @@ def last_gradient(
             model,
             signal,
             run=stack.run,
-            points=stack.trace.points,
+            stack=stack.trace.stack,
             token_ids=stack.inputs.token_ids,
             targets=targets,
             real=layout.numbers,

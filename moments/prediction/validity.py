@@ -57,12 +57,12 @@ def _unnormalised(model: Transformer, trace: Trace) -> tuple[str, ...]:
     stream = trace.stream()
     worst = 0.0
     for point in trace.points:
-        spread = stream[point.layer - 1].signal.spread if point.signal.facts else None
-        if point.signal.facts is None or spread is None:
+        spread = stream[point.layer - 1].signal.spread if point.signal.diagnostics else None
+        if point.signal.diagnostics is None or spread is None:
             continue
         square = stream[point.layer - 1].signal.second_moment().diagonal ** 2
         relative = np.max(ratio_or_zero(spread.diagonal, square))
-        worst = max(worst, float(np.max(point.signal.facts["logit_variance"]) * relative))
+        worst = max(worst, float(np.max(point.signal.diagnostics["logit_variance"]) * relative))
     if worst <= LOOSE:
         return ()
     return (

@@ -146,11 +146,8 @@ def _dslm(model: Transformer, options: dict[str, Any], inputs: Mapping[str, Any]
 def _reached(model: Transformer, inputs: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Variances, averaged over tokens: of every block's output, and of the stream after a layer."""
     stack, _ = entered(model, inputs)
-    stack.forward()
-    layout = stack.layout
-    outputs = [row.output for row in reached(stack.trace, layout)]
-    stream = [float(layout.token_average(p.signal.kernel)[0]) for p in stack.trace.stream()[1:]]
-    return np.array(outputs), np.array(stream)
+    rows, stream = reached(stack)
+    return np.array([row.output for row in rows]), np.array(stream)
 
 
 def _warn_where_far(variant: str, stream: np.ndarray, seq_len: int) -> None:

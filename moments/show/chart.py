@@ -24,11 +24,12 @@ MOST_MARKED = 64
 
 ROLES = ("signal", "gradient", "third", "fourth", "fifth", "sixth", "seventh")
 _DASHES = {"signal": "", "gradient": "7 3", "third": "2 2", "fourth": "8 2 2 2"}
-_DASHES |= {"fifth": "1 3", "sixth": "12 4", "seventh": "", "held": "4 3"}
+_DASHES |= {"fifth": "1 3", "sixth": "12 4", "seventh": "", "held": "4 3", "before": ""}
+_BEHIND = ("held", "before")
 
 STYLE = f""".chart {{ --signal: {SIGNAL}; --gradient: {GRADIENT}; --third: {GREEN};
   --fourth: {PURPLE}; --fifth: {ORANGE}; --sixth: {SKY}; --seventh: {BLACK}; --held: #767676;
-  --rule: #8884; max-width: 100%; height: auto; overflow: visible }}
+  --before: #8886; --rule: #8884; max-width: 100%; height: auto; overflow: visible }}
 .chart text {{ fill: currentColor; font: 11px system-ui, "DejaVu Sans", sans-serif }}
 .chart .title {{ font-size: 13px; font-weight: 600 }}
 .chart .rule {{ stroke: var(--rule); stroke-width: .7 }}
@@ -52,7 +53,7 @@ class Curve:
         label: in the legend; "": it stands in none.
         y: values, (P,).
         x: places, (P,).
-        role: which colour and dash: one of ROLES, or "held".
+        role: which colour and dash: one of ROLES, or "held" or "before".
         band: lower and upper end of a shaded range, (2, P).
     """
 
@@ -69,7 +70,7 @@ class Chart:
 
     Attributes:
         title: stands above it.
-        curves: later ones are drawn over earlier ones, "held" ones behind all.
+        curves: later ones are drawn over earlier ones, "held" and "before" behind all.
         x_label: below it.
         bounded: whether the values are correlations or shares, drawn from 0 to 1.
     """
@@ -126,7 +127,7 @@ def shown(value: float) -> str:
         front = value / 10.0**power
         base = f"10{str(power).translate(_RAISED)}"
         return base if abs(front - 1) < 1e-6 else f"{front:.3g}·{base}"
-    return f"{value:.4g}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 
 
 def _svg(chart: Chart) -> str:
@@ -172,7 +173,7 @@ def _svg(chart: Chart) -> str:
     parts.append(f"{below}{escape(chart.x_label)}</text>")
     told_apart = sum(bool(curve.label) for curve in chart.curves) > 1
     # Dashed lines over solid ones, so that one that covers another shows both.
-    for curve in sorted(chart.curves, key=lambda curve: curve.role != "held"):
+    for curve in sorted(chart.curves, key=lambda curve: curve.role not in _BEHIND):
         x, color = across(curve.x), f"var(--{curve.role})"
         if curve.band is not None:
             around = np.concatenate([up(curve.band[0]), up(curve.band[1])[::-1]])
@@ -201,7 +202,7 @@ def _spots(chart: Chart, across: Callable[..., Any], up: Callable[..., Any]) -> 
     """What the pointer reads."""
     found = []
     for curve in chart.curves:
-        if curve.role == "held" or curve.y.size > MOST_MARKED:
+        if curve.role in _BEHIND or curve.y.size > MOST_MARKED:
             continue
         name = f"{curve.label}, " if curve.label else ""
         for at, value in zip(curve.x, curve.y, strict=True):

@@ -7,12 +7,14 @@ one line of Python that any session can run. The page (`explorer_page`) and the 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import math
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -20,10 +22,11 @@ from urllib.parse import parse_qsl, urlencode
 from ..errors import MomentsError, domain_error
 from ..model.declaration import GATED
 from ..model.transformer import Transformer
-from ..prediction.predict import predict
+from ..prediction.predict import SoFar, predict
 from ..prediction.result import Prediction
 from ..scheme.registry import scheme as known_scheme
 from ..scheme.registry import schemes as every_scheme
+from .chart import Chart
 from .page import stream_charts
 from .scheme_table import input_options
 from .verdict import growth
@@ -146,7 +149,7 @@ class View:
         values: of every control, as they were settled.
         settled: what was changed to fit, in words.
         by_scheme: controls that the scheme decides.
-        title: which model it is.
+        title: which model it is; "" before it is declared.
         verdict: what the depth does to it, in a line.
         python: one line that gives the same prediction.
         link: the state as the query of an address.
@@ -154,6 +157,8 @@ class View:
         warnings: where formulas left their validity.
         error: why there is nothing to see; "" where there is.
         milliseconds: what predicting and drawing took.
+        complete: whether all is there; before, curves end where layers are still to come, and
+            bands follow.
     """
 
     values: Mapping[str, Value]
@@ -167,6 +172,47 @@ class View:
     warnings: tuple[str, ...] = ()
     error: str = ""
     milliseconds: float = 0.0
+    complete: bool = True
+
+
+FRAME = 0.075
+"""Seconds after which what is known of a state is shown."""
+
+PAUSE = 0.15
+"""Seconds that a state must stand before what cannot be given up is begun: its bands."""
+
+
+MOST_VIEWERS = 16
+"""Pages whose last state is remembered."""
+
+
+class _Superseded(Exception):
+    """Another state is asked for."""
+
+
+class _Course:
+    """A state on its way to being known, behind what was `last` shown."""
+
+    def __init__(self, last: Prediction | None) -> None:
+        self.began, self.last = time.perf_counter(), last
+        self.model: Transformer | None = None
+        self.held: Prediction | None = None
+        self.so_far: SoFar | None = None
+        self.prediction: Prediction | None = None
+        self.ended = threading.Event()
+
+    def passed(self, so_far: SoFar) -> None:
+        """Behind a layer."""
+        self.so_far = so_far
+        if self.ended.is_set():
+            raise _Superseded
+
+    def predicted(self, prediction: Prediction) -> None:
+        """All but the bands is known."""
+        self.prediction = prediction
+        slow = time.perf_counter() - self.began > FRAME
+        if self.ended.wait(PAUSE if slow else 0.0):
+            raise _Superseded
 
 
 class Explorer:
@@ -183,6 +229,8 @@ class Explorer:
     ) -> None:
         if model is not None and not isinstance(model, Transformer):
             raise domain_error("model", type(model).__name__, "a moments.Transformer, or None")
+        import matplotlib.ticker  # noqa: F401  # two threads that begin to draw must not both import
+
         self._written_out = model is None
         self.model = model or Transformer(12, 768, 12, 128)
         self.name = name or self.model.name or ("a declared model" if model else "a plain model")
@@ -190,6 +238,8 @@ class Explorer:
         self.controls = {control.name: control for control in _controls(self.model)}
         self._lock = threading.Lock()
         self._predicted = functools.lru_cache(maxsize=64)(self._predict)
+        self._course: _Course | None = None
+        self._viewers: dict[str, _Course] = {}
 
     def read(self, query: str) -> tuple[dict[str, Value], dict[str, Value] | None]:
         """The state that a link's query says, and the one it holds in grey.
@@ -223,38 +273,116 @@ class Explorer:
 
     def view(self, query: str = "") -> View:
         """What a state looks like; where it is none that can be, why."""
+        return self._view(query, None)
+
+    def views(self, query: str = "", viewer: str = "") -> Iterator[View]:
+        """A state as it becomes known: within `FRAME` what is by then, and at last all of it.
+
+        It ends early where the same viewer asks for another state.
+        """
+        try:
+            self.read(query)
+        except MomentsError:
+            yield self.view(query)
+            return
+        before = self._viewers.pop(viewer, None)
+        course = _Course(None if before is None else before.prediction or before.last)
+        if before is not None:
+            before.ended.set()
+        self._viewers[viewer] = course
+        while len(self._viewers) > MOST_VIEWERS:
+            self._viewers.pop(next(iter(self._viewers))).ended.set()
+        found: list[View] = []
+
+        def work() -> None:
+            with contextlib.suppress(_Superseded):
+                found.append(self._view(query, course))
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        try:
+            pause = FRAME
+            while True:
+                worker.join(pause)
+                if not worker.is_alive() or course.ended.is_set():
+                    break
+                yield self._so_far(query, course)
+                pause = min(1.4 * pause, 1.0)
+            yield from found
+        finally:
+            course.ended.set()
+
+    def _view(self, query: str, course: _Course | None) -> View:
         with self._lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             began = time.perf_counter()
             state = {name: control.start for name, control in self.controls.items()}
             try:
                 state, held = self.read(query)
-                state, settled = _settle(state)
+                self._course = course
                 behind = None if held is None else self._at(_settle(held)[0])
-                found = self._at(state)
-                charts = tuple(chart.svg() for chart in stream_charts(found, behind))
+                if course is not None:
+                    course.held, course.so_far = behind, None
+                found = self._at(_settle(state)[0])
+                if course is not None:
+                    course.predicted(found)
+                charts = stream_charts(found, behind)
                 notes = (*found.warnings, *(found._draws[2] if found.theory == "refined" else ()))
             except MomentsError as error:
                 return View(state, error=str(error), python=self.python(state), link=query)
-            return View(
-                state,
-                settled,
-                self._by_scheme(state),
-                self._title(found.model, state),
-                growth(found),
-                self.python(state),
-                self.link(state, held),
-                charts,
-                notes,
+            finally:
+                self._course = None
+            return dataclasses.replace(
+                self._drawn(state, held, charts, found.model),
+                verdict=growth(found),
+                warnings=notes,
                 milliseconds=1e3 * (time.perf_counter() - began),
             )
+
+    def _so_far(self, query: str, course: _Course) -> View:
+        """What is known of a state by now."""
+        known = course.prediction
+        charts: list[Chart] = []
+        state, held = self.read(query)
+        if known is not None:
+            charts = stream_charts(known, course.held, bands=False)
+        elif course.so_far is not None:
+            charts = stream_charts(course.so_far(), course.held, before=course.last)
+        found = self._drawn(state, held, charts, course.model)
+        return dataclasses.replace(
+            found,
+            verdict="" if known is None else growth(known),
+            milliseconds=1e3 * (time.perf_counter() - course.began),
+            complete=False,
+        )
+
+    def _drawn(
+        self,
+        state: dict[str, Value],
+        held: dict[str, Value] | None,
+        charts: Sequence[Chart],
+        model: Transformer | None,
+    ) -> View:
+        values, settled = _settle(state)
+        return View(
+            values,
+            settled,
+            self._by_scheme(values),
+            "" if model is None else self._title(model, values),
+            python=self.python(values),
+            link=self.link(values, held),
+            charts=tuple(chart.svg() for chart in charts),
+        )
 
     def _at(self, state: Mapping[str, Value]) -> Prediction:
         return self._predicted(tuple(state.items()))
 
     def _predict(self, state: tuple[tuple[str, Value], ...]) -> Prediction:
         model, inputs = self._declared(dict(state))
-        return predict(model, **inputs)
+        if self._course is None:
+            return predict(model, **inputs)
+        self._course.model = model
+        return predict(model, **inputs, progress=self._course.passed)
 
     def _declared(self, state: Mapping[str, Value]) -> tuple[Transformer, dict[str, Any]]:
         fields, scheme, options, inputs = self._parts(state)

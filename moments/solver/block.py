@@ -127,7 +127,7 @@ class Block:
                 laws, variance = part.laws.under(part.theory), moments[1]
             elif isinstance(part, GatedLinear):
                 laws = gated(part.activation).under("refined")
-                variance = _mapped(part, moments, self.entering.algebra, part.gate, part.gate_bias)
+                variance = mapped(part, moments, self.entering.algebra, part.gate, part.gate_bias)
             if laws is not None:
                 upper = laws["variance"].domain["x_variance"].upper
                 return math.log(upper / float(np.max(variance))) if upper < math.inf else LIMIT
@@ -172,7 +172,7 @@ class Block:
         return stage
 
 
-def _mapped(part: GatedLinear, moments: Moments, algebra: Any, weight: Any, bias: Any) -> Any:
+def mapped(part: GatedLinear, moments: Moments, algebra: Any, weight: Any, bias: Any) -> Any:
     """Variance behind one of a gated block's two maps."""
     law = BIASED_LINEAR.law("variance")
     values = {
@@ -188,8 +188,8 @@ def _mapped(part: GatedLinear, moments: Moments, algebra: Any, weight: Any, bias
 def _gated(part: GatedLinear, moments: Moments, algebra: Any) -> Any:
     product = gated(part.activation).under("refined")["variance"]
     both = {
-        "x_variance": _mapped(part, moments, algebra, part.gate, part.gate_bias),
-        "factor_variance": _mapped(part, moments, algebra, part.ffn_in, part.bias),
+        "x_variance": mapped(part, moments, algebra, part.gate, part.gate_bias),
+        "factor_variance": mapped(part, moments, algebra, part.ffn_in, part.bias),
         "x_mean": 0.0,
     }
     return product.formula(algebra, *product.pick(both))

@@ -13,8 +13,9 @@ from ..formulas.symbols import POSITIVE, Interval
 from ..model.transformer import Transformer
 from .block import MATRICES, average
 from .entering import entered
-from .layerwise import LAYERWISE, Target, reached, solve_blocks
+from .layerwise import LAYERWISE, reached, solve_blocks
 from .plan import Plan
+from .replay import Target
 from .variables import scaled_weights
 
 
@@ -96,10 +97,9 @@ def _reached(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What a pass through the solved model gives, and the targets there."""
     stack, _ = entered(model, inputs)
-    stack.forward()
     moved = {block for block, own in MATRICES.items() if set(own) & set(names)}
     moved = {"ffn"} if of_sum else moved
-    rows = [row for row in reached(stack.trace, stack.layout) if row.block in moved]
+    rows = [row for row in reached(stack)[0] if row.block in moved]
     values = np.array([row.total if of_sum else row.output for row in rows])
     return values, targets[[row.layer - 1 for row in rows]]
 

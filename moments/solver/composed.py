@@ -129,8 +129,8 @@ class Composed:
         assert read is not None
         entering = numbers.square(read)
         dropped = part.drop_prob / (1 - part.drop_prob)
-        assert heads.signal.facts is not None
-        square = float(np.mean(heads.signal.kernel.average(heads.signal.facts["square_sum"])))
+        assert heads.signal.diagnostics is not None
+        square = float(np.mean(heads.signal.kernel.average(heads.signal.diagnostics["square_sum"])))
         constant = part.value_bias * (1 + dropped * square)
         share = (numbers.variance(heads) - constant) / (width * part.value * entering)
         bound = {

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..engine.composition import Chain, Component, Parallel, Residual, forward
 from ..engine.layout import Layout
+from ..engine.program import WORTH, site_variances, told
 from ..engine.state import Signal
-from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..model.transformer import Transformer
+from ..prediction.stack import Stack
 from ..transfer.architecture import declare
 from .block import MATRICES, Block, Given, flat, holds
 from .factor import factor_for
+from .replay import Replay, Target
 
 LAYERWISE = {
     "stream_variance": "variance of the stream after every layer",
@@ -32,8 +35,6 @@ LAYERWISE = {
 }
 NOTHING = 1e-12
 """Factor on a variance that stands for a block without output."""
-
-Target = Callable[[int, str], float]
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,21 @@ def solve_blocks(
         DomainError: a block's output does not depend on its free matrices, or is normalised.
     """
     walk = _Walk(layout, free, target, of_sum, memory)
-    for layer in declare(model, "refined", layout.padding, layout.sequences).parts:
-        walk.layer = layer.number  # type: ignore[attr-defined]
-        walk.met = set()
-        for part in flat(layer.body):  # type: ignore[attr-defined]
-            signal = walk.step(part, signal)
-        for matrix in set(free) - walk.met:
-            raise DomainError(f"free has {matrix!r}, which layer {walk.layer} does not have")
+    layers: Any = declare(model, "refined", layout.padding, layout.sequences).parts
+    alike = len(layers) >= WORTH and memory is None and not signal.resolved
+    bodies = [layer.body for layer in layers]
+    replay = Replay(bodies, free, target, of_sum) if alike else None
+    for layer in layers:
+        found = replay and replay.layer(layer.number, signal)
+        if found:
+            signal, own = found
+            for name, factor in own.items():
+                walk.factors[name].append(factor)
+            continue
+        entering, missed = signal, len(walk.missed)
+        signal = walk.layer_above(layer.number, layer.body, signal)
+        if replay is not None and len(walk.missed) == missed:
+            replay.learn(layer.number, entering, {name: walk.factors[name][-1] for name in free})
     factors = {name: tuple(values) for name, values in walk.factors.items()}
     return Found(factors, walk.shortfall, walk.nearest, tuple(walk.missed))
 
@@ -116,6 +125,15 @@ class _Walk:
         self.shortfall = 0.0
         self.nearest: float | None = None
         self.missed: list[tuple[int, str]] = []
+
+    def layer_above(self, number: int, body: Component, signal: Signal) -> Signal:
+        """Pass one layer, with its matrices scaled."""
+        self.layer, self.met = number, set()
+        for part in flat(body):
+            signal = self.step(part, signal)
+        for matrix in set(self.free) - self.met:
+            raise DomainError(f"free has {matrix!r}, which layer {number} does not have")
+        return signal
 
     def step(self, part: Component, signal: Signal) -> Signal:
         """Pass one part of a layer, with its matrices scaled."""
@@ -199,19 +217,30 @@ def _named(branch: Component) -> str:
     return next(name for name in MATRICES if f"{name}.dropout" in labels)
 
 
-def reached(trace: Trace, layout: Layout) -> list[Reached]:
-    """What every block's output and every residual sum of a forward pass came to."""
-
-    def variance(point: Point) -> float:
-        return float(layout.token_average(point.signal.kernel)[0])
-
-    rows, outputs = [], {}
-    for point in trace.points:
-        block, _, site = point.site.partition(".")
-        if site == "dropout" and block in MATRICES:
-            outputs[block] = variance(point)
+def reached(stack: Stack) -> tuple[list[Reached], list[float]]:
+    """What a forward pass comes to: at every residual sum, and the stream behind every layer."""
+    average = stack.layout.token_average
+    declared = stack.declaration()
+    replayed = (
+        None if stack.run.memory is not None else told(declared, stack.enter(), site_variances)
+    )
+    if replayed is None:
+        stack.forward()
+        points = [p for p in stack.trace.points if p.layer]
+        found = [(p.layer, p.site, float(average(p.signal.kernel)[0])) for p in points]
+    else:
+        layers: Any = zip(declared.children, replayed, strict=True)
+        found = [(n.number, site, v) for n, own in layers for site, v in own.read.items()]
+    rows, stream, outputs = [], [], {}
+    for layer, place, variance in found:
+        block, _, site = place.partition(".")
+        if place == "stream":
+            stream.append(variance)
+        elif site == "dropout" and block in MATRICES:
+            outputs[block] = variance
         elif site == "sum":
-            total = variance(point)
-            rows += [Reached(point.layer, name, out, total) for name, out in outputs.items()]
+            rows += [Reached(layer, name, out, variance) for name, out in outputs.items()]
             outputs = {}
-    return rows
+    if replayed is not None:
+        stream = [one.numbers[0] for one in replayed]
+    return rows, stream

@@ -13,6 +13,7 @@ difference of kernels, so that small steps lose no digits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,12 +54,17 @@ class Change:
         """Every entry of all three times a factor, or one for each pair of tokens."""
         return Change(factor * self.coherent, factor * self.overlap, factor * self.total)
 
-    def mixed(self, weights: Array) -> Change:
-        """Of averages over tokens by (n, T) weights."""
-        turned = weights.T
-        return Change(
-            *(weights @ part @ turned for part in (self.coherent, self.overlap, self.total))
-        )
+    def sent(self, gradient: Array, scale: float = 1.0) -> Array:
+        """What the coherent part adds to the square, D = `gradient` on a scale of its own."""
+        return self.coherent @ (scale * gradient) @ self.coherent.T
+
+    def less(self, square: Array) -> Change:
+        """With less of the square."""
+        return Change(self.coherent, self.overlap, self.total - square)
+
+    def each(self, function: Callable[[Array], Array]) -> Change:
+        """What a linear map makes of all three."""
+        return Change(function(self.coherent), function(self.overlap), function(self.total))
 
     def plus(self, other: Change, gradient: Array) -> Change:
         """With another cause of change of the same tensor, E delta delta = `gradient` there.

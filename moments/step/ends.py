@@ -20,7 +20,8 @@ import numpy as np
 from ..errors import DomainError
 from .change import Array, Change
 from .rules import SIGN_MEAN, Effect, Optimizer, damping
-from .sites import Reading
+from .several import Batches
+from .sites import ENCODER, Reading, Stream, Table
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +33,24 @@ class Words:
         target: (T,) which of them is a token's target, -1 for none.
         read: (T,) which of them a token reads; -1 where the matrix is no token table.
         sent: (T, V') c.
+        beside: of an encoder's tokens which they read; None: there is none.
+        judged: (T,) tokens whose loss is asked for; None: all with a target.
     """
 
     rows: Array
     target: Any
     read: Any
     sent: Array
+    beside: Any = None
+    judged: Any = None
 
     @classmethod
     def of(cls, reading: Reading) -> Words:
         readout = reading.readout
         vocab_size, active = readout.vocab_size, reading.targets >= 0
-        ids = reading.token_ids if reading.tied else np.full(len(active), -1)
-        named = np.unique(np.concatenate([reading.targets[active], ids[ids >= 0]]))
+        ids = reading.main.token_ids if reading.tied else np.full(len(active), -1)
+        other = ids[:0] if reading.encoder is None else reading.encoder.token_ids
+        named = np.unique(np.concatenate([reading.targets[active], ids[ids >= 0], other]))
         rest = vocab_size - len(named)
         rows = np.append(np.ones(len(named)), float(rest)) if rest else np.ones(len(named))
         place = {int(word): k for k, word in enumerate(named)}
@@ -58,12 +64,24 @@ class Words:
             sent[every, read] = np.asarray(softmax.own.probability) + zeros
         sent = sent * active[:, None] / count
         sent[every[active], target[active]] -= 1 / count
-        return cls(rows, target, read, sent)
+        beside = None
+        if reading.encoder is not None:
+            beside = np.array([place[int(word)] for word in other])
+        judged = None
+        if reading.batches is not None:
+            sent = sent * reading.batches.factors(len(sent))[:, None]
+            judged = reading.batches.masks(len(sent))[-1] > 0
+        return cls(rows, target, read, sent, beside, judged)
 
     @functools.cached_property
     def reads(self) -> Array:
         """(T, V') 1 where a token reads a row of the matrix."""
-        return np.asarray(self.read[:, None] == np.arange(len(self.rows)), float)
+        return self.of_stream(main=True)
+
+    def of_stream(self, main: bool) -> Array:
+        """`reads`, of the main stream's tokens or of its encoder's."""
+        read = self.read if main else self.beside
+        return np.asarray(read[:, None] == np.arange(len(self.rows)), float)
 
 
 def tied_overlap(reading: Reading, words: Words) -> Array:
@@ -99,27 +117,56 @@ class Entered:
     effects: tuple[tuple[str, Effect], ...]
 
 
-def row_variance(reading: Reading, words: Words, gradient: Array, tied: Array) -> Array:
-    """(V',) variance of an entry of each row's gradient, of the matrix to the logits.
+def _row_blocks(reading: Reading, words: Words, tied: Array) -> Array:
+    """Variance of an entry of each row's gradient, of the matrix to the logits, by pairs of steps:
+    (V', k, k), of one step (V', 1, 1).
 
-    Args:
-        gradient: E delta delta at the sum of the tables.
-        tied: `tied_overlap`.
+    `tied`: `tied_overlap`.
     """
-    readout = reading.readout
+    readout, batches = reading.readout, reading.batches
     kernel = np.asarray(readout.kernel.pairs)
-    found = readout.scale**2 * np.einsum("tv,ts,sv->v", words.sent, kernel, words.sent)
-    table = reading.token_table
+
+    def split(values: Array) -> Array:
+        """(k, T, V') of each step's tokens alone."""
+        if batches is None:
+            return values[None]
+        return np.asarray(batches.masks(len(values))[:, :, None] * values)
+
+    sent = split(words.sent)
+    found = readout.scale**2 * np.einsum("itv,jtv->vij", sent, kernel @ sent)
+    table = reading.main.token_table
     if table is None or not reading.tied:
-        return np.asarray(np.maximum(found, 0.0))
-    reads = words.reads
-    found = found + table.amplitude**2 * np.einsum("tv,ts,sv->v", reads, gradient, reads)
+        return np.asarray(found)
+    for stream in reading.streams:
+        reads = split(words.of_stream(stream is reading.main))
+        gathered = np.einsum("itv,jtv->vij", reads, stream.received @ reads)
+        found = found + table.amplitude**2 * gathered
     if np.any(readout.carried):
         k = np.asarray(readout.carried) + np.zeros(len(kernel))
         at_head = tied * (k / table.amplitude)[:, None]
-        met = np.einsum("tv,ts,sv->v", words.sent, at_head, reads)
-        found = found + 2 * readout.scale * table.amplitude * met
-    return np.asarray(np.maximum(found, 0.0))
+        met = np.einsum("itv,jtv->vij", sent, at_head @ split(words.reads))
+        found = found + readout.scale * table.amplitude * (met + np.swapaxes(met, 1, 2))
+    return np.asarray(found)
+
+
+def _table_blocks(reading: Reading, table: Table, gradient: Array) -> Array:
+    """(T, k, k) of every token's row: the variance of its gradient by pairs of steps."""
+    same, batches = table.amplitude * table.same, reading.batches
+    if batches is None:
+        return np.asarray(((same @ gradient) * same).sum(1)[:, None, None])
+    parts = batches.masks(len(same))[:, None, :] * same
+    return np.asarray(np.einsum("its,jts->tij", parts @ gradient, parts))
+
+
+def _followed(optimizer: Optimizer, blocks: Array, weights: Array) -> tuple[Array, Array]:
+    """`Optimizer.pulled` of rows by their blocks; of one step that of their mean."""
+    count = len(blocks)
+    if optimizer.batches is None:
+        size = max(float((weights * blocks[:, 0, 0]).sum() / weights.sum()), 0.0)
+        pulled, noise = damping(size**0.5, optimizer.epsilon)
+        return np.full(count, pulled), np.full(count, noise)
+    found = np.array([optimizer.batches.pulled(one) for one in blocks])
+    return found[:, 0], found[:, 1]
 
 
 def entered(
@@ -127,79 +174,92 @@ def entered(
     words: Words,
     optimizer: Optimizer,
     rate: float,
-    gradient: Array,
+    stream: Stream,
     tied: Array,
 ) -> Entered:
-    """The step of the tables, at their sum.
+    """The step of the tables, at their sum. A table of both streams is the main one's.
 
-    Args:
-        gradient: E delta delta at the sum.
-        tied: `tied_overlap`.
+    `tied`: `tied_overlap`.
     """
+    gradient, main = stream.received, stream is reading.main
     count, d = len(gradient), float(reading.model.d_model)
     nothing = np.zeros((count, count))
     coherent, overlap, total = nothing.copy(), nothing.copy(), nothing.copy()
     effects: list[tuple[str, Effect]] = []
-    tables, rule = reading.tables, optimizer.others
-    rates = [rate * optimizer.factor(table.name) for table in tables]
+    tables, rule = stream.tables, optimizer.others
+    before = "" if main else ENCODER
+    named = [table.name if table.name == "token" else before + table.name for table in tables]
+    rates = [rate * optimizer.factor(name) for name in named]
     grams: dict[tuple[int, int], Array] = {}
     for i, one in enumerate(tables):
         for j, other in enumerate(tables[: i + 1]):
             scale = one.amplitude * other.amplitude
             grams[i, j] = scale * one.same @ gradient @ other.same
             grams[j, i] = grams[i, j].T
-    headed = reading.tied and reading.token_table is not None
+    headed = reading.tied and stream.token_table is not None
     if headed:
-        # variances of rows that the head's part belongs to, one for each token's own row
-        rows = row_variance(reading, words, gradient, tied)
+        # rows also gather what the head sends and what another stream's tokens receive, at words
+        row_blocks = _row_blocks(reading, words, tied if main else 0 * reading.main.before)
+        rows = np.maximum(row_blocks.sum((1, 2)), 0.0)
         readout = reading.readout
         sent = readout.scale * words.sent
-        kernel = np.asarray(readout.kernel.pairs)
-        of_head = words.reads @ (sent.T @ kernel @ sent) @ words.reads.T
-        grams[0, 0] = grams[0, 0] + of_head
-        np.fill_diagonal(grams[0, 0], rows[words.read])
+        gathered = sent.T @ np.asarray(readout.kernel.pairs) @ sent
+        for beside in reading.streams:
+            if beside is not stream:
+                there = words.of_stream(beside is reading.main)
+                gathered = gathered + tables[0].amplitude ** 2 * (there.T @ beside.received @ there)
+        reads = words.of_stream(main)
+        grams[0, 0] = grams[0, 0] + reads @ gathered @ reads.T
+        np.fill_diagonal(grams[0, 0], reads @ rows)
     deviations = [np.sqrt(np.maximum(np.diag(grams[i, i]), 0.0)) for i in range(len(tables))]
+    noises: list[Array] = []
     for i, table in enumerate(tables):
         size = np.diag(grams[i, i])
-        if headed and i == 0:
-            whole = float((words.rows * rows).sum()), float((words.rows * np.sqrt(rows)).sum())
-        else:
-            whole = table.once(size), table.once(deviations[i])
+        whole = float((words.rows * rows).sum()) if headed and i == 0 else table.once(size)
         if rule == "sgd":
-            pulled = np.ones(count)
-            slope, square = d * whole[0], whole[0] / table.count
-            damped, noise = 1.0, 1.0
+            pulled, noise = np.ones(count), np.ones(count)
+            slope, square = d * whole, whole / table.count
         else:
-            damped, noise = damping(float(np.mean(size)) ** 0.5, optimizer.epsilon)
+            if headed and i == 0:
+                at = (reads > 0).argmax(1)
+                along, spread = _followed(optimizer, row_blocks, words.rows)
+                slope = d * SIGN_MEAN * float((words.rows * along * np.sqrt(rows)).sum())
+                square = float((words.rows * spread).sum() / words.rows.sum())
+                along, noise = along[at], spread[at]
+            else:
+                blocks = _table_blocks(reading, table, gradient)
+                along, noise = _followed(optimizer, blocks, np.ones(count))
+                slope = d * SIGN_MEAN * table.once(along * deviations[i])
+                square = table.once(noise) / table.count
             inverse = np.divide(
                 1.0,
                 deviations[i],
                 out=np.zeros(count),
                 where=deviations[i] > 1e-12 * deviations[i].max(),
             )
-            pulled = SIGN_MEAN * damped * inverse
-            slope = d * SIGN_MEAN * damped * whole[1]
-            square = noise * (
-                1.0 if headed and i == 0 else table.once(np.ones(count)) / table.count
-            )
+            pulled = SIGN_MEAN * along * inverse
+        noises.append(np.sqrt(noise))
         amplitude = table.amplitude
         coherent += rates[i] * amplitude**2 * pulled[:, None] * table.same
-        effects.append((table.name, Effect(nothing, nothing, slope, square, np.nan)))
-        for j, other in enumerate(tables):
-            covariance: Array = grams[i, j]
-            if rule != "sgd":
-                both = np.outer(deviations[i], deviations[j])
-                r = np.divide(covariance, both, out=np.zeros_like(both), where=both > 0)
-                covariance = noise * 2 / np.pi * np.arcsin(np.clip(r, -1.0, 1.0))
-            total += rates[i] * rates[j] * amplitude * other.amplitude * covariance
-        if headed and i == 0 and np.any(reading.readout.carried):
+        if main or not (headed and i == 0):
+            effects.append((table.name, Effect(nothing, nothing, slope, square, np.nan)))
+        if main and headed and i == 0 and np.any(reading.readout.carried):
             # the row also moves along what the head reads, x_r of the tokens that it predicts
             k = np.asarray(reading.readout.carried) + np.zeros(count)
-            read = (k / amplitude)[:, None] * reading.before
+            read = (k / amplitude)[:, None] * stream.before
             sent_to = reading.readout.scale * words.sent[:, words.read].T
             overlap -= rates[i] * amplitude * pulled[:, None] * (sent_to @ read)
-    if reading.patch is not None:
-        change, found, name = _patches(reading, optimizer, rate, gradient)
+    for (i, j), covariance in grams.items():
+        if rule != "sgd":
+            both = np.outer(deviations[i], deviations[j])
+            r = np.divide(covariance, both, out=np.zeros_like(both), where=both > 0)
+            covariance = (
+                np.outer(noises[i], noises[j]) * 2 / np.pi * np.arcsin(np.clip(r, -1.0, 1.0))
+            )
+        sizes = tables[i].amplitude * tables[j].amplitude
+        total += rates[i] * rates[j] * sizes * covariance
+    if stream.patch is not None:
+        change, found, name = _patches(stream.patch, d, optimizer, rate, gradient)
         coherent, total = coherent + change.coherent, total + change.total
         effects.append((name, found))
     overlap -= coherent @ tied.T
@@ -207,13 +267,12 @@ def entered(
 
 
 def _patches(
-    reading: Reading, optimizer: Optimizer, rate: float, gradient: Array
+    pixels: Array, d: float, optimizer: Optimizer, rate: float, gradient: Array
 ) -> tuple[Change, Effect, str]:
     """The projection of patches, whose input is what the images are: a row's entries are Gaussian
     given the pixels, of variance x_b^T D x_b at pixel b."""
-    pixels = np.asarray(reading.patch)
-    d, rule, name = float(reading.model.d_model), optimizer.others, "patch"
-    size = np.einsum("tb,ts,sb->b", pixels, gradient, pixels)
+    rule, name = optimizer.others, "patch"
+    size = ((gradient @ pixels) * pixels).sum(0)
     total_size, count = float(size.sum()), pixels.shape[1]
     if rule == "sgd":
         coherent = pixels @ pixels.T
@@ -226,8 +285,10 @@ def _patches(
         coherent = SIGN_MEAN * scaled @ pixels.T
         corr = np.clip(scaled.T @ gradient @ scaled, -1.0, 1.0)
         total = pixels @ (2 / np.pi * np.arcsin(corr)) @ pixels.T
-        slope = SIGN_MEAN * d * float((root * there).sum())
-        found = Effect(coherent, total, slope, float(there.mean()), np.nan)
+        along, noise = optimizer.pulled((pixels @ pixels.T) * gradient / count)
+        slope = SIGN_MEAN * d * along * float((root * there).sum())
+        square = noise * float(there.mean())
+        found = Effect(along * coherent, noise * total, slope, square, np.nan)
     step = rate * optimizer.factor(name)
     nothing = np.zeros_like(gradient)
     return Change(step * found.coherent, nothing, step * step * found.total), found, name
@@ -261,7 +322,6 @@ def ending(
     rate: float,
     change: Change,
     gradient: Array,
-    at_tables: Array,
     tied: Array,
     kept: Array,
 ) -> Ending:
@@ -270,7 +330,6 @@ def ending(
     Args:
         change: of what the matrix reads.
         gradient: E delta delta there.
-        at_tables: likewise at the sum of the tables.
         kept: (T,) what the last norm leaves of the token's own row, relative to before.
     """
     readout = reading.readout
@@ -281,22 +340,24 @@ def ending(
     kernel = np.asarray(readout.kernel.pairs)
     name = "token" if reading.tied else "head"
     step = rate * optimizer.factor(name)
-    decay = 1.0 - rate * optimizer.multiplier(name) * optimizer.weight_decay
-    rows = row_variance(reading, words, at_tables, tied)
-    sent = words.sent
+    decay = optimizer.left(name, rate)
+    blocks, sent = _row_blocks(reading, words, tied), words.sent
+    rows = np.maximum(blocks.sum((1, 2)), 0.0)
     if optimizer.others == "sgd":
-        pulled, damped, noise = np.ones(len(rows)), 1.0, 1.0
+        pulled = np.ones(len(rows))
         slope, square = d * float((words.rows * rows).sum()), _mean(rows, words)
     else:
-        damped, noise = damping(_mean(rows, words) ** 0.5, optimizer.epsilon)
+        along, noise = _followed(optimizer, blocks, words.rows)
         root = np.sqrt(rows)
-        pulled = np.divide(SIGN_MEAN * damped, root, out=np.zeros_like(root), where=root > 0)
-        slope, square = d * SIGN_MEAN * damped * float((words.rows * root).sum()), noise
+        pulled = np.divide(SIGN_MEAN * along, root, out=np.zeros_like(root), where=root > 0)
+        slope = d * SIGN_MEAN * float((words.rows * along * root).sum())
+        square = _mean(noise, words)
     met = change.met(kernel)
     own = -step * scale**2 * d * (met @ sent) * pulled
-    if reading.tied and reading.token_table is not None and np.any(readout.carried):
+    table = reading.main.token_table
+    if reading.tied and table is not None and np.any(readout.carried):
         # rows that tokens read also follow what those tokens receive
-        amplitude = reading.token_table.amplitude
+        amplitude = table.amplitude
         k = (np.asarray(readout.carried) + np.zeros(len(kernel))) / amplitude
         received = tied * k[:, None] - (change.coherent @ gradient) * k[None, :]
         own -= step * scale * d * amplitude * (received @ words.reads) * pulled
@@ -308,6 +369,8 @@ def ending(
     if reading.model.head.bias:
         sums = sent.sum(0)
         shift = sums if optimizer.others == "sgd" else np.sign(sums)
+        if reading.batches is not None and optimizer.others != "sgd":
+            shift = reading.batches.updates.sum(_by_step(reading.batches, sent))
         factor = rate * optimizer.factor("head.bias")
         mean = mean - factor * shift
         gained = float((words.rows * np.abs(sums * shift)).sum())
@@ -326,6 +389,11 @@ def ending(
     return Ending(loss, mean, spread, changed, after, tuple(effects))
 
 
+def _by_step(batches: Batches, sent: Array) -> Array:
+    """(k, V') each step's own gradient of the logits, summed over tokens."""
+    return np.asarray(batches.masks(len(sent)) @ sent / batches.weights[:, None])
+
+
 def _mean(values: Array, words: Words) -> float:
     return float((words.rows * values).sum() / words.rows.sum())
 
@@ -338,7 +406,8 @@ def _loss(mean: Array, variance: Array, words: Words) -> float:
 
     The target's logit is averaged over; the others' sum, of many, is at its mean.
     """
-    seen = np.flatnonzero(words.target >= 0)
+    judged = True if words.judged is None else words.judged
+    seen = np.flatnonzero((words.target >= 0) & judged)
     target, weights = words.target[seen], _WEIGHTS / _WEIGHTS.sum()
     logits = mean[seen] + np.log(words.rows)
     logits = logits + variance[seen, None] / 2

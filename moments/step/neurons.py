@@ -9,6 +9,7 @@ over 2000 draws: 0.3 %).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import numpy as np
 from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws
 from .change import Array
+from .rules import Drawn, Root
 
 _MOST, _ENTRIES = 4096, 2**17
 """Draws: as many as fill a matrix of that size, within [512, 4096]."""
@@ -33,11 +35,15 @@ class Neurons:
     """Draws of a hidden layer.
 
     Attributes:
+        inputs: (N, T) of each of the maps before it.
+        kernels: theirs.
         values: (N, T) what a neuron gives.
-        slopes: (N, T) of each of the maps before it, what a gradient is multiplied by there.
+        slopes: (N, T) of each of the maps, what a gradient is multiplied by there.
         gradient: E delta delta at the neurons' output.
     """
 
+    inputs: tuple[Array, ...]
+    kernels: tuple[Array, ...]
     values: Array
     slopes: tuple[Array, ...]
     gradient: Array
@@ -51,28 +57,48 @@ class Neurons:
         if laws.entrywise is None or laws.name == "identity":
             return None
         function, derivative = laws.entrywise
-        drawn = [gaussian(kernel, place) for place, kernel in enumerate(kernels)]
+        drawn = tuple(gaussian(kernel, place) for place, kernel in enumerate(kernels))
         with np.errstate(over="ignore"):
             value = np.asarray(function(NUMPY, drawn[0]), float)
             slope = np.asarray(derivative(NUMPY, drawn[0]), float)
         if len(drawn) == 1:
-            return cls(value, (slope,), gradient)
-        return cls(value * drawn[1], (slope * drawn[1], value), gradient)
+            return cls(drawn, kernels, value, (slope,), gradient)
+        slopes = slope * drawn[1], value
+        return cls(drawn, kernels, value * drawn[1], slopes, gradient)
+
+    def dropped(self, kept: float) -> Neurons:
+        """Behind dropout."""
+        mask = np.random.default_rng(12).random(self.values.shape) < kept
+        return dataclasses.replace(self, values=self.values * mask / kept)
 
     @functools.cached_property
     def received(self) -> Array:
         """(N, T) draws of the gradient at the output."""
-        weights, vectors = self._spectrum
-        return drawn_by((vectors * np.sqrt(weights)) @ vectors.T, 7)
+        return gaussian(self.gradient, 7)
 
     @functools.cached_property
     def _spectrum(self) -> tuple[Array, Array]:
         weights, vectors = np.linalg.eigh((self.gradient + self.gradient.T) / 2)
         return np.clip(weights, 0.0, None), vectors
 
-    def sent(self, place: int) -> Array:
-        """(N, T) draws of the gradient at the map of that place."""
-        return self.slopes[place] * self.received
+    @functools.cached_property
+    def _means(self) -> tuple[Array, ...]:
+        return tuple(slope.mean(0) for slope in self.slopes)
+
+    def sent(self, place: int, gradient: Array) -> Drawn:
+        """The gradient at the map of that place, whose kernel there is given: twins have the mean
+        slope's part of it in common."""
+        mean = self._means[place]
+        shared = np.outer(mean, mean) * self.gradient
+        return _twinned(self.slopes[place] * self.received, mean * self.received, shared, gradient)
+
+    def given(self, kernel: Array) -> Drawn:
+        """What the neurons give, of that kernel: twins have its linear part in common."""
+        linear, shared = np.zeros_like(self.values), np.zeros_like(kernel)
+        for mean, entered, own in zip(self._means, self.inputs, self.kernels, strict=True):
+            linear += mean * entered
+            shared += np.outer(mean, mean) * own
+        return _twinned(self.values, linear, shared, kernel)
 
     @functools.cached_property
     def _modes(self) -> Array:
@@ -107,22 +133,29 @@ class Neurons:
         return (found + found.T) / 2
 
 
+def _twinned(values: Array, linear: Array, shared: Array, kernel: Array) -> Drawn:
+    """Draws of a kernel, with Gaussian ones that have a linear part of kernel `shared` in common:
+    the rest of the kernel, positive as that of higher orders in Hermite's polynomials, is drawn."""
+    own = drawn_by(Root.of(kernel - shared, float(np.diag(kernel).max())), len(values), 11)
+    share = float(np.trace(shared) / np.trace(kernel))
+    return Drawn(values, linear + own, min(max(share, 0.0), 1.0))
+
+
 @functools.lru_cache(maxsize=8)
 def _normal(count: int, tokens: int, place: int) -> Array:
+    # independent draws of gate, factor and gradient are paired in an order of their own
     drawn = np.random.default_rng(place).standard_normal((count // 2, tokens))
-    return np.concatenate([drawn, -drawn])
+    order = np.random.default_rng(100 + place).permutation(count)
+    return np.concatenate([drawn, -drawn])[order]
 
 
 def gaussian(kernel: Array, place: int) -> Array:
     """(N, T) draws of a kernel, those of one `place` the same every time."""
-    weights, vectors = np.linalg.eigh((kernel + kernel.T) / 2)
-    return drawn_by((vectors * np.sqrt(np.clip(weights, 0.0, None))) @ vectors.T, place)
+    count = int(np.clip(_ENTRIES // len(kernel), 512, _MOST)) // 2 * 2
+    return drawn_by(Root.of(kernel), count, place)
 
 
-def drawn_by(root: Array, place: int) -> Array:
+def drawn_by(root: Root, count: int, place: int) -> Array:
     """`gaussian`, of a kernel's root."""
-    tokens = len(root)
-    count = int(np.clip(_ENTRIES // tokens, 512, _MOST)) // 2 * 2
-    # independent draws of gate, factor and gradient are paired in an order of their own
-    order = np.random.default_rng(100 + place).permutation(count)
-    return np.asarray((_normal(count, tokens, place) @ root)[order])
+    tokens, rank = root.lower.shape
+    return np.asarray(_normal(count, tokens, place)[:, :rank] @ root.lower.T)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -70,6 +71,7 @@ class FirstStep:
         rate: float,
         before: float,
         moved: Stepped,
+        slope: float,
     ) -> FirstStep:
         """From the walk; `before` is the loss at rate 0 as the walk's end has it."""
         model, loss = reading.model, reading.loss
@@ -120,7 +122,7 @@ class FirstStep:
             loss + change,
             loss,
             change,
-            -sum(one.slope for one in moved.weights),
+            slope,
             np.array([row["variance"] for row in stream]),
             np.array([row["relative_change"] for row in stream]),
             end.change,
@@ -255,7 +257,22 @@ class Stepping:
         """See `Prediction.after`."""
         chosen = named_optimizer(optimizer, **options)
         rate = check_number("learning_rate", learning_rate, POSITIVE)
+        reading = self.reading
         with computing("refined", [self.prediction.trace]):
-            before = still(self.reading, chosen)
-            moved = Stepped(self.reading, chosen, rate)
-        return FirstStep.of(self.reading, chosen, rate, before, moved)
+            first = before = still(reading, chosen)
+            if chosen.updates is not None:
+                reading = reading.stepped(chosen.updates)
+                chosen = dataclasses.replace(chosen, batches=reading.batches)
+                before = still(reading, chosen)
+                # of the last batch alone, as far as the loss's own law tells them apart
+                reading = dataclasses.replace(reading, loss=reading.loss + before - first)
+            moved = Stepped(reading, chosen, rate)
+            slope = -sum(one.slope for one in moved.weights)
+            if chosen.updates is not None:
+                small = rate * _SLIGHT
+                slope = (Stepped(reading, chosen, small).end.loss - before) / small
+        return FirstStep.of(reading, chosen, rate, before, moved, slope)
+
+
+_SLIGHT = 1e-3
+"""Share of a learning rate at which the loss of several steps is as good as linear."""

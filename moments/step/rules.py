@@ -26,13 +26,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.linalg import eigh, solve_triangular
+from scipy.linalg.lapack import dpstrf
 
 from .change import Array
+from .several import Batches, Updates
 
 SIGN_MEAN = float(np.sqrt(2 / np.pi))
 """E|z| of a standard normal z."""
@@ -61,43 +64,74 @@ class Effect(NamedTuple):
 
 
 class Root(NamedTuple):
-    """Roots of a kernel's eigenvalues and its eigenvectors, those that are not 0."""
+    """L of K = L L^T, by Cholesky with pivots, so that tokens that read the same take no room.
 
-    values: Array
-    vectors: Array
+    Any root serves where K^(1/2) is written: it is that times a rotation, which O undoes.
+
+    Attributes:
+        lower: (T, rank) L.
+        order: (rank,) the tokens whose rows of L are a triangle.
+    """
+
+    lower: Array
+    order: Any
 
     @classmethod
-    def of(cls, kernel: Array) -> Root:
-        weights, vectors = np.linalg.eigh((kernel + kernel.T) / 2)
-        kept = weights > _RANGE * weights[-1]
-        return cls(np.sqrt(weights[kept]), vectors[:, kept])
+    def of(cls, kernel: Array, size: float = 0.0) -> Root:
+        """`size`: of what the kernel is a difference; 0: none."""
+        least = _RANGE * max(float(np.diag(kernel).max(initial=0.0)), size, 1e-300)
+        factor, pivots, rank, _ = dpstrf(kernel, tol=least, lower=1)
+        order = pivots - 1
+        found = np.zeros((len(kernel), rank))
+        found[order] = np.tril(factor)[:, :rank]
+        return cls(found, order[:rank])
+
+    def solved(self, right: Array) -> Array:
+        """Z of L Z = A, for A whose columns are combinations of L's."""
+        triangle = self.lower[self.order]
+        return np.asarray(solve_triangular(triangle, right[self.order], lower=True))
+
+    def whitened(self, met: Array) -> Array:
+        """E x' z of z = L^(-1) x, from E x' x^T."""
+        return self.solved(met.T).T
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """The root of K, its pseudoinverse times O, and the eigenvalues: what a step needs of K and D.
+    """What a step needs of K and D.
 
     Attributes:
         kernel, gradient: K and D.
-        basis: B = K^(1/2) O.
-        dual: K^(-1/2) O on the range of K.
+        root: of K.
+        turned: O.
         values: lam.
     """
 
     kernel: Array
     gradient: Array
-    basis: Array
-    dual: Array
+    root: Root
+    turned: Array
     values: Array
 
     @classmethod
     def of(cls, kernel: Array, gradient: Array, root: Root | None = None) -> Spectrum:
         """`root`: of the kernel, where it is known."""
-        roots, vectors = Root.of(kernel) if root is None else root
-        inner = roots[:, None] * (vectors.T @ gradient @ vectors) * roots
-        values, turned = np.linalg.eigh((inner + inner.T) / 2)
-        basis, dual = vectors @ (roots[:, None] * turned), vectors @ (turned / roots[:, None])
-        return cls(kernel, gradient, basis, dual, np.clip(values, 0.0, None))
+        found = Root.of(kernel) if root is None else root
+        inner = found.lower.T @ gradient @ found.lower
+        values, turned = eigh((inner + inner.T) / 2, driver="evd", check_finite=False)
+        return cls(kernel, gradient, found, turned, np.clip(values, 0.0, None))
+
+    @functools.cached_property
+    def signs(self) -> Signs:
+        """Under the sign rule, of rows and columns that are Gaussian."""
+        mean, by_root, by_square = self.inverse_moments
+        square = (self.turned * (self.values * by_square)) @ self.turned.T
+        return Signs(mean, (self.turned * by_root) @ self.turned.T, square)
+
+    @functools.cached_property
+    def inner(self) -> Array:
+        """L^T D L."""
+        return np.asarray((self.turned * self.values) @ self.turned.T)
 
     @functools.cached_property
     def _orthogonal(self) -> dict[tuple[float, float], Orthogonal]:
@@ -108,11 +142,6 @@ class Spectrum:
         if (n, m) not in self._orthogonal:
             self._orthogonal[n, m] = Orthogonal.of(self, n, m)
         return self._orthogonal[n, m]
-
-    @functools.cached_property
-    def inverse(self) -> Array:
-        """K^+."""
-        return np.asarray(self.dual @ self.dual.T)
 
     @functools.cached_property
     def inverse_moments(self) -> tuple[float, Array, Array]:
@@ -127,7 +156,7 @@ class Spectrum:
             none = np.zeros_like(self.values)
             return 0.0, none, none
         share = self.values / scale
-        log_s = np.linspace(-42.0, 28.0, 281)
+        log_s = np.linspace(-42.0, 28.0, 141)
         step, s = log_s[1] - log_s[0], np.exp(log_s)
         grown = 1 + 2 * s[:, None] * share
         mean = np.exp(-0.5 * np.log(grown).sum(1))[:, None] / grown
@@ -138,7 +167,7 @@ class Spectrum:
 
 
 class Orthogonal(NamedTuple):
-    """Muon's step at a matrix's output, on the old input.
+    """Muon's step at a matrix's output, in the coordinates of z = L^(-1) x.
 
     Attributes:
         coherent, aligned: P and P D P^T, D that of the draw.
@@ -152,22 +181,22 @@ class Orthogonal(NamedTuple):
 
     @classmethod
     def of(cls, spectrum: Spectrum, n: float, m: float) -> Orthogonal:
-        count = len(spectrum.kernel)
-        draws = max(2, min(128, 512 // count))
+        draws = max(2, min(1024, 2**15 // len(spectrum.kernel) ** 2))
         rng = np.random.default_rng(0)
-        left, right = _root(spectrum.kernel), _root(spectrum.gradient)
-        coherent, aligned = np.zeros_like(left), np.zeros_like(left)
+        lower, right = spectrum.root.lower, Root.of(spectrum.gradient).lower
+        rank = lower.shape[1]
+        coherent, aligned = np.zeros((2, rank, rank))
         square = slope = 0.0
         for _ in range(draws):
-            x = left @ _wishart_root(count, n, rng)  # x x^T: kernel of n features
-            d = right @ _wishart_root(count, m, rng)
-            _, sigma, turned = np.linalg.svd(d.T @ x, full_matrices=False)
+            z = _wishart_root(rank, n, rng)  # z z^T: of n features
+            d = lower.T @ right @ _wishart_root(right.shape[1], m, rng)
+            _, sigma, turned = np.linalg.svd(d.T @ z, full_matrices=False)
             sigma = sigma * (n * m) ** 0.5
             mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
             ratio = np.divide(
                 mapped, sigma, out=np.zeros_like(sigma), where=sigma > 1e-12 * sigma.max()
             )
-            basis = x @ turned.T
+            basis = z @ turned.T
             found = n * (basis * ratio) @ basis.T
             coherent += found / draws
             moved = found @ d
@@ -176,13 +205,8 @@ class Orthogonal(NamedTuple):
             slope += float((mapped * sigma).sum()) / draws
         # where a draw's delta is large its step is small: on the scale at which m tr(P D) is the
         # mean of f sigma
-        size = m * float((coherent * spectrum.gradient).sum())
+        size = m * float((coherent * spectrum.inner).sum())
         return cls(coherent * (slope / size), aligned, square, slope)
-
-
-def _root(kernel: Array) -> Array:
-    weights, vectors = np.linalg.eigh((kernel + kernel.T) / 2)
-    return np.asarray(vectors * np.sqrt(np.clip(weights, 0.0, None)))
 
 
 def _wishart_root(count: int, features: float, rng: np.random.Generator) -> Array:
@@ -196,56 +220,98 @@ def _wishart_root(count: int, features: float, rng: np.random.Generator) -> Arra
     return np.asarray(root / features**0.5)
 
 
+class Drawn(NamedTuple):
+    """Draws that are not Gaussian, and Gaussian ones of the same kernel that go with them.
+
+    Attributes:
+        values, twins: (N, T) both.
+        share: of the kernel that they have in common; what is exactly known of the twins counts
+            by it (a control variate).
+    """
+
+    values: Array
+    twins: Array
+    share: float
+
+
 class Signs(NamedTuple):
     """What the sign of a gradient does at a matrix's output where its rows are not Gaussian.
 
+    In the coordinates of z = L^(-1) x on the old input.
+
     Attributes:
-        mean: E rho over sqrt(E rho^2), of the rows or columns as they are.
-        coherent: P/(n sqrt(2/pi)) on the old input; None: the Gaussian one, scaled to the mean.
+        mean: E rho.
+        coherent: P/(n sqrt(2/pi)).
         square: of it the kernel, over n (n - 1) 2/pi.
     """
 
     mean: float
-    coherent: Array | None
+    coherent: Array
     square: Array
 
+    def by_twins(self, values: Signs, twins: Signs, share: float) -> Signs:
+        """What draws found, with what their Gaussian twins missed of this."""
+        return Signs(
+            values.mean + share * (self.mean - twins.mean),
+            values.coherent + share * (self.coherent - twins.coherent),
+            values.square + share * (self.square - twins.square),
+        )
 
-def sign_of_rows(kernel: Array, delta: Array) -> Signs:
-    """Rows of G given by draws (N, T) of delta across tokens, the input Gaussian of a kernel.
 
-    Given delta, E sign(G) x = sqrt(2/pi) K delta/rho.
+def sign_of_rows(spectrum: Spectrum, delta: Drawn) -> Signs:
+    """Rows of G given by draws of delta across tokens, the input Gaussian.
+
+    Given delta, E sign(G) z = sqrt(2/pi) a/|a|, a = L^T delta. P is the Gaussian one, scaled so
+    that its trace with D is the mean of rho = |a|.
     """
-    onward = delta @ kernel
-    rho = np.sqrt(np.maximum((onward * delta).sum(1), 0.0))
-    size = float(np.sqrt((rho**2).mean())) or 1.0
-    alike = np.divide(onward, rho[:, None], out=np.zeros_like(onward), where=rho[:, None] > 0)
-    return Signs(float(rho.mean()) / size, None, alike.T @ alike / len(delta))
+    exact, lower = spectrum.signs, spectrum.root.lower
+
+    def seen(draws: Array) -> Signs:
+        a = draws @ lower
+        rho2 = (a * a).sum(1)
+        there = np.maximum(rho2, 1e-300)
+        # a a^T has the mean L^T D L: with least variance at this multiple
+        known = float(rho2.mean() / max((rho2**2).mean(), 1e-300))
+        weights = np.where(rho2 > 0, 1 / there - known, 0.0) / len(a)
+        mean = float(np.sqrt(rho2).mean() / np.sqrt(max(rho2.mean(), 1e-300)))
+        square = known * spectrum.inner + (a * weights[:, None]).T @ a
+        return Signs(mean * float(spectrum.values.sum()) ** 0.5, exact.coherent, square)
+
+    found = exact.by_twins(seen(delta.values), seen(delta.twins), delta.share)
+    return found._replace(coherent=exact.coherent * (found.mean / exact.mean))
 
 
-def sign_of_columns(values: Array, gradient: Array, delta: Array) -> Signs:
-    """Columns of G given by draws (N, T) of the input's features, delta Gaussian of a kernel.
+def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
+    """Columns of G given by draws of the input's features, delta (N, T) drawn by its law.
 
     Given x, E sign(G) delta = sqrt(2/pi) D x/rho; the input's mean under the sign of G is taken
     over two halves of the draws, whose product has no bias.
-
-    Args:
-        values: draws of a feature across tokens.
-        gradient: D.
-        delta: draws of its law.
     """
-    rho = np.sqrt(np.maximum(((values @ gradient) * values).sum(1), 0.0))
-    size = float(np.sqrt((rho**2).mean())) or 1.0
-    alike = np.divide(values, rho[:, None], out=np.zeros_like(values), where=rho[:, None] > 0)
-    half = len(values) // 2
-    first, second = (
-        np.sign(delta @ part.T) @ part / len(part) for part in (values[:half], values[half:])
-    )
-    square = first.T @ second / len(delta) / SIGN_MEAN**2
-    return Signs(float(rho.mean()) / size, alike.T @ values / len(values), (square + square.T) / 2)
+    exact, root, total = spectrum.signs, spectrum.root, float(spectrum.values.sum())
+    asked = delta @ root.lower
+
+    def seen(draws: Array) -> Signs:
+        z = root.solved(draws.T).T
+        rho2 = ((z @ spectrum.turned) ** 2 @ spectrum.values).clip(1e-300)
+        mean = float(np.sqrt(rho2).mean() / np.sqrt(rho2.mean())) * total**0.5
+        size = (z * z).sum(1)
+        known = float((size**2 / np.sqrt(rho2)).mean() / (size**2).mean())
+        weights = (1 / np.sqrt(rho2) - known) / len(z)
+        coherent = known * np.eye(z.shape[1]) + (z * weights[:, None]).T @ z
+        # on the scale at which its trace with D is the mean of rho
+        coherent = coherent * (mean / float((coherent * spectrum.inner).sum()))
+        half = len(z) // 2
+        first, second = (
+            np.sign(asked @ part.T) @ part / len(part) for part in (z[:half], z[half:])
+        )
+        square = first.T @ second / len(asked) / SIGN_MEAN**2
+        return Signs(mean, coherent, (square + square.T) / 2)
+
+    return exact.by_twins(seen(values.values), seen(values.twins), values.share)
 
 
 _RANGE = 1e-9
-"""Eigenvalues of K below this share of the largest are none: tokens that read the same."""
+"""What is left of a token below this share of the largest is nothing: it reads what others do."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +327,8 @@ class Optimizer:
         gain: multiplies the rate of every step: Nesterov's momentum.
         adjust: Muon's scale of a matrix's step: "original", "match_rms_adamw" or "spectral".
         multipliers: of the learning rate, by parameter or group of them.
+        updates: of several steps; None: of the first.
+        batches: that they are taken on, once they are known.
     """
 
     name: str
@@ -271,6 +339,23 @@ class Optimizer:
     gain: float = 1.0
     adjust: str = "original"
     multipliers: Mapping[str, float] = field(default_factory=dict)
+    updates: Updates | None = None
+    batches: Batches | None = None
+
+    def pulled(self, product: Array) -> tuple[float, float]:
+        """How far an entry of a step under the sign rule follows its gradient: E U g over that of a
+        sign, and E U^2.
+
+        `product`: (T, T) what pairs of tokens give to the variance of the entry's gradient.
+        """
+        if self.batches is not None:
+            return self.batches.pulled(self.batches.blocks(product))
+        return damping(max(float(product.sum()), 0.0) ** 0.5, self.epsilon)
+
+    def left(self, name: str, rate: float) -> float:
+        """What weight decay leaves of a parameter."""
+        steps = 1 if self.updates is None else self.updates.steps
+        return (1.0 - rate * self.multiplier(name) * self.weight_decay) ** steps
 
     def factor(self, name: str, n: float = 1.0, m: float = 1.0) -> float:
         """What multiplies the learning rate of a parameter, an (m, n) matrix where it is hidden."""
@@ -297,14 +382,14 @@ MUON_SCALES = {
 GROUPS = ("matrices", "embedding", "head", "vectors")
 """Hidden matrices; tables and patches; the matrix to the logits; norms' gains and all biases."""
 
-_TABLES = ("token", "position", "segment", "patch", "class")
+_TABLES = ("token", "position", "segment", "patch", "class", "relative_bias")
 
 
 def group_of(name: str) -> str:
     """The group of a parameter, by its name in `Prediction.weight_gradients`."""
     if name.endswith((".bias", ".gain")):
         return "vectors"
-    if name in _TABLES:
+    if name.removeprefix("encoder.") in _TABLES:
         return "embedding"
     return "head" if name == "head" else "matrices"
 
@@ -316,6 +401,9 @@ def newton_schulz(values: Array, steps: int = 5) -> Array:
         square = values * values
         values = values * (a + b * square + c * square * square)
     return values
+
+
+Pull = Callable[[Array], tuple[float, float]]
 
 
 def damping(deviation: float, epsilon: float) -> tuple[float, float]:
@@ -340,7 +428,7 @@ def effect(
     n: float,
     m: float,
     excess: float = 0.0,
-    epsilon: float = 0.0,
+    pull: Pull | None = None,
     signs: Signs | None = None,
 ) -> Effect:
     """A step of learning rate 1 on an (m, n) matrix, at its output.
@@ -353,7 +441,7 @@ def effect(
         n, m: features of input and output.
         excess: variance of the overlap of two tokens' inputs, relative to the squares, beyond the
             1/n of independent features.
-        epsilon: Adam's.
+        pull: `Optimizer.pulled`; None: the sign.
         signs: under the sign rule, rows or columns that are not Gaussian.
     """
     kernel, lam = spectrum.kernel, spectrum.values
@@ -361,53 +449,34 @@ def effect(
     if total == 0.0:
         nothing = np.zeros_like(kernel)
         return Effect(nothing, nothing, 0.0, 0.0, 0.0)
-    basis = spectrum.basis
+    # P and its kernel on the old input, in the coordinates of z = L^(-1) x
+    turned, lower = spectrum.turned, spectrum.root.lower
     if rule == "sgd":
         # overlaps of variance 1/n + excess: Cov(x_t.x_s, x_t'.x_s') = n^2 (1/n + excess) times
         # K_tt' K_ss' + K_ts' K_st', of which the second is K D K again
-        first, second = n + 0 * lam, (n * n + n + n * n * excess) * lam
-        plain, size, slope = n * total, total, n * m * total
-        drawn = excess * n * plain
+        coherent = n * np.eye(len(lam))
+        aligned = (turned * ((n * n + n + n * n * excess) * lam)) @ turned.T
+        plain, size, slope = n * total * (1 + excess * n), total, n * m * total
     elif rule == "sign":
-        mean, by_root, by_square = spectrum.inverse_moments
-        pulled, noise = damping(total**0.5, epsilon)
-        if signs is not None:
-            by_root = by_root * (signs.mean * total**0.5 / mean)
-            mean = signs.mean * total**0.5
-        first = SIGN_MEAN * n * pulled * by_root
-        second = SIGN_MEAN**2 * n * (n - 1) * pulled**2 * lam * by_square
-        plain, size, slope = n * noise, noise, SIGN_MEAN * n * m * pulled * mean
-        drawn = excess * SIGN_MEAN**2 * n * (n - 1) * pulled**2
+        found = spectrum.signs if signs is None else signs
+        pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * spectrum.gradient)
+        coherent = SIGN_MEAN * n * pulled * found.coherent
+        twice = SIGN_MEAN**2 * n * (n - 1) * pulled**2
+        aligned = (1 - excess) * twice * found.square
+        plain, size = n * noise + excess * twice, noise
+        slope = SIGN_MEAN * n * m * pulled * found.mean
     else:
-        found = spectrum.orthogonal(n, m)
-        size, slope = found.square / (n * m), found.slope
-        first = second = 0 * lam
-        plain = drawn = 0.0
-    coherent, aligned = (basis * first) @ basis.T, (basis * second) @ basis.T
-    if rule == "muon":
-        coherent, aligned = found.coherent, found.aligned
-    if rule == "sign" and signs is not None:
-        aligned = SIGN_MEAN**2 * n * (n - 1) * pulled**2 * signs.square
-        if signs.coherent is not None:
-            # on the scale at which its trace with D is the mean of rho
-            scale = float((signs.coherent * spectrum.gradient).sum())
-            coherent = signs.coherent * (SIGN_MEAN * n * pulled * mean / scale)
-
-    def spread(square: Array, moment: Array) -> Array:
-        lost = square if rule == "sign" else 0.0 * square
-        return square + (plain + drawn) * moment - excess * lost
-
+        step = spectrum.orthogonal(n, m)
+        size, slope = step.square / (n * m), step.slope
+        # what the old input does not span meets no gradient
+        coherent, plain = step.coherent, n * size
+        aligned = step.aligned - plain * np.eye(len(lam))
+    onto = spectrum.root.whitened(met)  # E x' z: what the updated input has of the old one
+    old = ((lower @ aligned) * lower).sum(1) + plain * np.diag(kernel)
     sizes = np.diag(kernel) * size
-    old = np.diag(aligned if rule == "muon" else spread(aligned, kernel))
     ratio = np.divide(old, sizes, out=np.zeros_like(old), where=sizes > 0)
-    # on the updated input, as far as the old one tells it
-    through = met @ spectrum.inverse
-    onward = through @ aligned @ through.T
-    if rule == "muon":  # what the old input does not span meets no gradient
-        total_now = onward + n * size * (new - through @ met.T)
-    else:
-        total_now = spread(onward, new)
-    return Effect(through @ coherent, total_now, slope, size, float(ratio.mean()))
+    onward = onto @ aligned @ onto.T + plain * new
+    return Effect(onto @ coherent @ lower.T, onward, slope, size, float(ratio.mean()))
 
 
 def gain_effect(
@@ -417,7 +486,7 @@ def gain_effect(
     met: Array,
     new: Array,
     m: float,
-    epsilon: float = 0.0,
+    pull: Pull | None = None,
 ) -> Effect:
     """A step of learning rate 1 on a norm's gain, one number per feature (n = 1).
 
@@ -435,12 +504,12 @@ def gain_effect(
     freedom = total * total / float((onward * onward.T).sum())
     mean = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     mean *= math.sqrt(2 * total / freedom)
-    pulled, noise = damping(math.sqrt(total), epsilon)
+    pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * gradient)
     slope = SIGN_MEAN * pulled * mean
     return Effect(slope / total * met, noise * new, m * slope, noise, 1.0)
 
 
-def vector_effect(gradient: Array, rule: str, m: float, epsilon: float = 0.0) -> Effect:
+def vector_effect(gradient: Array, rule: str, m: float, pull: Pull | None = None) -> Effect:
     """A step of learning rate 1 on a bias, whose gradient is the sum over tokens."""
     variance, ones = float(gradient.sum()), np.ones_like(gradient)
     if variance <= 0.0:
@@ -448,6 +517,6 @@ def vector_effect(gradient: Array, rule: str, m: float, epsilon: float = 0.0) ->
     if rule == "sgd":
         return Effect(ones, ones * variance, m * variance, variance, 1.0)
     root = variance**0.5
-    pulled, noise = damping(root, epsilon)
+    pulled, noise = (1.0, 1.0) if pull is None else pull(gradient)
     coherent = SIGN_MEAN * pulled / root * ones
     return Effect(coherent, noise * ones, SIGN_MEAN * pulled * m * root, noise, 1.0)

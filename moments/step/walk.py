@@ -16,6 +16,7 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
+from ..transfer.attention.cross import CrossAttention
 from ..transfer.attention.self_attention import SelfAttention
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
@@ -94,17 +95,21 @@ class Walk:
             Gaussian at them, attention and hidden units, by the index of a site; other rates
             share them.
         points: every site, in order.
+        prefix: of the names of parameters in the stream that is walked.
+        memory: what an encoder's last tokens do, and where they are.
     """
 
     optimizer: Optimizer
     rate: float
     tied: Array
-    spectra: dict[tuple[int, str], Spectrum]
+    spectra: dict[tuple[int, int, str], Spectrum]
     roots: dict[int, Root]
-    signs: dict[tuple[int, str], Signs]
+    signs: dict[tuple[int, int, str], Signs]
     rows: dict[int, Rows]
     neurons: dict[int, Neurons | None]
     points: tuple[Site, ...]
+    prefix: str = ""
+    memory: tuple[Change, Site] | None = None
     sites: list[SiteStep] = field(default_factory=list)
     weights: list[WeightStep] = field(default_factory=list)
     _following: tuple[Component, ...] = ()
@@ -178,8 +183,8 @@ class Walk:
         )
         return rate
 
-    def _spectrum(self, index: int, name: str, kernel: Array, gradient: Array) -> Spectrum:
-        key = index, name
+    def _spectrum(self, key: tuple[int, int, str], kernel: Array, gradient: Array) -> Spectrum:
+        index = key[0]
         if key not in self.spectra:
             # the matrices that read a site, and the gain before them, share its root
             if index not in self.roots:
@@ -187,10 +192,14 @@ class Walk:
             self.spectra[key] = Spectrum.of(kernel, gradient, self.roots[index])
         return self.spectra[key]
 
-    def _signs(self, index: int, name: str, drawn: Callable[[], Signs]) -> Signs:
-        key = index, name
+    def _signs(
+        self,
+        key: tuple[int, int, str],
+        spectrum: Spectrum,
+        drawn: Callable[[Spectrum], Signs] | None,
+    ) -> Signs:
         if key not in self.signs:
-            self.signs[key] = drawn()
+            self.signs[key] = spectrum.signs if drawn is None else drawn(spectrum)
         return self.signs[key]
 
     def _neurons(
@@ -203,7 +212,7 @@ class Walk:
 
     def kept(self, name: str) -> float:
         """What weight decay leaves of a parameter."""
-        return 1.0 - self.rate * self.optimizer.multiplier(name) * self.optimizer.weight_decay
+        return self.optimizer.left(name, self.rate)
 
     def matrix(
         self,
@@ -214,7 +223,7 @@ class Walk:
         layer: int,
         shape: tuple[float, float],
         variance: float,
-        signs: Callable[[], Signs] | None = None,
+        signs: Callable[[Spectrum], Signs] | None = None,
     ) -> Change:
         """Behind an (m, n) matrix of random entries, its own step included.
 
@@ -228,17 +237,14 @@ class Walk:
             signs: gives what is not Gaussian across tokens at it; None: nothing.
         """
         n, m = shape
+        key, name = (entering.index, layer, name), self.prefix + name
         kernel, gain, rule = entering.kernel, n * variance, self.optimizer.rule_of(name)
         carried = change.times(gain)
-        # W delta_x = W W^T delta_y: its coherent part appears as if W were independent, and once
-        # more as a mean
-        sent = carried.coherent @ gradient @ carried.coherent.T
-        carried = Change(carried.coherent, carried.overlap, carried.total + sent)
         left = self.kept(name)
         if left != 1.0:
             same = np.full(len(kernel), left)
             carried = carried.rescaled(gain * kernel, same, same - 1.0)
-        spectrum = self._spectrum(entering.index, name, kernel, gradient)
+        spectrum = self._spectrum(key, kernel, gradient)
         found = effect(
             spectrum,
             rule,
@@ -247,18 +253,23 @@ class Walk:
             n,
             m,
             entering.excess(),
-            self.optimizer.epsilon,
-            None if signs is None or rule != "sign" else self._signs(entering.index, name, signs),
+            self.optimizer.pulled,
+            self._signs(key, spectrum, signs) if rule == "sign" else None,
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
-        own = Change(rate * found.coherent, 0 * kernel, rate * rate * found.total)
-        return carried.plus(own, gradient)
+        # W delta_x = W W^T delta_y: the coherent part appears as if W were independent, and once
+        # more as a mean, beside which the matrix's own stands
+        own = rate * found.coherent
+        met = carried.coherent @ gradient @ (carried.coherent / 2 + own).T
+        total = carried.total + rate * rate * found.total + met + met.T
+        return Change(carried.coherent + own, carried.overlap, total)
 
     def bias(self, name: str, change: Change, gradient: Array, m: float, layer: int) -> Change:
         """With a bias's step."""
+        name = self.prefix + name
         rule = self.optimizer.rule_of(name)
-        found = vector_effect(gradient, rule, m, self.optimizer.epsilon)
+        found = vector_effect(gradient, rule, m, self.optimizer.pulled)
         rate = self.entry(layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         shift = float(found.coherent.flat[0]), float(found.total.flat[0])
         return change.shifted(rate * shift[0], rate * rate * shift[1], gradient)
@@ -276,9 +287,9 @@ class Walk:
                 self._unit.laws, (leaving.kernel,), self.points[leaving.index + 1]
             )
             if units is not None:
-                signs = functools.partial(_rows_of, entering.kernel, units, 0)
+                signs = functools.partial(_rows_of, units, 0)
         elif before is not None:
-            signs = functools.partial(_columns_of, before, leaving.gradient)
+            signs = functools.partial(_columns_of, before)
         found = self.matrix(
             leaf.weight, change, entering, leaving.gradient, leaving.layer, shape, variance, signs
         )
@@ -287,23 +298,36 @@ class Walk:
         return self.bias(f"{leaf.weight}.bias", found, leaving.gradient, shape[1], leaving.layer)
 
     def attention(
-        self, leaf: SelfAttention, change: Change, entering: Site, leaving: Site
+        self,
+        leaf: SelfAttention | CrossAttention,
+        change: Change,
+        entering: Site,
+        leaving: Site,
     ) -> Change:
+        own = change, entering
+        memory = own if isinstance(leaf, SelfAttention) else self.memory
+        assert memory is not None
         rows = self.rows.get(entering.index)
         if rows is None:
-            rows = self.rows[entering.index] = entering.attention_rows(leaf, leaving)
-        d, width = float(leaf.d_model), float(leaf.heads * leaf.d_head)
+            rows = entering.attention_rows(leaf, leaving, memory[1])
+            self.rows[entering.index] = rows
+        width = float(leaf.heads * leaf.d_head)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         moved = []
-        for name, m, gradient in zip(
-            ("query", "key", "value"), (width, shared, shared), rows.gradients, strict=True
+        for name, (tokens, at), m, gradient in zip(
+            ("query", "key", "value"),
+            (own, memory, memory),
+            (width, shared, shared),
+            rows.gradients,
+            strict=True,
         ):
-            variance = max(float(getattr(leaf, name)), 1e-60)
-            found = self.matrix(name, change, entering, gradient, leaving.layer, (d, m), variance)
+            variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
+            n = float(leaf.d_model if name == "query" else leaf.memory_width)
+            found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
-                found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
-            moved.append(found.times(1 / (d * variance)))
+                found = self.bias(f"{full}.bias", found, gradient, m, leaving.layer)
+            moved.append(found.times(1 / (n * variance)))
         found = rows.carried(Three(*moved), leaving.gradient)
         if leaf.drop_prob:
             found = _masked(found, rows.weights, moved[2], rows.gain, float(leaf.drop_prob))
@@ -325,7 +349,7 @@ class Walk:
             variance = inner[name][0]
             signs = None
             if units is not None:
-                signs = functools.partial(_rows_of, entering.kernel, units, place)
+                signs = functools.partial(_rows_of, units, place)
             found = self.matrix(
                 name, change, entering, gradient, leaving.layer, (n, m), variance, signs
             )
@@ -373,7 +397,7 @@ class Walk:
 
     def _affine(self, leaf: Any, change: Change, leaving: Site) -> Change:
         square, gradient = float(leaf.gain) ** 2, leaving.gradient
-        name = f"{leaf.label}.gain"
+        name = f"{self.prefix}{leaf.label}.gain"
         kept = self.kept(name)
         if kept != 1.0:
             same = np.full(len(gradient), kept)
@@ -386,7 +410,7 @@ class Walk:
             inner.met(normal),
             inner.new(normal),
             leaving.width,
-            self.optimizer.epsilon,
+            self.optimizer.pulled,
         )
         rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         own = Change(rate * found.coherent, 0 * gradient, rate * rate * found.total)
@@ -397,21 +421,27 @@ class Walk:
 
     def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
         kept = 1.0 - float(leaf.parameters["drop_prob"])
+        units = self.neurons.get(entering.index)
+        if units is not None and leaving.index not in self.neurons:
+            self.neurons[leaving.index] = units.dropped(kept)
         return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / kept - 1))
 
     def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:
         return change.times(float(leaf.parameters["weight_variance"]))
 
     def pool(self, leaf: Pool, change: Change, entering: Site, leaving: Site) -> Change:
-        return change.mixed(leaf.weights(len(entering.kernel)))
+        weights = leaf.weights(len(entering.kernel))
+        return change.each(lambda part: weights @ part @ weights.T)
 
 
-def _rows_of(kernel: Array, units: Neurons, place: int) -> Signs:
-    return sign_of_rows(kernel, units.sent(place))
+def _rows_of(units: Neurons, place: int, spectrum: Spectrum) -> Signs:
+    return sign_of_rows(spectrum, units.sent(place, spectrum.gradient))
 
 
-def _columns_of(units: Neurons, gradient: Array) -> Signs:
-    return sign_of_columns(units.values, gradient, gaussian(gradient, 9)[:512])
+def _columns_of(units: Neurons, spectrum: Spectrum) -> Signs:
+    return sign_of_columns(
+        spectrum, units.given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512]
+    )
 
 
 def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob: float) -> Change:
@@ -439,6 +469,7 @@ def uncovered(component: Any) -> DomainError:
 _STEPS: dict[type, Callable[..., Change]] = {
     Linear: Walk.linear,
     SelfAttention: Walk.attention,
+    CrossAttention: Walk.attention,
     GatedLinear: Walk.gated,
     Activation: Walk.activation,
     FiniteNormalization: Walk.norm,

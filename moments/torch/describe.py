@@ -246,6 +246,10 @@ def weight_statistics(
     Returns:
         Columns layer, role, parameter, variance (mean square), mean, kurtosis, spectral (largest
         squared singular value over that of independent entries), stable_rank.
+
+    Raises:
+        MomentsError: a module whose layers are not known.
+        DomainError: `names` gives a role that there is not.
     """
     import pandas
 

@@ -6,7 +6,7 @@ See docs/theory/norms.md, Realised overlaps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class GatedLinear(Leaf):
     gate_bias: Any = 0.0
     bias: Any = 0.0
     has_bias: bool = False
+
+    reads_realised: ClassVar[bool] = True
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         inner, gate_back = self._map("gate", self.gate, self.gate_bias).forward(signal)

@@ -54,18 +54,19 @@ def _tables(keys: int) -> _Tables:
 class AlikePaths(NamedTuple):
     """Kernels of the gradient at the queries' tokens and at the keys'.
 
-    `tilt` is what `query` gains per unit of the variance of two tokens' overlap (`overlap`).
+    `overlap_path` is what `query` gains per unit of the variance of two tokens' overlap
+    (`overlap`).
     """
 
     value: Kernel
     query: Kernel
     key: Kernel
     cross: Kernel
-    tilt: Kernel
+    overlap_path: Kernel
 
 
 class AlikeAttention:
-    """Moments of one layer.
+    """Moments of one layer, whose keys are alike and whose queries are of any resolution.
 
     Attributes:
         forward: second moments per feature of sum_j a_ij y_j.
@@ -89,86 +90,99 @@ class AlikeAttention:
         value_bias: Any = 0.0,
     ) -> None:
         """Evaluate the statistics; arguments as those of `kernels.KernelAttention`."""
-        self._counts, self._queries, self._scale = (query_count, key_count), queries, scale
-        self._own = values.diagonal - values.pairs, keys.diagonal - keys.pairs
+        self._counts, self._queries = (query_count, key_count), queries
         self._noise = drop_prob / (1 - drop_prob)
-        self._masked = values.diagonal + value_bias
-        theta = np.asarray(scale * queries.diagonal * self._own[1], dtype=np.float64)
-        correlation = np.clip(ratio_or_zero(queries.pairs, queries.diagonal), -1.0, 1.0)
-        apart_from = ratio_or_zero(self._own[1], keys.diagonal)
-        flat = np.broadcast_arrays(theta, correlation, apart_from, norm_spread)
+        own_value, own_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
+        size = queries.diagonal
+        if queries.resolved:  # of two rows the geometric mean, as of their log odds by token
+            first, second = queries.over_tokens(size)
+            size = np.sqrt(first * second)
+        two = self._at_pairs
+        theta = np.asarray(two(scale) * size * two(own_key), dtype=np.float64)
+        correlation = np.clip(ratio_or_zero(queries.pairs, size), -1.0, 1.0)
+        apart_from = two(ratio_or_zero(own_key, keys.diagonal))
+        flat = np.broadcast_arrays(theta, correlation, apart_from, two(norm_spread))
         sizes, cosines, unshared, spreads = (np.ravel(one) for one in flat)
         tables = _tables(key_count)
         several = {s: Widths(float(d_model), float(d_head), s) for s in np.unique(spreads).tolist()}
         self._shape = np.shape(flat[0])
         # Vanishing logits: what is linear in them, from faint ones.
         taken = np.maximum(sizes, FAINT)
-        self._drive = scale * queries.diagonal / self._of(taken)
+        self._drive = two(scale) * size / self._of(taken)
         rows = _by_width(tables, taken, cosines, unshared, spreads, several)
         self._rows = rows = _linear(rows, sizes / taken, float(key_count))
         self._wide = 1.0 / float(d_model)
         deficit = self._of(np.array([several[s].deficit for s in spreads.tolist()]))
-        self.logit_variance = theta[()]
-        same, apart = self._at(rows.overlap)
-        self.sum_square = same
-        self.entropy = np.asarray(tables.rows(theta, theta).entropy)[()]
-        own = self._own[0]
+        self.logit_variance = alone = self._alone(theta)[()]
+        overlap = self._at(rows.overlap)
+        self.sum_square = overlap.diagonal
+        self.entropy = np.asarray(tables.rows(alone, alone).entropy)[()]
+        self._own = two(own_value), two(scale * own_key), two(values.diagonal + value_bias)
         stiffness = self._of(rows.stiffness)
         shared = np.maximum(1 - self._of(unshared), 0.0)
         returned = 2 * deficit * shared**2
         # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
-        tilt = scale * self._own[1] * (1 - same) ** 2
-        self._tilts = [tilt * one for one in self._at(rows.query_tilt)]
-        tilts, growth = self._at(rows.tilt), self._at(rows.growth)
-        against = self._of(rows.against) * values.pairs
-        mixed = same * np.exp(-2 * stiffness) + returned * growth[0]
-        mixed = own * (mixed + tilt * tilts[0] * self._wide * queries.diagonal) - against
-        dropped = self._noise * values.diagonal * same * (1 + self._of(rows.masks))
-        others = apart * np.exp(-stiffness * (1 + correlation)) + returned * growth[1]
-        others = own * (others + tilt * tilts[1] * self._wide * queries.pairs) - against
-        self.forward = Kernel(values.pairs + mixed + dropped, values.pairs + others)
+        looking = self._own[1] * (1 - self._of(rows.overlap[:, 0])) ** 2
+        self._overlap_path = self._at(rows.query_shift).at_pairs(looking * self._own[0])
+        kept = np.exp(-stiffness * (1 + correlation)), np.exp(-2 * stiffness)
+        mixed = overlap.weighted(self._alone(kept[1]), kept[0])
+        mixed = mixed + self._at(rows.growth).at_pairs(returned)
+        pulled = (self._at(rows.joint_shift) * queries).at_pairs(looking * self._wide)
+        mixed = (mixed + pulled).at_pairs(self._own[0])
+        against = two(values.pairs) * (1 - self._of(rows.against))
+        dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
+        own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
+        self.forward = Kernel.joined(own, mixed.pairs + against, queries.resolved)
         self.mean_output = averaged(values, key_count)
 
     def backward(self, gradient: Kernel) -> AlikePaths:
         """Paths for a gradient at the averaged values, their weights' gain included."""
         queries, keys = self._counts
-        own_value, own_key = self._own
-        rows, wide, noise = self._rows, self._wide, self._noise * self._masked
-        one = gradient.diagonal * queries
-        two = gradient.pairs * queries * (queries - 1)
-        same, apart = self._at(rows.overlap)
-        held = one * same + two * apart
-        spread = one * (1 - same) + two * (1 - apart)
-        others = max(keys - 1, 1)
-        masked = self._noise * one * same / keys
-        value = Kernel(held / keys + masked, spread / (keys * others))
-        scale = self._scale * own_key
-        tilted = Kernel(
-            gradient.diagonal * self._tilts[0] * own_value,
-            gradient.pairs * self._tilts[1] * own_value,
+        rows, wide, others = self._rows, self._wide, max(keys - 1, 1)
+        own_value, scale, masked = self._own
+        noise = self._noise * masked
+
+        def sent(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
+            """To a key by all rows: rates of every two, and what dropout adds to a row's own."""
+            dropped = self._alone(dropped + 0.0 * self._of(rows.square))
+            rate = Kernel.joined(rate.diagonal + dropped, rate.pairs, rate.resolved)
+            return (gradient * rate.at_pairs(drive)).total(queries) / keys
+
+        ones = self._queries.with_ones()
+        overlap = self._at(rows.overlap)
+        held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
+        value = Kernel(held, sent(ones - overlap) / others)
+        path = gradient * self._overlap_path
+        rate = self._at(rows.query).at_pairs(own_value)
+        own = own_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
+        rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
+        query = (gradient * rate.at_pairs(scale)).mixed(1.0, path, wide)
+        driven = self._at(rows.key).at_pairs(own_value)
+        key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
+        growth = self._at(rows.growth)
+        shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))
+        return AlikePaths(
+            value, query, Kernel(key, -key / others), Kernel(shared, -shared / others), path
         )
-        moved, beside = self._at(rows.query)
-        moved = own_value * (moved + self._of(rows.common)) + noise * self._of(rows.dropped_query)
-        query = Kernel(
-            gradient.diagonal * scale * moved,
-            gradient.pairs * scale * own_value * beside,
-        ).mixed(1.0, tilted, wide)
-        driven, driven_apart = self._at(rows.key)
-        pushed = one * (driven * own_value + noise * self._of(rows.dropped_key))
-        pushed = self._drive * (pushed + two * driven_apart * own_value) / keys
-        key = Kernel(pushed, -pushed / others)
-        growth, growth_apart = self._at(rows.growth)
-        shared = one * (growth + self._noise * self._of(rows.dropped_cross)) + two * growth_apart
-        shared = 2 * wide * shared / keys
-        return AlikePaths(value, query, key, Kernel(shared, -shared / others), tilted)
+
+    def _at_pairs(self, number: Array) -> Array:
+        """A number per configuration, for every two rows."""
+        return self._queries.lift(number)[1]
 
     def _of(self, values: Array) -> Array:
-        """A number per row, in the shape of the configurations."""
+        """A number for every two rows, in the shape of the configurations."""
         return np.asarray(values.reshape(self._shape)[()])
 
-    def _at(self, values: Array) -> tuple[Array, Array]:
+    def _alone(self, of_pairs: Array) -> Array:
+        """Of a row with itself."""
+        if not self._queries.resolved:
+            return of_pairs
+        return np.diagonal(np.broadcast_to(of_pairs, self._shape), axis1=-2, axis2=-1)
+
+    def _at(self, values: Array) -> Kernel:
         """For a row with itself and with another."""
-        return self._of(values[:, 0]), self._of(values[:, 1])
+        own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
+        return Kernel.joined(own, pairs, self._queries.resolved)
 
 
 def _by_width(

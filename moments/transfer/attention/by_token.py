@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.classes import ClassRows
+from ...engine.classes import ClassRows, OneClass, one_class
 from ...engine.packing import one_document, places
-from ...engine.state import Array, Kernel, Signal, ratio_or_zero
+from ...engine.state import Array, Kernel, Repeats, Signal, ratio_or_zero
 from ...errors import DomainError
 from ...formulas.recording import as_number
 from ...model.positions import alibi_slopes
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
+from .kernels.class_bias import ClassBiasNoise
 from .kernels.exact_rows import THETA_PEAKED
 from .kernels.position_attention import ClassLogits, PositionAttention
 from .kernels.turning import Turning
@@ -54,7 +55,7 @@ def variance_notes(logit_variance: Array) -> tuple[str, ...]:
     return (text,)
 
 
-def attention_facts(
+def attention_diagnostics(
     logit_variance: Array, square: Array, entropy: Array, keys: Array
 ) -> dict[str, Array]:
     """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
@@ -162,8 +163,8 @@ def build(
     value_gain = memory_gain(leaf)
     kernels = flat(queries), flat(keys), flat(memory)
     matrices = zip(*kernels, allowed, scales, spreads, strict=True)
-    for asking, asked, values, mask, scale, spread in matrices:
-        where = [positions(len(one), leaf) for one in (asking, asked)]
+    for query_tokens, key_tokens, values, mask, scale, spread in matrices:
+        where = [positions(len(one), leaf) for one in (query_tokens, key_tokens)]
         # A common shift of all keys cancels in the softmax unless it is turned.
         plain = law.keys.gain is None and (not turned or keys is memory)
         settings = {
@@ -173,8 +174,8 @@ def build(
             "d_model": leaf.memory_width,
             "d_head": law.head_freedom,
             "norm_spread": float(spread),
-            "query_kernel": None if plain and queries is memory else asking,
-            "key_kernel": None if plain else asked,
+            "query_kernel": None if plain and queries is memory else query_tokens,
+            "key_kernel": None if plain else key_tokens,
             "rotation": _rotation(leaf, where) if turned else None,
             "value_bias": leaf.value_bias / value_gain,
             "separate_queries": separate_queries,
@@ -238,20 +239,20 @@ class TokenLayer:
         """E sum_j a_ij^2."""
         return self._numbers("sum_square").reshape(self._shape[:-1])
 
-    def facts(self) -> dict[str, Array]:
-        """See `attention_facts`."""
+    def diagnostics(self) -> dict[str, Array]:
+        """See `attention_diagnostics`."""
         keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
         numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
-        return attention_facts(numbers[0], numbers[1], numbers[2], keys)
+        return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
 
     def backward(self, gained: Kernel) -> Paths:
         """Of the gradient at sum_j a_ij x_j."""
         parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
         return Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
 
-    def tilt(self, gained: Kernel) -> Kernel:
+    def overlap_path(self, gained: Kernel) -> Kernel:
         """What the query path gains per unit of the relative variance of two tokens' overlap."""
-        found = [one.tilt * g for one, g in zip(self._rows, flat(gained), strict=True)]
+        found = [one.overlap_path * g for one, g in zip(self._rows, flat(gained), strict=True)]
         return self._kernel(found)
 
     def response(self) -> Kernel:
@@ -271,7 +272,14 @@ class TokenLayer:
 class ClassLayer:
     """`TokenLayer` on classes of positions."""
 
-    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array) -> None:
+    def __init__(
+        self,
+        leaf: Any,
+        law: LogitLaw,
+        tokens: Kernel,
+        norm_spread: Array,
+        repeats: Repeats | None = None,
+    ) -> None:
         assert tokens.classes is not None
         self._classes, self._shape = tokens.classes, tokens.pairs.shape
         self._sight = sight = tokens.classes.seen(leaf.window)
@@ -283,12 +291,16 @@ class ClassLayer:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
         self._rows = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
-        for asking, asked, values, scale, spread in zip(*kernels, scales, spreads, strict=True):
+        for query_tokens, key_tokens, values, scale, spread in zip(
+            *kernels, scales, spreads, strict=True
+        ):
             # A common shift of all keys cancels in the softmax unless it is turned.
             plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
-            keys = values if plain else asked
-            queries = values if law.queries.kernel is tokens else asking
+            keys = values if plain else key_tokens
+            queries = values if law.queries.kernel is tokens else query_tokens
             logits = ClassLogits(queries, keys, values, float(scale), sight, turning)
+            if repeats is not None and logits.aligned:
+                logits = logits._replace(repeats=repeats.variance)
             self._rows.append(
                 PositionAttention(
                     logits,
@@ -300,6 +312,11 @@ class ClassLayer:
                 )
             )
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        table, self._d_model = leaf.relative_bias, leaf.d_model
+        self._biases: list[ClassBiasNoise] = []
+        if table is not None and table.variance > 0.0:
+            self._tokens = self._flat(tokens)
+            self._biases = [ClassBiasNoise(sight, table, one.weights) for one in self._rows]
 
     def _flat(self, kernel: Kernel) -> list[tuple[Array, Array]]:
         size = self._shape[-1]
@@ -315,7 +332,11 @@ class ClassLayer:
         return np.stack([getattr(one, name) for one in self._rows]).reshape(self._shape[:-1])
 
     def forward(self) -> Kernel:
-        return self._kernel([one.output for one in self._rows])
+        found = self._kernel([one.output for one in self._rows])
+        if not self._biases:
+            return found
+        met = zip(self._biases, self._tokens, strict=True)
+        return found + self._kernel([bias.forward(tokens) for bias, tokens in met])
 
     def mean_output(self) -> Kernel:
         means = [one.mean_output() for one in self._rows]
@@ -329,35 +350,116 @@ class ClassLayer:
     def sum_square(self) -> Array:
         return self._numbers("sum_square")
 
-    def facts(self) -> dict[str, Array]:
+    def diagnostics(self) -> dict[str, Array]:
         keys = self._sight.size
         numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
-        return attention_facts(numbers[0], numbers[1], numbers[2], keys)
+        return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
 
     def backward(self, gained: Kernel) -> Paths:
-        given = zip(self._rows, self._flat(gained), strict=True)
-        parts = [one.backward(own, pairs) for one, (own, pairs) in given]
-        return Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
+        given = self._flat(gained)
+        parts = [one.backward(*kernel) for one, kernel in zip(self._rows, given, strict=True)]
+        paths = Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
+        if not self._biases:
+            return paths
+        met = zip(self._biases, given, strict=True)
+        added = self._kernel([bias.backward(kernel) for bias, kernel in met])
+        return paths._replace(value=paths.value + added)
 
-    def tilt(self, gained: Kernel) -> Kernel:
+    def overlap_path(self, gained: Kernel) -> Kernel:
         given = zip(self._rows, self._flat(gained), strict=True)
-        found = [(one.tilt[0] * own, one.tilt[1] * pairs) for one, (own, pairs) in given]
+        found = [
+            (one.overlap_path[0] * own, one.overlap_path[1] * pairs) for one, (own, pairs) in given
+        ]
         return self._kernel(found)
+
+    def repeated(self, gained: Kernel) -> Kernel | None:
+        """The part of the query path that comes of tokens that repeat within cells."""
+        parts = [one.repeated for one in self._rows if one.repeated is not None]
+        if not parts:
+            return None
+        given = zip(parts, self._flat(gained), strict=True)
+        return self._kernel([(one * own, two * pairs) for (one, two), (own, pairs) in given])
 
     def response(self) -> Kernel:
         return self._kernel([one.response for one in self._rows])
 
     def table_gradient(self, gained: Kernel) -> Array | None:
-        return None
+        if not self._biases:
+            return None
+        met = zip(self._biases, self._tokens, strict=True)
+        overlaps = self._kernel([bias.overlaps(tokens) for bias, tokens in met])
+        return np.asarray(self._d_model * (overlaps * gained).total(self._classes.length))
+
+
+class AlikeLayer:
+    """`ClassLayer` of tokens alike, whose positions differ by their distance alone: one class."""
+
+    def __init__(
+        self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array, seq_len: int
+    ) -> None:
+        self._classes = classes = one_class(seq_len)
+        lifted = _lifted(tokens, classes)
+        same = law.queries.kernel is tokens, law.keys.kernel is tokens
+        queries, keys = (
+            side._replace(kernel=lifted if alike else _lifted(side.kernel, classes))
+            for side, alike in zip((law.queries, law.keys), same, strict=True)
+        )
+        inner = law._replace(queries=queries, keys=keys)
+        self._layer = layer = ClassLayer(leaf, inner, lifted, norm_spread)
+        self.wanted, self.beyond_tables = layer.wanted, layer.beyond_tables
+        self.weights: None = None
+
+    def forward(self) -> Kernel:
+        return _lowered(self._layer.forward())
+
+    def mean_output(self) -> Kernel:
+        return _lowered(self._layer.mean_output())
+
+    @property
+    def sum_square(self) -> Array:
+        return self._layer.sum_square[..., 0]
+
+    def diagnostics(self) -> dict[str, Array]:
+        return {name: value[..., 0] for name, value in self._layer.diagnostics().items()}
+
+    def backward(self, gained: Kernel) -> Paths:
+        found = self._layer.backward(_lifted(gained, self._classes))
+        return Paths(*map(_lowered, found))
+
+    def overlap_path(self, gained: Kernel) -> Kernel:
+        return _lowered(self._layer.overlap_path(_lifted(gained, self._classes)))
+
+    def response(self) -> Kernel:
+        return _lowered(self._layer.response())
+
+    def table_gradient(self, gained: Kernel) -> Array | None:
+        return self._layer.table_gradient(_lifted(gained, self._classes))
+
+
+def _lifted(kernel: Kernel, classes: OneClass) -> Kernel:
+    """Tokens alike as a class."""
+    own, pairs = np.asarray(kernel.diagonal, float), np.asarray(kernel.pairs, float)
+    return Kernel(own[..., None], pairs[..., None, None], classes)
+
+
+def _lowered(kernel: Kernel) -> Kernel:
+    return Kernel(kernel.diagonal[..., 0][()], kernel.pairs[..., 0, 0][()])
 
 
 def self_attention(
-    leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array
-) -> TokenLayer | ClassLayer:
+    leaf: Any,
+    law: LogitLaw,
+    tokens: Kernel,
+    norm_spread: Array,
+    seq_len: int,
+    repeats: Repeats | None = None,
+) -> TokenLayer | ClassLayer | AlikeLayer:
     """The layer in the resolution of its tokens."""
+    if not tokens.resolved:
+        return AlikeLayer(leaf, law, tokens, norm_spread, seq_len)
     if tokens.classes is None:
         return TokenLayer(leaf, law, tokens, norm_spread)
-    return ClassLayer(leaf, law, tokens, norm_spread)
+    return ClassLayer(leaf, law, tokens, norm_spread, repeats)
 
 
 def memory_gain(leaf: Any) -> float:

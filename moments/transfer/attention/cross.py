@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ...engine.composition import Pulled, Reader, ReaderPullback
-from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.state import Array, Gradient, Kernel, Signal
@@ -20,14 +19,14 @@ from .alike import AlikeAttention
 from .by_token import (
     BEYOND_TABLES,
     Mask,
-    attention_facts,
+    attention_diagnostics,
     build,
     flat,
+    logit_scales,
     mean_spread,
     same_sequence,
     variance_notes,
 )
-from .kernels.exact_rows import THETA_PEAKED
 from .logits import LogitLaw, logit_law, positive
 from .overlap import through_attention
 from .self_attention import AttentionPullback, AttentionPulled, concatenated
@@ -85,30 +84,35 @@ class CrossAttention(Reader):
         Raises:
             DomainError: one of the two is resolved by token and the other is not.
         """
-        if signal.resolved != memory.resolved:
+        if (signal.resolved is True) != bool(memory.resolved):
             raise domain_error(
                 "memory", memory.resolved, "resolved by token exactly where the queries are"
             )
-        asking, asked = signal.second_moment(), memory.second_moment()
-        law = logit_law(self, asking, asked, (self.d_model, self.memory_width))
-        make = self._by_token if signal.resolved else self._alike
+        query_tokens, key_tokens = signal.second_moment(), memory.second_moment()
+        law = logit_law(self, query_tokens, key_tokens, (self.d_model, self.memory_width))
+        make = self._by_token if memory.resolved else self._alike
         seen = make(signal, memory, law)
         mixed, *_ = seen.heads
         output = concatenated(
-            self, signal, memory, *seen.heads, facts=seen.facts, notes=seen.notes + law.notes
+            self,
+            signal,
+            memory,
+            *seen.heads,
+            diagnostics=seen.diagnostics,
+            notes=seen.notes + law.notes,
         )
         return output, _Pullback(self, law, signal, output, mixed, seen.layer, memory)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        one, width = 1.0 + 0.0 * pair.signal.kernel.pairs, self.heads * self.d_head
-        read = pair.memory
-        if read is None:
-            read = Kernel(pair.signal.kernel.diagonal, 0.0 * one)
-        kernel = read.scaled(self.memory_width * self.value)
-        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width), 0.0 * one
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        one = 1.0 + 0.0 * signal.kernel.pairs
+        if memory is None:
+            memory = Kernel(signal.kernel.diagonal, 0.0 * one)
+        kernel = memory.scaled(self.memory_width * self.value)
+        width = self.heads * self.d_head
+        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width)
 
     @property
     def reads(self) -> CrossAttention:
@@ -140,13 +144,13 @@ class CrossAttention(Reader):
         return seen if len(seen) == matrices else seen * matrices
 
     def _by_token(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
-        asked = memory.second_moment()
-        shape, memory_shape = signal.kernel.pairs.shape, asked.pairs.shape
+        key_tokens = memory.second_moment()
+        shape, memory_shape = signal.kernel.pairs.shape, key_tokens.pairs.shape
         count = int(np.prod(shape[:-2], dtype=int))
         masks = self._masks(shape[-1], memory_shape[-1], count)
-        rows, wanted = build(self, law, asked, masks, mean_spread(memory), True)
+        rows, wanted = build(self, law, key_tokens, masks, mean_spread(memory), True)
         layer = _TokenRows(rows, shape, memory_shape)
-        facts = attention_facts(
+        diagnostics = attention_diagnostics(
             np.stack([one.logit_variance for one in rows]),
             layer.squares,
             np.stack([one.entropy for one in rows]),
@@ -157,50 +161,51 @@ class CrossAttention(Reader):
             notes = (BEYOND_TABLES,)
         squares = layer.squares.reshape(shape[:-1])
         heads = (layer.forward(), squares, layer.mean_output, layer.weights)
-        return _Attended(heads, facts, notes, layer)
+        return _Attended(heads, diagnostics, notes, layer)
 
     def _alike(self, signal: Signal, memory: Signal, law: LogitLaw) -> _Attended:
-        asked = memory.second_moment()
-        own = law.keys.kernel.diagonal - law.keys.kernel.pairs
-        wanted = law.scale * law.queries.kernel.diagonal * own
+        key_tokens = memory.second_moment()
+        scale, wanted = logit_scales(law)
         layer = AlikeAttention(
             law.queries.kernel,
             law.keys.kernel,
-            asked,
+            key_tokens,
             query_count=signal.seq_len,
             key_count=memory.seq_len,
-            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
+            scale=scale,
             drop_prob=self.drop_prob,
             d_model=self.memory_width,
             d_head=law.head_freedom,
             norm_spread=mean_spread(memory),
             value_bias=self.value_bias / positive(self.memory_width * self.value),
         )
-        facts = attention_facts(
+        diagnostics = attention_diagnostics(
             layer.logit_variance, layer.sum_square, layer.entropy, float(memory.seq_len)
         )
         heads = (layer.forward, layer.sum_square, lambda: layer.mean_output, None)
-        return _Attended(heads, facts, variance_notes(wanted), _AlikeRows(layer, signal.kernel))
+        return _Attended(
+            heads, diagnostics, variance_notes(wanted), _AlikeRows(layer, signal.kernel)
+        )
 
 
 class _Attended(NamedTuple):
-    """What a way of attending knows: the last four arguments of `concatenated`, facts, notes, and
-    the paths of a gradient."""
+    """What a way of attending knows: the last four arguments of `concatenated`, diagnostics, notes,
+    and the paths of a gradient."""
 
     heads: tuple[Kernel, Array, Callable[[], Kernel], Callable[[], Array] | None]
-    facts: dict[str, Array]
+    diagnostics: dict[str, Array]
     notes: tuple[str, ...]
     layer: _TokenRows | _AlikeRows
 
 
 class _Sides(NamedTuple):
-    """Of a gradient, the values' gain included: the paths, and what goes straight through the
-    values."""
+    """Of a gradient, the values' gain included: the paths, as `by_token.Paths` has them."""
 
     query: Kernel
     key: Kernel
-    tilt: Kernel
-    straight: Kernel
+    overlap_path: Kernel
+    value: Kernel
+    cross: Kernel
 
 
 @dataclass(slots=True, eq=False)
@@ -228,13 +233,16 @@ class _TokenRows:
     def backward(self, received: Kernel) -> _Sides:
         gained = flat(received)
         parts = [one.backward(matrix) for one, matrix in zip(self.rows, gained, strict=True)]
-        keys = np.stack([part.key for part in parts]).reshape(self.memory_shape)
-        straight = np.stack([part.value + part.cross for part in parts])
+        key, value, cross = (
+            Kernel.of_matrix(np.stack(found).reshape(self.memory_shape))
+            for found in zip(*((part.key, part.value, part.cross) for part in parts), strict=True)
+        )
         return _Sides(
             self._kernel([part.query for part in parts]),
-            Kernel.of_matrix(keys),
-            self._kernel([one.tilt * g for one, g in zip(self.rows, gained, strict=True)]),
-            Kernel.of_matrix(straight.reshape(self.memory_shape)),
+            key,
+            self._kernel([one.overlap_path * g for one, g in zip(self.rows, gained, strict=True)]),
+            value,
+            cross,
         )
 
     def response(self) -> Kernel:
@@ -246,17 +254,17 @@ class _TokenRows:
 
 @dataclass(slots=True, eq=False)
 class _AlikeRows:
-    """Rows of tokens alike; `asking` is the kernel of those that ask."""
+    """Rows of tokens alike; `query_tokens` is the kernel of those that attend."""
 
     layer: AlikeAttention
-    asking: Kernel
+    query_tokens: Kernel
 
     def backward(self, received: Kernel) -> _Sides:
         paths = self.layer.backward(received)
-        return _Sides(paths.query, paths.key, paths.tilt, paths.value + paths.cross)
+        return _Sides(paths.query, paths.key, paths.overlap_path, paths.value, paths.cross)
 
     def response(self) -> Kernel:
-        return self.layer.backward(self.asking.with_ones()).query
+        return self.layer.backward(self.query_tokens.with_ones()).query
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +285,7 @@ class _Pullback(AttentionPullback):
         query = query.scaled(leaf.memory_width / leaf.d_model)
         key = self.at_logits(sides.key, self.law.keys)
         pulled = AttentionPulled(Gradient(query, gradient.seq_len), self, received, sides)
-        return pulled, Gradient(sides.straight + key, self.memory.seq_len)
+        return pulled, Gradient(sides.value + sides.cross + key, self.memory.seq_len)
 
     def response(self, received: Kernel) -> Kernel:
         found: Kernel = self.layer.response()

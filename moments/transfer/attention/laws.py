@@ -11,10 +11,10 @@ from ...engine.evaluation import evaluate
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from ...formulas.recording import whole
-from .by_token import attention_facts, variance_notes
+from .by_token import attention_diagnostics, variance_notes
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import positive
-from .profile import profiled_columns, profiled_statistics
+from .profile import profiled_columns, profiled_numbers
 from .statistics import STATISTICS, AttentionStatistics, attention_statistics
 
 PROFILED_SCALE = 5.0
@@ -58,10 +58,10 @@ def _one(
 ) -> tuple[Any, ...]:
     """Statistics of one configuration, in the order of `STATISTICS`, and what else there is."""
     widths = seq_len, d_model, d_head
-    if profiled:
-        found = profiled_statistics(scale, correlation, *widths)
-    else:
-        found = attention_statistics(scale, correlation, *widths, spread)
+    if profiled and correlation >= 0:
+        (*numbers, entropy), valid = profiled_numbers(scale, correlation, *widths)
+        return (*numbers, (1 - correlation) * scale, entropy, float(valid))
+    found = attention_statistics(scale, correlation, *widths, spread)
     return (*found.values.values(), found.logit_variance, found.entropy, float(found.valid))
 
 
@@ -139,7 +139,7 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
         evaluate(with_value["variance"], algebra, values),
         evaluate(with_value["covariance"], algebra, values),
     )
-    facts = attention_facts(
+    diagnostics = attention_diagnostics(
         statistics.logit_variance,
         statistics.values["row_square"],
         statistics.entropy,
@@ -155,7 +155,7 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
         mean=0.0 * kernel.diagonal,
         width=width,
         spread=spread,
-        facts=facts,
+        diagnostics=diagnostics,
         notes=variance_notes((1 - correlation) * wanted),
     )
     return output, mixed, AlikePullback(values, statistics.values, width * leaf.value)
@@ -210,7 +210,7 @@ class AlikePullback(NamedTuple):
         key = Kernel(paths["key_path"], -paths["key_path"] / (values["seq_len"] - 1))
         return AlikePaths(sent, query.scaled(self.gain), key.scaled(self.gain))
 
-    def tilt(self, received: Kernel) -> Kernel:
+    def overlap_path(self, received: Kernel) -> Kernel:
         """What the query path gains per unit of the variance of two tokens' overlap (`overlap`)."""
         found, own = self.statistics, 1 - self.values["x_correlation"]
         apart = (1 - found["row_square"]) ** 2

@@ -57,7 +57,7 @@ class LogitLaw(NamedTuple):
     Attributes:
         queries, keys: of the layer.
         scale: that of the Gaussian logits which stand for the actual ones.
-        spoken: actual scale over it, which multiplies gradients through queries and keys.
+        gradient_scale: actual scale over it, which multiplies gradients through queries and keys.
         head_freedom: d_head where the queries' norms fluctuate with it; infinite where they do not.
         notes: what made this less certain.
     """
@@ -65,7 +65,7 @@ class LogitLaw(NamedTuple):
     queries: Side
     keys: Side
     scale: Any
-    spoken: Any
+    gradient_scale: Any
     head_freedom: Any
     notes: tuple[str, ...]
 
@@ -104,12 +104,14 @@ def cap_slope(variance: Any, cap: float) -> Any:
     return (1.0 / np.cosh(np.clip(logits / cap, -300.0, 300.0)) ** 2) @ weights
 
 
-def logit_law(leaf: Any, asking: Kernel, asked: Kernel, widths: tuple[Any, Any]) -> LogitLaw:
+def logit_law(
+    leaf: Any, query_tokens: Kernel, key_tokens: Kernel, widths: tuple[Any, Any]
+) -> LogitLaw:
     """The law of the logits of an attention leaf.
 
     Args:
         leaf: with the fields of `SelfAttention` that name variances and norms.
-        asking, asked: kernels of the tokens behind queries and keys.
+        query_tokens, key_tokens: kernels of the tokens behind queries and keys.
         widths: of those tokens.
     """
     norm, d_head = leaf.qk_norm, leaf.d_head
@@ -125,17 +127,17 @@ def logit_law(leaf: Any, asking: Kernel, asked: Kernel, widths: tuple[Any, Any])
         widths[0] * positive(leaf.query, leaf.query_bias / widths[0]),
         widths[1] * positive(leaf.key, leaf.key_bias / widths[1]),
     )
-    queries = _side(asking, gains[0], leaf.query_bias, norm, leaf.norm_epsilon, width)
-    keys = _side(asked, gains[1], leaf.key_bias, norm, leaf.norm_epsilon, width)
+    queries = _side(query_tokens, gains[0], leaf.query_bias, norm, leaf.norm_epsilon, width)
+    keys = _side(key_tokens, gains[1], leaf.key_bias, norm, leaf.norm_epsilon, width)
     scale = queries.scale * keys.scale / leaf.temperature**2
-    spoken: Any = 1.0
+    gradient_scale: Any = 1.0
     if norm is not None:
         scale = scale * d_head / width
         variance, pairs = keys.kernel.mean_diagonal(), keys.kernel.mean_pairs()
         theta = scale * queries.kernel.mean_diagonal() * (variance - pairs)
         own = (variance - pairs) / variance
-        spoken = np.exp(3.5 * own**2 * theta / (width + 2.0))
-        scale = scale / spoken
+        gradient_scale = np.exp(3.5 * own**2 * theta / (width + 2.0))
+        scale = scale / gradient_scale
     notes: tuple[str, ...] = ()
     if leaf.logit_softcap is not None:
         total = scale * queries.kernel.mean_diagonal() * keys.kernel.mean_diagonal()
@@ -146,7 +148,9 @@ def logit_law(leaf: Any, asking: Kernel, asked: Kernel, widths: tuple[Any, Any])
                 f"the logits' variance is {share:.2g} of their soft cap squared: only the cap's "
                 "linear part is followed",
             )
-    return LogitLaw(queries, keys, scale, spoken, np.inf if norm is not None else d_head, notes)
+    return LogitLaw(
+        queries, keys, scale, gradient_scale, np.inf if norm is not None else d_head, notes
+    )
 
 
 def positive(variance: Any, least: Any = 0.0) -> Any:
@@ -158,7 +162,9 @@ def positive(variance: Any, least: Any = 0.0) -> Any:
     return np.maximum(variance, floor) if np.ndim(variance) else max(variance, floor)
 
 
-def through(path: Kernel, side: Side, spoken: Array) -> Kernel:
+def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
     """A path's kernel at the tokens, from that in the kernel of their queries or keys."""
     moved = path if side.gain is None else path * side.gain
-    return moved if is_number(spoken) and spoken == 1.0 else moved.scaled(spoken)
+    if is_number(gradient_scale) and gradient_scale == 1.0:
+        return moved
+    return moved.scaled(gradient_scale)

@@ -41,15 +41,15 @@ def through_attention(
         attended = 1.0 / memory.width if walk.memory is None else walk.memory
         keys = 1.0 / memory.seq_len
     walk.attended[record.place] = attended
-    asked = query_elasticity(record.pulled, signal, output)
+    by_queries = query_elasticity(record.pulled, signal, output)
     grown = 1.0 + (own_spread(memory) if fixed or has_fixed_norms(memory) else 0.0)
     for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
         walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
     groups = leaf.kv_heads
     kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
     fresh = 1.0 / (kept * output.width)
-    fresh += min(asked, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
-    return Overlap(attended + fresh, at.response * (averaged + asked))
+    fresh += min(by_queries, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
+    return Overlap(attended + fresh, at.response * (averaged + by_queries))
 
 
 def uniform_rows(leaf: Any, tokens: Signal) -> Any:

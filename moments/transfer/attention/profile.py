@@ -15,15 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from .softmax.chebyshev import chebyshev_basis
-from .statistics import AttentionStatistics, attention_statistics
+from .statistics import STATISTICS, AttentionStatistics, attention_statistics
 
 _NODES = 40
 
 
 class _Profile(NamedTuple):
-    """Chebyshev coefficients on correlations in [0, 1], one column a statistic."""
+    """Chebyshev coefficients on correlations in [0, 1], a column for each of `STATISTICS` and for
+    the entropy."""
 
-    names: tuple[str, ...]
     coefficients: np.ndarray
     valid: bool
 
@@ -35,11 +35,11 @@ def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) ->
     found = attention_statistics(
         np.full(_NODES, logit_scale), correlation, seq_len, d_model, d_head
     )
-    columns = {**found.values, "entropy": found.entropy}
-    values = np.stack([np.broadcast_to(v, correlation.shape) for v in columns.values()], axis=-1)
+    columns = (*(found.values[name] for name in STATISTICS), found.entropy)
+    values = np.stack([np.broadcast_to(v, correlation.shape) for v in columns], axis=-1)
     transform = np.cos(np.outer(np.arange(_NODES), angles)) * (2 / _NODES)
     transform[0] /= 2
-    return _Profile(tuple(columns), transform @ values, found.valid)
+    return _Profile(transform @ values, found.valid)
 
 
 _ORDERS = np.arange(_NODES)
@@ -61,14 +61,23 @@ def profiled_columns(
     return Columns(profile.coefficients.T @ basis, profile.valid)
 
 
+def profiled_numbers(
+    logit_scale: float, correlation: float, seq_len: int, d_model: float, d_head: float
+) -> tuple[list[float], bool]:
+    """`profiled_columns` of one correlation, and whether they are valid."""
+    profile = _profile(logit_scale, seq_len, d_model, d_head)
+    basis = np.cos(_ORDERS * math.acos(2 * correlation - 1))
+    return (basis @ profile.coefficients).tolist(), profile.valid
+
+
 def profiled_statistics(
     logit_scale: float, correlation: float, seq_len: int, d_model: float, d_head: float
 ) -> AttentionStatistics:
     """`attention_statistics` of one normalised layer, by interpolation in the correlation."""
     if correlation < 0:
         return attention_statistics(logit_scale, correlation, seq_len, d_model, d_head)
-    profile = _profile(logit_scale, seq_len, d_model, d_head)
-    basis = np.cos(_ORDERS * math.acos(2 * correlation - 1))
-    values = dict(zip(profile.names, (basis @ profile.coefficients).tolist(), strict=True))
-    entropy = values.pop("entropy")
-    return AttentionStatistics(values, (1 - correlation) * logit_scale, entropy, profile.valid)
+    (*numbers, entropy), valid = profiled_numbers(
+        logit_scale, correlation, seq_len, d_model, d_head
+    )
+    values = dict(zip(STATISTICS, numbers, strict=True))
+    return AttentionStatistics(values, (1 - correlation) * logit_scale, entropy, valid)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
-from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.realised import averaged_overlaps
@@ -21,8 +20,14 @@ from ...engine.trace import Record
 from ...errors import domain_error
 from ...model.positions import RelativeBias, Rotary
 from .alike import AlikeAttention, averaged
-from .by_token import BEYOND_TABLES, attention_facts, mean_spread, self_attention, variance_notes
-from .kernels.exact_rows import THETA_PEAKED
+from .by_token import (
+    BEYOND_TABLES,
+    attention_diagnostics,
+    logit_scales,
+    mean_spread,
+    self_attention,
+    variance_notes,
+)
 from .laws import attend_by_laws
 from .logits import LogitLaw, Side, logit_law, positive, through
 from .overlap import through_attention
@@ -102,6 +107,8 @@ class SelfAttention(Leaf):
         if signal.resolved:
             return self._resolved(signal)
         self._check_alike(signal.seq_len)
+        if self._by_distance and signal.seq_len > 1:
+            return self._resolved(signal)
         plain = self.qk_norm is None and self.logit_softcap is None
         if plain and not np.any(self.query_bias):
             return self._alike_by_laws(signal)
@@ -110,7 +117,9 @@ class SelfAttention(Leaf):
     def _resolved(self, signal: Signal) -> tuple[Signal, Pullback]:
         tokens = signal.second_moment()
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        layer = self_attention(self, law, tokens, mean_spread(signal))
+        layer = self_attention(
+            self, law, tokens, mean_spread(signal), signal.seq_len, signal.repeats
+        )
         mixed, squares = layer.forward(), layer.sum_square
         notes = variance_notes(layer.wanted) + law.notes
         if not notes and layer.beyond_tables:
@@ -123,7 +132,7 @@ class SelfAttention(Leaf):
             squares,
             layer.mean_output,
             layer.weights,
-            facts=layer.facts(),
+            diagnostics=layer.diagnostics(),
             notes=notes,
         )
         return output, _Resolved(self, law, signal, output, mixed, layer)
@@ -134,12 +143,9 @@ class SelfAttention(Leaf):
         """Raise where positions tell tokens apart."""
         if length == 1:
             return
-        table = self.relative_bias
         placed = {
             "causal": self.causal,
-            "rotary": self.rotary is not None,
             "alibi": bool(self.alibi),
-            "relative_bias": table is not None and table.variance > 0.0,
             "window": self.window is not None and self.window < length,
         }
         for name, present in placed.items():
@@ -148,10 +154,16 @@ class SelfAttention(Leaf):
                 remedy = "resolve moments by token: tokens=True"
                 raise domain_error(name, getattr(self, name), allowed, remedy)
 
+    @property
+    def _by_distance(self) -> bool:
+        """Whether logits know how far apart tokens are."""
+        table = self.relative_bias
+        return self.rotary is not None or (table is not None and table.variance > 0.0)
+
     def _alike_by_laws(self, signal: Signal) -> tuple[Signal, Pullback]:
         found, mixed, back = attend_by_laws(self, signal)
-        assert found.facts is not None
-        squares = found.facts["square_sum"]
+        assert found.diagnostics is not None
+        squares = found.diagnostics["square_sum"]
         # As in a narrow layer, where two heads of one key agree up to what their rows share.
         tokens = signal.second_moment()
         output = concatenated(
@@ -162,7 +174,7 @@ class SelfAttention(Leaf):
             squares,
             lambda: averaged(tokens, signal.seq_len),
             heads=found.kernel,
-            facts=found.facts,
+            diagnostics=found.diagnostics,
             notes=found.notes,
         )
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
@@ -171,15 +183,14 @@ class SelfAttention(Leaf):
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         tokens, length = signal.second_moment(), signal.seq_len
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        own = law.keys.kernel.diagonal - law.keys.kernel.pairs
-        wanted = law.scale * law.queries.kernel.diagonal * own
+        scale, wanted = logit_scales(law)
         layer = AlikeAttention(
             law.queries.kernel,
             law.keys.kernel,
             tokens,
             query_count=length,
             key_count=length,
-            scale=law.scale * np.minimum(1.0, THETA_PEAKED / np.maximum(wanted, 1e-300)),
+            scale=scale,
             drop_prob=self.drop_prob,
             d_model=self.d_model,
             d_head=law.head_freedom,
@@ -194,7 +205,9 @@ class SelfAttention(Leaf):
             mixed,
             squares,
             lambda: layer.mean_output,
-            facts=attention_facts(layer.logit_variance, squares, layer.entropy, float(length)),
+            diagnostics=attention_diagnostics(
+                layer.logit_variance, squares, layer.entropy, float(length)
+            ),
             notes=variance_notes(wanted) + law.notes,
         )
         return output, _Alike(self, law, signal, output, mixed, layer)
@@ -202,19 +215,9 @@ class SelfAttention(Leaf):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         # Weights sum to 1 within each sequence, and all pairs across have one covariance.
-        width, kernel = self._width, pair.signal.kernel
-        factor = (1.0 + 0.0 * kernel.pairs) * width * self.value
-        output = Signal(kernel.scaled(self.d_model * self.value), 2, width=width)
-        return output, 0.0 * factor if pair.within else factor
-
-    @property
-    def self_attention(self) -> SelfAttention:
-        return self
-
-    def with_logits(self, factor: Array) -> SelfAttention:
-        return dataclasses.replace(self, query=self.query * factor)
+        return Signal(signal.kernel.scaled(self.d_model * self.value), 2, width=self._width)
 
     def unplaced(self) -> SelfAttention:
         return dataclasses.replace(
@@ -265,9 +268,9 @@ class AttentionPullback:
         """Of the values, on a gradient."""
         return self.leaf.heads * self.leaf.d_head * self.leaf.value
 
-    def tilt(self, received: Kernel, sides: Any) -> Kernel:
+    def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
         """What the query path gains per unit of the overlaps' variance."""
-        found: Kernel = sides.tilt
+        found: Kernel = sides.overlap_path
         return found
 
     def response(self, received: Kernel) -> Kernel:
@@ -276,15 +279,20 @@ class AttentionPullback:
 
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient."""
-        paths = Paths(sides.query, sides.key, self.tilt(received, sides))
+        overlap = self.overlap_path(received, sides)
+        paths = Paths(sides.query, sides.key, overlap, self.repeated(received))
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
             self.leaf, self.law, self.signal, self.attended, self.mixed, received, paths, rows
         )
 
+    def repeated(self, received: Kernel) -> Kernel | None:
+        """As in `weight_gradients.Paths`."""
+        return None
+
     def at_logits(self, path: Kernel, side: Side) -> Kernel:
         """A path's kernel at the tokens behind queries or keys."""
-        return through(path, side, self.law.spoken)
+        return through(path, side, self.law.gradient_scale)
 
 
 @dataclass(slots=True, eq=False)
@@ -300,8 +308,8 @@ class AttentionPulled(Pulled):
 
     def overlaps(self) -> dict[str, Array]:
         way = self.way
-        tilt = way.tilt(self.received, self.sides)
-        return overlap_gradients(way.leaf, way.law, way.signal, tilt)
+        overlap_path = way.overlap_path(self.received, self.sides)
+        return overlap_gradients(way.leaf, way.law, way.signal, overlap_path)
 
     def response(self) -> Kernel:
         return self.way.at_logits(self.way.response(self.received), self.way.law.queries)
@@ -319,8 +327,14 @@ class _Resolved(AttentionPullback):
         sent = sent + self.at_logits(sides.key, self.law.keys)
         return AttentionPulled(Gradient(sent, gradient.seq_len), self, received, sides)
 
-    def tilt(self, received: Kernel, sides: Any) -> Kernel:
-        found: Kernel = self.layer.tilt(received.scaled(self.gain))
+    def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
+        found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
+        return found
+
+    def repeated(self, received: Kernel) -> Kernel | None:
+        if self.signal.repeats is None:
+            return None
+        found: Kernel | None = self.layer.repeated(received.scaled(self.gain))
         return found
 
     def response(self, received: Kernel) -> Kernel:
@@ -342,8 +356,8 @@ class _ByLaws(AttentionPullback):
         sent = Gradient(sides.sent, gradient.seq_len)
         return AttentionPulled(sent, self, gradient.kernel, sides)
 
-    def tilt(self, received: Kernel, sides: Any) -> Kernel:
-        found: Kernel = self.layer.tilt(received)
+    def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
+        found: Kernel = self.layer.overlap_path(received)
         return found
 
     def response(self, received: Kernel) -> Kernel:
@@ -388,7 +402,7 @@ def concatenated(
     shared: Callable[[], Kernel],
     weights: Callable[[], Array] | None = None,
     heads: Kernel | None = None,
-    facts: Mapping[str, Array] | None = None,
+    diagnostics: Mapping[str, Array] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Signal:
     """The concatenated heads of a `SelfAttention` or `CrossAttention`.
@@ -402,7 +416,7 @@ def concatenated(
         weights: gives mean attention; None: uniform, tokens alike.
         heads: second moments without the values' bias where they are known; None: `mixed` times
             the values' gain.
-        facts, notes: of the signal.
+        diagnostics, notes: of the signal.
     """
     width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), squares)
@@ -416,7 +430,7 @@ def concatenated(
         spread = (kernel * kernel).scaled(2 / width)
         together = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
         if together > 1:
-            common = shared().scaled(gain)
+            common = shared().scaled(gain).resolved_as(kernel)
             spread += (common * common).scaled(2 * (together - 1) / width)
         row = None if weights is None else weights()
         found = averaged_overlaps(memory, row, gain)
@@ -424,8 +438,8 @@ def concatenated(
             # Of another stack's tokens, those that ask are taken to know nothing; what the layers
             # before read of them, and thus have in common with this one, is left out.
             known = found.shared if memory is signal else (spread.scaled(0.0),) * 2
-            realised = Realised(spread + found.overlaps, None, known)
-            spread = spread + found.norms
+            realised = Realised(spread + found.overlaps.resolved_as(kernel), None, known)
+            spread = spread + found.norms.resolved_as(kernel)
     return Signal(
         own,
         signal.seq_len,
@@ -433,7 +447,7 @@ def concatenated(
         width=width,
         spread=spread,
         realised=realised,
-        facts=facts,
+        diagnostics=diagnostics,
         notes=notes,
     )
 

@@ -54,12 +54,15 @@ class Paths(NamedTuple):
 
     Attributes:
         query, key: through queries and keys.
-        tilt: what `query` gains per unit of the variance of two tokens' overlap.
+        overlap_path: what `query` gains per unit of the variance of two tokens' overlap.
+        repeated: the part of `query` that comes of tokens that repeat within cells of positions,
+            and that `key`, which holds means over cells, does not know; None: nothing.
     """
 
     query: Kernel
     key: Kernel
-    tilt: Kernel
+    overlap_path: Kernel
+    repeated: Kernel | None = None
 
 
 class Rows(NamedTuple):
@@ -71,8 +74,8 @@ class Rows(NamedTuple):
 
 def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> Rows:
     """What an attention's output tells of its rows, by token in that shape."""
-    assert output.facts is not None
-    found = (np.asarray(output.facts[name]) for name in ("square_sum", "logit_variance"))
+    assert output.diagnostics is not None
+    found = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
     return Rows(*(one.reshape(shape) if shape else one for one in found))
 
 
@@ -98,7 +101,7 @@ def projection_gradients(
         rows: of the attention.
     """
     width, length = leaf.heads * leaf.d_head, signal.seq_len
-    grown = _overlap_gradients(leaf, law, signal, paths.tilt)
+    grown = _overlap_gradients(leaf, law, signal, paths.overlap_path)
     found: dict[str, Array] = {}
     sides = (("query", signal, paths.query), ("key", memory, paths.key))
     inverse = _inverse_variances(leaf)
@@ -107,9 +110,13 @@ def projection_gradients(
         found |= {name: norm * inverse[side] for name, norm in sent.items()}
     found["value"] = leaf.memory_width * width * (mixed * received).total(length)
     found["key"] = found["key"] + grown["key"] / leaf.memory_width
+    if paths.repeated is not None:
+        # The same sum of overlaps of queries times overlaps of keys, seen from the keys' side.
+        of_query = _of_side(leaf, law, "query", signal, paths.repeated)["query"]
+        found["key"] = found["key"] + of_query * inverse["key"]
     if leaf.qk_norm is not None and leaf.norm_affine:
         # E (tr J)^2 of two rows, which the overlaps' variance stands beside, is that of any two.
-        path = paths.query + paths.tilt.scaled(-1 / leaf.memory_width)
+        path = paths.query + paths.overlap_path.scaled(-1 / leaf.memory_width)
         within = _within_heads(law.queries.kernel, path, rows).scaled(2 / _freedom(leaf))
         gain = _of_gain(leaf, law, law.queries.kernel * paths.query + within, length)
         found["query.norm.gain"] = found["key.norm.gain"] = gain
@@ -130,26 +137,30 @@ def biased(given: bool | tuple[str, ...]) -> tuple[str, ...]:
     return ("query", "key", "value") if given else ()
 
 
-def overlap_gradients(leaf: Any, law: LogitLaw, signal: Signal, tilt: Kernel) -> dict[str, Array]:
+def overlap_gradients(
+    leaf: Any, law: LogitLaw, signal: Signal, overlap_path: Kernel
+) -> dict[str, Array]:
     """What queries' and keys' squared gradient norms gain per unit of the overlaps' variance."""
-    return _prefixed(leaf, _overlap_gradients(leaf, law, signal, tilt))
+    return _prefixed(leaf, _overlap_gradients(leaf, law, signal, overlap_path))
 
 
-def _overlap_gradients(leaf: Any, law: LogitLaw, signal: Signal, tilt: Kernel) -> dict[str, Array]:
+def _overlap_gradients(
+    leaf: Any, law: LogitLaw, signal: Signal, overlap_path: Kernel
+) -> dict[str, Array]:
     inverse = _inverse_variances(leaf)
-    of_query = _of_side(leaf, law, "query", signal, tilt)
+    of_query = _of_side(leaf, law, "query", signal, overlap_path)
     grown = {name: norm * inverse["query"] for name, norm in of_query.items()}
     # The same sum of overlaps of queries times overlaps of keys, seen from the keys' side.
     grown["key"] = of_query["query"] * inverse["key"]
     if leaf.qk_norm is not None and leaf.norm_affine:
-        gain = _of_gain(leaf, law, law.queries.kernel * tilt, signal.seq_len)
+        gain = _of_gain(leaf, law, law.queries.kernel * overlap_path, signal.seq_len)
         grown["query.norm.gain"] = grown["key.norm.gain"] = gain
     return grown
 
 
 def _of_gain(leaf: Any, law: LogitLaw, product: Kernel, length: int) -> Array:
     share = _freedom(leaf) / leaf.d_head
-    return leaf.memory_width * share * law.spoken * product.total(length)
+    return leaf.memory_width * share * law.gradient_scale * product.total(length)
 
 
 def _freedom(leaf: Any) -> Any:
@@ -179,7 +190,7 @@ def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) 
     kernel, length = tokens.second_moment(), tokens.seq_len
     if name == "key" and not _moves_with_keys(leaf):
         kernel = kernel.without_common()
-    sent, size = through(path, side, law.spoken), leaf.memory_width
+    sent, size = through(path, side, law.gradient_scale), leaf.memory_width
     found = {name: size * (kernel * sent).total(length)}
     if name in biased(leaf.has_bias):
         found[f"{name}.bias"] = size / tokens.width * sent.total(length)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
 from ...engine.response import Around
-from ...engine.sensitivity import SINGLE, Ascent, Descent, Response
+from ...engine.sensitivity import SINGLE, GradientAdjoint, Response, SignalAdjoint
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...formulas.activation import gelu_function, gelu_tanh_function
@@ -96,13 +96,12 @@ class HiddenActivation(Activation):
     ) -> Gradient:
         return gradient.with_kernel(kernel)
 
-    def _track(self, signal: Signal, output: Signal, values: Any) -> None:
-        super()._track(signal, output, values)
-        function = _function(self.laws.name)
-        if function is not None:
-            output.kurtosis = _centred_kurtosis(
-                function, float(np.mean(signal.kernel.mean_diagonal()))
-            )
+    def _over_draws(self, signal: Signal, output: Signal, values: Any) -> dict[str, Any]:
+        found, function = super()._over_draws(signal, output, values), _function(self.laws.name)
+        if function is None:
+            return found
+        variance = float(np.mean(signal.kernel.mean_diagonal()))
+        return found | {"kurtosis": _centred_kurtosis(function, variance)}
 
 
 def _function(name: str) -> Callable[[np.ndarray], Any] | None:
@@ -227,12 +226,12 @@ class _Pooled:
 
     weights: Array
 
-    def ascend(self, sensitivity: Array) -> Ascent:
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
         onward = self.weights @ sensitivity @ self.weights.T
-        return Ascent(onward.astype(SINGLE), None, none, none + 1.0)
+        return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
 
-    def descend(self, sensitivity: Array, exposure: Any) -> Descent:
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
         found = self.weights.T @ sensitivity @ self.weights
-        return Descent(found.astype(SINGLE), none, none)
+        return SignalAdjoint(found.astype(SINGLE), none, none)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.state import Array, Kernel
-from . import tied as own_row
+from . import tied
 from .cross_entropy import Softmax, softmax_expectations
 from .softmax_agreement import rise
 from .targets import Targets
@@ -154,20 +154,20 @@ class Readout:
         along h of it takes f_i A_ii A_ij off D_ij, and the same from the other side.
         """
         size = self.scale**2 * self.weight_variance
-        return (self.overlap + own_row.projected(self)).scaled(size)
+        return (self.overlap + tied.projected(self)).scaled(size)
 
     def radial(self) -> Kernel:
         """What the gradient at h has besides: along h_i, variance times sum_v E dd_i(v)/dz_i(v)."""
         length, count = self.radial_length, self.targets.count
         i, j = self.kernel.over_tokens(length)
-        forth, back = own_row.gradients(self)
+        forth, back = tied.gradients(self)
         k, other_k = self.kernel.over_tokens(self.weight_variance * self.carried + 0 * length)
         pairs = i * j * self.kernel.pairs + i * k * forth + j * other_k * back
-        first = own_row.own_gradient(self)
+        first = tied.own_gradient(self)
         diagonal = length**2 * self.kernel.diagonal
         diagonal = diagonal + 2 * length * self.weight_variance * self.carried * first
         found = Kernel.joined(diagonal, pairs, self.kernel.resolved)
-        removed = own_row.projected(self).scaled(-self.weight_variance)
+        removed = tied.projected(self).scaled(-self.weight_variance)
         return (found.scaled(count**-2.0) + removed).scaled(self.scale**2)
 
     @property
@@ -188,7 +188,7 @@ class Readout:
         """
         kernel = self.kernel
         along = self.radial_length * kernel.diagonal
-        along = along + self.weight_variance * self.carried * own_row.own_gradient(self)
+        along = along + self.weight_variance * self.carried * tied.own_gradient(self)
         i, j = kernel.over_tokens(along)
         first, second = kernel.over_tokens(kernel.diagonal)
         pairs = i * j * (1 + 2 * kernel.pairs**2 / (first * second))

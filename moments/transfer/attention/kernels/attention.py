@@ -166,9 +166,9 @@ class KernelAttention:
         self.allowed = mask
         self.drop_prob = float(drop_prob)
         # Queries and keys without any size still receive gradients: the limit of small ones.
-        asking = np.diag(queries)
-        largest = float(asking.max()) or 1.0
-        small = np.maximum(FAINT * largest - asking, 0.0)
+        of_queries = np.diag(queries)
+        largest = float(of_queries.max()) or 1.0
+        small = np.maximum(FAINT * largest - of_queries, 0.0)
         least = FAINT / (largest * (float(np.diag(keys).max()) or 1.0))
         self._linear = min(1.0, float(logit_scale) / least)
         self.logits = Logits(
@@ -189,7 +189,7 @@ class KernelAttention:
         self._norm = np.sqrt(np.outer(temperature, temperature))
         rows, pattern = self._closure.rows, self._closure.pattern
         self.mean_attention = self._closure.weights
-        self.logit_variance = rows.unshared[pattern] * self.logit_scale * asking
+        self.logit_variance = rows.unshared[pattern] * self.logit_scale * of_queries
         self.effective_keys = rows.keys[pattern]
         self.entropy = rows.entropy[pattern]
         self.beyond_tables = self.logit_variance > THETA_MAX
@@ -210,14 +210,14 @@ class KernelAttention:
 
     @functools.cached_property
     def _forward(self) -> tuple[Array, Array, Array]:
-        """O and Q/G, with the dropout of the attention weights on their diagonals; the tilt."""
+        """O and Q/G, with the dropout of attention weights on their diagonals; `overlap_path`."""
         mean = self.mean_attention @ self.kernel @ self.mean_attention.T
         closure, own = self._closure, np.diag(self.kernel)
         excess, slope = closure.gather(self.kernel)
         linear = self._linear
         terms = WidthTerms(closure, self.logits, self._widths, mean, excess, slope)
         output = mean + linear * (excess + terms.output)
-        query = closure.pairs.query * slope / self._norm + terms.tilt / self._widths.d_model
+        query = closure.pairs.query * slope / self._norm + terms.overlap_path / self._widths.d_model
         group = closure.group[closure.pattern]
         common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
         query = query + np.diag(common)
@@ -226,10 +226,10 @@ class KernelAttention:
             masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ own)
             output = output + self._dropped * np.diag(masks)
             query = query + self._dropped * self.logits.scale * np.diag(noise)
-        return output, linear * query, linear * terms.tilt
+        return output, linear * query, linear * terms.overlap_path
 
     @property
-    def tilt(self) -> Array:
+    def overlap_path(self) -> Array:
         """(Lq, Lq) what Q gains per unit of G, and of the relative variance of two tokens' overlap:
         1/d_model of it is in `backward` (see `moments.noise.overlap`)."""
         return self._forward[2]

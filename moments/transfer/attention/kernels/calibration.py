@@ -39,7 +39,7 @@ class Calibration(NamedTuple):
         key: (classes, r) multiplies dF/drho in the key path; rho at infinite width.
         query: (classes, r) multiplies dF/drho in the query path; 1 at infinite width.
         growth: (classes, r) dF/dlog theta at fixed rho, over dF/drho.
-        tilt, query_tilt: (classes, r) as in `FiniteRows`.
+        joint_shift, query_shift: (classes, r) as in `FiniteRows`.
         common: (classes,) what is added to `query` for a row with itself.
         stiffness, against, masks: (classes,) as in `FiniteRows`.
         noise_key, noise_query, noise_cross: (classes,) what the widths do to the response to
@@ -51,8 +51,8 @@ class Calibration(NamedTuple):
     key: Array
     query: Array
     growth: Array
-    tilt: Array
-    query_tilt: Array
+    joint_shift: Array
+    query_shift: Array
     common: Array
     stiffness: Array
     against: Array
@@ -96,8 +96,8 @@ def calibrate(
         np.where(still, rho, found.key / closure),
         np.where(still, 1.0, column * found.query / closure),
         np.where(still, 0.0, found.growth / closure),
-        found.tilt,
-        found.query_tilt,
+        found.joint_shift,
+        found.query_shift,
         np.where(still[:, 0], 0.0, theta * found.common / closure[:, 0]),
         lift * found.stiffness,
         lift * found.against,

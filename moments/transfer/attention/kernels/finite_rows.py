@@ -56,8 +56,8 @@ class FiniteRows(NamedTuple):
         growth: (m, s) dC2/dlog theta at fixed correlation.
         key: (m, s) E tr J J' with the logit covariance, in the key path.
         query: (m, s) E tr J J' in the query path.
-        tilt, query_tilt: (m, s) E of two rows' shifts along the direction that both look in, over
-            their product, in the output and in the query path.
+        joint_shift, query_shift: (m, s) E of two rows' shifts along the direction that both look
+            in, over their product, in the output and in the query path.
         square, jacobian: (m,) P2 = E sum a^2; T2 = E tr J^2 at the logits that have this P2.
         common: (m,) what the keys' own variance, fluctuating, adds to `query` of a row with itself.
         stiffness: (m,) x, where fixed norms leave the fraction e^{-x (1 + rho)} of C2.
@@ -71,8 +71,8 @@ class FiniteRows(NamedTuple):
     growth: Array
     key: Array
     query: Array
-    tilt: Array
-    query_tilt: Array
+    joint_shift: Array
+    query_shift: Array
     square: Array
     jacobian: Array
     common: Array
@@ -104,7 +104,7 @@ class _Rows(NamedTuple):
     vacancy: Array
     jacobian: Array
     radial: Array
-    tilt: Array
+    joint_shift: Array
     weighted: Array
     driven: Array
     dropped: Array
@@ -158,15 +158,15 @@ def finite_rows(
     masked = masked * np.exp(-stiff * curvature)
     masked = masked + fluctuating * jacobian * (2.0 * diagonal + curvature)
     masked = masked + 2.0 * shared**2 * deficit * (row.radial - row.jacobian)
-    tilt, query_tilt = _tilts(pair, row, theta, rho)
+    joint_shift, query_shift = _joint_shifts(pair, row, theta, rho)
     skewness = np.minimum(theta, CORRECTED_MAX) * (1.0 - 3.0 * row.square + 2.0 * row.cube)
     return FiniteRows(
         pair.overlap,
         pair.growth,
         key,
         query,
-        np.where(single[:, None], 1.0, tilt),
-        np.where(single[:, None], 1.0, query_tilt),
+        np.where(single[:, None], 1.0, joint_shift),
+        np.where(single[:, None], 1.0, query_shift),
         row.square,
         np.where(single, 1.0, exact_rows.jacobian_square(row.square, keys)),
         np.where(single, 0.0, common),
@@ -235,14 +235,14 @@ def _averages(
     return pair, _Rows(*found)
 
 
-def _tilts(pair: _Pairs, row: _Rows, theta: Array, rho: Array) -> tuple[Array, Array]:
+def _joint_shifts(pair: _Pairs, row: _Rows, theta: Array, rho: Array) -> tuple[Array, Array]:
     """E of two rows' shifts over their product: E tr D tr D' and E (a'.a^2 - a.a' sum a^2)
     interpolate between independent and equal rows."""
     product = np.maximum((1.0 - row.square) ** 2, 1e-300)
     own, cosine = row.vacancy / product, rho * rho
     query = 1.0 + cosine * (own[:, None] - 1.0)
     rest = 4.0 * (row.cube - (row.vacancy - 1.0 + 2.0 * row.square))
-    tilt = query + (pair.jacobian - rest[:, None]) / product[:, None]
+    joint_shift = query + (pair.jacobian - rest[:, None]) / product[:, None]
     # equal rows: exactly E (a.s)^2 - theta P2, logits averaged with it
-    exact = (row.tilt - row.square) / (theta * product)
-    return tilt + (exact - tilt[:, 0])[:, None] * cosine, query
+    exact = (row.joint_shift - row.square) / (theta * product)
+    return joint_shift + (exact - joint_shift[:, 0])[:, None] * cosine, query

@@ -91,8 +91,8 @@ class HeadAverage:
         return np.asarray(np.any([layer.beyond_tables for layer in self.layers], axis=0))
 
     @property
-    def tilt(self) -> Array:
-        return self._mean("tilt")
+    def overlap_path(self) -> Array:
+        return self._mean("overlap_path")
 
     @property
     def response(self) -> Array:
@@ -126,18 +126,20 @@ class HeadAverage:
         return AttentionGradient(*paths)
 
 
-def few_points(values: Array, most: int) -> tuple[Array, Array]:
-    """Gauss rule of at most `most` nodes for the mean of a smooth function over given points.
+def few_points(values: Array, most: int, shares: Array | None = None) -> tuple[Array, Array]:
+    """Gauss rule of at most `most` nodes for the mean of a smooth function over given points, of
+    the given shares or of equal ones.
 
     Exact for polynomials of degree 2 most - 1: nodes are the eigenvalues of the Jacobi matrix of
     the points' orthogonal polynomials (Golub and Welsch 1969).
     """
     points = np.asarray(values, dtype=np.float64)
+    weights = np.full(len(points), 1.0 / len(points)) if shares is None else shares
     if len(points) <= most:
-        return points, np.full(len(points), 1.0 / len(points))
+        return points, weights
     centre, size = points.mean(), np.ptp(points) or 1.0
     x = (points - centre) / size
-    basis = [np.full(len(x), len(x) ** -0.5)]
+    basis = [np.sqrt(weights)]
     diagonal, beside = [], []
     for order in range(most):
         moved = x * basis[-1]

@@ -37,7 +37,7 @@ class PairWeights:
         key, query: width factors of the key and query paths; the first includes the correlation.
         cross: that of the correlation of the key and value paths.
         growth: of the joint law in the logits' variance, over that in the correlation.
-        tilt, query_tilt: as in `calibration.Calibration`.
+        joint_shift, query_shift: as in `calibration.Calibration`.
         correlation: at which the joint law is read.
         turn: the correlation at which the joint law is read, over that of the queries.
         bare: correlation of the queries.
@@ -51,8 +51,8 @@ class PairWeights:
     query: Array
     cross: Array
     growth: Array
-    tilt: Array
-    query_tilt: Array
+    joint_shift: Array
+    query_shift: Array
     correlation: Array
     turn: Array | float
     bare: Array
@@ -95,13 +95,13 @@ class PairWeights:
             return np.asarray(0.5 * (factor + factor.T))
 
         query, growth = between(calibration.query) * sharpened, between(calibration.growth)
-        tilts = between(calibration.tilt), between(calibration.query_tilt)
+        joint_shifts = between(calibration.joint_shift), between(calibration.query_shift)
         scales = scale[:, :, None] * scale[:, None, :]
         read, read_slope = ((scales * one).astype(np.float32) for one in (value, slope))
         shared = 2.0 / widths.d_model  # of the overlap that values and keys of one token have
         if rotation is None:
             key, cross = between(calibration.key) * sharpened, shared * growth * sharpened
-            rest = growth, *tilts, correlation, turn, bare, None
+            rest = growth, *joint_shifts, correlation, turn, bare, None
             return cls(read, read_slope, key, query, cross, *rest)
         apart = np.abs(nodes.rho) > RHO_MIN
 
@@ -117,7 +117,7 @@ class PairWeights:
         amplitude = np.sqrt(logits.scale * logits.temperature * stats.softening[pattern])
         size = risen * risen.T * np.outer(amplitude, amplitude)
         terms = size * np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
-        rest = growth, *tilts, correlation, turn, bare, terms
+        rest = growth, *joint_shifts, correlation, turn, bare, terms
         return cls(read, read_slope, key, query, cross, *rest)
 
 

@@ -17,6 +17,7 @@ See docs/theory/state.md, Classes of positions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class ClassLogits(NamedTuple):
         scale: tau.
         sight: which keys rows see.
         turning: rotary positions; None: none.
+        repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
     """
 
     queries: Matrix
@@ -61,6 +63,7 @@ class ClassLogits(NamedTuple):
     scale: float
     sight: Sight
     turning: Turning | None = None
+    repeats: Array | None = None
 
     @property
     def aligned(self) -> bool:
@@ -92,7 +95,18 @@ class ClassLogits(NamedTuple):
         own, middle, away = function(self.keys[0]), self.within, self.deviation
         if away is None:
             return own, function(middle)
-        return own, np.asarray(0.5 * (function(middle + away) + function(middle - away)))
+        assert self.turning is not None
+        shares = zip(*self.turning.rule, strict=True)
+        return own, np.asarray(sum(w * function(middle + z * away) for z, w in shares))
+
+    def log_mean(self, deviation: Array | None, factor: Array) -> Array | None:
+        """log E e^x of an exponent that varies inside cells as rho does."""
+        if self.turning is None or deviation is None:
+            return None
+        size = factor * deviation
+        shares = zip(*self.turning.rule, strict=True)
+        logs = (z * size + np.log(w) for z, w in shares)
+        return np.asarray(functools.reduce(np.logaddexp, logs))
 
 
 class Paths(NamedTuple):
@@ -113,8 +127,9 @@ class PositionAttention:
         logit_variance, entropy, sum_square: (P,) as in `attention.KernelAttention`.
         output: second moments per feature of sum_j a_ij x_j, attention dropout included.
         response: what the query path is per unit of G.
-        tilt: what the query path gains per unit of G and of the relative variance of two tokens'
-            overlap.
+        overlap_path: what the query path gains per unit of G and of the relative variance of two
+            tokens' overlap.
+        repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
     """
 
     def __init__(
@@ -153,7 +168,7 @@ class PositionAttention:
         # What the way back needs of the laws, in single precision: the rest is given back.
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        del self._laws, self._response
+        del self._laws, self._response, self._slope
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -186,7 +201,7 @@ class PositionAttention:
         found = np.where(seen, of_own / total, 0.0)
         inside = np.where(both, of_pairs / total[:, :, None], 0.0)
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        kernel, away = (own - diagonal(within), within), _log_cosh(away, exponent)
+        kernel, away = (own - diagonal(within), within), logits.log_mean(away, exponent)
         step, last = np.full(len(keys), 0.5), None
         for _ in range(ITERATIONS):
             response = (1.0 - found, -inside)
@@ -262,6 +277,7 @@ class PositionAttention:
         if turning is not None:  # per unit of what the kernel already holds of the correlation
             apart = np.abs(rho) > RHO_MIN
             factor = np.where(apart, factor / np.where(apart, rho, 1.0), slope) * bare
+        self._slope = slope
         self._laws = [
             self._law(tile, one, factor[tile.pairs], slope[tile.pairs])
             for tile, one in zip(pairs.tiles, moved, strict=True)
@@ -297,7 +313,7 @@ class PositionAttention:
             away = np.zeros_like(moved[1])
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, left)
-            away[alone] = _log_cosh(inside, factor[alone, None, None])
+            away[alone] = logits.log_mean(inside, factor[alone, None, None])
         whole = moved[0] + tile.diagonal(moved[1])
         own, pairs = _bounded_exp((whole, moved[1]), factor[:, None, None], away)
         own -= tile.diagonal(pairs)
@@ -358,6 +374,22 @@ class PositionAttention:
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         return np.concatenate([self._gathered(tile, law[of]) for tile, law in laws])
 
+    def _repeated(self, variance: Array) -> Array:
+        """(C,) what the derivative in the correlation gathers besides where covariances of two
+        keys vary within cells by so much: logits and values vary together.
+
+        To first order in the logits, of keys that are projected alone.
+        """
+        sight, weights, own = self.logits.sight, self.weights, self._response[0]
+        found = []
+        for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
+            long, short, left, right = tile.long, tile.short, tile.left, tile.right
+            first = sight.split[short, long, left] * weights[long, left] * own[long, left]
+            second = self._counted[short, right] * own[short, right]
+            met = ((law.joint[1] * variance[left, right]) @ second[:, :, None])[..., 0]
+            found.append(self._slope[tile.pairs] * (met * first).sum(1))
+        return np.concatenate(found)
+
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
@@ -375,13 +407,13 @@ class PositionAttention:
             usable = moved > 1e-9 * (self._counted @ own)
             ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
             shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
-        tilt = logits.scale * self._tilted(shift)
+        looking = logits.scale * self._looking(shift)
         temperature, between = logits.queries
-        asked = pairs.joined(temperature, between)
-        of_tilt, of_query = (
-            self._over_pairs(one) for one in (calibration.tilt, calibration.query_tilt)
+        of_queries = pairs.joined(temperature, between)
+        of_joint, of_query = (
+            self._over_pairs(one) for one in (calibration.joint_shift, calibration.query_shift)
         )
-        output = mean + excess + tilt * of_tilt * asked / width
+        output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             apart = self._counted @ own - np.diagonal(whole)
             unshared = unshared_part(rows.keys, apart, (self._counted * weights).sum(1))
@@ -400,17 +432,27 @@ class PositionAttention:
                 slope,
                 held,
             )
-        tilted = tilt * of_query
+        path = looking * of_query
         norm = np.sqrt(temperature)
-        query = self._query * slope / (norm[long] * norm[short]) + tilted / width
-        query[alone] += calibration.common * slope[alone] / temperature
+
+        def sent(slope: Array) -> Array:
+            found = self._query * slope / (norm[long] * norm[short])
+            found[alone] += calibration.common * slope[alone] / temperature
+            return np.asarray(found)
+
+        query = sent(slope) + path / width
+        self.repeated = None
+        if logits.repeats is not None:
+            repeated = sent(self._repeated(logits.repeats))
+            self.repeated = pairs.split(repeated)
+            query = query + repeated
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
             output[alone] += self._dropped * masks
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], logits.within)
             query[alone] += self._dropped * logits.scale * noise
         self.output, self.response = pairs.split(output), pairs.split(query)
-        self.tilt = pairs.split(tilted)
+        self.overlap_path = pairs.split(path)
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -422,8 +464,8 @@ class PositionAttention:
         held = (self._counted * self._met_by(kernel)).sum(1)
         return np.asarray(np.maximum(self._counted @ kernel[0] - held, 0.0))
 
-    def _tilted(self, shift: Array) -> Array:
-        """(C,) products of two rows' shifts; see `width_terms.tilted`."""
+    def _looking(self, shift: Array) -> Array:
+        """(C,) products of two rows' shifts; see `width_terms._looking`."""
         turning, long, short = self.logits.turning, self._pairs.long, self._pairs.short
         if turning is None or self._pairs.phases is None:
             return shift[long] * shift[short]
@@ -596,8 +638,9 @@ def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
     top = max(own.max(), within.max())
     raised = pull[:, None, None]
     of_pairs = np.exp(raised * (within - top))
-    if away is not None:
-        of_pairs = of_pairs * np.cosh(np.minimum(raised * away, EXPONENT_MAX))
+    varying = logits.log_mean(away, raised)
+    if varying is not None:
+        of_pairs = of_pairs * np.exp(np.minimum(varying, EXPONENT_MAX))
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
     crowd = (np.einsum("pr,pqr->pq", keys, of_pairs) + of_own) / rows.count[:, None]
     crowd = np.log(np.maximum(crowd, 1e-300))
@@ -612,14 +655,6 @@ def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     usable = np.abs(whole) > 1e-12 * np.abs(whole).max(initial=1e-300)
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
-
-
-def _log_cosh(deviation: Array | None, factor: Array) -> Array | None:
-    """log E e^x of an exponent that is as likely this much above as below its mean."""
-    if deviation is None:
-        return None
-    size = np.abs(factor * deviation)
-    return np.asarray(size + np.log1p(np.exp(-2.0 * size)) - np.log(2.0))
 
 
 def _bounded_exp(exponent: Matrix, factor: Array, away: Array | None) -> tuple[Array, Array]:

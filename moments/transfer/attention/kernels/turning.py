@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import PositionClasses, Sight
+from ....engine.classes import OneClass, PositionClasses, Sight
+from .heads import few_points
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -27,6 +28,9 @@ Phases = NDArray[np.complex128]
 
 SAMPLED = 32
 """Positions of a cell that the variance of rho is averaged over."""
+
+OFFSETS = 6
+"""Nodes for the distribution of rho over all offsets of one class."""
 
 CHUNK = 4096
 """Positions whose phases are held at a time."""
@@ -39,12 +43,14 @@ class Turning:
     Attributes:
         within: (P, P, P) [p, q, r] of two different keys of a row.
         deviation: (P, P, P) root of its variance inside the cells.
+        rule: nodes and weights of its distribution there, in units of that.
         keys: (P, P, m) of e^{i w j} over a row's keys in a cell.
         shares: (m,) s_m.
     """
 
     within: Array
     deviation: Array
+    rule: tuple[tuple[float, ...], tuple[float, ...]]
     keys: Phases
     shares: Array
     _mass: Array
@@ -100,7 +106,7 @@ def _of_pairs(mean: Array, pairs: Array, itself: Array, own: Any, beside: Any) -
 def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, ...]) -> Turning:
     speed, share = np.array(frequencies), np.array(shares)
     size = len(sight.classes.nodes)
-    hats = _Hats(sight.classes, speed)
+    hats = (_OneHat if isinstance(sight.classes, OneClass) else _Hats)(sight.classes, speed)
     found = [hats.sums(int(sight.starts[p]), p) for p in range(size)]
     sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
@@ -108,7 +114,8 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     near = float(np.cos(speed) @ share)
     within = _of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
     rows = hats.sums(0, size - 1)
-    return Turning(within, hats.deviation(share), keys, share, mass, same, rows, speed)
+    varying = hats.deviation(share), hats.rule(share)
+    return Turning(within, *varying, keys, share, mass, same, rows, speed)
 
 
 class _Hats:
@@ -169,14 +176,22 @@ class _Hats:
         hats = np.interp(logs, np.log([max(low, 0.5), nodes[cell], high]), [0.0, 1.0, 0.0])
         return places, np.where(logs == at, 1.0, hats)
 
-    def deviation(self, share: Array) -> Array:
-        """See `Turning.deviation`; that of a window's first cell is that of all of it."""
-        size = len(self._nodes)
+    def _table(self, share: Array) -> Array:
+        """(L,) rho of every offset."""
         table = np.empty(int(self._nodes[-1]))
         for start in range(0, len(table), CHUNK):
             offsets = np.arange(start, min(start + CHUNK, len(table)), dtype=float)
             turned = np.cos(np.multiply.outer(offsets, self._speed))
             table[start : start + len(offsets)] = turned @ share
+        return table
+
+    def rule(self, share: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """As likely as much above the mean as below."""
+        return (1.0, -1.0), (0.5, 0.5)
+
+    def deviation(self, share: Array) -> Array:
+        """See `Turning.deviation`; that of a window's first cell is that of all of it."""
+        size, table = len(self._nodes), self._table(share)
 
         def variance(one: tuple[Array, Array], other: tuple[Array, Array]) -> float:
             offset = np.abs(np.subtract.outer(one[0], other[0])).astype(np.intp)
@@ -197,3 +212,33 @@ class _Hats:
         for p in range(size):
             whole[p, p, : p + 1] = whole[p, : p + 1, p] = last[p, : p + 1]
         return np.sqrt(whole)
+
+
+class _OneHat(_Hats):
+    """Sums over all positions alike."""
+
+    def sums(self, start: int, last: int) -> tuple[Phases, Array, Array]:
+        length = int(self._nodes[-1])
+        phases = np.zeros((1, len(self._speed)), complex)
+        for first in range(1, length + 1, CHUNK):
+            place = np.arange(first, min(first + CHUNK, length + 1), dtype=float)
+            phases += np.exp(1j * np.multiply.outer(place, self._speed)).sum(0)
+        return phases, np.array([float(length)]), np.array([[float(length)]])
+
+    def _spread(self, share: Array) -> tuple[Array, Array, float]:
+        """rho of every offset about its mean over pairs, their shares, and its deviation."""
+        rho, length = self._table(share)[1:], int(self._nodes[-1])
+        count = 2.0 * (length - np.arange(1.0, length)) / (length * (length - 1.0))
+        apart = rho - count @ rho
+        return apart, count, float(np.sqrt(count @ apart**2))
+
+    def deviation(self, share: Array) -> Array:
+        return np.full((1, 1, 1), self._spread(share)[2])
+
+    def rule(self, share: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """A Gauss rule for the offsets of all pairs."""
+        apart, count, size = self._spread(share)
+        if size < 1e-12:
+            return super().rule(share)
+        nodes, weights = few_points(apart / size, OFFSETS, count)
+        return tuple(map(float, nodes)), tuple(map(float, weights))

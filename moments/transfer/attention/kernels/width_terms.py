@@ -31,7 +31,7 @@ class WidthTerms:
     """The terms of one layer.
 
     Attributes:
-        tilt: (Lq, Lq) what the query path gains per unit of its gradient and of 1/d_model.
+        overlap_path: (Lq, Lq) what the query path gains per unit of its gradient and of 1/d_model.
         output: (Lq, Lq) what O gains.
     """
 
@@ -61,9 +61,9 @@ class WidthTerms:
             usable = moved > 1e-9 * (weights @ own)
             ratio = _apart(weights, logits.keys) / np.where(usable, moved, 1.0)
             shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
-        tilt = logits.scale * _tilted(weights, logits, shift)
-        self.tilt = tilt * pairs.query_tilt
-        self.output = tilt * pairs.tilt * logits.queries / widths.d_model
+        looking = logits.scale * _looking(weights, logits, shift)
+        self.overlap_path = looking * pairs.query_shift
+        self.output = looking * pairs.joint_shift * logits.queries / widths.d_model
         if widths.deficit <= 0.0:
             return
         unshared = unshared_part(
@@ -141,7 +141,7 @@ def _apart(weights: Array, kernel: Array) -> Array:
     return np.asarray(np.maximum(apart, 0.0))
 
 
-def _tilted(weights: Array, logits: Logits, shift: Array) -> Array:
+def _looking(weights: Array, logits: Logits, shift: Array) -> Array:
     """(Lq, Lq) products of two rows' shifts, turned where positions are rotated: a key's part
     of the shift, w_ij (C_jj - sum_l w_il C_lj), turns with its position."""
     rotation = logits.rotation
