@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..engine.composition import Leaf, Pullback, Pulled
+from ..engine.composition import Hidden, Leaf, Pullback, Pulled
 from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
 from ..engine.evaluation import Values, bind, evaluate
 from ..engine.overlap import Overlap, OverlapWalk, activated, dropped, elasticity, own_variance
@@ -216,6 +216,8 @@ class LinearPulled(Pulled):
 @dataclass(frozen=True)
 class Activation(Lawful):
     """A function applied to every entry of a centred Gaussian input."""
+
+    hidden: ClassVar[Hidden] = Hidden(2, 2.0)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return entrywise_overlap(self, record, at)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Leaf, Pullback, Pulled
+from ..engine.composition import Hidden, Leaf, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
 from ..engine.evaluation import Values, bind, evaluate, evaluate_sides
 from ..engine.overlap import Overlap, OverlapWalk, activated, elasticity, mapped
@@ -57,6 +57,7 @@ class GatedLinear(Leaf):
 
     reads_realised: ClassVar[bool] = True
     matrices: ClassVar[tuple[str, ...]] = ("gate", "ffn_in")
+    hidden: ClassVar[Hidden] = Hidden(1, 1.0)
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> GatedLinear:
         held = {name: getattr(self, name) * factor for name in self.matrices if name in names}
