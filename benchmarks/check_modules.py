@@ -232,6 +232,8 @@ def correct() -> Iterator[tuple[str, Any]]:
         yield f"encoder {given}", lambda given=given: encoder(*given)
     for style in foreign_slips.STYLES:
         for init in foreign_slips.INITS:
+            if (style, init) in foreign_slips.NOT_CORRECT:
+                continue
             for seed in range(200, 209):
                 given = (style, init, seed)
                 yield (
@@ -294,7 +296,7 @@ def run_foreign() -> None:
                 found = [["refused", str(error).splitlines()[0], []]]
             found += [[f.severity, f.kind, list(f.parameters)] for f in told]
             hit = any(
-                f.kind == slip.kind and any(_same(where, name) for name in (*f.parameters, ""))
+                f.kind == slip.kind and any(same(where, name) for name in (*f.parameters, ""))
                 for f in told
             )
             rows.append({"slip": slip.name, "style": style, "named": hit, "findings": found})
@@ -302,7 +304,7 @@ def run_foreign() -> None:
     _keep("foreign", rows, time.process_time() - begun)
 
 
-def _same(where: str, name: str) -> bool:
+def same(where: str, name: str) -> bool:
     """Whether a name, or a pattern of it, is that of a tensor or of a submodule that holds it."""
     if not where or not name:
         return not where

@@ -38,6 +38,12 @@ PLANTED = ("minGPT", "lit-gpt", "torchtitan", "torchtune", "x-transformers plain
 """Styles that slips are planted in."""
 
 INITS = ("own", "gpt2", "normal", "xavier", "lecun")
+NOT_CORRECT = {
+    *(("timm, scaled", init) for init in INITS if init != "own"),
+    *((f"x-transformers {name}", "own") for name in foreign_modules.X_TRANSFORMERS),
+}
+"""Combinations that are no correct modules: branches scaled by .1 beside matrices this small, whose
+layers act as the identity, and a library's own tables, in which positions drown the tokens."""
 OUTWARD = ("output", "ffn_out")
 MATRICES = ("query", "key", "value", "output", "ffn_in", "gate", "ffn_out")
 STD = 0.02

@@ -181,10 +181,16 @@ class Component(abc.ABC):
             return (self,)
         return tuple(leaf for child in self.children for leaf in child.leaves())
 
-    def structure(self) -> Any:
-        """What components must share to be evaluated at once with arrays for numbers."""
-        inner = tuple(child.structure() for child in self.children)
-        return (type(self), self.label, *inner)
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the weight matrices in it whose entries' variance its output's is affine in."""
+        return tuple(name for child in self.children for name in child.matrices)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
+        """The same with the variances of its `matrices` of these names times a factor."""
+        if not self.children:
+            return self
+        return self.mapped(lambda leaf: leaf.with_variances(names, factor))
 
     def residuals(self) -> tuple[Residual, ...]:
         """The residual connections in it, in the order of the forward pass."""

@@ -34,7 +34,7 @@ from ..show.health import (
 )
 from ..show.recognition import Reading, Weight, in_words, recognise
 from .advice import Advice, advise
-from .anatomy import Anatomy, anatomy_of
+from .anatomy import Anatomy, anatomy_of, of_another_type
 from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
 from .behaviour import Softmax, behaviour
@@ -921,8 +921,10 @@ def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transfor
     Raises:
         MomentsError: neither, or it does what no Transformer says.
     """
-    if parts.reading is None and (known := read_architecture(module)) is not None:
-        return known
+    if parts.reading is None and not of_another_type(module):
+        known = read_architecture(module)
+        if known is not None:
+            return known
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ValidityWarning)
         described = describe(module, batch=batch)

@@ -91,6 +91,7 @@ class SelfAttention(Leaf):
     norm_affine: bool = False
 
     mixes_tokens: ClassVar[bool] = True
+    matrices: ClassVar[tuple[str, ...]] = ("value",)
     prefix: ClassVar[str] = ""
 
     @property
@@ -214,6 +215,11 @@ class SelfAttention(Leaf):
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> SelfAttention:
+        if self.matrices[0] not in names:
+            return self
+        return dataclasses.replace(self, value=self.value * factor)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         # Weights sum to 1 within each sequence, and all pairs across have one covariance.
