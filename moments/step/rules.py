@@ -297,7 +297,7 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
     over two halves of the draws, whose product has no bias.
     """
     exact, root, total = spectrum.signs, spectrum.root, float(spectrum.values.sum())
-    asked = delta @ root.lower
+    asked = (delta @ root.lower).astype(np.float32)
 
     def seen(draws: Array) -> Signs:
         z = root.solved(draws.T).T
@@ -309,11 +309,12 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
         coherent = known * np.eye(z.shape[1]) + (z * weights[:, None]).T @ z
         # on the scale at which its trace with D is the mean of rho
         coherent = coherent * (mean / float((coherent * spectrum.inner).sum()))
-        half = len(z) // 2
+        # draws need no more than single precision
+        half, single = len(z) // 2, z.astype(np.float32)
         first, second = (
-            np.sign(asked @ part.T) @ part / len(part) for part in (z[:half], z[half:])
+            np.sign(asked @ part.T) @ part / len(part) for part in (single[:half], single[half:])
         )
-        square = first.T @ second / len(asked) / SIGN_MEAN**2
+        square = np.asarray(first.T @ second, float) / len(asked) / SIGN_MEAN**2
         return Signs(mean, coherent, (square + square.T) / 2)
 
     return exact.by_twins(seen(values.values), seen(values.twins), values.share)
