@@ -50,13 +50,13 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks/data/board.json"
 PAGE = ROOT / "docs/board.md"
 
-SECONDS, MEMORY = 150, 2 << 30
+SECONDS, MEMORY = 40, 2 << 30
 """Of one type: processor time, and memory beyond what the libraries take."""
 
 
 # --- configs --------------------------------------------------------------------------------------
 
-WIDTH, HEADS, LAYERS, VOCABULARY = 64, 4, 2, 128
+WIDTH, HEADS, LAYERS, VOCABULARY = 256, 4, 2, 128
 
 
 def at_most(limit: int) -> Callable[[int], int]:
@@ -65,6 +65,10 @@ def at_most(limit: int) -> Callable[[int], int]:
 
 def key_heads(value: int) -> int:
     return value if value <= 2 else HEADS // 2
+
+
+def exactly(number: int) -> Callable[[int], int]:
+    return lambda _: number
 
 
 SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
@@ -81,9 +85,9 @@ SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
         r".*(sliding_window|attention_window|window_size|local_attention|chunk_size|chunk_len).*",
         at_most(16),
     ),
-    (r"(relative_attention_)?num_buckets|.*max_distance", at_most(32)),
     # Depth
-    (r".*(num_kv_shared_layers|num_nextn_predict_layers|num_mtp).*", lambda _: 0),
+    (r".*(num_kv_shared_layers|num_nextn_predict_layers|num_mtp).*", exactly(0)),
+    (r".*feat_extract_layers", int),
     (r".*(first_k_dense|num_hash|num_dense|n_dense).*", at_most(1)),
     (r".*(period|_interval|_every_n.*|_frequency)", at_most(2)),
     (r".*(layer_offset)", at_most(1)),
@@ -99,7 +103,8 @@ SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
     (r".*experts.*", at_most(4)),
     (r".*(heads|n_head|heads_per.*)", at_most(HEADS)),
     # Widths
-    (r"mamba_(d_head|head_dim)|ssm_head_dim", at_most(2 * WIDTH // HEADS)),
+    (r"mamba_(d_head|head_dim)|ssm_head_dim", exactly(2 * WIDTH // HEADS)),
+    (r"expand", at_most(1)),
     (r"mamba_d_ssm", at_most(2 * WIDTH)),
     (
         r".*(head_dim|head_size|head_width|d_kv|qkv_dim|kv_channels|v_dim|qk_.*_dim)",
@@ -128,8 +133,16 @@ SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
 """Names of entries, and what a number under them becomes; the first that fits."""
 
 
-def shrunk(entries: dict[str, Any], cls: type | None = None) -> dict[str, Any]:
+FOLLOWING = ("out_features", "out_indices", "stage_names", "hidden_size_per_layer_input")
+"""Entries that follow from others, or that only some sizes allow, left to the class."""
+
+FILLED = {"head_dim": WIDTH // HEADS, "pad_token_id": 0, "vocab_size": VOCABULARY}
+"""Entries that a class may leave open though its module does not."""
+
+
+def shrunk(entries: dict[str, Any]) -> dict[str, Any]:
     """A config's entries, and those of configs in it, at a small size."""
+    entries = {name: value for name, value in entries.items() if name not in FOLLOWING}
     depth = next(
         (v for k, v in entries.items() if re.fullmatch(DEPTH, k) and isinstance(v, int)), None
     )
@@ -139,15 +152,31 @@ def shrunk(entries: dict[str, Any], cls: type | None = None) -> dict[str, Any]:
             made[name] = {k: v for k, v in value.items() if int(k) < LAYERS}
         elif isinstance(value, dict) and (name.endswith("config") or "model_type" in value):
             made[name] = shrunk(value)
+        elif _repeats(value):  # [[kinds of layers, how often]], as GPT-Neo has it
+            made[name] = [[kinds, max(1, LAYERS // len(kinds))] for kinds, _ in value[:1]]
         elif isinstance(value, list) and depth is not None and len(value) == depth > LAYERS:
             made[name] = cut(value)
         else:
             made[name] = sized(name, value)
+    heads = [v for n, v in entries.items() if re.fullmatch(r"(num_attention|n|num)_heads?", n)]
+    for name, value in entries.items():
+        if "key_value_heads" in name and value in heads and type(value) is int:
+            made[name] = min(value, HEADS)
+        elif value is None and name in FILLED:
+            made[name] = FILLED[name]
     tokens = [n for n, v in made.items() if n.endswith(("token_id", "token_index", "_id"))]
     for place, name in enumerate(n for n in tokens if isinstance(made[n], int)):
         if made[name] >= VOCABULARY:
             made[name] = VOCABULARY - 1 - place
     return made
+
+
+def _repeats(value: Any) -> bool:
+    rows = value if isinstance(value, list) else [value]
+    return all(
+        isinstance(r, list) and len(r) == 2 and isinstance(r[0], list) and type(r[1]) is int
+        for r in rows
+    ) and bool(rows)
 
 
 DEPTH = r"(text_)?(num_(hidden_)?layers|n_layers?|encoder_layers)"
@@ -171,9 +200,9 @@ def sized(name: str, value: Any) -> Any:
 
 
 TASKS = (
-    "MODEL_FOR_CAUSAL_LM",
-    "MODEL_FOR_MASKED_LM",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+    "MODEL_FOR_MASKED_LM",
+    "MODEL_FOR_CAUSAL_LM",
     "MODEL_FOR_IMAGE_CLASSIFICATION",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ",
@@ -183,16 +212,16 @@ TASKS = (
 """The auto classes' maps, whose first one that has a type says what is built."""
 
 
-def module_classes() -> dict[str, str]:
-    """Every type for which an auto class names a module -> the module's class."""
-    found = {kind: entry.module for kind, entry in FAMILIES.items()}
+def module_classes() -> dict[str, list[str]]:
+    """Types for which an auto class names a module -> their modules' classes, likeliest first."""
+    found = {kind: [entry.module] for kind, entry in FAMILIES.items()}
     for task in TASKS:
         names = getattr(modeling_auto, f"{task}_MAPPING_NAMES")
         for kind in configuration_auto.CONFIG_MAPPING_NAMES:
             name = names.get(kind)
             name = name[0] if isinstance(name, list | tuple) else name
             if name is not None:
-                found.setdefault(kind, name)
+                found.setdefault(kind, []).append(name)
     return found
 
 
@@ -208,12 +237,18 @@ def config_of(kind: str) -> Any:
 
 def built(kind: str, seed: int = 0) -> torch.nn.Module:
     """A small module of a type, drawn by its own initialisation."""
-    cls = getattr(transformers, module_classes()[kind])
-    config = config_of(kind)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module: torch.nn.Module = cls(config)
-    return module
+    why: Exception | None = None
+    for name in dict.fromkeys(module_classes()[kind]):
+        cls = getattr(transformers, name)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                module: torch.nn.Module = cls(config_of(kind))
+            return module
+        except Exception as error:  # another library, over a config that it may not mean
+            why = why or error
+    assert why is not None
+    raise why
 
 
 # --- one type -------------------------------------------------------------------------------------
@@ -271,11 +306,12 @@ def _initialiser(module: torch.nn.Module, part: torch.nn.Module) -> Any:
 def row(kind: str) -> dict[str, Any]:
     """What is found of one type."""
     started = time.process_time()
-    found: dict[str, Any] = {"module": module_classes()[kind]}
+    found: dict[str, Any] = {"module": module_classes()[kind][0]}
     try:
         module = built(kind)
     except Exception as error:  # another library, over a config that it may not mean
         return found | {"not built": _line(error)}
+    found["module"] = type(module).__name__
     found["parameters"] = sum(p.numel() for p in module.parameters())
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -367,7 +403,7 @@ def in_a_process(kind: str) -> dict[str, Any]:
     process.join()
     ended = {-24: f"{SECONDS} s of processor time were not enough", -9: "it did not end"}
     said = ended.get(process.exitcode or 0, f"the process ended with {process.exitcode}")
-    return found or {"module": module_classes()[kind], "broken": said}
+    return found or {"module": module_classes()[kind][0], "broken": said}
 
 
 def stored() -> dict[str, Any]:

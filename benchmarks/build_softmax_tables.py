@@ -1,19 +1,24 @@
-"""Build moments/data/softmax_square.npz from the exact evaluator.
+"""Build moments/data/softmax_square.npz and softmax_far.npz from the exact evaluator.
 
-    python benchmarks/build_softmax_tables.py
+    python benchmarks/build_softmax_tables.py          # both
+    python benchmarks/build_softmax_tables.py far      # beyond logit variances of 8
 
-Deterministic; about 20 s on one core.
+Deterministic; about 20 s on one core, and three minutes for what is beyond.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from moments.transfer.attention.softmax.chebyshev import (
     chebyshev_coefficients,
+    far_rho_at,
+    far_theta_at,
     gauss_nodes,
     length_at,
     theta_at,
@@ -27,36 +32,44 @@ ROW_NODES = (28, 44)
 SQUARE_NODES = (20, 32, 18)
 """theta, log n, rho: an even number of rho, so that none is 0, where two functions are 0/0."""
 
+FAR_ROW_NODES, FAR_NODES = (16, 36), (14, 24, 24)
+"""The same beyond THETA_MAX; no node of an even number of rho is 0 there either."""
+
 DATA = Path(__file__).resolve().parents[1] / "moments" / "data"
 
 
-def row_values() -> Array:
+At = Callable[[float], float]
+
+
+def row_values(nodes: tuple[int, ...], theta: At) -> Array:
     """(theta, log n, functions) at the nodes."""
-    thetas, lengths = (gauss_nodes(count) for count in ROW_NODES)
-    return np.array([[encode_row(theta_at(t), length_at(n)) for n in lengths] for t in thetas])
+    thetas, lengths = (gauss_nodes(count) for count in nodes)
+    return np.array([[encode_row(theta(t), length_at(n)) for n in lengths] for t in thetas])
 
 
-def square_values() -> Array:
+def square_values(nodes: tuple[int, ...], theta: At, rho: At) -> Array:
     """(theta, log n, functions, rho) at the nodes."""
-    thetas, lengths, rhos = (gauss_nodes(count) for count in SQUARE_NODES)
+    thetas, lengths, rhos = (gauss_nodes(count) for count in nodes)
     values = np.array(
         [
-            [[encode_square_pair(theta_at(t), length_at(n), r) for r in rhos] for n in lengths]
+            [[encode_square_pair(theta(t), length_at(n), rho(r)) for r in rhos] for n in lengths]
             for t in thetas
         ]
     )
     return values.transpose(0, 1, 3, 2)
 
 
-def main() -> None:
-    """Write the table. Pairs are stored in single precision: 6e-8, far below their error."""
-    DATA.mkdir(exist_ok=True)
+def build(name: str, rows: tuple[int, ...], squares: tuple[int, ...], theta: At, rho: At) -> None:
+    """Write a table. Pairs are stored in single precision: 6e-8, far below their error."""
     start = time.perf_counter()
-    row = chebyshev_coefficients(row_values(), (0, 1))
-    pair = chebyshev_coefficients(square_values(), (0, 1, 3)).astype(np.float32)
-    np.savez(DATA / "softmax_square.npz", row=row, pair=pair)
-    print(f"{time.perf_counter() - start:.0f} s")
+    row = chebyshev_coefficients(row_values(rows, theta), (0, 1))
+    pair = chebyshev_coefficients(square_values(squares, theta, rho), (0, 1, 3))
+    DATA.mkdir(exist_ok=True)
+    np.savez(DATA / f"{name}.npz", row=row, pair=pair.astype(np.float32))
+    print(f"{name}: {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":
-    main()
+    if "far" not in sys.argv[1:]:
+        build("softmax_square", ROW_NODES, SQUARE_NODES, theta_at, float)
+    build("softmax_far", FAR_ROW_NODES, FAR_NODES, far_theta_at, far_rho_at)

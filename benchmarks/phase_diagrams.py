@@ -51,14 +51,18 @@ def trainability() -> Any:
         return base.replace(weights=base.weights.replace(**sizes, **changes))
 
     axes = {
-        "attention_gain": np.geomspace(0.01, 4, 12),
-        "hidden_gain": np.geomspace(0.3, 9, 10),
+        "attention_gain": np.geomspace(0.01, 4, 27),
+        "hidden_gain": np.geomspace(0.3, 9, 18),
     }
     sweep = moments.sweep(made, axes, correlation=0.3)
     kinds = ("angle", "gradient", "rank", "correlation")
     lines = boundaries(sweep, "attention_gain", "hidden_gain", kinds)
-    name = "Post-LN, variances of value and hidden weights times width"
-    return sweep.plot("attention_gain", "hidden_gain", "correlation", name=name, lines=lines)
+    found = sweep.plot("attention_gain", "hidden_gain", "correlation", name="Post-LN", lines=lines)
+    found.axes[0].set(
+        xlabel="width × variance of value weights",
+        ylabel="width × variance of hidden weights",
+    )
+    return found
 
 
 PICTURES = {"logits": logits, "branches": branches, "trainability": trainability}

@@ -235,8 +235,8 @@ def test_types_without_a_reader(kind: str) -> None:
     ("kind", "reason"),
     [
         ("olmo2", "norms behind its output of a block, and nowhere else"),
-        ("mixtral", "a feed-forward block of"),
-        ("smollm3", "rotary positions in some layers only"),
+        ("mixtral", "a mixture of experts"),
+        ("diffllama", "something acts between an attention's heads and its output"),
         ("albert", "layers that share their weights"),
     ],
 )

@@ -28,6 +28,8 @@ from moments.transfer.attention.softmax import (
 from moments.transfer.attention.softmax.chebyshev import (
     chebyshev_basis,
     chebyshev_coefficients,
+    far_rho_at,
+    far_theta_at,
     gauss_nodes,
     length_at,
     theta_at,
@@ -283,6 +285,19 @@ def test_square_rows_against_evaluator(theta_max, bound):
     assert np.all(table.valid)
 
 
+def test_rows_far_beyond_against_evaluator():
+    """Up to theta = 32, where a second table takes over at 8."""
+    theta, n, rho, rng = random_points(40, 32.0, seed=6)
+    theta, rho = np.maximum(theta, rng.uniform(8.0, 9.0, 40)), np.maximum(rho, -0.3)
+    for point in zip(theta, n, rho, strict=True):
+        rows = SquareTable.load().at_length(point[1])
+        row, exact = np.array(rows.single(point[0])[:-1]), row_statistics(*point[:2])[:-1]
+        assert np.all(np.abs(row / exact - 1) <= 2e-5)
+        pair = rows.pair(point[0], point[2])
+        assert pair.valid
+        assert pair_errors(pair, pair_statistics(*point), point[0] * point[2]).max() < 1e-4
+
+
 @pytest.mark.parametrize(("theta_max", "rho_min", "bound"), [(6.0, -0.3, 1e-4), (8.0, -1.0, 1e-3)])
 def test_square_pairs_against_evaluator(theta_max, rho_min, bound):
     theta, n, rho, _ = random_points(90, theta_max, seed=4)
@@ -345,15 +360,17 @@ def test_monotone_in_theta(n):
 
 
 def test_beyond_the_tables():
-    """The evaluator to theta = 32 and past n = 1e8; beyond, its edge, flagged; never a NaN."""
+    """A table to theta = 32, the evaluator at other correlations and past n = 1e8; beyond, its
+    edge, flagged; never a NaN."""
     rows = SquareTable.load().at_length(64)
     row = rows.single([4.0, 12.0, 32.0, 33.0, 1e6])
-    assert row.sum_square[1] == row_statistics(12.0, 64).sum_square
+    assert row.sum_square[1] == pytest.approx(row_statistics(12.0, 64).sum_square, rel=1e-5)
     assert row.valid.tolist() == [True, True, True, False, False]
-    assert row.sum_square[4] == row.sum_square[2]
-    pair = rows.pair([12.0, 20.0, 1e5], [0.4, -0.9, 0.4])
-    assert pair.overlap[0] == pair_statistics(12.0, 64, 0.4).overlap
-    assert pair.valid.tolist() == [True, False, False]
+    assert row.sum_square[4] == row_statistics(32.0, 64).sum_square
+    pair = rows.pair([12.0, 20.0, 1e5, 12.0], [0.4, -0.9, 0.4, -0.5])
+    assert pair.overlap[0] == pytest.approx(pair_statistics(12.0, 64, 0.4).overlap, rel=1e-4)
+    assert pair.overlap[3] == pair_statistics(12.0, 64, -0.5).overlap
+    assert pair.valid.tolist() == [True, False, False, True]
     long = SquareTable.load().at_length(1e9)
     assert long.single(1.0).sum_square == pytest.approx(1e-9 * math.e, rel=1e-6)
     mixed = SquareTable.load().single([1.0, 9.0], [1e10, 5.0])
@@ -362,11 +379,13 @@ def test_beyond_the_tables():
 
 
 def test_table_edges_are_continuous():
-    """At theta = 8 the table hands over to the evaluator without a step."""
+    """At theta = 8 one table hands over to the other, and that at 32 and -0.3 to the evaluator."""
     rows = SquareTable.load().at_length(500)
-    before, after = rows.single([8.0, 8.0 + 1e-7]), rows.pair([8.0, 8.0 + 1e-7], 0.6)
-    for field in (*before[:-1], *after[:-1]):
-        assert field[0] == pytest.approx(field[1], rel=1e-4)
+    edges = rows.single([8.0, 8.0 + 1e-7]), rows.pair([8.0, 8.0 + 1e-7], 0.6)
+    others = rows.single([32.0, 32.0 + 1e-9]), rows.pair([12.0, 12.0], [-0.3, -0.3 - 1e-9])
+    for edge in edges + others:
+        for field in edge[:-1]:
+            assert field[0] == pytest.approx(field[1], rel=1e-4)
 
 
 def build_script():
@@ -379,9 +398,13 @@ def build_script():
 
 def test_shipped_tables_are_what_the_script_builds():
     """At the script's own nodes the shipped interpolants return the encoded evaluator's values."""
-    script, square = build_script(), SquareTable.load()
-    assert square.row.shape[:2] == script.ROW_NODES
-    assert (*square.pair.shape[:2], square.pair.shape[3]) == script.SQUARE_NODES
+    script, square, far = build_script(), SquareTable.load(), SquareTable.load_far()
+    for table, rows, pairs in (
+        (square, script.ROW_NODES, script.SQUARE_NODES),
+        (far, script.FAR_ROW_NODES, script.FAR_NODES),
+    ):
+        assert table.row.shape[:2] == rows
+        assert (*table.pair.shape[:2], table.pair.shape[3]) == pairs
 
     def at_nodes(coefficients, axes, indices):
         for axis, i in reversed(list(zip(axes, indices, strict=True))):
@@ -399,6 +422,13 @@ def test_shipped_tables_are_what_the_script_builds():
         expected = encode_square_pair(t, n, float(rho))
         found = at_nodes(square.pair, (0, 1, 3), (a, b, c))
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    a, b, c = 9, 17, 20
+    t, n = far_theta_at(gauss_nodes(16)[a]), length_at(gauss_nodes(36)[b])
+    np.testing.assert_allclose(at_nodes(far.row, (0, 1), (a, b)), encode_row(t, n), rtol=1e-7)
+    t, n = far_theta_at(gauss_nodes(14)[a]), length_at(gauss_nodes(24)[b])
+    expected = encode_square_pair(t, n, far_rho_at(gauss_nodes(24)[c]))
+    found = at_nodes(far.pair, (0, 1, 3), (a, b, c))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
 def test_chebyshev_interpolation():
@@ -414,7 +444,8 @@ def test_chebyshev_interpolation():
 
 def test_shipped_tables_are_small():
     folder = resources.files("moments").joinpath("data")
-    assert len(folder.joinpath("softmax_square.npz").read_bytes()) < 300_000
+    for name, most in (("softmax_square", 300_000), ("softmax_far", 200_000)):
+        assert len(folder.joinpath(f"{name}.npz").read_bytes()) < most
 
 
 # ------------------------------------------------------------------ the chi-square average

@@ -11,7 +11,7 @@ from __future__ import annotations
 from .law import ComponentLaws, Law, Source
 from .symbols import Interval
 
-GIORLANDINO = "Giorlandino and Goldt 2025, Two Failure Modes of Deep Transformers (ICLR 2026)"
+GIORLANDINO = "Giorlandino and Goldt 2025, Two failure modes of deep transformers"
 DERRIDA = "Derrida 1981, Random-energy model"
 _NOTE = "the number of keys to infinity, the logit variance growing as its logarithm"
 

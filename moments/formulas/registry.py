@@ -15,6 +15,7 @@ from . import (
     linear,
     noci,
     normalization,
+    random_energy,
     softmax,
     sun,
 )
@@ -68,6 +69,7 @@ STACKS: dict[str, ComponentLaws] = {
         sun.CURSE_OF_DEPTH,
         noci.UNIFORM_ATTENTION_STACK,
         noci.UNIFORM_ATTENTION_JACOBIAN,
+        random_energy.RANDOM_ENERGY,
     )
 }
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name
+from . import palette
+from .chart import shown, ticks
 from .plot import Picture
 
 if TYPE_CHECKING:
@@ -38,12 +40,6 @@ NAMES = {
 AXES = {
     "layers": "layers",
     "seq_len": "tokens",
-    "weights.query": "variance of query weights",
-    "weights.key": "variance of key weights",
-    "weights.value": "variance of value weights",
-    "weights.output": "variance of output weights",
-    "branch_scale": "branch scale",
-    "skip_scale": "skip scale",
     "temperature": "temperature of the attention",
     "variance": "variance of the input",
     "correlation": "token correlation of the input",
@@ -52,6 +48,13 @@ AXES = {
 }
 _ROUND = [m * 10**e for e in range(7) for m in (1, 2, 5)]
 STYLES = ("-", "--", ":", "-.")
+BOUNDARIES = (
+    (palette.VERMILION, "white", 2.4, "solid"),
+    (palette.BLACK, "white", 2.0, (0, (5, 2))),
+    ("white", palette.BLACK, 4.2, "solid"),
+    (palette.BLUE, "white", 1.6, (0, (6, 2, 1, 2))),
+)
+"""Colour, rim, width and dashes of lines over a map; one that lies on another leaves it seen."""
 
 
 class Boundary(NamedTuple):
@@ -66,6 +69,13 @@ class Boundary(NamedTuple):
     label: str
     values: np.ndarray
     level: float = 0.0
+
+
+def axis_title(name: str) -> str:
+    """What an axis is called: by its name, in words."""
+    kind, _, part = name.rpartition(".")
+    words = AXES.get(name, part.replace("_", " "))
+    return f"variance of {words} weights" if kind == "weights" else words
 
 
 def plot_sweep(
@@ -152,7 +162,7 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Figure:
     values = _array(sweep, quantity, (x, by))
     curves = values.T if by is not None else values[None]
     places = _places(sweep.axes.values[x])
-    colors = mpl.colormaps["viridis"](np.linspace(0.0, 0.85, len(curves)))
+    colors = mpl.colormaps[palette.SEQUENTIAL](np.linspace(0.0, 0.85, len(curves)))
     marker = "o" if len(places) <= 30 else ""
     for i, curve in enumerate(curves):
         label = None if by is None else _value(sweep.axes.values[by][i])
@@ -170,7 +180,7 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Figure:
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     if by is not None:
-        ax.legend(title=AXES.get(by, by), frameon=False, fontsize=9, title_fontsize=9)
+        ax.legend(title=axis_title(by), frameon=False, fontsize=9, title_fontsize=9)
     return figure
 
 
@@ -199,11 +209,15 @@ def _maps(
         mesh = _map(ax, sweep, x, y, panels[i], _levels(quantity, values), colors, here)
         _boundaries(ax, sweep, x, y, lines)
         if by is not None:
-            ax.set_title(f"{AXES.get(by, by)} {_value(sweep.axes.values[by][i])}", fontsize=10)
+            ax.set_title(f"{axis_title(by)} {_value(sweep.axes.values[by][i])}", fontsize=10)
     bar = figure.colorbar(
         mesh, ax=grid.ravel().tolist(), pad=0.02, shrink=0.95 if count == 1 else 0.8
     )
     bar.set_label(NAMES[quantity])
+    if _logarithmic(quantity, values):
+        found = ticks(mesh.norm.vmin, mesh.norm.vmax, True)
+        bar.set_ticks(found, labels=[shown(tick) for tick in found], minor=False)
+        bar.set_ticks([], minor=True)
     for ax in grid[:, 1:].ravel():
         ax.set_ylabel("")
     for ax in grid[:-1].ravel():
@@ -252,7 +266,7 @@ def _map(
 
 
 def _boundaries(ax: Panel, sweep: Sweep, x: str, y: str, lines: tuple[Boundary, ...]) -> None:
-    """Lines with a white rim, told apart by dashes and named in a legend."""
+    """Rimmed lines, told apart by width and dashes and named in a legend."""
     if not lines:
         return
     from matplotlib.lines import Line2D
@@ -260,25 +274,25 @@ def _boundaries(ax: Panel, sweep: Sweep, x: str, y: str, lines: tuple[Boundary, 
 
     across, up = _places(sweep.axes.values[x]), _places(sweep.axes.values[y])
     handles = []
-    colors = ("#d00000", "#000000", "#e69f00", "#7b2d8b")
     for i, line in enumerate(lines):
         values = np.asarray(line.values, dtype=float)
         if values.shape != (len(across), len(up)):
             raise domain_error(
                 "lines", f"{line.label!r} of shape {values.shape}", f"({len(across)}, {len(up)})"
             )
-        style = ("solid", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))[i % 4]
-        color = colors[i % len(colors)]
-        rim = [withStroke(linewidth=3.4, foreground="white")]
+        color, rim, width, style = BOUNDARIES[i % len(BOUNDARIES)]
+        around = [withStroke(linewidth=width + 1.4, foreground=rim)]
         finite = values[np.isfinite(values)]
         there = finite.size and finite.min() < line.level < finite.max()
         if there and min(values.shape) > 1:
             drawn = ax.contour(
-                across, up, values.T, levels=[line.level], colors=[color], linewidths=2.0
+                across, up, values.T, levels=[line.level], colors=[color], linewidths=width
             )
-            drawn.set(linestyle=style, path_effects=rim)
+            drawn.set(linestyle=style, path_effects=around)
         label = line.label if there else f"{line.label}: not on this map"
-        handles.append(Line2D([], [], color=color, linestyle=style, linewidth=2.0, label=label))
+        named = Line2D([], [], color=color, linestyle=style, linewidth=width, label=label)
+        named.set(path_effects=around)
+        handles.append(named)
     ax.figure.legend(
         handles=handles, loc="outside lower center", ncols=1, frameon=False, fontsize=9
     )
@@ -298,7 +312,7 @@ def _places(values: tuple[Any, ...]) -> np.ndarray:
 def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None:
     """Name and scale: logarithmic where positive values span a factor of twenty."""
     places = _places(values)
-    getattr(ax, f"set_{which}label")(AXES.get(name, name))
+    getattr(ax, f"set_{which}label")(axis_title(name))
     if not _numeric(values):
         getattr(ax, f"set_{which}ticks")(places, [_value(v) for v in values])
     elif places.min() > 0 and places.max() >= 20 * places.min():
@@ -308,6 +322,10 @@ def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None
             if len(whole) > 10:
                 whole = [n for n in _ROUND if min(whole) <= n <= max(whole)]
             getattr(ax, f"set_{which}ticks")(whole, [str(v) for v in whole])
+            getattr(ax, f"set_{which}ticks")([], minor=True)
+        elif places.max() < 1e3 * places.min():  # beyond, powers of ten do
+            found = ticks(places.min(), places.max(), True)
+            getattr(ax, f"set_{which}ticks")(found, [shown(tick) for tick in found])
             getattr(ax, f"set_{which}ticks")([], minor=True)
 
 
@@ -342,10 +360,10 @@ def _colors(quantity: str, values: np.ndarray) -> dict[str, Any]:
         far = max(high, 1 / low, 1.05)
         return {"cmap": "RdBu_r", "norm": LogNorm(1 / far, far)}
     if _logarithmic(quantity, values):
-        return {"cmap": "viridis", "norm": LogNorm(low, high)}
+        return {"cmap": palette.SEQUENTIAL, "norm": LogNorm(low, high)}
     if quantity.endswith("correlation"):
         low, high = min(low, 0.0), max(high, low + 0.05)
-    return {"cmap": "viridis", "norm": Normalize(low, high if high > low else low + 1.0)}
+    return {"cmap": palette.SEQUENTIAL, "norm": Normalize(low, high if high > low else low + 1.0)}
 
 
 def _levels(quantity: str, values: np.ndarray) -> list[float]:
@@ -400,9 +418,9 @@ def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
     first = name or "a declared model"
     parts = [text for axis, text in _sizes(base).items() if axis not in sweep.axes.values]
     theory = [] if "theory" in sweep.axes.values else [f"theory {sweep.theory}"]
-    told = [f"{AXES.get(axis, axis)} {_value(value)}" for axis, value in fixed.items()]
+    told = [f"{axis_title(axis)} {_value(value)}" for axis, value in fixed.items()]
     told += [
-        f"{AXES.get(axis, axis)} {_value(value)}"
+        f"{axis_title(axis)} {_value(value)}"
         for axis, value in sweep.inputs.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     ]

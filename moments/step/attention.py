@@ -38,7 +38,8 @@ class Rows:
     """One layer's attention, as the step meets it.
 
     Attributes:
-        kernel: of the tokens attended to, C.
+        asking: kernel of the tokens that ask.
+        kernel: of those attended to, C; self-attention's are the same.
         weights: W, mean attention.
         response: the query path's kernel per unit of the gradient's behind the value weights.
         gain: of the value weights.
@@ -47,6 +48,7 @@ class Rows:
         sequences: that the tokens are, none of which sees another.
     """
 
+    asking: Array
     kernel: Array
     weights: Array
     response: Array
@@ -58,6 +60,7 @@ class Rows:
     @classmethod
     def of(
         cls,
+        asking: Array,
         kernel: Array,
         weights: Array,
         response: Array,
@@ -68,10 +71,10 @@ class Rows:
         sequences: int,
     ) -> Rows:
         """`received`: gradient behind the value weights; `paths`: its kernels at the tokens."""
-        plain = cls(kernel, weights, response, gain, 1.0, gradients, sequences)
-        size = float((received * plain._product(kernel, kernel, kernel)).sum())
+        plain = cls(asking, kernel, weights, response, gain, 1.0, gradients, sequences)
+        size = float((received * plain._product(asking, kernel, kernel)).sum())
         keyed = float((kernel * paths.key).sum()) / size if size else 1.0
-        return cls(kernel, weights, response, gain, keyed, gradients, sequences)
+        return cls(asking, kernel, weights, response, gain, keyed, gradients, sequences)
 
     def _joint(self, keys: Array, values: Array) -> Array:
         """J, by averages over rows from either side."""
@@ -104,18 +107,16 @@ class Rows:
 
     def _mean(self, tokens: Array) -> Array:
         """W A, sequence by sequence."""
-        size = len(self.weights)
-        length = size // self.sequences
         if self.sequences == 1:
             return np.asarray(self.weights @ tokens)
-        split = tokens.reshape(self.sequences, length, -1)
-        return np.asarray((self._blocks @ split).reshape(size, -1))
+        rows, keys = self.weights.shape
+        split = tokens.reshape(self.sequences, keys // self.sequences, -1)
+        return np.asarray((self._blocks @ split).reshape(rows, -1))
 
     @functools.cached_property
     def _blocks(self) -> Array:
-        count = self.sequences
-        length = len(self.weights) // count
-        shaped = self.weights.reshape(count, length, count, length)
+        count, (rows, keys) = self.sequences, self.weights.shape
+        shaped = self.weights.reshape(count, rows // count, count, keys // count)
         return np.stack([shaped[k, :, k] for k in range(count)])
 
     @functools.cached_property
@@ -142,26 +143,26 @@ class Rows:
             gradient: E delta delta at the heads.
         """
         query, key, value = changes
-        c, gain, product = self.kernel, self.gain, self._product
+        q, c, gain, product = self.asking, self.kernel, self.gain, self._product
         moved = value.each(self._both)
         # with the value path, the excess of A V A^T over W V W^T
         coherent = [
-            moved.coherent + product(c, c, _even(value.coherent)),
+            moved.coherent + product(q, c, _even(value.coherent)),
             product(_even(query.coherent), c, c),
-            self.keyed * product(c, _even(key.coherent), c),
+            self.keyed * product(q, _even(key.coherent), c),
         ]
-        old = product(c, c, c)
-        met = product(query.met(c), key.met(c), value.met(c))
-        new = product(query.new(c), key.new(c), value.new(c))
-        if max(_share(query, c), _share(key, c), _share(value, c)) < _SMALL:
-            total = product(query.total, c, c) + product(c, c, value.total)
-            total = total + self.keyed * product(c, key.total, c)
-            overlap = product(query.overlap, c, c) + product(c, key.overlap, c)
-            overlap = overlap + product(c, c, value.overlap)
+        old = product(q, c, c)
+        met = product(query.met(q), key.met(c), value.met(c))
+        new = product(query.new(q), key.new(c), value.new(c))
+        if max(_share(query, q), _share(key, c), _share(value, c)) < _SMALL:
+            total = product(query.total, c, c) + product(q, c, value.total)
+            total = total + self.keyed * product(q, key.total, c)
+            overlap = product(query.overlap, c, c) + product(q, key.overlap, c)
+            overlap = overlap + product(q, c, value.overlap)
         else:
             overlap, total = met - old, new - met - met.T + old
             if abs(self.keyed - 1) > _ALIKE:
-                total = total + (self.keyed - 1) * product(c, key.total, c)
+                total = total + (self.keyed - 1) * product(q, key.total, c)
         total = gain * (moved.total + total)
         parts = [gain * part for part in coherent]
         # queries and keys meet random weights of the others: their coherent part appears once as

@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import DomainError
 from .change import Array, Change
 from .rules import SIGN_MEAN, Effect, Optimizer, damping
-from .sites import Reading
+from .sites import ENCODER, Reading, Stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +32,22 @@ class Words:
         target: (T,) which of them is a token's target, -1 for none.
         read: (T,) which of them a token reads; -1 where the matrix is no token table.
         sent: (T, V') c.
+        beside: of an encoder's tokens which they read; None: there is none.
     """
 
     rows: Array
     target: Any
     read: Any
     sent: Array
+    beside: Any = None
 
     @classmethod
     def of(cls, reading: Reading) -> Words:
         readout = reading.readout
         vocab_size, active = readout.vocab_size, reading.targets >= 0
-        ids = reading.token_ids if reading.tied else np.full(len(active), -1)
-        named = np.unique(np.concatenate([reading.targets[active], ids[ids >= 0]]))
+        ids = reading.main.token_ids if reading.tied else np.full(len(active), -1)
+        other = ids[:0] if reading.encoder is None else reading.encoder.token_ids
+        named = np.unique(np.concatenate([reading.targets[active], ids[ids >= 0], other]))
         rest = vocab_size - len(named)
         rows = np.append(np.ones(len(named)), float(rest)) if rest else np.ones(len(named))
         place = {int(word): k for k, word in enumerate(named)}
@@ -58,12 +61,20 @@ class Words:
             sent[every, read] = np.asarray(softmax.own.probability) + zeros
         sent = sent * active[:, None] / count
         sent[every[active], target[active]] -= 1 / count
-        return cls(rows, target, read, sent)
+        beside = None
+        if reading.encoder is not None:
+            beside = np.array([place[int(word)] for word in other])
+        return cls(rows, target, read, sent, beside)
 
     @functools.cached_property
     def reads(self) -> Array:
         """(T, V') 1 where a token reads a row of the matrix."""
-        return np.asarray(self.read[:, None] == np.arange(len(self.rows)), float)
+        return self.of_stream(main=True)
+
+    def of_stream(self, main: bool) -> Array:
+        """`reads`, of the main stream's tokens or of its encoder's."""
+        read = self.read if main else self.beside
+        return np.asarray(read[:, None] == np.arange(len(self.rows)), float)
 
 
 def tied_overlap(reading: Reading, words: Words) -> Array:
@@ -99,25 +110,25 @@ class Entered:
     effects: tuple[tuple[str, Effect], ...]
 
 
-def row_variance(reading: Reading, words: Words, gradient: Array, tied: Array) -> Array:
+def row_variance(reading: Reading, words: Words, tied: Array) -> Array:
     """(V',) variance of an entry of each row's gradient, of the matrix to the logits.
 
-    Args:
-        gradient: E delta delta at the sum of the tables.
-        tied: `tied_overlap`.
+    `tied`: `tied_overlap`.
     """
     readout = reading.readout
     kernel = np.asarray(readout.kernel.pairs)
     found = readout.scale**2 * ((kernel @ words.sent) * words.sent).sum(0)
-    table = reading.token_table
+    table = reading.main.token_table
     if table is None or not reading.tied:
         return np.asarray(np.maximum(found, 0.0))
-    reads = words.reads
-    found = found + table.amplitude**2 * ((gradient @ reads) * reads).sum(0)
+    for stream in reading.streams:
+        reads = words.of_stream(stream is reading.main)
+        gathered = ((stream.received @ reads) * reads).sum(0)
+        found = found + table.amplitude**2 * gathered
     if np.any(readout.carried):
         k = np.asarray(readout.carried) + np.zeros(len(kernel))
         at_head = tied * (k / table.amplitude)[:, None]
-        met = ((at_head @ reads) * words.sent).sum(0)
+        met = ((at_head @ words.reads) * words.sent).sum(0)
         found = found + 2 * readout.scale * table.amplitude * met
     return np.asarray(np.maximum(found, 0.0))
 
@@ -127,37 +138,42 @@ def entered(
     words: Words,
     optimizer: Optimizer,
     rate: float,
-    gradient: Array,
+    stream: Stream,
     tied: Array,
 ) -> Entered:
-    """The step of the tables, at their sum.
+    """The step of the tables, at their sum. A table of both streams is the main one's.
 
-    Args:
-        gradient: E delta delta at the sum.
-        tied: `tied_overlap`.
+    `tied`: `tied_overlap`.
     """
+    gradient, main = stream.received, stream is reading.main
     count, d = len(gradient), float(reading.model.d_model)
     nothing = np.zeros((count, count))
     coherent, overlap, total = nothing.copy(), nothing.copy(), nothing.copy()
     effects: list[tuple[str, Effect]] = []
-    tables, rule = reading.tables, optimizer.others
-    rates = [rate * optimizer.factor(table.name) for table in tables]
+    tables, rule = stream.tables, optimizer.others
+    before = "" if main else ENCODER
+    named = [table.name if table.name == "token" else before + table.name for table in tables]
+    rates = [rate * optimizer.factor(name) for name in named]
     grams: dict[tuple[int, int], Array] = {}
     for i, one in enumerate(tables):
         for j, other in enumerate(tables[: i + 1]):
             scale = one.amplitude * other.amplitude
             grams[i, j] = scale * one.same @ gradient @ other.same
             grams[j, i] = grams[i, j].T
-    headed = reading.tied and reading.token_table is not None
+    headed = reading.tied and stream.token_table is not None
     if headed:
-        # variances of rows that the head's part belongs to, one for each token's own row
-        rows = row_variance(reading, words, gradient, tied)
+        # rows also gather what the head sends and what another stream's tokens receive, at words
+        rows = row_variance(reading, words, tied if main else 0 * reading.main.before)
         readout = reading.readout
         sent = readout.scale * words.sent
-        kernel = np.asarray(readout.kernel.pairs)
-        of_head = words.reads @ (sent.T @ kernel @ sent) @ words.reads.T
-        grams[0, 0] = grams[0, 0] + of_head
-        np.fill_diagonal(grams[0, 0], rows[words.read])
+        gathered = sent.T @ np.asarray(readout.kernel.pairs) @ sent
+        for beside in reading.streams:
+            if beside is not stream:
+                there = words.of_stream(beside is reading.main)
+                gathered = gathered + tables[0].amplitude ** 2 * (there.T @ beside.received @ there)
+        reads = words.of_stream(main)
+        grams[0, 0] = grams[0, 0] + reads @ gathered @ reads.T
+        np.fill_diagonal(grams[0, 0], reads @ rows)
     deviations = [np.sqrt(np.maximum(np.diag(grams[i, i]), 0.0)) for i in range(len(tables))]
     for i, table in enumerate(tables):
         size = np.diag(grams[i, i])
@@ -184,7 +200,8 @@ def entered(
             )
         amplitude = table.amplitude
         coherent += rates[i] * amplitude**2 * pulled[:, None] * table.same
-        effects.append((table.name, Effect(nothing, nothing, slope, square, np.nan)))
+        if main or not (headed and i == 0):
+            effects.append((table.name, Effect(nothing, nothing, slope, square, np.nan)))
         for j, other in enumerate(tables):
             covariance: Array = grams[i, j]
             if rule != "sgd":
@@ -192,14 +209,14 @@ def entered(
                 r = np.divide(covariance, both, out=np.zeros_like(both), where=both > 0)
                 covariance = noise * 2 / np.pi * np.arcsin(np.clip(r, -1.0, 1.0))
             total += rates[i] * rates[j] * amplitude * other.amplitude * covariance
-        if headed and i == 0 and np.any(reading.readout.carried):
+        if main and headed and i == 0 and np.any(reading.readout.carried):
             # the row also moves along what the head reads, x_r of the tokens that it predicts
             k = np.asarray(reading.readout.carried) + np.zeros(count)
-            read = (k / amplitude)[:, None] * reading.before
+            read = (k / amplitude)[:, None] * stream.before
             sent_to = reading.readout.scale * words.sent[:, words.read].T
             overlap -= rates[i] * amplitude * pulled[:, None] * (sent_to @ read)
-    if reading.patch is not None:
-        change, found, name = _patches(reading, optimizer, rate, gradient)
+    if stream.patch is not None:
+        change, found, name = _patches(stream.patch, d, optimizer, rate, gradient)
         coherent, total = coherent + change.coherent, total + change.total
         effects.append((name, found))
     overlap -= coherent @ tied.T
@@ -207,12 +224,11 @@ def entered(
 
 
 def _patches(
-    reading: Reading, optimizer: Optimizer, rate: float, gradient: Array
+    pixels: Array, d: float, optimizer: Optimizer, rate: float, gradient: Array
 ) -> tuple[Change, Effect, str]:
     """The projection of patches, whose input is what the images are: a row's entries are Gaussian
     given the pixels, of variance x_b^T D x_b at pixel b."""
-    pixels = np.asarray(reading.patch)
-    d, rule, name = float(reading.model.d_model), optimizer.others, "patch"
+    rule, name = optimizer.others, "patch"
     size = ((gradient @ pixels) * pixels).sum(0)
     total_size, count = float(size.sum()), pixels.shape[1]
     if rule == "sgd":
@@ -261,7 +277,6 @@ def ending(
     rate: float,
     change: Change,
     gradient: Array,
-    at_tables: Array,
     tied: Array,
     kept: Array,
 ) -> Ending:
@@ -270,7 +285,6 @@ def ending(
     Args:
         change: of what the matrix reads.
         gradient: E delta delta there.
-        at_tables: likewise at the sum of the tables.
         kept: (T,) what the last norm leaves of the token's own row, relative to before.
     """
     readout = reading.readout
@@ -282,7 +296,7 @@ def ending(
     name = "token" if reading.tied else "head"
     step = rate * optimizer.factor(name)
     decay = 1.0 - rate * optimizer.multiplier(name) * optimizer.weight_decay
-    rows = row_variance(reading, words, at_tables, tied)
+    rows = row_variance(reading, words, tied)
     sent = words.sent
     if optimizer.others == "sgd":
         pulled, damped, noise = np.ones(len(rows)), 1.0, 1.0
@@ -294,9 +308,10 @@ def ending(
         slope, square = d * SIGN_MEAN * damped * float((words.rows * root).sum()), noise
     met = change.met(kernel)
     own = -step * scale**2 * d * (met @ sent) * pulled
-    if reading.tied and reading.token_table is not None and np.any(readout.carried):
+    table = reading.main.token_table
+    if reading.tied and table is not None and np.any(readout.carried):
         # rows that tokens read also follow what those tokens receive
-        amplitude = reading.token_table.amplitude
+        amplitude = table.amplitude
         k = (np.asarray(readout.carried) + np.zeros(len(kernel))) / amplitude
         received = tied * k[:, None] - (change.coherent @ gradient) * k[None, :]
         own -= step * scale * d * amplitude * (received @ words.reads) * pulled

@@ -12,7 +12,7 @@ from ..formulas.symbols import NONNEGATIVE, PROBABILITY
 from .change import Change
 from .ends import Words, ending, entered, tied_overlap
 from .rules import MUON_SCALES, Optimizer
-from .sites import Reading, Site
+from .sites import ENCODER, Reading, Site
 from .walk import Walk
 
 
@@ -23,8 +23,7 @@ def still(reading: Reading, optimizer: Optimizer) -> float:
     nothing = Change.none(len(kernel))
     tied = tied_overlap(reading, words)
     ones, zeros = np.ones(len(kernel)), np.zeros_like(kernel)
-    at_tables = np.zeros_like(reading.before)
-    return ending(reading, words, optimizer, 0.0, nothing, zeros, at_tables, tied, ones).loss
+    return ending(reading, words, optimizer, 0.0, nothing, zeros, tied, ones).loss
 
 
 class Stepped:
@@ -50,23 +49,28 @@ class Stepped:
             reading.neurons,
             reading.points,
         )
-        at_tables = reading.received
-        first = entered(reading, words, optimizer, rate, at_tables, tied)
         points = iter(reading.points)
-        site = Site(-1, 0, "tables", None, reading.before, at_tables, float(reading.model.d_model))
-        change: Change = first.change
-        change, site = walk.through(reading.embedding, change, site, points)
-        change, site = walk.noted(change, next(points))
-        change, site = walk.through(reading.layers, change, site, points)
-        last, at_last = change, site
-        change, site = walk.through(reading.head, change, site, points)
-        kept = np.sqrt(np.diag(at_last.kernel) / np.diag(last.new(at_last.kernel)))
-        end = ending(reading, words, optimizer, rate, change, site.gradient, at_tables, tied, kept)
-        sizes = {table.name: table.variance for table in reading.tables}
-        sizes |= {"patch": getattr(reading.model.embedding, "patch_variance", np.nan)}
-        sizes |= {"head": reading.readout.weight_variance}
-        for name, found in first.effects:
-            walk.entry(0, name, optimizer.factor(name), found, sizes[name], 1.0)
+        streams = [("", reading.main)]
+        if reading.encoder is not None:
+            streams.insert(0, (ENCODER, reading.encoder))
+        sizes = {"head": reading.readout.weight_variance}
+        sizes["patch"] = getattr(model.embedding, "patch_variance", np.nan)
+        for prefix, stream in streams:
+            walk.prefix, walk.tied = prefix, tied if stream is reading.main else 0 * stream.before
+            first = entered(reading, words, optimizer, rate, stream, walk.tied)
+            width = float(model.d_model)
+            site = Site(-1, 0, "tables", None, stream.before, stream.received, width)
+            change: Change = first.change
+            change, site = walk.through(stream.embedding, change, site, points)
+            change, site = walk.noted(change, next(points))
+            last = walk.through(stream.layers, change, site, points)
+            change, site = walk.memory = walk.through(stream.ending, *last, points)
+            sizes |= {prefix + table.name: table.variance for table in stream.tables}
+            for name, found in first.effects:
+                full = prefix + name
+                walk.entry(0, full, optimizer.factor(full), found, sizes[full], 1.0)
+        kept = np.sqrt(np.diag(last[1].kernel) / np.diag(last[0].new(last[1].kernel)))
+        end = ending(reading, words, optimizer, rate, change, site.gradient, tied, kept)
         for name, found in end.effects:
             variance = sizes.get(name, np.nan)
             walk.entry(model.layers + 1, name, optimizer.factor(name), found, variance, 1.0)

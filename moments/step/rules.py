@@ -362,14 +362,14 @@ MUON_SCALES = {
 GROUPS = ("matrices", "embedding", "head", "vectors")
 """Hidden matrices; tables and patches; the matrix to the logits; norms' gains and all biases."""
 
-_TABLES = ("token", "position", "segment", "patch", "class")
+_TABLES = ("token", "position", "segment", "patch", "class", "relative_bias")
 
 
 def group_of(name: str) -> str:
     """The group of a parameter, by its name in `Prediction.weight_gradients`."""
     if name.endswith((".bias", ".gain")):
         return "vectors"
-    if name in _TABLES:
+    if name.removeprefix("encoder.") in _TABLES:
         return "embedding"
     return "head" if name == "head" else "matrices"
 

@@ -18,8 +18,10 @@ from ..engine.realised import has_fixed_norms
 from ..engine.state import Kernel, Signal
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
+from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
-from ..transfer.architecture import declare, declare_embedding
+from ..transfer.architecture import declare, declare_embedding, declare_output
+from ..transfer.attention.cross import CrossAttention
 from ..transfer.attention.self_attention import AttentionPulled, SelfAttention
 from ..transfer.embedding import joint_kernel, table_rows
 from ..transfer.head.readout import Readout
@@ -31,6 +33,9 @@ from .rules import Root, Signs
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
+
+ENCODER = "encoder."
+"""Stands before the names of an encoder's sites and parameters beside a decoder's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +62,12 @@ class Site:
     attended: Any = None
 
     @classmethod
-    def of(cls, index: int, point: Point, attended: Any = None) -> Site:
+    def of(cls, index: int, prefix: str, point: Point, attended: Any = None) -> Site:
         assert point.gradient is not None
         return cls(
             index,
             point.layer,
-            point.site,
+            prefix + point.site,
             point.signal,
             np.asarray(point.signal.second_moment().pairs, float),
             np.asarray(point.gradient.kernel.pairs, float),
@@ -85,24 +90,22 @@ class Site:
             return 0.0
         return max(float(np.asarray(varies.pairs).sum()) / size - 1 / self.width, 0.0)
 
-    def attention_rows(self, leaf: Any, leaving: Site) -> Rows:
-        """The attention that reads this site and whose heads are `leaving`."""
-        assert self.signal is not None
+    def attention_rows(self, leaf: Any, leaving: Site, memory: Site) -> Rows:
+        """The attention that reads this site and the tokens of `memory`, whose heads are
+        `leaving`."""
         for name, there in {
             "qk_norm": leaf.qk_norm is not None,
             "logit_softcap": leaf.logit_softcap is not None,
             "biases of queries": bool(leaf.query_bias),
             "biases of keys": bool(leaf.key_bias),
-            "relative_bias": leaf.relative_bias is not None,
         }.items():
             if there:
                 raise DomainError(f"the first step does not cover {name} ({leaf.label})")
-        heads, d = float(leaf.heads * leaf.d_head), float(leaf.d_model)
+        heads, d = float(leaf.heads * leaf.d_head), float(leaf.memory_width)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         value, query, key = (
             max(float(getattr(leaf, name)), 1e-60) for name in ("value", "query", "key")
         )
-        assert leaving.signal is not None
         received = Kernel.of_matrix(leaving.gradient).scaled(heads * value)
         if not isinstance(self.attended, AttentionPulled):
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
@@ -110,13 +113,15 @@ class Site:
         found = Three(*(np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)))
         return Rows.of(
             self.kernel,
+            memory.kernel,
             np.asarray(layer.weights()),
             np.asarray(layer.response().pairs),
             d * value,
             np.asarray(received.pairs),
             found,
             Three(
-                found.query / (heads * query),
+                # the paths are on the scale of the tokens attended to
+                found.query * d / (float(leaf.d_model) * heads * query),
                 found.key / (shared * key),
                 found.value / (shared * value),
             ),
@@ -155,34 +160,80 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
+class Stream:
+    """What one stream of tokens enters by and goes through.
+
+    Attributes:
+        embedding, layers, ending: what the walk goes through.
+        before, received: (T, T) kernels of the summed tables and of the gradient there.
+        tables: what tokens look up, the token table first.
+        patch: (T, pixels) what a patch projection reads; None: there is none.
+        token_ids: (T,) the text; -1 where there is none.
+    """
+
+    embedding: Chain
+    layers: Chain
+    ending: Chain
+    before: Array
+    received: Array
+    tables: tuple[Table, ...]
+    patch: Array | None
+    token_ids: Any
+
+    @classmethod
+    def of(cls, prediction: Prediction, inputs: Any, ending: Chain) -> Stream:
+        model, layout, outer = prediction.model, prediction.layout, prediction.outer_weights
+        assert outer is not None
+        assert outer.received is not None
+        length, d = model.seq_len, model.d_model
+        if isinstance(model.embedding, PatchEmbedding):
+            before = np.asarray(image_kernel(model.embedding, inputs.pixels).pairs)
+            tables, patch = _of_images(model.embedding, inputs.pixels)
+            ids = np.full(len(before), -1)
+        else:
+            assert model.embedding is not None
+            given = inputs.token_ids, inputs.segment_ids
+            before = np.asarray(joint_kernel(model.embedding, length, *given, d).pairs)
+            rows = table_rows(model.embedding, length, *given, None)
+            tables, patch = _of_text(model.embedding, rows), None
+            ids = rows[0]
+        return cls(
+            declare_embedding(model.embedding, model, "refined"),  # type: ignore[arg-type]
+            declare(model, "refined", layout.padding, layout.sequences),
+            ending,
+            before,
+            np.asarray(outer.received.kernel.pairs),
+            tables,
+            patch,
+            ids,
+        )
+
+    @property
+    def token_table(self) -> Table | None:
+        return next((table for table in self.tables if table.name == "token"), None)
+
+
+@dataclass(frozen=True, eq=False)
 class Reading:
     """A prediction as a step reads it.
 
     Attributes:
         model: the declaration.
-        embedding, layers, head: what the walk goes through.
-        before, received: (T, T) kernels of the summed tables and of the gradient there.
-        points: every site, in order.
+        main: its stream, up to the head.
+        encoder: the stream whose last tokens the main one's cross-attention reads; None: there is
+            none. Both look up one token table, the head's.
+        points: every site, in order; an encoder's first, its names with "encoder." before them.
         readout: the matrix to the logits.
         targets: of the loss, for every row of the logits, -1 for none.
-        tables: what tokens look up, the token table first.
-        patch: (T, pixels) what a patch projection reads; None: there is none.
-        token_ids: (T,) the text; -1 where there is none.
         loss, logit_variance: as predicted.
     """
 
     model: Any
-    embedding: Chain
-    layers: Chain
-    head: Chain
-    before: Array
-    received: Array
+    main: Stream
+    encoder: Stream | None
     points: tuple[Site, ...]
     readout: Readout
     targets: Any
-    tables: tuple[Table, ...]
-    patch: Array | None
-    token_ids: Any
     loss: float
     logit_variance: float
 
@@ -196,49 +247,35 @@ class Reading:
         """
         model, read = prediction.model, prediction.read
         _check(prediction)
-        outer = prediction.outer_weights
         assert read is not None
-        assert outer is not None
-        assert outer.received is not None
-        inputs, layout = read.inputs, prediction.layout
-        points = _sites(prediction.trace)
         chain, readout = read.ending
-        length, d = model.seq_len, model.d_model
-        if isinstance(model.embedding, PatchEmbedding):
-            before = np.asarray(image_kernel(model.embedding, inputs.pixels).pairs)
-            tables, patch = _of_images(model.embedding, inputs.pixels)
-            ids = np.full(len(before), -1)
-        else:
-            given = inputs.token_ids, inputs.segment_ids
-            before = np.asarray(joint_kernel(model.embedding, length, *given, d).pairs)
-            rows = table_rows(model.embedding, length, *given, None)
-            tables, patch = _of_text(model.embedding, rows), None
-            ids = rows[0]
+        traces, encoder = [("", prediction.trace)], None
+        if prediction.encoder is not None:
+            beside = prediction.encoder
+            assert beside.outer_weights is not None
+            traces.insert(0, (ENCODER, beside.trace))
+            ending = declare_output(beside.model, "refined")
+            encoder = Stream.of(beside, beside.outer_weights.inputs, ending)
         return cls(
             model,
-            declare_embedding(model.embedding, model, "refined"),
-            declare(model, "refined", layout.padding, layout.sequences),
-            chain,
-            before,
-            np.asarray(outer.received.kernel.pairs),
-            points,
+            Stream.of(prediction, read.inputs, chain),
+            encoder,
+            _sites(traces),
             readout,
-            _targets(model, read, layout.sequences),
-            tables,
-            patch,
-            ids,
+            _targets(model, read, prediction.layout.sequences),
             float(prediction.loss),
             float(prediction.logit_variance),
         )
 
     @property
+    def streams(self) -> tuple[Stream, ...]:
+        """An encoder's, and the main one."""
+        return (self.main,) if self.encoder is None else (self.encoder, self.main)
+
+    @property
     def tied(self) -> bool:
         """Whether the matrix to the logits is the token table."""
         return bool(self.model.head.tied)
-
-    @property
-    def token_table(self) -> Table | None:
-        return next((table for table in self.tables if table.name == "token"), None)
 
     @functools.cached_property
     def logit_spread(self) -> float:
@@ -258,7 +295,7 @@ class Reading:
         return {}
 
     @functools.cached_property
-    def signs(self) -> dict[tuple[int, str], Signs]:
+    def signs(self) -> dict[tuple[int, int, str], Signs]:
         """What is not Gaussian at matrices, which all learning rates share."""
         return {}
 
@@ -268,7 +305,7 @@ class Reading:
         return {}
 
     @functools.cached_property
-    def spectra(self) -> dict[tuple[int, str], Any]:
+    def spectra(self) -> dict[tuple[int, int, str], Any]:
         """Eigenvalues of matrices, which all learning rates share."""
         return {}
 
@@ -278,23 +315,25 @@ class Reading:
         return [site for site in self.points if site.name == "stream"][-1]
 
 
-def _sites(trace: Trace) -> tuple[Site, ...]:
+def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
     """Every point in the order of the forward pass, with the attention that reads it."""
-    found: list[tuple[Point, Any]] = []
+    found: list[tuple[str, Point, Any]] = []
     attended: dict[int, Any] = {}
-    for record in (trace.embedding, None, trace.stack, trace.ending):
-        if record is None:
-            if not any(point.site == "stream" for point, _ in found):
-                sent = None if trace.stack is None else trace.stack.sent
-                found.append((Point(0, "stream", trace.entering, sent), trace.entering))
-            continue
-        for one in record.walk():
-            if isinstance(one.component, SelfAttention):
-                attended[id(one.input)] = one.pulled
-            if one.component.label:
-                found.append((one.point, one.output))
+    for prefix, trace in traces:
+        for record in (trace.embedding, None, trace.stack, trace.ending):
+            if record is None:
+                if not any(point.site == "stream" for own, point, _ in found if own == prefix):
+                    sent = None if trace.stack is None else trace.stack.sent
+                    found.append((prefix, Point(0, "stream", trace.entering, sent), trace.entering))
+                continue
+            for one in record.walk():
+                if isinstance(one.component, SelfAttention | CrossAttention):
+                    attended[id(one.input)] = one.pulled
+                if one.component.label:
+                    found.append((prefix, one.point, one.output))
     return tuple(
-        Site.of(k, point, attended.get(id(signal))) for k, (point, signal) in enumerate(found)
+        Site.of(k, prefix, point, attended.get(id(signal)))
+        for k, (prefix, point, signal) in enumerate(found)
     )
 
 
@@ -316,8 +355,7 @@ def _check(prediction: Prediction) -> None:
             "a first step is that of a batch: predict with its token_ids (or pixels), as "
             "moments.text.tokenize makes them"
         )
-    beyond = {
-        "an encoder beside a decoder": model.encoder is not None,
+    beyond = _beyond_encoders(prediction) | {
         "attention_mask": inputs.attention_mask is not None,
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
@@ -330,6 +368,24 @@ def _check(prediction: Prediction) -> None:
     for name, there in beyond.items():
         if there:
             raise DomainError(f"the first step does not cover {name}{remedy}")
+
+
+def _beyond_encoders(prediction: Prediction) -> dict[str, bool]:
+    encoder, main = prediction.encoder, prediction.model
+    if encoder is None:
+        return {}
+    outer = encoder.outer_weights
+    assert outer is not None
+    own, other = encoder.model.embedding, main.embedding
+    text = isinstance(own, Embedding) and isinstance(other, Embedding)
+    same = text and (own.vocab_size, own.token_variance) == (other.vocab_size, other.token_variance)
+    return {
+        "an encoder that reads no text: give encoder_inputs its token_ids": outer.inputs.token_ids
+        is None,
+        "attention_mask of an encoder": outer.inputs.attention_mask is not None,
+        "an encoder with a token table of its own, or beside a head that is not tied": not same
+        or not main.head.tied,
+    }
 
 
 def _targets(model: Any, read: Any, sequences: int) -> Any:

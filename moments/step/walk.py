@@ -16,6 +16,7 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
+from ..transfer.attention.cross import CrossAttention
 from ..transfer.attention.self_attention import SelfAttention
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
@@ -94,17 +95,21 @@ class Walk:
             Gaussian at them, attention and hidden units, by the index of a site; other rates
             share them.
         points: every site, in order.
+        prefix: of the names of parameters in the stream that is walked.
+        memory: what an encoder's last tokens do, and where they are.
     """
 
     optimizer: Optimizer
     rate: float
     tied: Array
-    spectra: dict[tuple[int, str], Spectrum]
+    spectra: dict[tuple[int, int, str], Spectrum]
     roots: dict[int, Root]
-    signs: dict[tuple[int, str], Signs]
+    signs: dict[tuple[int, int, str], Signs]
     rows: dict[int, Rows]
     neurons: dict[int, Neurons | None]
     points: tuple[Site, ...]
+    prefix: str = ""
+    memory: tuple[Change, Site] | None = None
     sites: list[SiteStep] = field(default_factory=list)
     weights: list[WeightStep] = field(default_factory=list)
     _following: tuple[Component, ...] = ()
@@ -178,8 +183,8 @@ class Walk:
         )
         return rate
 
-    def _spectrum(self, index: int, name: str, kernel: Array, gradient: Array) -> Spectrum:
-        key = index, name
+    def _spectrum(self, key: tuple[int, int, str], kernel: Array, gradient: Array) -> Spectrum:
+        index = key[0]
         if key not in self.spectra:
             # the matrices that read a site, and the gain before them, share its root
             if index not in self.roots:
@@ -188,9 +193,11 @@ class Walk:
         return self.spectra[key]
 
     def _signs(
-        self, index: int, name: str, spectrum: Spectrum, drawn: Callable[[Spectrum], Signs] | None
+        self,
+        key: tuple[int, int, str],
+        spectrum: Spectrum,
+        drawn: Callable[[Spectrum], Signs] | None,
     ) -> Signs:
-        key = index, name
         if key not in self.signs:
             self.signs[key] = spectrum.signs if drawn is None else drawn(spectrum)
         return self.signs[key]
@@ -230,13 +237,14 @@ class Walk:
             signs: gives what is not Gaussian across tokens at it; None: nothing.
         """
         n, m = shape
+        key, name = (entering.index, layer, name), self.prefix + name
         kernel, gain, rule = entering.kernel, n * variance, self.optimizer.rule_of(name)
         carried = change.times(gain)
         left = self.kept(name)
         if left != 1.0:
             same = np.full(len(kernel), left)
             carried = carried.rescaled(gain * kernel, same, same - 1.0)
-        spectrum = self._spectrum(entering.index, name, kernel, gradient)
+        spectrum = self._spectrum(key, kernel, gradient)
         found = effect(
             spectrum,
             rule,
@@ -246,7 +254,7 @@ class Walk:
             m,
             entering.excess(),
             self.optimizer.epsilon,
-            self._signs(entering.index, name, spectrum, signs) if rule == "sign" else None,
+            self._signs(key, spectrum, signs) if rule == "sign" else None,
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
@@ -259,6 +267,7 @@ class Walk:
 
     def bias(self, name: str, change: Change, gradient: Array, m: float, layer: int) -> Change:
         """With a bias's step."""
+        name = self.prefix + name
         rule = self.optimizer.rule_of(name)
         found = vector_effect(gradient, rule, m, self.optimizer.epsilon)
         rate = self.entry(layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
@@ -289,23 +298,36 @@ class Walk:
         return self.bias(f"{leaf.weight}.bias", found, leaving.gradient, shape[1], leaving.layer)
 
     def attention(
-        self, leaf: SelfAttention, change: Change, entering: Site, leaving: Site
+        self,
+        leaf: SelfAttention | CrossAttention,
+        change: Change,
+        entering: Site,
+        leaving: Site,
     ) -> Change:
+        own = change, entering
+        memory = own if isinstance(leaf, SelfAttention) else self.memory
+        assert memory is not None
         rows = self.rows.get(entering.index)
         if rows is None:
-            rows = self.rows[entering.index] = entering.attention_rows(leaf, leaving)
-        d, width = float(leaf.d_model), float(leaf.heads * leaf.d_head)
+            rows = entering.attention_rows(leaf, leaving, memory[1])
+            self.rows[entering.index] = rows
+        width = float(leaf.heads * leaf.d_head)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         moved = []
-        for name, m, gradient in zip(
-            ("query", "key", "value"), (width, shared, shared), rows.gradients, strict=True
+        for name, (tokens, at), m, gradient in zip(
+            ("query", "key", "value"),
+            (own, memory, memory),
+            (width, shared, shared),
+            rows.gradients,
+            strict=True,
         ):
-            variance = max(float(getattr(leaf, name)), 1e-60)
-            found = self.matrix(name, change, entering, gradient, leaving.layer, (d, m), variance)
+            variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
+            n = float(leaf.d_model if name == "query" else leaf.memory_width)
+            found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
-                found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
-            moved.append(found.times(1 / (d * variance)))
+                found = self.bias(f"{full}.bias", found, gradient, m, leaving.layer)
+            moved.append(found.times(1 / (n * variance)))
         found = rows.carried(Three(*moved), leaving.gradient)
         if leaf.drop_prob:
             found = _masked(found, rows.weights, moved[2], rows.gain, float(leaf.drop_prob))
@@ -375,7 +397,7 @@ class Walk:
 
     def _affine(self, leaf: Any, change: Change, leaving: Site) -> Change:
         square, gradient = float(leaf.gain) ** 2, leaving.gradient
-        name = f"{leaf.label}.gain"
+        name = f"{self.prefix}{leaf.label}.gain"
         kept = self.kept(name)
         if kept != 1.0:
             same = np.full(len(gradient), kept)
@@ -444,6 +466,7 @@ def uncovered(component: Any) -> DomainError:
 _STEPS: dict[type, Callable[..., Change]] = {
     Linear: Walk.linear,
     SelfAttention: Walk.attention,
+    CrossAttention: Walk.attention,
     GatedLinear: Walk.gated,
     Activation: Walk.activation,
     FiniteNormalization: Walk.norm,

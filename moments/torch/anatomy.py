@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DomainError, MomentsError
+from ..model.huggingface import FAMILIES
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from ..optional import optional
 from ..prediction.draws import STREAM, WeightGradient
 from .dataflow import Reading, read
-from .draft import draft
+from .draft import unread
 from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
 from .roles import ModuleRoles, roles_of
 
@@ -125,6 +127,12 @@ def anatomy_of(
     given = None if sites is None else tuple(HookPoint(*site) for site in sites)
     if names is not None:
         return Anatomy(roles_of(module, names, given), given, given=given is not None)
+    if given is None and _of_another_type(module):
+        # Layers that look like a family's may be put together otherwise.
+        with suppress(MomentsError):
+            reading = _read(module, batch)
+            if reading.model is not None:
+                return Anatomy(reading.roles, reading.sites, reading)
     try:
         found = roles_of(module, None, given)
         return Anatomy(found, given or hook_points(module), given=given is not None)
@@ -134,8 +142,16 @@ def anatomy_of(
         try:
             reading = _read(module, batch)
         except MomentsError as why:
-            raise MomentsError(f"{error}. {why}{_drafted(module)}") from None
+            draft = unread(module, "say what these are, and pass them as names=")
+            raise MomentsError(f"{why}. By its layers: {error}\n{draft}") from None
     return Anatomy(reading.roles, given or reading.sites, reading, given is not None)
+
+
+def _of_another_type(module: nn.Module) -> bool:
+    """Whether a module's config names a type that no reader knows."""
+    config = getattr(module, "config", None)
+    kind = getattr(config, "model_type", None)
+    return hasattr(config, "to_dict") and isinstance(kind, str) and kind not in FAMILIES
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Reading]] = weakref.WeakKeyDictionary()
@@ -165,11 +181,3 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
         rows.append((path, id(type(part)), settings, own, hooks))
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     return (*rows, shapes)
-
-
-def _drafted(module: nn.Module) -> str:
-    """What a refusal adds: names and sites to correct."""
-    try:
-        return f"\n# a draft of names and sites to correct and pass on:\n{draft(module)}"
-    except Exception:  # a refusal does not fail over its hint
-        return ""

@@ -75,6 +75,12 @@ APART, UNLIKE = 3.0, 12.0
 slip is looked for in all layers together, and from which one layer alone is taken for wrong. A few
 tokens in one draw scatter by up to two."""
 
+OTHER_INPUTS = re.compile(
+    r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox).*|input_values"
+    r"|encoder_hidden_states|encoder_outputs)"
+)
+"""Names of inputs of another kind than those that a module was run on."""
+
 BIAS = 0.05
 """Share of a bias in the variance of its matrix's output from which it is more than a remark."""
 
@@ -130,7 +136,7 @@ class _Checking:
         read = self.promised or architecture_read(module, batch, self.parts)
         example = self.parts.example
         self.inputs = inputs_for(module, self.found, read, batch, loss, example)
-        self.measurement = measure(module, self.inputs.batch, loss=self.inputs.loss)
+        self.measurement = self._measured(batch is None)
         read = at_length(read, self.measurement)
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
@@ -146,6 +152,20 @@ class _Checking:
             self.described = self.described.replace(causal=not self.ahead)
         self.names = _names(self.found)
         self.comparison = self._compared()
+
+    def _measured(self, own: bool) -> Measurement:
+        try:
+            return measure(self.module, self.inputs.batch, loss=self.inputs.loss)
+        except MomentsError:
+            raise
+        except Exception as error:  # the module's own code, on input that it never asked for
+            if not own:
+                raise
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise MomentsError(
+                f"{type(self.module).__name__} was read, but does not run on random input "
+                f"({said}): pass batch="
+            ) from error
 
     def _described(self) -> Transformer:
         """The module as it is; where its sums are none that a declaration can say, without them."""
@@ -203,6 +223,7 @@ class _Checking:
         strict = self.scheme is not None or self.promised is not None
         weights = _Weights(self, reading, target, advice, strict)
         offenders = [f for f in audited.offenders if self.random is None or f.quantity not in _SUMS]
+        offenders = [f for f in offenders if not self._passed_by(f)]
         troubles, notes = list(weights.troubles(offenders)), [*told, *weights.notes]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
@@ -259,18 +280,24 @@ class _Checking:
 
     def _behaviour(self, known: set[str]) -> Iterator[Trouble]:
         """What runs show that weights do not."""
-        for path in self.idle:
+        groups: dict[str, list[str]] = {}
+        for path in () if self._other_inputs() else self._idle_parts():
+            groups.setdefault(gathered_pattern(path), []).append(path)
+        for pattern, paths in groups.items():
+            named = [
+                f"{path}.{name}"
+                for path in paths
+                for name, _ in self.module.get_submodule(path).named_parameters()
+            ]
             yield Trouble(
                 "warning",
                 "never used",
-                tuple(
-                    f"{path}.{name}"
-                    for name, _ in self.module.get_submodule(path).named_parameters(recurse=False)
-                ),
+                gathered_names(named),
                 (),
                 0.0,
                 math.nan,
-                f"{path} is declared and never run: its parameters get no gradient",
+                f"{pattern if len(paths) > 1 else paths[0]} is declared and never run: its "
+                "parameters get no gradient",
                 "call it in forward, or delete it",
             )
         random = self.random
@@ -300,6 +327,40 @@ class _Checking:
                 "mask attention: is_causal=True, or -inf above the diagonal before the softmax",
             )
         yield from self._attention(known)
+
+    def _idle_parts(self) -> list[str]:
+        """The largest submodules in which nothing that has parameters was run."""
+        parts = dict(self.module.named_modules())
+        held = [p for p, m in parts.items() if next(m.parameters(recurse=False), None) is not None]
+        run = set(held) - set(self.idle)
+        whole: dict[str, None] = {}
+        for path in self.idle:
+            names = path.split(".")
+            for end in range(1, len(names) + 1):
+                above = ".".join(names[:end])
+                if not any(p == above or p.startswith(f"{above}.") for p in run):
+                    whole[above] = None
+                    break
+        return list(whole)
+
+    def _other_inputs(self) -> tuple[str, ...]:
+        """Inputs that were not given and that whole parts of the module may be waiting for."""
+        parts = self._idle_parts()
+        large = any(
+            sum(p.ndim > 1 for p in self.module.get_submodule(path).parameters()) > 1
+            for path in parts
+        )
+        given = self.inputs.batch if isinstance(self.inputs.batch, Mapping) else {}
+        names = inspect.signature(self.module.forward).parameters if large else ()
+        return tuple(n for n in names if n not in given and OTHER_INPUTS.fullmatch(n))
+
+    def _passed_by(self, finding: Finding) -> bool:
+        """Whether a sum was not seen for the sake of parts that were never run."""
+        head = "no tensor passes "
+        if not finding.note.startswith(head):
+            return False
+        paths = finding.note.removeprefix(head).partition(":")[0].split(", ")
+        return set(paths) <= set(self.idle)
 
     def _attention(self, known: set[str]) -> Iterator[Trouble]:
         """Logits of attention against those of the weights, and over which axis they sum to one."""
@@ -448,6 +509,9 @@ class _Checking:
             told.append("head and loss (the last layer's gradient was measured, not predicted)")
         if self.measurement.loss is None:
             told.append("a loss (none in the module, and none was passed)")
+        if (waiting := self._other_inputs()) and self.idle:
+            parts = ", ".join(dict.fromkeys(map(gathered_pattern, self._idle_parts())))
+            told.append(f"{parts} (not run without {' or '.join(waiting)}: pass batch=)")
         if self.ahead is None:
             told.append("the attention mask")
         if self.attention_why:
@@ -509,7 +573,7 @@ class _Weights:
             gained = kind == "norm_output_scale" and any(key in _VECTORS for key, _ in groups)
             if kind in _SCALES and not gained:
                 yield self._scale(kind, role, group)
-            elif kind == "mean":
+            elif kind == "mean" and not all(self._fixed(f.parameter) for f in group):
                 yield self._mean(role, group)
 
     def _copied(self, groups: list[list[Finding]]) -> Iterator[Trouble]:
@@ -695,6 +759,15 @@ class _Weights:
             else "let the code multiply by the scheme's factor once",
         )
 
+    def _fixed(self, name: str) -> bool:
+        """Whether a table was written, not drawn: every row has the same norm, as sines have."""
+        table = tensors_of(self.checking.module).get(name)
+        if table is None or table.ndim != 2:
+            return False
+        norms = table.detach().double().square().sum(1)
+        norms = norms[norms > 0]
+        return len(norms) > 1 and float(norms.std() / norms.mean()) < 1e-3
+
     def _mean(self, role: str, group: list[Finding]) -> Trouble:
         worst = max(group, key=lambda f: abs(f.measured))
         return Trouble(
@@ -795,13 +868,18 @@ def gathered(roles: Sequence[Role]) -> tuple[str, ...]:
     return gathered_names([role.label for role in roles])
 
 
+def gathered_pattern(label: str) -> str:
+    """A name with stars for the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", label)
+
+
 def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
     """Tensors of several layers as one pattern, "h.*.attn.weight"; parts of one tensor together,
     "attn.weight [query, key]"."""
     split = [part for label in labels for part in label.split(" ... ")]
     patterns: dict[str, list[str]] = {}
     for label in dict.fromkeys(split):
-        patterns.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", label), []).append(label)
+        patterns.setdefault(gathered_pattern(label), []).append(label)
     whole: dict[str, list[str]] = {}
     for pattern, group in patterns.items():
         tensor, _, part = (pattern if len(group) > 1 else group[0]).partition(" [")
@@ -935,7 +1013,7 @@ def inputs_for(
     given = example if given is None else given
     if given is None:
         raise MomentsError(f"nothing in {type(module).__name__} says what it reads: pass batch=")
-    given = _with_targets(module, given)
+    given = _with_labels(module, _with_targets(module, given))
     loss = loss or _next_token(module, given, found)
     few = _cropped(given, 1, FEW)
     shapes = _shape(given)
@@ -1035,6 +1113,18 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
         first, ids = parameters[0], batch
     ids = torch.as_tensor(ids)
     return {first: ids[:, :-1], name: ids[:, 1:]}
+
+
+def _with_labels(module: nn.Module, batch: Any) -> Any:
+    """Token ids as their own labels, for a Hugging Face module whose task has no other ones."""
+    config = getattr(module, "config", None)
+    needs = type(module).__name__.endswith("ForConditionalGeneration")
+    if not needs or not hasattr(config, "to_dict") or not _takes(module, "labels"):
+        return batch
+    if not isinstance(batch, Mapping):
+        batch = {next(iter(inspect.signature(module.forward).parameters)): batch}
+    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
+    return batch if ids is None or "labels" in batch else {**batch, "labels": ids}
 
 
 def _ids_alone(batch: Any) -> bool:

@@ -17,6 +17,9 @@ from .probe import in_mode, run
 from .roles import ModuleRoles
 from .structure import ENCODER
 
+SAME = 1e-4
+"""Relative difference of two temperatures that are one: some are read off a run in float32."""
+
 with optional("torch", "torch"):
     from torch import nn
     from torch.overrides import TorchFunctionMode
@@ -62,8 +65,8 @@ def temperature_findings(
         batch: what the module is run on to see what scaled_dot_product_attention is told, where no
             attribute and no class of torch or of Hugging Face tells it; None: it is not run.
     """
-    told = hasattr(getattr(module, "config", None), "to_dict") or any(
-        isinstance(part, nn.MultiheadAttention) for part in module.modules()
+    told = any(isinstance(part, nn.MultiheadAttention) for part in module.modules()) or (
+        described is not None and hasattr(getattr(module, "config", None), "to_dict")
     )
     factors = [] if told or batch is None else _factors_seen(module, batch)
     seen = factors if model.encoder is None and len(factors) == model.layers else None
@@ -78,7 +81,7 @@ def temperature_findings(
                     yield Finding(*base, math.nan, 1.0, None, note)
                     continue
                 current = 1 / (float(wanted.d_head or 1) ** 0.5 * seen[layer - 1])
-            passed = bool(np.isclose(current, expected, rtol=1e-6))
+            passed = bool(np.isclose(current, expected, rtol=SAME))
             base = (layer, f"{stack}attention", label, "temperature", expected, current)
             yield Finding(*base, 0.0, float(passed), passed)
 

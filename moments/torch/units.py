@@ -21,8 +21,12 @@ def unit_gain(module: nn.Module, role: Role) -> bool:
     bias = getattr(norm, "bias", None)
     with torch.no_grad():
         weight.zero_()
-        at_zero = type(norm).forward(norm, x) - (0 if bias is None else bias)
-        weight.copy_(stored)
+        try:
+            at_zero = type(norm).forward(norm, x) - (0 if bias is None else bias)
+        except RuntimeError:  # no norm of a vector: its weight is taken as it is
+            return True
+        finally:
+            weight.copy_(stored)
     return bool(at_zero.square().mean() < 0.5)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...show.palette import MARKERS, PALE, SERIES, SOFT, typeset
+from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES, SOFT, typeset
 from ...show.plot import Picture, round_ticks, save
 from .catalogue import setup
 from .points import key, stored
@@ -92,9 +92,15 @@ def _heat_map(ax: Axes, panel: HeatMap) -> AxesImage:
     values = panel.distances()
     count = len(values)
     # Row n starts at n layers further, so that cells are centred on whole numbers.
-    edges = (-0.5, count - 0.5, 0.5, count + 0.5)
+    edges, colors = (-0.5, count - 0.5, 0.5, count + 0.5), f"{SEQUENTIAL}_r"
     image = ax.imshow(
-        values, origin="lower", extent=edges, cmap="viridis_r", vmin=0, vmax=0.5, aspect="auto"
+        values,
+        origin="lower",
+        extent=edges,
+        cmap=colors,
+        vmin=0,
+        vmax=0.5,
+        aspect="auto",
     )
     ax.set_title(panel.title, loc="left", fontsize=10)
     ax.set_xlabel("from layer (0 enters layer 1)")

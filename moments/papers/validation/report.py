@@ -153,10 +153,12 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
     for ax in panels[1]:
         ax.set_xlabel("layers")
     for ax in panels[:, 0]:
-        ax.set_ylabel("mean |log| of gradient variance")
+        ax.set_ylabel("mean |log error| of gradient variance")
     panels[0, 0].scatter([], [], marker="x", color=GREY, label="no numbers")
     panels[0, 0].legend(frameon=False, fontsize=9, markerscale=0.8, loc=(0.0, 0.7), ncols=2)
-    figure.suptitle("Gradient variance: error of each theory", x=0.01, ha="left", fontsize=12)
+    models = len(frame) // frame["theory"].nunique()
+    title = f"Gradient variance of {models} simulated models: error of each theory"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     return figure
 
 

@@ -23,11 +23,11 @@ from ..roles import ModuleRoles, Role
 from ..structure import ENCODER
 from ..structure import Block as Branch
 from ..tensors import padding_row
-from .around import After, Before, after, before
+from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
 from .stream import Block, Chain, Stream
-from .units import Norm
+from .units import Norm, close
 
 with optional("torch", "torch"):
     import torch
@@ -81,7 +81,16 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Re
     far: list[int | None] = []
     if batch is not None and length is not None and length > TOKENS:
         far = _far(module, batch)
-    found = _Reading(module, graph, seq_len or length, far).reading()
+    try:
+        found = _Reading(module, graph, seq_len or length, far).reading()
+    except MomentsError:
+        raise
+    except Exception as error:  # the module's own operations, on numbers that it never saw
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise MomentsError(
+            f"what {type(module).__name__} computes depends on its numbers in a way that could not "
+            f"be followed ({said})"
+        ) from error
     return dataclasses.replace(found, example=example)
 
 
@@ -162,8 +171,9 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (2, config.num_channels, height, width)
         yield {"pixel_values": torch.randn(shape, generator=generator).to(kind)}, None
-    text = getattr(config, "vocab_size", None)
-    if isinstance(text, int) and hasattr(config, "to_dict"):
+    yield from _signals(module, config, generator, kind)
+    text = _vocabulary(config)
+    if text is not None:
         row = ids(text)
         if getattr(config, "is_encoder_decoder", False):
             yield {"input_ids": row, "decoder_input_ids": ids(text)}, None
@@ -191,6 +201,38 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
             height, width = side if isinstance(side, list | tuple) else (side, side)
             shape = (2, convolution.in_channels, int(height), int(width))
             yield torch.randn(shape, generator=generator).to(kind), None
+
+
+def _vocabulary(config: Any) -> int | None:
+    """Rows of a Hugging Face module's token table; of its text's, where it reads more."""
+    if not hasattr(config, "to_dict"):
+        return None
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(inner, "vocab_size", getattr(config, "vocab_size", None))
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _signals(
+    module: nn.Module, config: Any, generator: torch.Generator, kind: torch.dtype
+) -> Iterator[tuple[Any, int | None]]:
+    """Sounds and spectra, for a Hugging Face module whose main input they are."""
+    name = getattr(module, "main_input_name", None)
+    if name not in ("input_values", "input_features") or not hasattr(config, "to_dict"):
+        return
+    parts = [p for p in module.modules() if isinstance(p, nn.Conv1d | nn.Linear)]
+    read = [getattr(p, "in_channels", None) or getattr(p, "in_features", 0) for p in parts[:1]]
+    bins = int(getattr(config, "num_mel_bins", 0) or next(iter(read), None) or 16)
+    frames = 2 * int(getattr(config, "max_source_positions", 2 * TOKENS))
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "input_values": [(2, 3200), (2, frames, bins)],
+        "input_features": [(2, bins, frames), (2, frames, bins), (2, 4 * TOKENS, bins)],
+    }
+    more: dict[str, Any] = {}
+    text = _vocabulary(config)
+    if getattr(config, "is_encoder_decoder", False) and text is not None:
+        more["decoder_input_ids"] = torch.randint(text, (2, TOKENS), generator=generator)
+    for shape in shapes[name]:
+        yield {name: torch.randn(shape, generator=generator).to(kind)} | more, None
 
 
 def _far(module: nn.Module, batch: Any) -> list[int | None]:
@@ -298,13 +340,14 @@ class _Reading:
         for chain in chains:
             prefix = ENCODER if len(chains) == 2 and chain is chains[0] else ""
             layers = self._layers(chain)
+            read = before(self.stream, chain)
             found.append(
                 _Stack(
                     prefix,
                     chain,
                     layers,
-                    [self._placement(units) for units in layers],
-                    before(self.stream, chain),
+                    [self._placement(units, read) for units in layers],
+                    read,
                     after(self.stream, chain, chains),
                 )
             )
@@ -327,9 +370,13 @@ class _Reading:
             )
         return layers
 
-    def _placement(self, units: list[Block]) -> str:
+    def _placement(self, units: list[Block], read: Before) -> str:
         found = set()
         for unit in units:
+            if self._begins_normed(unit, read) and any(u.before is not None for u in units):
+                # What is normalised already does not change by it.
+                self.doubts.append("the first block reads the embedding's norm, not one of its own")
+                continue
             have = (unit.before is not None, unit.behind is not None, unit.after is not None)
             name = {
                 (True, False, False): "pre",
@@ -348,6 +395,12 @@ class _Reading:
                 f"norms that sit differently within a layer ({', '.join(sorted(found))})"
             )
         return min(found)
+
+    def _begins_normed(self, unit: Block, read: Before) -> bool:
+        """Whether a block without norms reads what the norm of the embedding gives."""
+        if read.norm is None or unit.before or unit.behind or unit.after:
+            return False
+        return self.stream.read.fit(read.norm.end, unit.stream) == 1.0
 
     # --- roles -------------------------------------------------------------------------------
 
@@ -587,17 +640,24 @@ class _Reading:
         fields: dict[str, Any] = {}
         turns = [a.rotary for a in attentions]
         if any(turns):
+            kinds = [None if t is None else (t.fraction, t.base) for t in turns]
+            most = max((k for k in kinds if k), key=kinds.count)
+            taken = next(t for t, kind in zip(turns, kinds, strict=True) if kind == most)
+            fields["rotary"] = Rotary(fraction=taken.fraction, base=taken.base)
             if not all(turns):
-                self.reasons.append("rotary positions in some layers only")
-            elif len({(t.fraction, t.base) for t in turns}) > 1:
-                self.reasons.append("rotary positions of several bases")
-            else:
-                fields["rotary"] = Rotary(fraction=turns[0].fraction, base=turns[0].base)
-                if turns[0].deviation > 1e-2:
-                    self.doubts.append(
-                        "rotary frequencies are not powers of one base: taken for "
-                        f"{turns[0].base:g}, off by up to {100 * turns[0].deviation:.0f} %"
-                    )
+                without = ", ".join(str(n) for n, t in enumerate(turns, start=1) if t is None)
+                self.doubts.append(
+                    f"no rotary positions in layers {without}: taken for those of the others"
+                )
+            if len({k for k in kinds if k}) > 1:
+                self.doubts.append(
+                    f"rotary positions of several bases: base {taken.base:g} is taken for all"
+                )
+            if taken.deviation > 1e-2:
+                self.doubts.append(
+                    "rotary frequencies are not powers of one base: taken for "
+                    f"{taken.base:g}, off by up to {100 * taken.deviation:.0f} %"
+                )
         tables = [a.relative for a in attentions]
         if any(tables):
             if not all(tables) or len(set(tables)) > 1:
@@ -679,6 +739,9 @@ class _Reading:
             role: square(self.module, tables.get(role)) * found.factors.get(role, 1.0) ** 2
             for role in ("position", "segment")
         }
+        sines = found.sinusoidal
+        if "position" in tables and abs(added["position"] / SINUSOIDAL - 1) < 0.01:
+            sines = sines or _of_sines(self.tensors[tables["position"]])
         self.doubts += [
             f"the {role} table is multiplied by {factor:.4g} before it is added: its declared "
             "variance is that of what is added"
@@ -688,13 +751,13 @@ class _Reading:
         return Embedding(
             vocab_size=len(self.tensors[tables["token"]]),
             token_variance=square(self.module, tables["token"]),
-            position_variance=added["position"],
+            position_variance=0.0 if sines else added["position"],
             segment_variance=added["segment"],
             norm=found.norm is not None,
             dropout=found.dropout,
             norm_epsilon=0.0 if found.norm is None else found.norm.epsilon,
             scale=_near(found.scale),
-            positions="sinusoidal" if found.sinusoidal else "learned",
+            positions="sinusoidal" if sines else "learned",
             padding_id=padding,
         )
 
@@ -741,6 +804,17 @@ class _Reading:
             pool=found.pool if found.pool in ("first", "mean") else "first",
             **changes,
         )
+
+
+def _of_sines(table: Tensor) -> bool:
+    """Whether rows are sines and cosines of the original's frequencies, in whatever order."""
+    rows = table.detach().double().reshape(-1, table.shape[-1])
+    rows = rows[(rows != 0).any(1)]
+    width = rows.shape[1]
+    speeds = 10000.0 ** (-torch.arange(width // 2, dtype=torch.float64) * 2 / width)
+    far = torch.arange(min(len(rows), 8), dtype=torch.float64)
+    wanted = torch.cos(far[:, None] * speeds).sum(1)
+    return close(rows[: len(far)] @ rows[0], wanted, 0.05)
 
 
 def _biasable(norms: list[Norm]) -> bool:

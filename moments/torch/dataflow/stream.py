@@ -221,15 +221,16 @@ class Stream:
             for block in blocks:
                 block.total = one.stream
             chain.blocks += blocks
-        _end, norm = self._norm_after(previous)
-        chain.end = previous
-        if norm is not None:
-            afters = [b.after is not None for b in chain.blocks[:-1] if not b.parallel]
-            if afters and all(afters):
-                chain.blocks[-1].after = norm
-            else:
-                chain.final = norm
-            chain.end = norm.end
+        norms = self._norms_after(previous)
+        afters = [b.after is not None for b in chain.blocks[:-1] if not b.parallel]
+        if norms and afters and all(afters):
+            chain.blocks[-1].after = norms.pop(0)
+            chain.end = chain.blocks[-1].after.end
+        else:
+            chain.end = previous
+        if norms:
+            chain.final = norms[-1]
+            chain.end = chain.final.end
 
     def norm(self, start: int, end: int) -> tuple[Norm, float] | float | None:
         """A norm and the factor behind it, a factor alone, or what is neither (None)."""
@@ -244,8 +245,8 @@ class Stream:
         rest = self.read.fit(norm.end, end)
         return norm, rest if isinstance(rest, float) else 1.0
 
-    def _norm_after(self, value: int) -> tuple[int, Norm | None]:
-        """The norm that a value enters next, if it enters one."""
+    def _norms_after(self, value: int) -> list[Norm]:
+        """The norm that a value enters next, if it enters one, and the norm that this enters."""
         waiting, found = [value], []
         seen: set[int] = set()
         while waiting and len(seen) < 40:
@@ -262,7 +263,16 @@ class Stream:
                 if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
                     found.append(output)
         norm = self.read.norm_within(value, found)
-        return (value if norm is None else norm.end), norm
+        if norm is None:
+            return []
+        # A norm of a norm is a norm of what went in.
+        fits = [v for v in sorted(found) if isinstance(self.read.fit(value, v), Fit)]
+        between = [v for v in fits[:-1] if isinstance(self.read.fit(v, fits[-1]), Fit)]
+        first = self.read.norm_within(value, between)
+        if first is None:
+            return [norm]
+        second = self.read.norm_within(first.end, [v for v in sorted(found) if v > first.end])
+        return [first, second or norm]
 
     def _block(self, one: Sum, tip: int, end: int) -> Block:
         cores = self._cores(one, tip)
@@ -335,9 +345,8 @@ class Stream:
         self._before(block, [linear.read for linear in ins])
         if len(outs) != 1 or len(ins) > 2 or len(ins) + 1 != len(matrices) or output in ins:
             names = sorted({name for linear in matrices for name in linear.params})
-            self.doubts.append(
-                f"a feed-forward block of {len(matrices)} matrices ({', '.join(names)})"
-            )
+            words = self._kind_of(one.stream, tip) or f"a feed-forward block of {len(matrices)}"
+            self.doubts.append(f"{words} matrices ({', '.join(names)})")
             return block
         tails = [(linear, *tail) for linear in ins for tail in read.tails(linear, output.read)]
         starts = {value: read.draw(value) for _, value, _ in tails}
@@ -370,6 +379,15 @@ class Stream:
         if activation is None:
             self.doubts.append("a feed-forward block's activation is not a known one")
         return block
+
+    def _kind_of(self, start: int, end: int) -> str:
+        """What a block is that is neither attention nor a plain feed-forward block, in words."""
+        names = {node.name.rstrip("_") for node in self.graph.path([start], end)}
+        if names & {"topk", "sort"}:
+            return "a mixture of experts, of routing and shared"
+        if names & {"softplus", "cumsum", "logcumsumexp"} or "cumprod" in names:
+            return "a recurrence (state space or linear attention), of"
+        return ""
 
     def _ends(self, matrices: list[Linear]) -> tuple[list[Linear], list[Linear]]:
         """Of some products those that no other one feeds, and those that feed no other one."""
@@ -412,8 +430,17 @@ class Stream:
         attention.output = output
         if len(output) != 1:
             self.doubts.append(f"{len(output)} matrices behind an attention's heads")
+        elif not self._passed_whole([core.mixed for core in cores], output[0].read):
+            attention.doubts.append("something acts between an attention's heads and its output")
         block.attention = attention
         return block
+
+    def _passed_whole(self, values: list[int], end: int) -> bool:
+        """Whether some values reach another one entry by entry, each once."""
+        given = {value: self.read.draw(value) for value in values}
+        (one,) = self.graph.run(given, end)
+        entries = torch.cat([t.flatten() for t in given.values()]).double().sort().values
+        return close(one.double().flatten().sort().values, entries)
 
     def _projection(self, operand: int, core: Core) -> tuple[Linear, Tensor] | None:
         """The matrix that makes queries, keys or values, and its columns that do."""
@@ -479,7 +506,12 @@ class Stream:
         found.rotary = self._rotary(core, sides["query"], found)
         q, k = 30 * read.draw(core.query), read.draw(core.key)
         z, base = (graph.run({core.query: s * q, core.key: k}, core.logits)[0] for s in (1, 0))
-        dots = torch.matmul(q.double(), k.double()).reshape(z.shape)
+        dots = torch.matmul(q.double(), k.double())
+        if dots.numel() != z.numel():
+            more = "more" if z.numel() > dots.numel() else "fewer"
+            found.doubts.append(f"a softmax over {more} entries than queries times keys")
+            return
+        dots = dots.reshape(z.shape)
         there = torch.isfinite(base) & (base > HIDDEN)
         moved = (z - base).double()[there]
         dots = dots[there]

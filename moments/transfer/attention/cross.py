@@ -200,13 +200,13 @@ class _Attended(NamedTuple):
 
 
 class _Sides(NamedTuple):
-    """Of a gradient, the values' gain included: the paths, and what goes straight through the
-    values."""
+    """Of a gradient, the values' gain included: the paths, as `by_token.Paths` has them."""
 
     query: Kernel
     key: Kernel
     overlap_path: Kernel
-    straight: Kernel
+    value: Kernel
+    cross: Kernel
 
 
 @dataclass(slots=True, eq=False)
@@ -234,13 +234,16 @@ class _TokenRows:
     def backward(self, received: Kernel) -> _Sides:
         gained = flat(received)
         parts = [one.backward(matrix) for one, matrix in zip(self.rows, gained, strict=True)]
-        keys = np.stack([part.key for part in parts]).reshape(self.memory_shape)
-        straight = np.stack([part.value + part.cross for part in parts])
+        key, value, cross = (
+            Kernel.of_matrix(np.stack(found).reshape(self.memory_shape))
+            for found in zip(*((part.key, part.value, part.cross) for part in parts), strict=True)
+        )
         return _Sides(
             self._kernel([part.query for part in parts]),
-            Kernel.of_matrix(keys),
+            key,
             self._kernel([one.overlap_path * g for one, g in zip(self.rows, gained, strict=True)]),
-            Kernel.of_matrix(straight.reshape(self.memory_shape)),
+            value,
+            cross,
         )
 
     def response(self) -> Kernel:
@@ -259,7 +262,7 @@ class _AlikeRows:
 
     def backward(self, received: Kernel) -> _Sides:
         paths = self.layer.backward(received)
-        return _Sides(paths.query, paths.key, paths.overlap_path, paths.value + paths.cross)
+        return _Sides(paths.query, paths.key, paths.overlap_path, paths.value, paths.cross)
 
     def response(self) -> Kernel:
         return self.layer.backward(self.query_tokens.with_ones()).query
@@ -283,7 +286,7 @@ class _Pullback(AttentionPullback):
         query = query.scaled(leaf.memory_width / leaf.d_model)
         key = self.at_logits(sides.key, self.law.keys)
         pulled = AttentionPulled(Gradient(query, gradient.seq_len), self, received, sides)
-        return pulled, Gradient(sides.straight + key, self.memory.seq_len)
+        return pulled, Gradient(sides.value + sides.cross + key, self.memory.seq_len)
 
     def response(self, received: Kernel) -> Kernel:
         found: Kernel = self.layer.response()

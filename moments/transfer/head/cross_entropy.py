@@ -256,7 +256,9 @@ def _single(
     vocab_size: int, variance: float, own_mean: float, own_variance: float, softcap: float | None
 ) -> list[float]:
     """log_sum, then the fields of `Logit` for the own logit and for another."""
-    from scipy.special import ndtri
+    from statistics import NormalDist
+
+    quantile = NormalDist().inv_cdf
 
     shrunk = max(variance, own_variance) ** 0.5 / _DEVIATION_MAX
     if softcap is not None:
@@ -283,9 +285,9 @@ def _single(
     if own_scale < scale or abs(own_mean - place) > _NEAR * scale:
         centres.append((own_mean, own_scale))
     # What S falls short of, and exceeds, once in 1e13; beyond that the tails of Gumbel laws.
-    least = deviation * ndtri(_RARE ** (1 / max(vocab_size - 2, 1)))
-    most = min(size + variance / 2, size - deviation * ndtri(_RARE / vocab_size))
-    own_most = own_mean + min(own_variance / 2, -own_deviation * ndtri(_RARE))
+    least = deviation * quantile(_RARE ** (1 / max(vocab_size - 2, 1)))
+    most = min(size + variance / 2, size - deviation * quantile(_RARE / vocab_size))
+    own_most = own_mean + min(own_variance / 2, -own_deviation * quantile(_RARE))
     if softcap is not None:
         most, own_most = min(most, size + softcap), min(own_most, softcap)
     low = min(size, least, place - 5 * (scale - 1)) - 6

@@ -44,8 +44,7 @@ def rows(theta: Array, keys: Array) -> RowStatistics:
 
 
 EVALUATED = THETA_EXACT
-"""Variance up to which rows of one length are evaluated exactly beyond the tables, in a millisecond
-each, and pairs in some ten."""
+"""Variance up to which rows of one length are read from the second table, or evaluated exactly."""
 
 
 class AlikeRows:

@@ -12,6 +12,9 @@ from .laplace import Array
 THETA_MAX = 8.0
 """Largest logit variance in the tables."""
 
+THETA_FAR, RHO_FAR = 32.0, -0.3
+"""Largest logit variance, and least correlation of two rows, in the tables beyond `THETA_MAX`."""
+
 LENGTH_MAX = 1e8
 """Largest number of keys in the tables."""
 
@@ -58,6 +61,29 @@ def theta_coordinate(theta: Array) -> Array:
 def theta_at(coordinate: float) -> float:
     """Inverse of `theta_coordinate`."""
     return THETA_MAX * (0.5 * (1.0 + coordinate)) ** 2
+
+
+_NEAR, _FAR = math.sqrt(THETA_MAX), math.sqrt(THETA_FAR)
+
+
+def far_coordinate(theta: Array) -> Array:
+    """[THETA_MAX, THETA_FAR] to [-1, 1], linear in the standard deviation."""
+    return np.asarray((np.sqrt(theta) - _NEAR) * (2.0 / (_FAR - _NEAR)) - 1.0)
+
+
+def far_theta_at(coordinate: float) -> float:
+    """Inverse of `far_coordinate`."""
+    return (_NEAR + (_FAR - _NEAR) * 0.5 * (1.0 + coordinate)) ** 2
+
+
+def far_rho_coordinate(rho: Array) -> Array:
+    """[RHO_FAR, 1] to [-1, 1]."""
+    return np.asarray((rho - RHO_FAR) * (2.0 / (1.0 - RHO_FAR)) - 1.0)
+
+
+def far_rho_at(coordinate: float) -> float:
+    """Inverse of `far_rho_coordinate`."""
+    return RHO_FAR + (1.0 - RHO_FAR) * 0.5 * (1.0 + coordinate)
 
 
 def length_coordinate(n: Array) -> Array:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ....errors import domain_error
-from .chebyshev import LENGTH_MAX, THETA_MAX, chebyshev_basis, length_coordinate, theta_coordinate
+from .chebyshev import (
+    LENGTH_MAX,
+    RHO_FAR,
+    THETA_FAR,
+    THETA_MAX,
+    chebyshev_basis,
+    far_coordinate,
+    far_rho_coordinate,
+    length_coordinate,
+    theta_coordinate,
+)
 from .encoding import decode_row, decode_square_pair
 from .exact import (
     PSI_LEAST,
@@ -78,18 +88,19 @@ class SquareRows:
 
     Up to theta = 8 and n = 1e8 they are interpolated. Relative errors: of one row 1e-4 at most, of
     a pair with rho >= -0.3 likewise (radial_overlap's over jacobian_overlap, overlap_slope's over
-    psi times jacobian_overlap); 1e-3 as rho nears -1 at theta > 4. Beyond, and up to theta = 32,
-    the exact evaluator is called: 2 ms per row, 3 to 100 ms per pair. Beyond that the numbers are
-    those of theta = 32 (for a pair, at the least rho allowed there), and `valid` is False.
+    psi times jacobian_overlap); 1e-3 as rho nears -1 at theta > 4. Up to theta = 32 a second table
+    interpolates rows, and pairs with rho >= -0.3, to 1e-4. For what is left up to there the exact
+    evaluator is called: 2 ms per row, 3 to 100 ms per pair. Beyond that the numbers are those of
+    theta = 32 (for a pair, at the least rho allowed there), and `valid` is False.
     """
 
-    def __init__(self, n: float, row: Array, pair: Array) -> None:
-        """`row` (theta, functions) and `pair` (theta, functions, rho), contracted over log n."""
-        self.n = n
-        self._row = np.ascontiguousarray(row.T)
-        self._pair_shape = pair.shape[1:]
-        self._pair = np.ascontiguousarray(pair.reshape(pair.shape[0], -1).T)
-        self._limit = THETA_MAX if n <= LENGTH_MAX else -1.0
+    def __init__(self, n: float) -> None:
+        self.n, self._near = n, SquareTable.load().contracted(n)
+        self._limit, self._far_limit = (THETA_MAX, THETA_FAR) if n <= LENGTH_MAX else (-1.0, -1.0)
+
+    @functools.cached_property
+    def _far(self) -> _Contracted:
+        return SquareTable.load_far().contracted(self.n)
 
     def single(self, theta: ArrayLike) -> RowStatistics:
         """Statistics of one row.
@@ -107,10 +118,14 @@ class SquareRows:
         flat = array.reshape(-1)
         beyond = flat > self._limit
         tabulated = np.minimum(flat, THETA_MAX)
-        functions = self._row @ chebyshev_basis(theta_coordinate(tabulated), self._row.shape[1])
+        functions = self._near.rows(theta_coordinate(tabulated))
         result = decode_row(tabulated, self.n, functions, ~beyond)
         if beyond.any():
-            for i in np.flatnonzero(beyond):
+            far = beyond & (flat <= self._far_limit)
+            theta = flat[far]
+            functions = self._far.rows(far_coordinate(theta))
+            _assign(result, far, decode_row(theta, self.n, functions, True))
+            for i in np.flatnonzero(beyond & ~far):
                 _assign(result, int(i), exact_row(float(flat[i]), self.n))
         if array.ndim != 1:
             return RowStatistics(*[np.reshape(field, array.shape) for field in result])
@@ -135,12 +150,14 @@ class SquareRows:
         flat, flat_rho = array.reshape(-1), correlation.reshape(-1)
         beyond = flat > self._limit
         tabulated = np.minimum(flat, THETA_MAX)
-        in_rho = self._pair @ chebyshev_basis(theta_coordinate(tabulated), self._pair.shape[1])
-        basis = chebyshev_basis(flat_rho, self._pair_shape[1])
-        functions = (in_rho.reshape(*self._pair_shape, flat.size) * basis).sum(axis=1)
+        functions = self._near.pairs(theta_coordinate(tabulated), flat_rho)
         result = decode_square_pair(flat_rho * tabulated, self.n, functions, ~beyond)
         if beyond.any():
-            for i in np.flatnonzero(beyond):
+            far = beyond & (flat <= self._far_limit) & (flat_rho >= RHO_FAR)
+            theta, rho_far = flat[far], flat_rho[far]
+            functions = self._far.pairs(far_coordinate(theta), far_rho_coordinate(rho_far))
+            _assign(result, far, decode_square_pair(rho_far * theta, self.n, functions, True))
+            for i in np.flatnonzero(beyond & ~far):
                 _assign(result, int(i), exact_pair(float(flat[i]), self.n, float(flat_rho[i])))
         if array.ndim != 1:
             return PairStatistics(*[np.reshape(field, array.shape) for field in result])
@@ -148,14 +165,33 @@ class SquareRows:
 
 
 def _assign(
-    result: RowStatistics | PairStatistics, i: int, exact: RowStatistics | PairStatistics
+    result: RowStatistics | PairStatistics, where: Any, found: RowStatistics | PairStatistics
 ) -> None:
-    for array, value in zip(result, exact, strict=True):
-        array[i] = value  # type: ignore[index]
+    for array, value in zip(result, found, strict=True):
+        array[where] = value  # type: ignore[index]
+
+
+class _Contracted:
+    """A table at one number of keys: `row` (theta, functions), `pair` (theta, functions, rho)."""
+
+    def __init__(self, row: Array, pair: Array) -> None:
+        self._row = np.ascontiguousarray(row.T)
+        self._pair_shape = pair.shape[1:]
+        self._pair = np.ascontiguousarray(pair.reshape(pair.shape[0], -1).T)
+
+    def rows(self, theta: Array) -> Array:
+        """(functions, points) at coordinates (points,)."""
+        return np.asarray(self._row @ chebyshev_basis(theta, self._row.shape[1]))
+
+    def pairs(self, theta: Array, rho: Array) -> Array:
+        """Likewise of pairs."""
+        in_rho = self._pair @ chebyshev_basis(theta, self._pair.shape[1])
+        basis = chebyshev_basis(rho, self._pair_shape[1])
+        return np.asarray((in_rho.reshape(*self._pair_shape, theta.size) * basis).sum(axis=1))
 
 
 class SquareTable(NamedTuple):
-    """Chebyshev coefficients for rows of equal length and equal logit variance.
+    """Chebyshev coefficients for rows of equal length and equal logit variance, up to THETA_MAX.
 
     Attributes:
         row: (theta, log n, functions) of `encode_row`.
@@ -171,6 +207,21 @@ class SquareTable(NamedTuple):
         """The table shipped with the package, read once."""
         data = load_coefficients("softmax_square")
         return SquareTable(data["row"], data["pair"])
+
+    @staticmethod
+    @functools.cache
+    def load_far() -> SquareTable:
+        """That of logit variances from THETA_MAX to THETA_FAR, and correlations from RHO_FAR."""
+        data = load_coefficients("softmax_far")
+        return SquareTable(data["row"], data["pair"])
+
+    def contracted(self, n: float) -> _Contracted:
+        """Its coefficients at n keys."""
+        coordinate = length_coordinate(np.array([min(n, LENGTH_MAX)]))
+        row_basis = chebyshev_basis(coordinate, self.row.shape[1])[:, 0]
+        pair_basis = chebyshev_basis(coordinate, self.pair.shape[1])[:, 0]
+        row = np.einsum("abf,b->af", self.row, row_basis)
+        return _Contracted(row, np.einsum("abfr,b->afr", self.pair, pair_basis))
 
     def at_length(self, n: float) -> SquareRows:
         """The table at n keys (real, >= 1); cached.
@@ -223,10 +274,4 @@ def _flat(values: Array, shape: tuple[int, ...]) -> Array:
 
 @functools.lru_cache(512)
 def _square_rows(n: float) -> SquareRows:
-    table = SquareTable.load()
-    coordinate = length_coordinate(np.array([min(n, LENGTH_MAX)]))
-    row_basis = chebyshev_basis(coordinate, table.row.shape[1])[:, 0]
-    pair_basis = chebyshev_basis(coordinate, table.pair.shape[1])[:, 0]
-    row = np.einsum("abf,b->af", table.row, row_basis)
-    pair = np.einsum("abfr,b->afr", table.pair, pair_basis)
-    return SquareRows(n, row, pair)
+    return SquareRows(n)
