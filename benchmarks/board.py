@@ -32,7 +32,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,12 @@ import moments
 from moments.model.huggingface import FAMILIES
 from moments.torch.anatomy import anatomy_of
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import board_page
+
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks/data/board.json"
-PAGE = ROOT / "docs/board.md"
 
 SECONDS, MEMORY = 40, 2 << 30
 """Of one type: processor time, and memory beyond what the libraries take."""
@@ -232,6 +235,9 @@ def config_of(kind: str) -> Any:
         entries.pop(name, None)
     config = cls.from_dict(shrunk(entries))
     config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False):
+        start = getattr(config, "decoder_start_token_id", None)
+        config.decoder_start_token_id = 0 if start is None else start  # T5 leaves it to its users
     return config
 
 
@@ -322,7 +328,8 @@ def row(kind: str) -> dict[str, Any]:
         try:
             report = moments.check(module)
         except moments.MomentsError as error:
-            found["refused"] = _line(error)
+            found["refused"] = _line(str(error).partition("\n")[0].partition("; found ")[0])
+            found["findings"] = _told(getattr(error, "findings", ()))
         except Exception as error:  # a defect here, that the table shows
             found["broken"] = _line(error)
         else:
@@ -331,10 +338,15 @@ def row(kind: str) -> dict[str, Any]:
     return found
 
 
-def _line(error: Exception) -> str:
+def _line(error: Exception | str) -> str:
     said = " ".join(str(error).split()) or type(error).__name__
-    name = "" if isinstance(error, moments.MomentsError) else f"{type(error).__name__}: "
+    name = "" if isinstance(error, str) else f"{type(error).__name__}: "
     return (name + said)[:400]
+
+
+def _told(findings: Iterable[Any]) -> list[dict[str, Any]]:
+    names = ("severity", "kind", "parameters", "reason")
+    return [{name: getattr(finding, name) for name in names} for finding in findings]
 
 
 def _reported(module: torch.nn.Module, report: moments.CheckReport) -> dict[str, Any]:
@@ -358,15 +370,7 @@ def _reported(module: torch.nn.Module, report: moments.CheckReport) -> dict[str,
         "read by": "family" if anatomy_of(module).reading is None else "dataflow",
         "scheme": report.scheme,
         "errors": errors,
-        "findings": [
-            {
-                "severity": f.severity,
-                "kind": f.kind,
-                "parameters": list(f.parameters),
-                "reason": f.reason,
-            }
-            for f in report.findings
-        ],
+        "findings": _told(report.findings),
         "notes": list(report.notes),
         "unchecked": list(report.unchecked),
     }
@@ -430,14 +434,14 @@ STATES = ("not built", "broken", "refused")
 
 def state(found: dict[str, Any]) -> str:
     """One row in words."""
+    kinds = Counter(f["kind"] for f in found.get("findings", ()))
+    told = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "nothing found"
     for name in STATES:
         if name in found:
-            return f"{name}: {found[name]}"
+            return f"{name}: {found[name]}" + (f"; {told}" if kinds else "")
     errors = ", ".join(
         f"{name} x {held['ratio']}" for name, held in sorted(found["errors"].items())
     )
-    kinds = Counter(f["kind"] for f in found["findings"])
-    told = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "nothing found"
     return f"{found['read by']}; {told}; {errors}; {found['seconds']} s"
 
 
@@ -454,6 +458,8 @@ def main() -> None:
         built("llama")  # what most types need is loaded once, before children part
         moments.check(built("gpt2"))
         run(given.kinds or list(module_classes()), given.again, given.limit)
+    elif given.command == "page":
+        board_page.PAGE.write_text(board_page.page(stored()), encoding="utf-8")
     elif given.command == "table":
         for kind, found in stored()["rows"].items():
             print(f"{kind}: {state(found)}")

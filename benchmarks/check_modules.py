@@ -1,7 +1,8 @@
 """What `moments.check` finds: planted slips that it must name, correct modules that it must pass.
 
     nice python benchmarks/check_modules.py slips      # every planted slip, some 30
-    nice python benchmarks/check_modules.py correct    # some 400 correct modules; continues
+    nice python benchmarks/check_modules.py foreign    # 22 kinds of slips in five foreign styles
+    nice python benchmarks/check_modules.py correct    # 1,000 correct modules; continues
     python benchmarks/check_modules.py table           # what is stored, in words
     python benchmarks/check_modules.py time            # the check of a 12-layer GPT-2
 
@@ -17,6 +18,7 @@ import contextlib
 import io
 import json
 import platform
+import re
 import resource
 import sys
 import time
@@ -39,6 +41,7 @@ from moments.torch.huggingface_modules import build_module
 sys.path.insert(0, str(Path(__file__).parent))
 
 import checked_gpt
+import foreign_slips
 
 DATA = Path(__file__).parent / "data" / "check_modules.json"
 
@@ -227,6 +230,16 @@ def correct() -> Iterator[tuple[str, Any]]:
     for seed in range(20):
         given = (2 + seed % 3, 64, seed % 2 == 0, seed)
         yield f"encoder {given}", lambda given=given: encoder(*given)
+    for style in foreign_slips.STYLES:
+        for init in foreign_slips.INITS:
+            if (style, init) in foreign_slips.NOT_CORRECT:
+                continue
+            for seed in range(200, 209):
+                given = (style, init, seed)
+                yield (
+                    f"{style}, {init}, seed {seed}",
+                    lambda given=given: foreign_slips.drawn(*given),
+                )
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -259,6 +272,45 @@ def run_slips() -> None:
         rows.append({"slip": slip.title, "named": named(slip, report), "findings": found})
         print("ok  " if rows[-1]["named"] else "MISS", slip.title, found, flush=True)
     _keep("slips", rows, time.process_time() - begun)
+
+
+def run_foreign() -> None:
+    """Slips in foreign styles that are not yet stored."""
+    before = stored().get("foreign", {"rows": [], "cpu_seconds": 0})
+    begun, rows = time.process_time() - before["cpu_seconds"], before["rows"]
+    done = {(row["slip"], row["style"]) for row in rows}
+    for slip in foreign_slips.SLIPS:
+        for style in foreign_slips.PLANTED:
+            if (slip.name, style) in done:
+                continue
+            made = foreign_slips.planted(style, slip, 3)
+            if made is None:
+                continue
+            module, where = made
+            told: Any = ()
+            found: list[Any] = []
+            try:
+                told = checked(module, slip.scheme).findings
+            except moments.MomentsError as error:
+                told = getattr(error, "findings", ())
+                found = [["refused", str(error).splitlines()[0], []]]
+            found += [[f.severity, f.kind, list(f.parameters)] for f in told]
+            hit = any(
+                f.kind == slip.kind and any(same(where, name) for name in (*f.parameters, ""))
+                for f in told
+            )
+            rows.append({"slip": slip.name, "style": style, "named": hit, "findings": found})
+            print("ok  " if hit else "MISS", slip.name, style, where, found, flush=True)
+    _keep("foreign", rows, time.process_time() - begun)
+
+
+def same(where: str, name: str) -> bool:
+    """Whether a name, or a pattern of it, is that of a tensor or of a submodule that holds it."""
+    if not where or not name:
+        return not where
+    name = name.partition(" [")[0]
+    expression = re.escape(name).replace(r"\*", r"\d+")
+    return re.match(rf"{expression}(\.|$)", where) is not None
 
 
 def run_correct() -> None:
@@ -306,25 +358,33 @@ def run_time() -> None:
 def table() -> str:
     data = stored()
     slips, right = data["slips"]["rows"], data["correct"]["rows"]
+    foreign = data["foreign"]["rows"]
     alarms = [row for row in right if row["findings"]]
     lines = [
         f"{sum(row['named'] for row in slips)} of {len(slips)} slips named; "
+        f"{sum(row['named'] for row in foreign)} of {len(foreign)} in foreign styles; "
         f"{len(alarms)} false alarms in {len(right)} correct modules"
     ]
     lines += [f"missed: {row['slip']}" for row in slips if not row["named"]]
+    lines += [f"missed: {r['slip']} in {r['style']}" for r in foreign if not r["named"]]
     lines += [f"false alarm: {row['module']}: {row['findings'][0]}" for row in alarms]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("slips", "correct", "table", "time"))
+    parser.add_argument("command", choices=("slips", "foreign", "correct", "table", "time"))
     command = parser.parse_args().command
     torch.set_num_threads(1)
     if command == "table":
         print(table())
     else:
-        {"slips": run_slips, "correct": run_correct, "time": run_time}[command]()
+        {
+            "slips": run_slips,
+            "foreign": run_foreign,
+            "correct": run_correct,
+            "time": run_time,
+        }[command]()
 
 
 if __name__ == "__main__":

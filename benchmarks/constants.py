@@ -114,8 +114,9 @@ TABLE = (
     Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),
     Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
     Constant("transfer.attention.response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
-    Constant("noise.token_band", "TARGETS", (5, 17), "precision", ("deep",)),
-    Constant("noise.linearisation", "STEP", (1e-4, 1e-6), "step", ("alike",)),
+    Constant("noise.band", "TARGETS", (5, 17), "precision", ("deep",)),
+    Constant("noise.band", "ALIKE_TARGETS", (65, 257), "precision", ("thousand",)),
+    Constant("noise.encoder_noise", "STEP", (1e-4, 1e-6), "step", ("encoder",)),
     Constant("engine.response", "STEP", (1e-3, 1e-5), "step", ("text",)),
     Constant("noise.loss_noise", "_COARSE", (3e-2, 3e-3), "step", ("alike", "text")),
     Constant("noise.loss_noise", "_NODES", (5, 17), "precision", ("alike", "text")),
@@ -150,6 +151,11 @@ def _head(**changes: Any) -> dict[str, Any]:
         "embedding": table,
         "head": moments.Head(**({"tied": False, "weight_variance": 1.5 / 128} | changes)),
     }
+
+
+def _encoder(prediction: moments.Prediction) -> moments.Prediction:
+    assert prediction.encoder is not None
+    return prediction.encoder
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -188,6 +194,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "deep": lambda: moments.predict(
         _plain(layers=12, seq_len=12, causal=True), correlation=0.3, tokens=True
     ),
+    "thousand": lambda: moments.predict(_plain(layers=1000), correlation=0.3, tokens=False),
+    "encoder": lambda: _encoder(
+        moments.predict(_plain(encoder=_plain()), correlation=0.3, tokens=False)
+    ),
     "long": lambda: moments.predict(_plain(causal=True, seq_len=1024), correlation=0.3),
     "peaked": lambda: moments.predict(_plain(**_head(weight_variance=0.016)), token_ids=TEXT),
 }
@@ -202,6 +212,8 @@ DESCRIBED = {
     "close": "causal, tokens that correlate by .95",
     "bare": "causal, no normalisation",
     "deep": "12 layers, by token",
+    "thousand": "1000 layers, tokens alike",
+    "encoder": "an encoder below its decoder, tokens alike",
     "long": "1024 tokens on classes",
     "peaked": "a head of logit variance 2",
 }
@@ -365,7 +377,7 @@ Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/by_token.py::LOGIT_VARIANCE_NOTED`,
 `moments/transfer/attention/logits.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/head/notes.py::_PEAKED`. Others bound work or memory:
-`moments/noise/token_band.py::CHUNK_ENTRIES`,
+`moments/noise/band.py::CHUNK_ENTRIES`,
 `moments/transfer/attention/kernels/blocks.py::STACK_ENTRIES`,
 `moments/transfer/attention/kernels/padded.py::MOST_PADDED`.
 """

@@ -13,7 +13,9 @@ benchmarks/data/dataflow.json, kind by kind.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import importlib.metadata
 import inspect
 import json
 import sys
@@ -53,7 +55,18 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "nn.TransformerEncoder, Pre-LN": functools.partial(foreign_modules.torch_encoder, True),
     "nn.TransformerEncoder, Post-LN": functools.partial(foreign_modules.torch_encoder, False),
     **{kind: functools.partial(foreign_modules.unread, kind) for kind in foreign_modules.UNREAD},
+    "timm itself, ViT": foreign_modules.timm_vit,
 }
+LIBRARIES = ("torch", "transformers", "x-transformers", "timm")
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed; timm is no dependency, and asks for a torchvision of torch's build."""
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name).partition("+")[0]
+    return found
 
 
 def compare(kind: str, seed: int) -> dict[str, Any]:
@@ -69,7 +82,7 @@ def compare(kind: str, seed: int) -> dict[str, Any]:
     else:
         given = torch.randint(5, 97, (BATCH, LENGTH), generator=generator)
     names = inspect.signature(module.forward).parameters
-    batch, targets = given, None
+    batch, targets, loss = given, None, None
     if "labels" in names:
         targets = given.clone()
         if "MaskedLM" in type(module).__name__:
@@ -77,13 +90,18 @@ def compare(kind: str, seed: int) -> dict[str, Any]:
         batch = {"input_ids": given, "labels": targets}
     elif pictures:
         labels = torch.randint(10, (BATCH,), generator=generator)
-        batch = {"x": given, "targets": labels}
+        batch = {"x": given, "targets": labels} if "targets" in names else given
+        if "targets" not in names:
+
+            def loss(logits: Any, _: Any) -> Any:
+                return torch.nn.functional.cross_entropy(logits, labels)
+
     elif "targets" in names:
         targets = given.roll(-1, 1)
         batch = {"idx": given, "targets": targets}
     model = read(module, batch).model
     assert model is not None
-    measured = moments.torch.measure(module, batch, seed=seed)
+    measured = moments.torch.measure(module, batch, loss=loss, seed=seed)
     if not pictures:
         model = model.replace(seq_len=LENGTH)
     known: dict[str, Any] = {}
@@ -123,6 +141,7 @@ def measure(kinds: list[str], seeds: int) -> None:
                 draws.append(compare(kind, seed))
         stored[kind] = {
             "seeds": seeds,
+            "versions": versions(),
             **{
                 name: {
                     "mean": np.mean([d[name] for d in draws], 0).round(6).tolist(),

@@ -79,6 +79,22 @@ def x_transformer(name: str, seed: int = 0) -> Any:
     return x_transformers.TransformerWrapper(num_tokens=97, max_seq_len=24, attn_layers=layers)
 
 
+def timm_vit(seed: int = 0) -> Any:
+    """A vision transformer of timm itself, small, with a class token and learned positions."""
+    import timm
+
+    torch.manual_seed(seed)
+    return timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        embed_dim=64,
+        depth=2,
+        num_heads=4,
+        num_classes=10,
+    )
+
+
 def torch_encoder(pre: bool, seed: int = 0) -> Any:
     """nn.TransformerEncoder whose layers are drawn apart, not copied."""
     torch.manual_seed(seed)

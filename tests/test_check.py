@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import check_modules  # noqa: E402
+import foreign_slips  # noqa: E402
 from checked_gpt import Config, build  # noqa: E402
 from small_modules import encoder, family_module  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -135,7 +136,7 @@ def test_the_page_is_one_file_with_its_pictures(right: moments.CheckReport) -> N
     assert page.startswith("<!DOCTYPE html>")
     assert page.count("<svg") == 1
     assert "prefers-color-scheme: dark" in page
-    assert "var(--forward)" in page
+    assert "var(--signal)" in page
     for outside in ("http://cdn", "https://", "<script", "src="):
         assert outside not in page.replace("https://matplotlib", "")
     assert right._repr_html_().count("<svg") == 0
@@ -165,12 +166,34 @@ def test_a_planted_slip_is_named_with_its_tensor(title: str) -> None:
     assert all(f.reason and f.mend and f.severity in ("error", "warning") for f in report.findings)
 
 
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("gains drawn", "minGPT"),
+        ("one norm skipped", "torchtune"),
+        ("no 1/sqrt(d_head)", "torchtitan"),
+        ("one layer three times as wide", "lit-gpt"),
+    ],
+)
+def test_a_slip_in_a_foreign_style_is_named(name: str, style: str) -> None:
+    slip = next(s for s in foreign_slips.SLIPS if s.name == name)
+    made = foreign_slips.planted(style, slip, 5)
+    assert made is not None
+    module, where = made
+    hits = [f for f in check_modules.checked(module).findings if f.kind == slip.kind]
+    assert any(check_modules.same(where, n) for f in hits for n in f.parameters), hits
+
+
 def test_the_stored_run() -> None:
     """`benchmarks/check_modules.py slips` and `correct`."""
     stored = check_modules.stored()
     rows = stored["slips"]["rows"]
     assert {row["slip"] for row in rows} == set(SLIPS)
     assert sum(row["named"] for row in rows) >= 0.95 * len(rows)
+    foreign = stored["foreign"]["rows"]
+    assert len({row["slip"] for row in foreign}) >= 20
+    assert {row["style"] for row in foreign} == set(foreign_slips.PLANTED)
+    assert sum(row["named"] for row in foreign) >= 0.95 * len(foreign)
     right = stored["correct"]["rows"]
     assert {row["module"] for row in right} <= {name for name, _ in check_modules.correct()}
     assert len(right) >= 200

@@ -1,4 +1,4 @@
-"""The notebooks: what is stored was executed from the code that stands there; some run here."""
+"""The notebooks: what is stored was executed from the code that stands there; all run here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,46 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
+from matplotlib.figure import Figure
 
 import moments
+from moments.papers import figures
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-QUICK = ("tour",)
-"""Executed here; the others by `python benchmarks/notebooks.py run`."""
+SMALLER = {
+    "choose-a-scheme": {"layers=24": "layers=3"},
+    "debug-my-model": {
+        "layers=8, d_model=128": "layers=4, d_model=64",
+        "layer, 8,": "layer, 4,",
+        "128, 4, 512": "64, 4, 256",
+        "4, 1, 128": "4, 1, 64",
+        "4, 32, 128": "4, 32, 64",
+        "[:256]": "[:128]",
+    },
+    "design-a-200-layer-model": {
+        "layers=200": "layers=6",
+        "layer, 200": "layer, 6",
+        "arange(201)": "arange(7)",
+    },
+    "is-the-growth-expected": {
+        "n_layer=8": "n_layer=2",
+        "n_embd=192": "n_embd=64",
+        "vocab_size=2000": "vocab_size=200",
+        "n_positions=48": "n_positions=16",
+        "tokenize(2000, 48": "tokenize(200, 16",
+    },
+    "kedia-2024": {"(12, 24, 48, 96, 192)": "(12, 24)", "(192, 1024, 16, 256": "(12, 128, 2, 64"},
+    "long-contexts-and-decoders": {"seeds=24": "seeds=2", "seq_len=8192": "seq_len=1024"},
+    "tour": {"seeds=24": "seeds=2"},
+}
+"""Numbers that are less here than in a notebook, so that every one is executed in little time; as
+they stand they are by `python benchmarks/notebooks.py run`."""
 MOST_SECONDS = 60
 
 
@@ -91,10 +120,52 @@ def test_every_notebook_says_what_it_is_about() -> None:
         assert first.source.startswith("# "), name
 
 
-@pytest.mark.filterwarnings("ignore")  # of the notebook machinery; cells raise on their own errors
-@pytest.mark.parametrize("name", QUICK)
-def test_notebook_runs(name: str) -> None:
-    done, _ = script("notebooks").execute(NOTEBOOKS[name])
-    cells = [cell for cell in done.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in cells)
-    assert len(pictures(cells)) == len(pictures(code(name)))
+def run(cell: str, where: str, names: dict[str, Any]) -> int:
+    """Execute a cell as Jupyter does, the last value shown; how many pictures it gives."""
+    tree = ast.parse(cell)
+    last = tree.body[-1] if tree.body else None
+    drawn = set(plt.get_fignums())
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, where, "exec"), names)
+        return len(set(plt.get_fignums()) - drawn)
+    exec(compile(ast.Module(tree.body[:-1], []), where, "exec"), names)
+    shown = eval(compile(ast.Expression(last.value), where, "eval"), names)
+    if hasattr(shown, "_repr_html_"):
+        assert shown._repr_html_() is None or isinstance(shown._repr_html_(), str)
+    return len(set(plt.get_fignums()) - drawn) + isinstance(shown, Figure)
+
+
+@pytest.mark.filterwarnings("ignore")  # cells filter those of the package themselves
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell, of less work in `SMALLER`; the papers' figures are drawn in test_figures.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plt, "show", lambda: None)
+
+    def figure(which: str) -> Figure:
+        assert figures.setup(which).panels
+        return Figure()
+
+    monkeypatch.setattr(figures, "draw", figure)
+    cells, names = code(name), {"__name__": "__main__"}
+    whole = "\n".join(cell.source for cell in cells)
+    assert all(old in whole for old in SMALLER.get(name, {}))
+    found = 0
+    for place, cell in enumerate(cells, 1):
+        source = cell.source
+        for old, new in SMALLER.get(name, {}).items():
+            source = source.replace(old, new)
+        found += run(source, f"{name}, cell {place}", names)
+        plt.close("all")
+    assert found == len(pictures(cells))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the notebook machinery
+def test_the_command_executes_from_clean(tmp_path: Path) -> None:
+    file = tmp_path / "small.ipynb"
+    cell = nbformat.v4.new_code_cell("import matplotlib.pyplot as plt\nplt.plot([1]);")
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), file)
+    done, seconds = script("notebooks").execute(file)
+    assert len(pictures(done.cells)) == 1
+    assert done.cells[0].execution_count == 1
+    assert seconds["clock"] > 0

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moments.engine.composition import forward
-from moments.engine.state import Gradient, Kernel, Signal
-from moments.engine.trace import Point
+from moments.engine.state import Gradient, Kernel
+from moments.engine.trace import Run
 from moments.errors import DomainError
 from moments.formulas.head import CROSS_ENTROPY
 from moments.model.embedding import Embedding
@@ -24,6 +24,7 @@ from moments.model.head import Head
 from moments.model.transformer import Transformer
 from moments.prediction.inputs import gaussian
 from moments.prediction.predict import predict
+from moments.transfer.architecture import declare
 from moments.transfer.embedding import embedded_alike, joint_kernel
 from moments.transfer.head.components import head_chain
 from moments.transfer.head.cross_entropy import _wide_from, softmax_expectations
@@ -541,20 +542,13 @@ def test_carried_amplitude_in_post_norm() -> None:
     """Two norms divide by the stream's deviation; skip scales multiply."""
     embedding = Embedding(VOCAB, 1.0, scale=2.0)
     model = model_with(Head(norm=False), embedding, norm="post", skip_scale=0.5)
-
-    def point(layer: int, site: str, variance: float) -> Point:
-        return Point(layer, site, Signal(Kernel(variance, 0.0), LENGTH))
-
-    points = [
-        point(0, "stream", 4.0),
-        point(1, "attention.heads", 9.0),
-        point(1, "attention.sum", 2.0),
-        point(1, "attention.norm", 1.0),
-        point(1, "ffn.sum", 5.0),
-        point(1, "ffn.norm", 1.0),
-        point(1, "stream", 1.0),
-    ]
-    assert carried_amplitude(model, points) == pytest.approx(2 * 0.5**2 / math.sqrt(10))
+    entering = gaussian(Kernel(4.0, 0.0), LENGTH, WIDTH, True)
+    stack = declare(model, "refined").propagate(entering, Run())
+    sums = [one.output.kernel.diagonal for one in stack.sites() if one.place[1].endswith("sum")]
+    assert len(sums) == 2
+    # norms divide by the deviation about the token's own mean
+    centred = 1 / (math.sqrt(math.prod(sums)) * (1 - 1 / WIDTH))
+    assert carried_amplitude(model, stack) == pytest.approx(2 * 0.5**2 * centred, rel=0.02)
 
 
 # --- what cannot be -------------------------------------------------------------------------------

@@ -98,7 +98,14 @@ def test_a_chart_over_decades_is_logarithmic() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1e-7, "10⁻⁷"), (2.5e8, "2.5·10⁸"), (0.25, "0.25"), (0.0, "0"), (-3.0, "-3")],
+    [
+        (1e-7, "10⁻⁷"),
+        (2.5e8, "2.5·10⁸"),
+        (20000.0, "20000"),
+        (0.25, "0.25"),
+        (0.0, "0"),
+        (-3.0, "-3"),
+    ],
 )
 def test_numbers_as_they_are_set(value: float, text: str) -> None:
     assert shown(value) == text

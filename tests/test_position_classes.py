@@ -307,19 +307,46 @@ def test_means_over_cells_are_those_of_the_pairs_of_a_text() -> None:
     np.testing.assert_allclose((found * classes.pair_count).sum(), hit.sum(), rtol=1e-9)
 
 
-def test_long_text_by_means_over_cells() -> None:
-    """What single tokens have in common beyond their cells is lost, and said to be."""
-    text = np.random.default_rng(3).zipf(1.2, 272) % 5000
-    model = moments.preset("gpt2", seq_len=272).replace(layers=2)
+@pytest.mark.parametrize(("length", "power"), [(128, 1.3), (272, 1.2)])
+def test_a_text_by_means_over_cells(length: int, power: float) -> None:
+    text = np.random.default_rng(3).zipf(power, length) % 5000
+    model = moments.preset("gpt2", seq_len=length).replace(layers=2)
     by_token, by_class = (predicted(model, token_ids=text, tokens=t) for t in (True, None))
     assert by_class.layout.classes is not None
-    assert any("repeat" in note for note in by_class.warnings)
+    assert not by_class.warnings
     np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=2e-3)
     np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=3e-3)
     np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=8e-3)
     np.testing.assert_allclose(by_class.loss, by_token.loss, rtol=1e-3)
-    several = predicted(model.replace(seq_len=136), token_ids=text.reshape(2, 136))
+    one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token))
+    ratio = (one.squared_norm / other.squared_norm).drop("key.bias", level="weight")
+    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.04)
+    several = predicted(model.replace(seq_len=length // 2), token_ids=text.reshape(2, -1))
     assert several.layout.classes is None
+
+
+def test_repeated_tokens_are_what_queries_and_keys_would_miss() -> None:
+    """One word in four alike: without them their gradients are a sixth too small."""
+    text = np.random.default_rng(3).zipf(1.3, 128) % 5000
+    model = moments.preset("gpt2", seq_len=128).replace(layers=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moments.prediction.stack.class_repeats", lambda *_: None)
+        without = predicted(model, token_ids=text).weight_gradients()
+    found = predicted(model, token_ids=text).weight_gradients()
+    for name, at_most in (("query", 0.95), ("key", 0.95), ("value", 1.01)):
+        ratio = (without.squared_norm / found.squared_norm)[without.weight == name]
+        assert ratio.max() < at_most
+        assert name != "value" or ratio.min() > 0.99
+
+
+def test_strong_logits_leave_a_text_to_its_tokens() -> None:
+    """A text is told apart by token where logits do so, and where it is too long that is said."""
+    strong = moments.preset("gpt2", seq_len=128).replace(layers=1, temperature=0.2)
+    text = np.random.default_rng(3).zipf(1.3, 300) % 5000
+    assert predicted(strong, token_ids=text[:128]).layout.classes is None
+    with pytest.warns(moments.ValidityWarning, match="means over classes"):
+        long = moments.predict(strong.replace(seq_len=300), token_ids=text)
+    assert long.layout.classes is not None
 
 
 OTHERS = {

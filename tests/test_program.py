@@ -131,7 +131,7 @@ def test_configurations_of_several_branches_are_told():
 
 @pytest.mark.parametrize("correlation", [0.3, np.array([0.3, 0.5])])
 def test_a_prediction_of_many_layers_is_that_of_the_plain_passes(correlation):
-    model = plain(layers=64, norm="post", activation="gelu")
+    model = plain(layers=64, norm="post", activation="gelu", d_model=192)
     found = moments.predict(model, correlation=correlation, tokens=False)
     assert isinstance(found.trace.stack, Replayed)
     with plain_passes():

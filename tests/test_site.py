@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import moments
@@ -88,7 +89,14 @@ def test_search_finds_what_pages_say(site: Path) -> None:
     index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
     found = {entry["location"]: entry for entry in index["docs"]}
     assert moments.component("relu").title in html.unescape(found["components/relu/"]["title"])
-    assert any("grad_covariance" in entry["text"] for entry in index["docs"])
+    (components,) = generators("components")
+    for name in components.FEW:
+        record = moments.component(name)
+        own = [entry for place, entry in found.items() if place.startswith(f"components/{name}/")]
+        text = html.unescape(" ".join(entry["title"] + " " + entry["text"] for entry in own))
+        assert record.title in text
+        for quantity in record.under("refined"):
+            assert quantity in text, (name, quantity)
 
 
 def generators(*names: str) -> list[Any]:
@@ -102,7 +110,7 @@ def generators(*names: str) -> list[Any]:
 
 
 def test_pages_name_every_formula_and_scheme() -> None:
-    components, schemes = generators("components", "schemes")
+    components, schemes = generators("components", "scheme_pages")
     assert set(components.ALL) == set(COMPONENTS) | set(STACKS)
     for name, record in components.ALL.items():
         page = components.component_page(record, level=1)
@@ -111,6 +119,33 @@ def test_pages_name_every_formula_and_scheme() -> None:
         for quantity in record.under("published"):
             assert f"**{quantity}**" in page, (name, quantity)
     assert [s.name for s in schemes.SCHEMES] == [s.name for s in moments.schemes()]
+    page = next(schemes._page(s) for s in schemes.SCHEMES if s.name == "dslm")
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(snippet, {})
+    assert "(dslm.svg)" in page
+
+
+def test_every_component_and_scheme_has_a_picture_of_the_laws_of_now() -> None:
+    """Points are stored; lines too, evaluated again where that asks for no simulation."""
+    components, pictures = generators("components", "component_pictures")
+    stored = pictures.stored()
+    schemes = {f"scheme/{scheme.name}" for scheme in moments.schemes()}
+    assert set(stored) == set(COMPONENTS) | set(STACKS) | schemes
+    assert set(pictures.PANELS) == set(COMPONENTS) | set(STACKS)
+    simulated = {"pre_ln_chain", "post_ln_chain", "dslm_chain"}  # at correlations measured
+    for name in set(pictures.PANELS) - simulated:
+        for panel, kept in zip(pictures.PANELS[name](), stored[name], strict=True):
+            assert pictures.grid(panel) == pytest.approx(kept["grid"], rel=1e-5)
+            for label, law in panel.lines.items():
+                places = kept["grid"][::8]
+                found = [law(x) for x in places]
+                assert found == pytest.approx(kept["lines"][label][::8], rel=1e-3), (name, label)
+    for name in ("relu", "scheme/dslm"):
+        for panel in stored[name]:
+            line = np.interp(panel["at"], panel["grid"], panel["lines"][next(iter(panel["lines"]))])
+            off = np.abs(line - panel["mean"]) / np.array(panel["stderr"])
+            assert off.max() < 3.5, (name, panel["y"])
+    assert components._picture("attention").count(b"</svg>") == 1
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -153,12 +188,17 @@ def test_a_public_name_says_what_it_takes_and_returns(name: str, value: Any) -> 
         return
     if inspect.isclass(value):
         fields = getattr(value, "__dataclass_fields__", {})
+        arrays = [f for f in fields.values() if "ndarray" in str(f.type) or "Array" in str(f.type)]
+        if arrays:
+            assert re.search(r"\([\w ,.+]*\)|shape", doc), f"{name} does not say shapes"
         told = "_stderr" if "`*_stderr`" in doc else "_"
         for field in (f for f in fields if not f.startswith("_") and not f.endswith(told)):
             assert re.search(rf"\b{field}\b", doc), f"{name} does not say what {field} is"
         return
     if not inspect.isroutine(value):
         return
+    if inspect.signature(value).parameters:
+        assert "Raises:" in doc, f"{name} does not say what it refuses"
     for parameter in taken(value):
         assert re.search(rf"\b{parameter}\b", doc), f"{name} does not say what {parameter} is"
     annotated = inspect.signature(value).return_annotation

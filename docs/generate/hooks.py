@@ -19,14 +19,14 @@ import accuracy
 import components
 import mathml
 import reference
-import schemes
+import scheme_pages
 
 
 def generated() -> dict[str, str | bytes]:
     """Every generated file by its path in the site."""
     return {
         **components.pages(),
-        **schemes.pages(),
+        **scheme_pages.pages(),
         **reference.pages(),
         **accuracy.pictures(),
     }
@@ -36,7 +36,7 @@ def on_config(config: Any) -> Any:
     """Names of generated folders in the navigation become their pages."""
     sections = {
         "components/": components.navigation(),
-        "scheme/": schemes.navigation(),
+        "scheme/": scheme_pages.navigation(),
         "api/": reference.navigation(),
     }
     config["nav"] = [

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .composition import Carry, Chain, Component, Residual, Solve, square
+from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
-from .modes import Branch, Pair, Passes, coherent_gain
 from .overlap import Overlap, OverlapWalk
 from .response import Around, Part
 from .sensitivity import (
@@ -36,6 +35,7 @@ from .sensitivity import (
     over_tokens,
     own_entries,
     paired,
+    per_pair,
     ratio,
     row_sums,
     total,
@@ -88,81 +88,30 @@ class BottomToTop(Component):
         sent = total.returned(record.output, gradient, attention.gradient_sent)
         return record.completed(gradient, sent, (attention, norm, ffn))
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        output, factor = Chain(self.children).pair(pair)
-        both, signal = 1 + 2 * self._bypassed(pair), pair.signal
-        kernel = output.kernel + signal.kernel.scaled(both)
-        return Signal(kernel, 2, width=signal.width), factor + both
-
-    def _bypassed(self, pair: Pair) -> Array:
-        """Amplitude with which the input is in what it is added to."""
-        between, _ = self.attention.pair(pair)
-        entering, _ = self.norm.pair(pair.behind(between))
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        between = self.attention.two_sequences(signal, memory)
+        entering = self.norm.two_sequences(between, memory)
+        inner = self.ffn.two_sequences(entering, memory)
         carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
-        return np.asarray(carried * self.attention.skip_scale * self.ffn.skip_scale)
-
-    def alike_branches(
-        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
-    ) -> list[Branch]:
-        """Attention adds to the input on its way around the norm, the feed-forward block behind it.
-
-        What attention's realised output moves in the feed-forward block's moments is left out.
-        """
-        modes, shape = passes.modes, nudged.shape
-        attention, ffn = self.attention, self.ffn
-        signal = passes.signal(modes.kernel(nudged))
-        output, back_attention, inner = passes.through(attention.branch, signal, shape)
-        between, _, _ = passes.through(attention, signal, shape)
-        normed, back_norm, _ = passes.through(self.norm, between, shape)
-        hidden, back_ffn, inner_ffn = passes.through(ffn.branch, normed, shape)
-        scale, ffn_scale = np.asarray(attention.branch_scale**2), np.asarray(ffn.branch_scale**2)
-        skip, ffn_skip = np.asarray(attention.skip_scale**2), np.asarray(ffn.skip_scale**2)
-        carried = scale * ffn_skip * normed.kernel.diagonal / between.kernel.diagonal
-        deep = ffn_scale[..., None, None] * back_norm @ back_ffn
-        around = ffn_skip[..., None, None] * back_norm + deep
-        inside, behind = attention.branch, Chain((self.norm, ffn.branch))
-        reached = Kernel(between.kernel.diagonal[0], between.kernel.pairs[0])
-        gains = [
-            coherent_gain(path, entering, overlap, passes.width)
-            for path, entering in ((inside, kernel), (behind, reached))
-        ]
-        return [
-            Branch(
-                inner,
-                kernel,
-                carried[..., None] * modes.of(output.kernel),
-                scale[..., None, None] * back_attention @ around,
-                carried[0][..., None, None] * gains[0],
-            ),
-            Branch(
-                inner_ffn,
-                reached,
-                ffn_scale[..., None] * modes.of(hidden.kernel),
-                skip[..., None, None] * deep,
-                (skip * ffn_scale)[..., None, None] * gains[1],
-            ),
-        ]
-
-    def about_mean(
-        self, passes: Passes, nudged: Array, branches: list[Branch]
-    ) -> tuple[Array, Array]:
-        signal = passes.signal(passes.modes.kernel(nudged))
-        whole, back, _ = passes.through(self, signal, nudged.shape)
-        return passes.modes.of(whole.kernel), back
-
-    @property
-    def adds(self) -> bool:
-        return True
+        both = 1 + 2 * np.asarray(carried * self.attention.skip_scale * self.ffn.skip_scale)
+        return Signal(inner.kernel + signal.kernel.scaled(both), 2, width=signal.width)
 
     def part(self, record: Record, around: Around) -> Part:
         parts = [one.component.part(one, around) for one in record.children]
         carried = Sum.of(self, record.input, record.children).carried
+        carried = around.by_token(carried, record.input.kernel).astype(SINGLE)
         return bypassed((parts[0], parts[1], parts[2]), carried, around.kernels(record))
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         for child in record.children:
             at = walk.through(child, at)
         return at
+
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        inner = amplitude
+        for child in record.children:
+            inner = child.component.carried(child, inner)
+        return amplitude + inner
 
 
 class Sum(NamedTuple):
@@ -382,13 +331,14 @@ class Bypass:
         inner = self.attention.gradient_adjoint(sensitivity)
         between = self.norm.gradient_adjoint(inner.sensitivity)
         top = self.ffn.gradient_adjoint(between.sensitivity)
-        both, skip = self._both, self.ffn.skip
+        both, skip = self._both, per_pair(self.ffn.skip)
         # The feed-forward block's branch, then attention's beside all the rest.
         first = skip * self.received
         deep = self.ffn.sent - first
         crossed = between.sensitivity + ratio(0.5 * (both - 1), skip) * sensitivity
         noise = self._added(crossed, between.sensitivity, first, deep, self.ffn.back_kappa)
-        attended = self.sent - both * self.received - self.attention.skip * self.norm.sent
+        attended = self.sent - both * self.received
+        attended = attended - per_pair(self.attention.skip) * self.norm.sent
         noise += self._added(
             sensitivity, sensitivity, self.sent - attended, attended, self.attention.back_kappa
         )
@@ -416,11 +366,11 @@ class Bypass:
         fall = self.carried / own_entries(around)
         middle = between.sensitivity - diagonal((fall * moved).astype(SINGLE), around)
         inner = self.attention.signal_adjoint(middle, of_attention)
-        both, skip = self._both, self.attention.skip
+        both, skip = self._both, per_pair(self.attention.skip)
         first = skip * kernel
         crossed = middle + ratio(0.5 * (both - 1), skip) * sensitivity
         noise = self._added(crossed, middle, first, around - first, self.attention.kappa)
-        deep = self.ffn.leaving - self.ffn.skip * self.ffn.entering
+        deep = self.ffn.leaving - per_pair(self.ffn.skip) * self.ffn.entering
         noise += self._added(sensitivity, sensitivity, self.leaving - deep, deep, self.ffn.kappa)
         return SignalAdjoint(
             inner.sensitivity + both * sensitivity,
@@ -472,22 +422,19 @@ def bypassed(
     """
     attention, norm, ffn = parts
     entering, leaving, sent, received = kernels
-    carried = carried.astype(SINGLE)
     answer = Bypass(attention, norm, ffn, carried, leaving, sent, received)
     # What different directions share passes the connections on average over tokens.
     each = over_tokens((1 + carried) ** 2, entering) / count_of(entering)
-    kept = np.mean(each)
-    added = [part.leaving - part.skip * part.entering for part in (attention, ffn)]
+    added = [part.leaving - per_pair(part.skip) * part.entering for part in (attention, ffn)]
     sizes = [trace_of(one) for one in added]
     mean = over_tokens(carried, entering) / count_of(entering)
-    first = mean**2 / attention.skip**2 if attention.skip else 0.0
-    sizes[0] = sizes[0] * first
+    sizes[0] = sizes[0] * ratio(mean**2, np.asarray(attention.skip) ** 2)
     share = ratio(sizes[0], sizes[0] + sizes[1])
     kappa = 2 + (attention.kappa - 2) * share**2 + (ffn.kappa - 2) * (1 - share) ** 2
     return _Bypassed(
         answer,
         True,
-        float(kept),
+        each,
         1.0,
         entering,
         leaving,

@@ -24,6 +24,7 @@ See docs/theory/state.md, Classes of positions.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from dataclasses import dataclass, field
@@ -113,24 +114,31 @@ class PositionClasses:
         """(P,) means over cells of (L,) values."""
         return np.asarray(self.hats @ values / self.hats.sum(1))
 
-    def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
+    def pair_means(
+        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
+    ) -> Array:
         """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
-        second[l]; over all pairs of the sequence as many as there are."""
+        second[l], each counted by weights[j]; over all pairs of the sequence as many as there
+        are."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
+        weights = np.ones(len(first)) if weights is None else weights
         sums = [
-            np.array([np.bincount(one, hat, len(known)) for hat in self.hats])
-            for one in np.split(where, 2)
+            np.array([np.bincount(one, hat, len(known)) for hat in hats])
+            for one, hats in zip(np.split(where, 2), (self.hats * weights, self.hats), strict=True)
         ]
         size = self.hats.sum(1)
-        itself = (self.hats * (first == second)) @ self.hats.T
+        itself = (self.hats * (weights * (first == second))) @ self.hats.T
         count = np.outer(size, size) - self.hats @ self.hats.T
         usable = count > 0.5  # a cell of one position has no pairs: those with the next stand in
         found = np.where(usable, (sums[0] @ sums[1].T - itself) / np.where(usable, count, 1.0), 0.0)
         for place in map(int, np.flatnonzero(~np.diagonal(usable))):
             beside = [min(place + 1, len(size) - 1), max(place - 1, 0)]
             found[place, place] = found[place, beside].mean()
-        counts = [np.bincount(one, minlength=len(known)) for one in np.split(where, 2)]
-        total = float(counts[0] @ counts[1]) - float((first == second).sum())
+        counts = [
+            np.bincount(one, by, len(known))
+            for one, by in zip(np.split(where, 2), (weights, np.ones(len(second))), strict=True)
+        ]
+        total = float(counts[0] @ counts[1]) - float((weights * (first == second)).sum())
         summed = float((found * self.pair_count).sum())
         return np.asarray(found * (total / summed if summed > 0.0 else 1.0))
 
@@ -181,12 +189,17 @@ def one_class(length: int) -> OneClass:
     return OneClass(length, np.array([length]))
 
 
+@functools.cache
+def _gauss() -> tuple[Array, Array]:
+    return np.polynomial.legendre.leggauss(24)
+
+
 def positions_between(low: int, high: int) -> tuple[Array, Array]:
     """Points and masses of the sum over positions strictly between two nodes."""
     count = high - low - 1
     if count <= SUMMED:
         return np.arange(low + 1, high, dtype=np.float64), np.ones(max(count, 0))
-    points, masses = np.polynomial.legendre.leggauss(24)  # over the cells' edges, low + 1/2 on
+    points, masses = _gauss()  # over the cells' edges, low + 1/2 on
     half = 0.5 * count
     return 0.5 * (low + high) + half * points, half * masses
 
@@ -290,30 +303,37 @@ class _Sums:
 
     def __init__(self, nodes: NDArray[np.intp], window: int) -> None:
         self._nodes, self._logs, self._window = nodes, np.log(nodes), window
+        self._places: list[int] = nodes.tolist()
         self._cells: dict[tuple[int, ...], Array] = {}
+        self._sums: dict[tuple[int, ...], Array] = {}
 
     def __call__(self, low: int, high: int, first: int, last: int, power: int = 0) -> Array:
         """(P,) counts of sum_{low < i <= high} f(i) from nodes first to last; with a power,
         size(i)^power f(i) is what is interpolated."""
-        nodes, high = self._nodes, min(high, int(self._nodes[-1]))
-        counts = np.zeros(len(nodes))
+        asked = int(low), min(int(high), self._places[-1]), first, last, power
+        if asked not in self._sums:
+            self._sums[asked] = self._sum(*asked)
+        return self._sums[asked]
+
+    def _sum(self, low: int, high: int, first: int, last: int, power: int) -> Array:
+        places = self._places
+        counts = np.zeros(len(places))
         if low >= high or first > last:
             return counts
-        place = np.arange(len(nodes))
-        counts[(nodes > low) & (nodes <= high) & (place >= first) & (place <= last)] = 1.0
-        inner = min(last, len(nodes) - 2)
-        begin = max(0, int(np.searchsorted(nodes, low, "right")) - 1)
-        for cell in range(begin, inner):
-            if nodes[cell] >= high:
+        behind = bisect.bisect_right(places, low)
+        counts[max(first, behind) : min(last + 1, bisect.bisect_right(places, high))] = 1.0
+        inner = min(last, len(places) - 2)
+        for cell in range(max(0, behind - 1), inner):
+            if places[cell] >= high:
                 break
             held = stencil(cell, first, inner)
-            ends = max(low, int(nodes[cell])), min(high + 1, int(nodes[cell + 1]))
+            ends = max(low, places[cell]), min(high + 1, places[cell + 1])
             key = held.start, held.stop, *ends, power
             if key not in self._cells:
                 points, masses = positions_between(*ends)
                 basis = lagrange(self._logs[held], np.log(points)) * masses
                 if power:
-                    sizes = np.minimum(nodes[held], self._window)[:, None]
+                    sizes = np.minimum(self._nodes[held], self._window)[:, None]
                     basis = basis * (sizes / np.minimum(points, self._window)) ** power
                 self._cells[key] = basis.sum(1)
             counts[held] += self._cells[key]
@@ -386,7 +406,7 @@ class ClassMatrix:
     Attributes:
         own: (..., P) entries of a token with itself.
         pairs: (..., P, P) of two different tokens.
-        classes: the positions.
+        classes: the positions, or one class of tokens alike.
     """
 
     __array_ufunc__ = None

@@ -29,14 +29,13 @@ from .directions import (
     persistence,
     shared_persistence,
 )
-from .modes import Branch, Pair, Passes
 from .overlap import Overlap, OverlapWalk, own_variance
 from .overlap import summed as summed_overlap
 from .packing import Padding
 from .realised import summed
 from .response import Around, Elementwise, Part, Sequence, Sum
 from .sensitivity import Response
-from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
+from .state import Array, Gradient, Kernel, Repeats, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
@@ -106,6 +105,11 @@ class Component(abc.ABC):
         """What it adds to what it keeps, where it is a sum of the two."""
         return None
 
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        """The amplitude, per token, with which the output holds what the input holds with this
+        one; what random matrices turn is not counted."""
+        return 0.0 * amplitude
+
     # --- what one draw of it does (`moments.noise`) ----------------------------------------------
 
     def response(self, record: Record, around: Around) -> Response:
@@ -121,37 +125,14 @@ class Component(abc.ABC):
         return around.whole(record)
 
     @abc.abstractmethod
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        """Two tokens at the output, and the factor on their overlap's gradient on its way back."""
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        """Two tokens of different sequences at the output.
 
-    def alike_branches(
-        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
-    ) -> list[Branch]:
-        """What it adds to its input, tokens alike; arguments as `Passes.branches`."""
-        return passes.branches(self, 1.0, nudged, kernel, overlap)
-
-    def about_mean(
-        self, passes: Passes, nudged: Array, branches: list[Branch]
-    ) -> tuple[Array, Array]:
-        """Modes (rows, ..., 2) that leave it, and its map (rows, ..., 2, 2) of the gradient's."""
-        skip = np.asarray(self.keeps)
-        leaving = skip[..., None] * nudged + sum(one.added for one in branches)
-        back = skip[..., None, None] * np.eye(2) + sum(one.returned for one in branches)
-        return leaving, back
-
-    def branch_of(self) -> tuple[Any, Component]:
-        """What it adds to what it keeps, and the squared factor: itself where it keeps nothing."""
-        return 1.0, self
-
-    @property
-    def keeps(self) -> Any:
-        """Squared factor of what it keeps of its input beside its branches; 0 where nothing."""
-        return 0.0
-
-    @property
-    def adds(self) -> bool:
-        """Whether it adds something to what it keeps."""
-        return False
+        Args:
+            signal: the two, as a signal of two alike.
+            memory: variance of what cross-attention reads, and covariance between sequences; None:
+                its sequences share nothing.
+        """
 
     @property
     def self_attention(self) -> Any | None:
@@ -163,10 +144,6 @@ class Component(abc.ABC):
     def reads(self) -> Any | None:
         """What in it reads a memory; None: nothing does."""
         return next((one.reads for one in self.children if one.reads), None)
-
-    def with_logits(self, factor: Array) -> Any:
-        """The same with the variance of its attention logits changed."""
-        return self.mapped(lambda leaf: leaf.with_logits(factor)) if self.children else self
 
     def unplaced(self) -> Any:
         """The same with every token seeing every other, wherever it stands."""
@@ -204,10 +181,16 @@ class Component(abc.ABC):
             return (self,)
         return tuple(leaf for child in self.children for leaf in child.leaves())
 
-    def structure(self) -> Any:
-        """What components must share to be evaluated at once with arrays for numbers."""
-        inner = tuple(child.structure() for child in self.children)
-        return (type(self), self.label, *inner)
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the weight matrices in it whose entries' variance its output's is affine in."""
+        return tuple(name for child in self.children for name in child.matrices)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
+        """The same with the variances of its `matrices` of these names times a factor."""
+        if not self.children:
+            return self
+        return self.mapped(lambda leaf: leaf.with_variances(names, factor))
 
     def residuals(self) -> tuple[Residual, ...]:
         """The residual connections in it, in the order of the forward pass."""
@@ -234,18 +217,6 @@ class Component(abc.ABC):
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         """The records of every way through parallel branches, leaf by leaf."""
         return [(record,)]
-
-    def ways(self) -> tuple[Chain, ...]:
-        """`paths`, or the whole where a normalisation behind the branches fixes their sum."""
-        found = self.paths()
-        behind = self.behind_branches()
-        if len(found) > 1 and any(part.normalises for part in behind):
-            return (Chain((self,)),)
-        return found
-
-    def behind_branches(self) -> tuple[Component, ...]:
-        """What follows parallel branches in it."""
-        return ()
 
     def paths(self) -> tuple[Chain, ...]:
         """Every way through parallel branches, as a chain: together they are the component.
@@ -306,21 +277,34 @@ Carry = Callable[[Component, Signal], Signal]
 class Leaf(Component):
     """A component that transforms moments by its laws."""
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        one = 1.0 + 0.0 * pair.signal.kernel.pairs
-        output, pullback = self.forward(pair.signal)
-        sent = pullback(Gradient(Kernel(one, one), 2)).gradient
-        return output, one * sent.kernel.pairs
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        return self.forward(signal)[0]
 
     @property
     def scales_pairs(self) -> bool:
         """Whether every covariance leaves as it entered, times one factor."""
         return False
 
+    @property
+    def rescales(self) -> bool:
+        """Whether it changes the size of a token alone."""
+        return False
+
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        if not self.rescales:
+            return 0.0 * amplitude
+        return amplitude * np.sqrt(record.output.kernel.diagonal / record.input.kernel.diagonal)
+
+    @property
+    def reads_realised(self) -> bool:
+        """Whether a second moment that leaves depends on how overlaps vary over draws."""
+        return False
+
     def response(self, record: Record, around: Around) -> Response:
-        received = around.received(record)
-        gradient = record.gradient_received
-        return Elementwise.of(self, record.input, gradient, received, self.scales_pairs)
+        received, signal = around.received(record), record.input
+        if not self.reads_realised:
+            signal = signal.replace(realised=None)
+        return Elementwise.of(self, signal, record.gradient_received, received, self.scales_pairs)
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -328,7 +312,17 @@ class Leaf(Component):
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         output, pullback = self.forward(signal)
+        if signal.repeats is not None and not self.mixes_tokens:
+            output = output.replace(repeats=self._of_repeats(signal, output))
         return run.passed(Record(self, run.layer, signal, output, (), pullback))
+
+    def _of_repeats(self, signal: Signal, output: Signal) -> Repeats:
+        """By how much it leaves pairs of one token alike, beyond others."""
+        assert signal.repeats is not None
+        kernel, repeats = signal.kernel, signal.repeats
+        alike = Kernel(kernel.diagonal, kernel.pairs + repeats.excess, kernel.resolved)
+        found, _ = self.forward(signal.replace(kernel=alike, repeats=None))
+        return repeats._replace(excess=found.kernel.pairs - output.kernel.pairs)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.met(record, gradient)
@@ -407,6 +401,11 @@ class Chain(Component):
         walk.chains.append((record, before))
         return at
 
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        for child in record.children:
+            amplitude = child.component.carried(child, amplitude)
+        return amplitude
+
     @property
     def children(self) -> tuple[Component, ...]:
         return self.parts
@@ -426,18 +425,10 @@ class Chain(Component):
             found = [one + own for one in found for own in child.paths()]
         return found
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        signal, factor = pair.signal, 1.0 + 0.0 * pair.signal.kernel.pairs
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         for part in self.parts:
-            signal, own = part.pair(pair.behind(signal))
-            factor = factor * own
-        return signal, factor
-
-    def behind_branches(self) -> tuple[Component, ...]:
-        for index, part in enumerate(self.parts):
-            if part.splits or part.behind_branches():
-                return part.behind_branches() + self.parts[index + 1 :]
-        return ()
+            signal = part.two_sequences(signal, memory)
+        return signal
 
     def response(self, record: Record, around: Around) -> Response:
         return Sequence(tuple(one.component.response(one, around) for one in record.children))
@@ -517,12 +508,9 @@ class Parallel(Component):
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         return [path for child in record.children for path in child.paths()]
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        found = [branch.pair(pair) for branch in self.branches]
-        kernel, factor = found[0][0].kernel, found[0][1]
-        for other, own in found[1:]:
-            kernel, factor = kernel + other.kernel, factor + own
-        return Signal(kernel, 2, width=found[0][0].width), factor
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        found = [branch.two_sequences(signal, memory) for branch in self.branches]
+        return Signal(sum_of([one.kernel for one in found]), 2, width=found[0].width)
 
     def response(self, record: Record, around: Around) -> Response:
         inner = tuple(one.component.response(one, around) for one in record.children)
@@ -630,27 +618,10 @@ class Residual(Component):
         gained = own_variance(child.output) * self.branch_scale**2
         return summed_overlap(at, inner, (kept, gained), at, width)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        branch, own = self.branch.pair(pair)
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        branch = self.branch.two_sequences(signal, memory)
         skip, scale = square(self.skip_scale), square(self.branch_scale)
-        kernel = pair.signal.kernel.mixed(skip, branch.kernel, scale)
-        return Signal(kernel, 2, width=pair.signal.width), skip + scale * own
-
-    def alike_branches(
-        self, passes: Passes, nudged: Array, kernel: Kernel, overlap: Array
-    ) -> list[Branch]:
-        return passes.branches(self.branch, self.branch_scale**2, nudged, kernel, overlap)
-
-    def branch_of(self) -> tuple[Any, Component]:
-        return self.branch_scale**2, self.branch
-
-    @property
-    def keeps(self) -> Any:
-        return self.skip_scale**2
-
-    @property
-    def adds(self) -> bool:
-        return True
+        return Signal(signal.kernel.mixed(skip, branch.kernel, scale), 2, width=signal.width)
 
     def part(self, record: Record, around: Around) -> Part:
         return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)
@@ -658,6 +629,9 @@ class Residual(Component):
     def addition(self, record: Record) -> Addition:
         skip = square(self.skip_scale)
         return Addition(record, record.children[0], skip, square(self.branch_scale))
+
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        return amplitude * self.skip_scale
 
     def _scale_free(
         self,
@@ -737,8 +711,11 @@ class Layer(Component):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return walk.through(record.children[0], at)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        return self.body.pair(pair)
+    def carried(self, record: Record, amplitude: Array) -> Array:
+        return self.body.carried(record.children[0], amplitude)
+
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        return self.body.two_sequences(signal, memory)
 
 
 def forward(
@@ -782,6 +759,11 @@ def added(
         realised, shared = found
         spread = spread + shared
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
+    repeats = None
+    for of, factor in ((signal.repeats, skip), (branch.repeats, scale)):
+        if of is not None:
+            before = 0.0 if repeats is None else repeats.excess
+            repeats = of._replace(excess=before + factor * of.excess)
     return Signal(
         kernel,
         signal.seq_len,
@@ -789,6 +771,7 @@ def added(
         spread=spread,
         realised=realised,
         centred=centred,
+        repeats=repeats,
     )
 
 

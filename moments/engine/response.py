@@ -3,7 +3,7 @@
 Leaves that act on every token alone have elementwise derivatives: taken here as differences of what
 the leaves themselves return at slightly changed kernels, so that no law is stated a second time.
 Chains and parallel branches pass sensitivities on to what they hold, and additions add noise
-(`moments.noise.token_band`).
+(`moments.noise.network`).
 
 See docs/theory/band.md, How it travels.
 """
@@ -32,6 +32,7 @@ from .sensitivity import (
     off_diagonal,
     ones,
     own_entries,
+    per_pair,
     per_unit,
     present,
     ratio,
@@ -94,8 +95,8 @@ class Elementwise:
         spread = signal.spread
         base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
         first, second = kernel.over_tokens(kernel.diagonal)
-        scale = np.sqrt(first * second)
-        nearer = Kernel.joined(kernel.diagonal, kernel.pairs - STEP * scale, kernel.resolved)
+        scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
+        nearer = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
         risen = base.replace(
             kernel=kernel.scaled(1 + STEP),
             spread=None if spread is None else spread.scaled((1 + STEP) ** 2),
@@ -105,11 +106,12 @@ class Elementwise:
         for entering in (base, base.replace(kernel=nearer), risen):
             output, pullback = leaf.forward(entering)
             sent = pullback(even).gradient.kernel
-            values.append((matrix_of(output.second_moment()), matrix_of(sent)))
+            found = (output.second_moment(), sent)
+            values.append([matrix_of(one, signal.seq_len) for one in found])
         (out, back), (out_near, back_near), (out_grown, back_grown) = values
-        tokens = matrix_of(kernel)
+        tokens, step = (matrix_of(one, signal.seq_len) for one in (kernel, scale.scaled(STEP)))
         onward, change = (
-            off_diagonal(entrywise(ratio, at - near, STEP * scale))
+            off_diagonal(entrywise(ratio, at - near, step))
             for at, near in ((out, out_near), (back, back_near))
         )
         own = (out_grown - out) / STEP - onward * tokens
@@ -126,10 +128,13 @@ class Elementwise:
         even = _ones(gradient, kernel)
         unit = Signal(even.kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=signal.width)
         output, pullback = leaf.forward(unit)
-        factor, back = matrix_of(output.kernel), matrix_of(pullback(even).gradient.kernel)
-        own = diagonal(own_entries(factor) * kernel.diagonal, factor)
+        factor, back, tokens = (
+            matrix_of(one, signal.seq_len)
+            for one in (output.kernel, pullback(even).gradient.kernel, kernel)
+        )
+        own = diagonal(own_entries(factor) * own_entries(tokens), factor)
         onward = off_diagonal(factor)
-        fields = (onward, own, back, 0 * back, 0 * back, matrix_of(kernel), received)
+        fields = (onward, own, back, 0 * back, 0 * back, tokens, received)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
@@ -240,7 +245,8 @@ class Part:
     Attributes:
         response: of the branch, or of the whole where there is no skip connection.
         residual: whether there is an addition.
-        skip, scale: squared factors of skip connection and branch; 0 and 1 where there is none.
+        skip, scale: (...,) squared factors of skip connection and branch; 0 and 1 where there is
+            none.
         entering, leaving: kernels of the signal.
         sent, received: kernels of the gradient, at the input and at the output, in units of the
             former's trace.
@@ -253,8 +259,8 @@ class Part:
 
     response: Response
     residual: bool
-    skip: float
-    scale: float
+    skip: Array
+    scale: Array
     entering: Matrix
     leaving: Matrix
     sent: Matrix
@@ -268,22 +274,22 @@ class Part:
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         """What a sensitivity to the gradient sent says; see `sensitivity.GradientAdjoint`."""
         found = self.response.gradient_adjoint(sensitivity)
-        onward = self.scale * found.sensitivity + self.skip * sensitivity
+        onward = per_pair(self.scale) * found.sensitivity + per_pair(self.skip) * sensitivity
         return found._replace(sensitivity=onward)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """What a sensitivity to the signal that leaves says; see `sensitivity.SignalAdjoint`."""
-        found = self.response.signal_adjoint(self.scale * sensitivity, exposure)
-        return found._replace(sensitivity=found.sensitivity + self.skip * sensitivity)
+        found = self.response.signal_adjoint(per_pair(self.scale) * sensitivity, exposure)
+        return found._replace(sensitivity=found.sensitivity + per_pair(self.skip) * sensitivity)
 
     def gradient_noise(self, sensitivity: Array) -> Array:
         """Variance that the addition of the gradients adds."""
-        carried = self.skip * self.received
+        carried = per_pair(self.skip) * self.received
         return self._noise(sensitivity, carried, self.sent - carried, self.back_kappa)
 
     def signal_noise(self, sensitivity: Array) -> Array:
         """Variance that the addition of the signals adds."""
-        carried = self.skip * self.entering
+        carried = per_pair(self.skip) * self.entering
         return self._noise(sensitivity, carried, self.leaving - carried, self.kappa)
 
     def floor(self, carried: Array, added: Array, coherent: Array, overlap: Array) -> Array:
@@ -306,8 +312,7 @@ class Part:
         if not self.residual:
             return np.zeros(sensitivity.shape[:-2])
         skipped, branch = sensitivity @ carried, sensitivity @ added
-        weight = np.asarray(kappa)[..., None, None].astype(SINGLE)
-        return total((4 * skipped + weight * branch) * transposed(branch)) / self.width
+        return total((4 * skipped + per_pair(kappa) * branch) * transposed(branch)) / self.width
 
 
 @dataclass(frozen=True)
@@ -320,18 +325,23 @@ class Around:
 
     unit: Array
 
+    def by_token(self, values: Array, kernel: Kernel) -> Array:
+        """(..., L) numbers for every token of a kernel, as sensitivities have them."""
+        return np.asarray(values) if kernel.resolved else np.asarray(values)[..., None]
+
     def received(self, record: Record) -> Matrix:
         """The gradient at the output."""
-        return in_units(matrix_of(record.gradient_received.kernel), self.unit)
+        received = matrix_of(record.gradient_received.kernel, record.output.seq_len)
+        return in_units(received, self.unit)
 
     def kernels(self, record: Record) -> tuple[Matrix, Matrix, Matrix, Matrix]:
         """Of the signal that enters and leaves, and of the gradient sent and received."""
-        return (
-            matrix_of(record.input.second_moment()).astype(SINGLE),
-            matrix_of(record.output.second_moment()).astype(SINGLE),
-            in_units(matrix_of(record.gradient_sent.kernel), self.unit),
-            self.received(record),
+        entering, leaving = (
+            matrix_of(one.second_moment(), one.seq_len).astype(SINGLE)
+            for one in (record.input, record.output)
         )
+        sent = in_units(matrix_of(record.gradient_sent.kernel, record.input.seq_len), self.unit)
+        return entering, leaving, sent, self.received(record)
 
     def whole(self, record: Record) -> Part:
         """A part without a skip connection."""
@@ -339,7 +349,7 @@ class Around:
         kernels, width = self.kernels(record), float(record.output.width)
         return Part(answer, False, 0.0, 1.0, *kernels, none, none, width, heads_width(record))
 
-    def added(self, record: Record, branch: Record, skip: float, scale: float) -> Part:
+    def added(self, record: Record, branch: Record, skip: Array, scale: Array) -> Part:
         """What `branch` adds to a skip connection; squared factors of both."""
         answer = branch.component.response(branch, self)
         kappa, back_kappa, attends = kappas(branch, answer)
@@ -436,6 +446,7 @@ def in_units(kernel: Matrix, unit: Array) -> Matrix:
 
 def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
     """A gradient of covariance 1 everywhere, otherwise as the one given."""
-    shape = np.broadcast_shapes(gradient.kernel.pairs.shape, kernel.pairs.shape)
-    even = kernel_of(ones(shape, matrix_of(kernel)))
+    tokens = matrix_of(kernel, gradient.seq_len)
+    received = matrix_of(gradient.kernel, gradient.seq_len)
+    even = kernel_of(ones(np.broadcast_shapes(received.shape, tokens.shape), tokens))
     return Gradient(even, gradient.seq_len, gradient.radial, gradient.centred_share)

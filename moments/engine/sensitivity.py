@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .classes import ClassMatrix, own_part
+from .classes import ClassMatrix, OneClass, one_class, own_part
 from .state import Array, Kernel
 
 SINGLE = np.float32
@@ -75,16 +75,21 @@ def ratio(numerator: Array, denominator: Array) -> Array:
 Matrix = Any
 
 
-def matrix_of(kernel: Kernel) -> Matrix:
-    """A kernel's entries."""
-    if kernel.classes is None:
+def matrix_of(kernel: Kernel, seq_len: int) -> Matrix:
+    """A kernel's entries; tokens alike are one class of `seq_len`."""
+    if kernel.classes is not None:
+        return ClassMatrix(kernel.diagonal, kernel.pairs, kernel.classes)
+    if kernel.resolved:
         return kernel.pairs
-    return ClassMatrix(kernel.diagonal, kernel.pairs, kernel.classes)
+    own, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
+    return ClassMatrix(own[..., None], pairs[..., None, None], one_class(seq_len))
 
 
 def kernel_of(matrix: Matrix) -> Kernel:
     """The kernel of these entries."""
     if isinstance(matrix, ClassMatrix):
+        if isinstance(matrix.classes, OneClass):
+            return Kernel(matrix.own[..., 0], matrix.pairs[..., 0, 0])
         return Kernel(matrix.own, matrix.pairs, matrix.classes)
     return Kernel.of_matrix(matrix)
 
@@ -197,6 +202,11 @@ def entrywise(function: Callable[..., Any], *matrices: Any) -> Any:
     if isinstance(own, tuple):
         return tuple(ClassMatrix(a, b, on) for a, b in zip(own, pairs, strict=True))
     return ClassMatrix(own, pairs, on)
+
+
+def per_pair(values: Any) -> Array:
+    """A number for each configuration, to meet a matrix's entries."""
+    return np.asarray(values, SINGLE)[..., None, None]
 
 
 def per_unit(matrix: Matrix, unit: Array) -> Matrix:

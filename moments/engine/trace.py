@@ -239,6 +239,16 @@ class Trace:
             return [point for point in self.points if point.site == "stream"]
         return [Point(0, "stream", self.entering, self.stack.sent), *between]
 
+    def passing(self) -> list[tuple[Signal, Gradient]]:
+        """What enters every layer, and the gradient that its output receives."""
+        assert self.stack is not None
+        between = self.stack.between_layers()
+        if between is None:
+            return [(one.input, one.children[0].gradient_received) for one in self.layers]
+        signals = [self.entering, *(point.signal for point in between)]
+        received = [point.gradient for point in between if point.gradient is not None]
+        return list(zip(signals, received, strict=False))
+
     def notes(self) -> list[tuple[int, str, str]]:
         """Those of every record, in the order of the forward pass."""
         records = (self.embedding, self.stack, self.ending)
@@ -252,6 +262,8 @@ class Trace:
     @property
     def memory(self) -> Signal | None:
         """What cross-attention in the layers reads."""
+        if self.stack is None or self.stack.between_layers() is not None:
+            return None  # nothing inside is there to have read one
         read = (one.memory for layer in self.layers[:1] for one in layer.walk())
         return next((memory for memory in read if memory is not None), None)
 

@@ -1,4 +1,4 @@
-"""A stack as its tokens are on average: all the same; and what sequences share of one draw.
+"""Tokens alike: layers of one structure met at once; and what sequences share of one draw.
 
 Cross-attention asks nothing of a sequence beyond its own memory. Memories of texts read by one
 embedding are taken to share what two of their own tokens do; those of other inputs, nothing.
@@ -6,97 +6,179 @@ embedding are taken to share what two of their own tokens do; those of other inp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..engine.composition import Component, Layer
-from ..engine.modes import Pair
-from ..engine.state import Array, Kernel, Signal
-from ..engine.trace import Trace
+from ..engine.response import Around, Part
+from ..engine.sensitivity import matrix_of, trace_of
+from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.trace import Record, Run, Trace
+from .network import AllAtOnce, Group
 
-Site = tuple[Kernel, Kernel]
-"""Of a signal and of its gradient."""
+_BUILT = (Component, Kernel, Signal, Gradient)
+_SAID = ("diagnostics", "notes")
 
 
 class Alike(NamedTuple):
-    """What both passes saw, tokens alike or averaged over tokens of one sequence.
+    """A stack whose tokens are alike, or as they are on average.
 
     Attributes:
         entering: what enters layer 1.
-        sites: of every layer, before, between and behind its parts.
+        passing: what enters every layer, and the gradient that its output receives.
         embedded: whether an embedding read what enters.
         memory: what cross-attention reads.
     """
 
     entering: Signal
-    sites: list[list[Site]]
+    passing: Sequence[tuple[Signal, Gradient]]
     embedded: bool
     memory: Signal | None
 
     @classmethod
     def of(cls, trace: Trace) -> Alike:
         """Of a trace, averaged where it is resolved."""
-        entering, memory = trace.entering, trace.memory
-        if entering.resolved:
-            entering = _alike(entering, entering.kernel)
-            memory = None if memory is None else _alike(memory, memory.second_moment())
-        length, sites = trace.entering.seq_len, []
-        for layer in trace.layers:
-            first = layer.input.kernel, layer.gradient_sent.kernel
-            inner = layer.children[0].in_order()
-            found = [first, *((p.output.kernel, p.gradient_received.kernel) for p in inner)]
-            sites.append([(_averaged(a, length), _averaged(b, length)) for a, b in found])
-        return cls(entering, sites, trace.embedding is not None, memory)
+        passing, memory = trace.passing(), trace.memory
+        length = trace.entering.seq_len
+        if trace.entering.resolved:
+            passing = [
+                (_of_signal(signal), Gradient(averaged(gradient.kernel, length), length))
+                for signal, gradient in passing
+            ]
+            memory = None if memory is None else _of_signal(memory)
+        return cls(passing[0][0], passing, trace.embedding is not None, memory)
 
-    @property
-    def received(self) -> Kernel:
-        """The gradient at the last layer's output."""
-        return self.sites[-1][-1][1]
+    def parts(self, layers: Sequence[Layer]) -> list[tuple[Group, Record]]:
+        """Of all layers, those of one structure at once, with the record of both passes.
 
-    def across_sequences(self, layers: Sequence[Layer]) -> list[Array]:
-        """Covariance of two tokens of different sequences before every part and after the last.
-
-        Independent inputs start at 0, texts read by one embedding as two tokens of one sequence.
-        What grows from there is the mean of the activations, which all tokens share.
+        Positions that tell no token from another are left out, as by token.
         """
-        start, width, memory = self.entering.kernel.pairs, self.entering.width, None
-        overlap = start if self.embedded else 0.0 * start
-        if self.memory is not None:
-            tokens = self.memory.second_moment()
-            pairs = tokens.mean_pairs() * float(self.embedded)
-            memory = Kernel(tokens.mean_diagonal(), pairs)
-        found = [overlap]
-        for layer, sites in zip(layers, self.sites, strict=True):
-            for part, (kernel, _) in zip(parts_of(layer), sites, strict=False):
-                tokens = Kernel(0.0 * overlap + kernel.diagonal, overlap)
-                output, _ = part.pair(Pair(Signal(tokens, 2, width=width), memory))
-                overlap = output.kernel.pairs
-                found.append(overlap)
+        starts, alike = part_starts(layers), dict[Any, list[int]]()
+        distinct = {id(layer.body): layer.body for layer in layers}  # most layers share one body
+        bodies = {key: body.unplaced() for key, body in distinct.items()}
+        kinds = {key: structure(body) for key, body in bodies.items()}
+        for n, (layer, (signal, gradient)) in enumerate(zip(layers, self.passing, strict=True)):
+            key = kinds[id(layer.body)], structure(signal), structure(gradient)
+            alike.setdefault(key, []).append(n)
+        memory, found = None if self.memory is None else stacked([self.memory]), []
+        for numbers in alike.values():
+            body = stacked([bodies[id(layers[n].body)] for n in numbers])
+            signals, gradients = (stacked([self.passing[n][i] for n in numbers]) for i in (0, 1))
+            record = body.propagate(signals, Run(memory)).backward(gradients)
+            for position, part in enumerate(record.in_order()):
+                places = [starts[n] + position for n in numbers]
+                found.append((Group(_part(part), places, True), part))
         return found
 
+    def walk(self, layers: Sequence[Layer]) -> AllAtOnce:
+        """Through all of them."""
+        return AllAtOnce([group for group, _ in self.parts(layers)])
 
-def parts_of(layer: Layer) -> tuple[Component, ...]:
-    """What follows one another in a layer."""
-    return layer.body.in_order()
+
+def _part(record: Record) -> Part:
+    axes = record.input.kernel.diagonal, record.gradient_sent.kernel.diagonal
+    unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
+    unit = np.broadcast_to(unit, np.broadcast_shapes(*map(np.shape, axes)))
+    return record.component.part(record, Around(unit))
+
+
+def across_sequences(
+    layers: Sequence[Layer], trace: Trace, variances: Sequence[Array]
+) -> list[Array]:
+    """Covariance of two tokens of different sequences before every part and after the last.
+
+    Independent inputs start at 0, texts read by one embedding as two tokens of one sequence. What
+    grows from there is the mean of the activations, which all tokens share.
+
+    Args:
+        layers: the stack of layers.
+        trace: what both passes through them saw.
+        variances: of a token, before every part.
+    """
+    embedded = trace.embedding is not None
+    entering = averaged(trace.entering.kernel, trace.entering.seq_len)
+    overlap = entering.pairs if embedded else 0.0 * entering.pairs
+    width, memory = trace.entering.width, None
+    if trace.memory is not None:
+        read = averaged(trace.memory.second_moment(), trace.memory.seq_len)
+        memory = Kernel(read.diagonal, read.pairs * float(embedded))
+    parts = [part for layer in layers for part in layer.body.in_order()]
+    found = [overlap]
+    for part, variance in zip(parts, variances, strict=True):
+        tokens = Signal(Kernel(0.0 * overlap + variance, overlap), 2, width=width)
+        overlap = part.two_sequences(tokens, memory).kernel.pairs
+        found.append(overlap)
+    return found
 
 
 def part_starts(layers: Sequence[Layer]) -> list[int]:
     """Number of parts before each layer, and in all: where the points of the stream lie."""
-    return [0, *np.cumsum([len(parts_of(layer)) for layer in layers]).tolist()]
+    return [0, *np.cumsum([len(layer.body.in_order()) for layer in layers]).tolist()]
 
 
-def _averaged(kernel: Kernel, seq_len: int) -> Kernel:
+# --- many as one ----------------------------------------------------------------------------------
+
+
+def structure(value: Any) -> Any:
+    """What values must share to be evaluated at once with arrays for numbers: everything else, and
+    which numbers vanish, since 0 often says that there is nothing."""
+    if isinstance(value, float | np.ndarray):
+        return not np.any(value)
+    if isinstance(value, _BUILT):
+        return (type(value), *[structure(one) for name, one in _fields(value)])
+    if isinstance(value, tuple):
+        return tuple(structure(one) for one in value)
+    if isinstance(value, Mapping):
+        return tuple((name, structure(one)) for name, one in value.items())
+    return value
+
+
+def stacked(values: Sequence[Any]) -> Any:
+    """One value of that structure, whose numbers have `values` on a last axis; numbers outside
+    kernels that agree stay as they are."""
+    first = values[0]
+    if len(values) > 1 and all(value is first for value in values):
+        return stacked([first])
+    if isinstance(first, float):
+        same = all(value == first for value in values)
+        return first if same else np.array(values, dtype=float)
+    if isinstance(first, np.ndarray):
+        return np.stack(np.broadcast_arrays(*values), axis=-1)
+    if isinstance(first, Kernel):
+        entries = ([v.diagonal for v in values], [v.pairs for v in values])
+        own, pairs = (np.stack(np.broadcast_arrays(*one), axis=-1) for one in entries)
+        return Kernel(own, pairs)
+    if isinstance(first, _BUILT):
+        columns = zip(*(_fields(value) for value in values), strict=True)
+        return type(first)(**{one[0][0]: stacked([v for _, v in one]) for one in columns})
+    if isinstance(first, tuple):
+        found = [stacked(entries) for entries in zip(*values, strict=True)]
+        return type(first)(*found) if hasattr(first, "_fields") else tuple(found)
+    if isinstance(first, Mapping):
+        return {name: stacked([value[name] for value in values]) for name in first}
+    return first
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    names = [f.name for f in dataclasses.fields(value)]
+    return [(name, getattr(value, name)) for name in names if name not in _SAID]
+
+
+def averaged(kernel: Kernel, seq_len: int) -> Kernel:
+    """Of tokens alike: averages over those of one sequence."""
     if not kernel.resolved:
         return kernel
     count = kernel.pairs.shape[-1]
-    if count > seq_len > 1:
+    if kernel.resolved is True and count > seq_len > 1:
         each = np.arange(count).reshape(-1, seq_len)
         blocks = [kernel.pairs[..., rows[:, None], rows] for rows in each]
         kernel = Kernel.of_matrix(np.mean(blocks, axis=0))
     return Kernel(kernel.mean_diagonal(), kernel.mean_pairs())
 
 
-def _alike(signal: Signal, kernel: Kernel) -> Signal:
-    return Signal(_averaged(kernel, signal.seq_len), signal.seq_len, width=signal.width)
+def _of_signal(signal: Signal) -> Signal:
+    kernel = averaged(signal.second_moment(), signal.seq_len)
+    return Signal(kernel, signal.seq_len, width=signal.width, spread=kernel.scaled(0.0))

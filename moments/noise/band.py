@@ -1,77 +1,61 @@
 """The spread of one draw of the weights at finite width.
 
-A realised kernel x_i . x_j / d differs from its mean by O(1/sqrt(d)). A random matrix applied to
-tokens with modes m (the token mean, or one of L - 1 differences) gives realised ones of relative
-variance 2/d each; at a residual addition of carried T and added B, independent in direction,
+A realised kernel x_i . x_j / d differs from its mean by O(1/sqrt(d)). To first order such
+fluctuations propagate linearly, so that what one number owes to each of them follows from its
+sensitivities (`network`), by token, on classes of positions or for tokens alike, one class of all.
+One draw is close to lognormal: sigma^2 = Var log g, typical = mean exp(-sigma^2/2).
 
-    Var(m) = (4 T B + kappa B^2) / d,    kappa/d = relative variance of |branch|^2.
+The gradient at the last layer is a fresh Gaussian tensor of the predicted moments, unless a head's
+loss sends it (`loss_noise`), which responds to the stream's realised sizes and overlaps, or a
+decoder (`encoder_noise`). A decoder meets its memory at the mean.
 
-Different modes fluctuate independently as far as they are orthogonal. Two modes m, m' of mean
-overlap 0 have a realised one of second moment q, at first m m'/d; the branch carries it with a gain
-h, and
+Predicted over simulated deviation at layers 0 to 5 of 6, 800 draws each (standard error 2.6 %; d =
+64, 12 tokens, dropout .1):
 
-    Cov(m, m') = (4 skip^2 h + kappa h^2) q / d,
-    q <- (skip^2 + h)^2 q + (T B' + T' B + kappa B B'/2) / d.
+    Pre-LN, correlation .3                    .99 1.00 1.00 1.00  .98 1.02
+    Pre-LN, correlation .05                  1.01 1.01 1.06 1.07 1.05 1.04
+    Post-LN, .1, temperature .6               .99 1.02 1.03 1.05 1.08 1.05
+    bottom-to-top, .3                         .99  .98  .99 1.00 1.00 1.00
+    GELU without norms, .3                    .91  .91  .94  .95  .98 1.03
 
-That is O(1/d) of the variance per pair, but pairs are many: it sets the floor below which neither
-more tokens nor more sequences that share the weights narrow the band.
+Two modes of tokens alike with noises and a floor of their own gave
 
-Fluctuations then propagate linearly. With x_k those of the signal's modes entering part k, and y_k
-those of the gradient's modes there, in relative terms,
+    Pre-LN, correlation .3                    .95  .93  .92  .93  .93 1.00
+    Pre-LN, correlation .05                   .91  .92  .95  .96  .96  .99
+    Post-LN, .1, temperature .6               .95  .98  .99 1.01 1.02  .96
+    bottom-to-top, .3                         .89  .89  .90  .92  .93  .94
+    GELU without norms, .3                    .95  .93  .94  .95  .98 1.02
 
-    x_{k+1} = R_k x_k + noise,    y_k = P_k y_{k+1} + H_k x_k + noise,
+600 draws at d = 128 (8 layers Pre-LN, 64 tokens of correlation .2) deviate at layers 0 to 3 by
+.172 .131 .092 .061, of which 3 % is statistical error; predicted are .180 .141 .096 .064. 400 draws
+of four sequences (6 bottom-to-top layers, d = 96, 12 tokens) deviate by .173 (.006) at the input,
+predicted is .159.
 
-where P_k is the pullback and H_k its dependence on the signal (norms, softmax, activations). The
-two passes' noises are independent to leading order, W meeting the signal along x and the gradient
-along a direction independent of x, but for the realised scale of the attention logits, which moves
-both. Writing y_k = K_k x_k + e_k with e_k independent of x_k,
+Share of 100 draws inside the 95 % band, at the input and above the last layer, and the measured
+deviation over the predicted one at both (standard errors .03 and .07), at d = 64 to 96, 16 to 40
+tokens (benchmarks/band_coverage.py):
 
-    K_k = P_k K_{k+1} R_k + H_k,
-    Cov e_k = P_k (Cov e_{k+1} + K_{k+1} Xi_k K_{k+1}^T) P_k^T + N_k,
-    Cov y_k = Cov e_k + K_k Cov(x_k) K_k^T,
-
-one pass up for Cov(x_k), one pass down for all depths at once. One draw is close to lognormal:
-sigma^2 = Var log g, typical = mean exp(-sigma^2/2).
-
-Parallel branches add to the stream one after the other, each with matrices of its own, and so do
-the two of a bottom-to-top layer. A decoder meets its memory at the mean.
-
-The gradient at the last layer is a fresh Gaussian tensor of the predicted moments, of which K is 0
-and Cov e that of its modes; unless a head's loss sends it (`loss_noise`), K then being its response
-to the stream's realised sizes and overlaps, or a decoder (`encoder_noise`).
-
-Share of 60 draws inside the 95 % band, all layers together, and the measured deviation over the
-predicted one at the input (standard errors .03 and .09), at d = 64, 16 to 24 tokens:
-
-    parallel, rotary, causal, 8 layers    .93    .93
-    bottom-to-top, 8 layers               .92   1.12      causal    .95    .98
-    hybrid, 8 layers                      .97    .77      causal    .94   1.12
-    decoder, causal, 6 layers             .94    .75
-
-Share of 100 draws inside, at the input and above the last layer, and the same deviations at both
-(standard errors .03 and .07), at d = 64 to 96, 20 to 40 tokens (benchmarks/band_coverage.py):
-
+    bottom-to-top, 8 layers               .95  .94   1.00   .98
+    hybrid, 8 layers                      .94  .94    .97   .98
+    10 layers of width 64, batch 16       .94  .96   1.07  1.15
+    24 layers scaled, Post-LN, batch 4    .93  .95   1.02  1.07
     head, next tokens, 6 layers, Pre-LN   .98  .93    .87  1.04     Post-LN   .95  .99    .94   .93
     tied, 8 layers, Pre-LN                .97  .97    .87   .88     Post-LN   .95  .96    .94   .98
     three texts at once, 6, Pre-LN        .97  .94    .96  1.06
-    masked, tokens alike, 10, Pre-LN      .92  .96   1.05   .97     Post-LN   .97  .99    .97   .85
+    masked, tokens alike, 10, Pre-LN      .93  .96   1.01   .96     Post-LN   .97 1.00    .95   .79
     masked tokens of a text, 6, Pre-LN    .89  .90   1.30  1.23     BERT, 5   .94  .96   1.03   .85
     4 classes, 5, Pre-LN: first token     .92  .92   1.20  1.26     mean      .95  .95   1.13  1.11
-    encoder, 4, of a decoder, 5: Pre-LN   .91  .93   1.08  1.07     Post-LN   .96  .95    .96   .94
-    encoder, 4, of a decoder with a head  .90  .95   1.15  1.03
+    encoder, 4, of a decoder, 5: Pre-LN   .90  .95   1.05  1.02     Post-LN   .93  .92   1.01  1.11
+    encoder, 4, of a decoder with a head  .89  .95   1.16  1.05
+
+600 draws of an encoder of 2 layers below a decoder of 3 with a head, two texts at once, deviate by
+.278 at its input (3 %), predicted is .265; of one text by .336 and .311. Causal rows of parallel
+and rotary, bottom-to-top and hybrid layers were taken with earlier attention maps by token: 60
+draws had shares of .93 to .97 and ratios of .93 to 1.12.
 
 Missing is what heads' realised weights do to the signal: its own deviation comes out right where
 attention is uniform and up to 12 % low where logits vary by 2.6 within a row, averaged over tokens;
-few tokens with a gradient show more of it. Of four sequences at once, 12 % of the points of a
-3-layer encoder lay outside (60 draws).
-
-The same tokens, resolved, are given up to 6 % more deviation than alike (10 % bottom-to-top), half
-of it where attention is uniform. 600 draws at d = 128 (8 layers Pre-LN, 64 tokens of correlation
-.2) deviate at layers 0 to 3 by .172 .131 .092 .061, of which 3 % is statistical error; predicted
-are .180 .136 .092 .061 alike and .180 .141 .096 .064 by token. 400 draws of four sequences (6
-bottom-to-top layers, d = 96, 12 tokens) deviate by .173 (.006) at the input, predicted are .145
-and .159. Causal rows of the tables above were taken with earlier attention maps by token, which
-gave .151 .110 .076 .053 where the first of these is given .180 .141 .096 .064 now.
+few tokens with a gradient show more of it.
 
 See docs/theory/band.md, How it travels.
 """
@@ -79,19 +63,29 @@ See docs/theory/band.md, How it travels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..engine.composition import Chain, Layer
-from ..engine.modes import Modes
-from ..engine.sensitivity import ratio, transposed
-from ..engine.state import Array, Signal
+from ..engine.response import Around, Part
+from ..engine.sensitivity import (
+    SINGLE,
+    GradientAdjoint,
+    Matrix,
+    Response,
+    SignalAdjoint,
+    count_of,
+    matrix_of,
+    paired,
+    per_unit,
+    trace_of,
+)
+from ..engine.state import Array
 from ..engine.trace import Trace
-from .alike import Alike, part_starts
-from .block_noise import Addition
-from .linearisation import Linearised, linearise
-from .token_band import log_variance_by_token
+from .alike import Alike, across_sequences, part_starts
+from .network import Network, OneByOne, Walk
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -100,29 +94,123 @@ LARGEST = 4.0
 """Variance of log g at which a fluctuation is twice its mean, and no small one."""
 
 
-def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: Any = None) -> Array:
+TARGETS = 9
+"""Points of the stream that are followed by token; the deviation is linear in between."""
+
+ALIKE_TARGETS = 129
+"""The same of tokens alike."""
+
+CHUNK_ENTRIES = 2**23
+"""Numbers kept at once: sensitivities of several points at all parts."""
+
+
+class End(Protocol):
+    """Where the gradient at the last layer comes from."""
+
+    def met(self, trace: Trace, batch: int) -> tuple[Matrix, Response]:
+        """That gradient, and how it answers to all that is behind it.
+
+        Args:
+            trace: what both passes through the stack saw.
+            batch: sequences that share the weights.
+        """
+
+
+def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: End | None = None) -> Array:
     """Var log g of the gradient variance at every point of the stream, shape (..., N + 1).
 
     To first order in the fluctuations, however large it says that they are (`first_order`).
 
     Args:
         declaration: the stack of layers, as it was propagated through.
-        trace: what both passes saw, for tokens alike or by token (`token_band`).
+        trace: what both passes saw.
         batch: sequences of independent input and gradient that share the weights, those that one
             kernel by token holds side by side included.
         top: where the gradient at the last layer comes from; None: it is a fresh Gaussian tensor.
     """
-    if trace.stream()[0].signal.resolved:
-        return _by_token(declaration, trace, batch, top)
-    # positions that tell no token from another are left out, as by token
-    layers = [part.unplaced() for part in declaration.parts if isinstance(part, Layer)]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        modes = Modes(trace.entering.seq_len)
-        ending = None if top is None else top.alike(trace, modes, batch)
-        found = both_ways(layers, Alike.of(trace), batch, ending)
-        ends, average = part_starts(layers), found.modes.average
-        variance = np.einsum("k...ij,i,j->...k", down(found)[ends], average, average)
+    layers = [part for part in declaration.parts if isinstance(part, Layer)]
+    first = trace.entering
+    if first.resolved is True:
+        batch = max(1, batch // (first.kernel.pairs.shape[-1] // first.seq_len))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        walk = OneByOne(_by_token(trace)) if first.resolved else Alike.of(trace).walk(layers)
+        end = Fresh.of(trace) if top is None else top.met(trace, batch)
+        network = Network(walk, first, batch, shared(layers, trace, walk, batch), end)
+        variance = _at_points(network, part_starts(layers), bool(first.resolved))
     return _where_it_arrives(variance, trace)
+
+
+def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: int) -> Sequence[Array]:
+    """What sequences that share the weights have in common, before every part and behind all."""
+    if batch == 1:
+        return (0.0,)
+    variances: dict[int, Array] = {}
+    for group in walk.groups:
+        kernel = group.part.entering
+        variances |= group.by_place(trace_of(kernel) / count_of(kernel))
+    return across_sequences(layers, trace, [variances[k] for k in sorted(variances)])
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A Gaussian gradient of its own at the last layer, kernel (..., L, L)."""
+
+    received: Matrix
+    width: Array
+
+    @classmethod
+    def of(cls, trace: Trace) -> tuple[Matrix, Fresh]:
+        """The gradient, and what it comes from."""
+        signal, gradient = trace.passing()[-1]
+        received = matrix_of(gradient.kernel, signal.seq_len)
+        received = per_unit(received, trace_of(received)).astype(SINGLE)
+        return received, cls(received, signal.width)
+
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        noise = 2 / self.width * paired(sensitivity, self.received, self.received)
+        return GradientAdjoint(sensitivity, None, noise, 0.0 * noise)
+
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        none = np.zeros(sensitivity.shape[:-2])
+        return SignalAdjoint(sensitivity, none, none)
+
+
+def _by_token(trace: Trace) -> list[Part]:
+    """All parts of all layers."""
+    stream = trace.stream()
+    kernels = [point.signal.kernel for point in stream]
+    kernels += [point.gradient.kernel for point in stream if point.gradient is not None]
+    axes = np.broadcast_shapes(*(kernel.diagonal.shape[:-1] for kernel in kernels))
+    found: list[Part] = []
+    for layer in trace.layers:
+        for record in layer.children[0].in_order():
+            unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
+            found.append(record.component.part(record, Around(np.broadcast_to(unit, axes))))
+    return found
+
+
+def _at_points(network: Network, starts: Sequence[int], resolved: bool) -> Array:
+    """(..., N + 1) variance at the points of the stream, which have these parts behind them."""
+    layers, most = len(starts) - 1, TARGETS if resolved else ALIKE_TARGETS
+    # The last points are their own: above the topmost layer there is no randomness but the loss's.
+    below = np.linspace(0, layers - 1, min(most - 1, layers)).round()
+    if len(below) < layers and not resolved:
+        # In a deep stream of Pre-LN what one layer adds falls with its number.
+        fewer = most // 2
+        near = np.geomspace(1, layers, fewer).round() - 1
+        below = np.union1d(near, np.linspace(0, layers - 1, fewer).round())
+    targets = np.append(below, layers).astype(int)
+    size = max(1, CHUNK_ENTRIES // (network.top.size * starts[-1]))
+    found = [
+        network.variance([starts[n] for n in targets[first : first + size]])
+        for first in range(0, len(targets), size)
+    ]
+    deviation = np.sqrt(np.concatenate(found))
+    points = np.arange(layers + 1)
+    after = np.clip(np.searchsorted(targets, points), 1, len(targets) - 1)
+    way = (points - targets[after - 1]) / (targets[after] - targets[after - 1])
+    way = way.reshape(-1, *(1,) * (deviation.ndim - 1))
+    return np.moveaxis((1 - way) * deviation[after - 1] + way * deviation[after], 0, -1) ** 2
 
 
 def _where_it_arrives(variance: Array, trace: Trace) -> Array:
@@ -151,76 +239,6 @@ def first_order(variance: Array) -> tuple[Array, tuple[str, ...]]:
     return np.minimum(variance, LARGEST), (note,)
 
 
-class BothWays(NamedTuple):
-    """A stack of tokens alike, as fluctuations run through it.
-
-    Attributes:
-        modes: of the tokens.
-        steps: its parts about their means.
-        signal: (parts + 1, ..., 2, 2) covariance of the signal's relative modes before every part.
-        signal_noise, gradient_noise: (parts, ..., 2, 2) covariance that every part adds.
-        received: (..., 2, 2) covariance of the gradient's modes at the top, beside
-        exposed: (..., 2, 2) their response to the signal's there.
-        logits: (parts, ...) variance of the realised scale of the attention logits.
-    """
-
-    modes: Modes
-    steps: Linearised
-    signal: Array
-    signal_noise: Array
-    gradient_noise: Array
-    received: Array
-    exposed: Array
-    logits: Array
-
-
-def both_ways(
-    layers: Sequence[Layer], alike: Alike, batch: int, ending: tuple[Array, Array] | None
-) -> BothWays:
-    """What fluctuates on the way up, and what both ways add.
-
-    Args:
-        layers: the stack of layers.
-        alike: what both passes through them saw.
-        batch: sequences that share the weights.
-        ending: response of the last gradient's modes to the last signal's, and their covariance;
-            None: they are those of a fresh Gaussian tensor.
-    """
-    entering, last = alike.entering, alike.received
-    modes = Modes(entering.seq_len)
-    if batch > 1:
-        overlaps = alike.across_sequences(layers)
-    else:
-        overlaps = [0.0 * entering.kernel.pairs] * (part_starts(layers)[-1] + 1)
-    steps = linearise(layers, alike, modes, overlaps)
-    draws = _Draws(modes, entering.width, batch)
-    signal_noise, first = draws.signal(steps.signal, entering, overlaps)
-    injected = ratio(modes.of(last), np.asarray(last.diagonal)[..., None])
-    gradient_noise, received = draws.gradient(steps.gradient, injected)
-    exposed = 0.0 * received
-    if ending is not None:
-        exposed, received = ending
-    shape = steps.pull.shape[1:]
-    first, received, exposed = (np.broadcast_to(e, shape) for e in (first, received, exposed))
-    logits = steps.logits.variance / batch
-    signal = _up(steps, first, signal_noise, logits)
-    return BothWays(modes, steps, signal, signal_noise, gradient_noise, received, exposed, logits)
-
-
-def _by_token(declaration: Chain, trace: Trace, batch: int, top: Any) -> Array:
-    layers = [part for part in declaration.parts if isinstance(part, Layer)]
-    first = trace.stream()[0].signal
-    if first.resolved is True:
-        batch = max(1, batch // (first.kernel.pairs.shape[-1] // first.seq_len))
-    overlaps: list[Array] = [0.0] * (part_starts(layers)[-1] + 1)
-    if batch > 1:
-        # what sequences share, followed with moments averaged over tokens
-        overlaps = Alike.of(trace).across_sequences(layers)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        variance = log_variance_by_token(trace, batch, overlaps, top)
-    return _where_it_arrives(variance, trace)
-
-
 def band(mean: Array, log_variance: Array) -> tuple[Array, Array]:
     """Typical value (geometric mean) and 95 % interval of a lognormal quantity.
 
@@ -234,93 +252,3 @@ def band(mean: Array, log_variance: Array) -> tuple[Array, Array]:
     typical = mean * np.exp(-log_variance / 2)
     half = np.exp(NORMAL_95 * np.sqrt(log_variance))
     return typical, np.stack([typical / half, typical * half])
-
-
-def _up(steps: Linearised, entering: Array, noise: Array, logits: Array) -> Array:
-    """Covariance of the signal's relative modes before every part, (parts + 1, ..., 2, 2)."""
-    found = [entering]
-    noise = noise + _outer(steps.logits.signal) * logits[..., None, None]
-    for response, back, own in zip(steps.response, transposed(steps.response), noise, strict=True):
-        found.append(response @ found[-1] @ back + own)
-    return np.stack(found)
-
-
-def down(found: BothWays) -> Array:
-    """Covariance of the gradient's modes before every part, (parts + 1, ..., 2, 2).
-
-    Of more than two modes where `gradient_noise` and the rest follow more.
-    """
-    steps, count = found.steps, len(found.steps.pull)
-    gains = [found.exposed] * (count + 1)
-    for k in range(count - 1, -1, -1):
-        gains[k] = steps.pull[k] @ gains[k + 1] @ steps.response[k] + steps.exposure[k]
-    gain = np.stack(gains)
-    # Everything a part adds itself; the logits move signal and gradient together.
-    pulled = steps.pull @ gain[1:]
-    both = (pulled @ steps.logits.signal[..., None])[..., 0] + steps.logits.gradient
-    added = pulled @ found.signal_noise @ transposed(pulled) + found.gradient_noise
-    added = added + _outer(both) * found.logits[..., None, None]
-    own = [found.received] * (count + 1)
-    back = transposed(steps.pull)
-    for k in range(count - 1, -1, -1):
-        own[k] = steps.pull[k] @ own[k + 1] @ back[k] + added[k]
-    return np.stack(own) + gain @ found.signal @ transposed(gain)
-
-
-class _Draws:
-    """Noise covariances (parts, ..., 2, 2) of modes averaged over alike ones of all sequences."""
-
-    def __init__(self, modes: Modes, width: Array, batch: int) -> None:
-        self.modes, self.width, self.batch = modes, width, batch
-        self.alone = np.diag(1 / (batch * modes.count))
-
-    def signal(
-        self, additions: Addition, entering: Signal, overlaps: Sequence[Array]
-    ) -> tuple[Array, Array]:
-        """Relative noise of every part, and covariance of what enters."""
-        base = self.modes.of(entering.kernel)
-        shared = np.stack(overlaps) * self.modes.seq_len
-        axes = (1,) * (additions.kept.ndim - shared.ndim)  # a gradient's configurations alone
-        shared = shared.reshape(len(shared), *axes, *shared.shape[1:])
-        kept = additions.kept * shared[:-1]
-        noise = self._noise(additions, base)
-        # modes of two sequences that overlap in the mean: T B' and B B' of the shared direction
-        branch = np.where(additions.kappa > 0, shared[1:] - kept, 0.0)
-        mean = (4 * kept + additions.kappa * branch) * branch / self.width
-        noise[..., 0, 0] += (1 - 1 / self.batch) * mean
-        after = additions.carried + additions.added
-        return ratio(noise, _outer(after)), self._entering(entering, base, shared[0])
-
-    def gradient(self, additions: Addition, injected: Array) -> tuple[Array, Array]:
-        """Noise of every part, and covariance of the Gaussian gradient at the top."""
-        reverse = Addition(*(entry[::-1] for entry in additions))
-        own = 2 * _outer(injected) / self.width * self.alone
-        return self._noise(reverse, injected)[::-1], own
-
-    def _noise(self, additions: Addition, first: Array) -> Array:
-        """Noise of every part, in the order in which the pass meets them."""
-        carried, added, alone, coherent, kept, gain, kappa = additions
-        kept, kappa = kept[..., None, None], kappa[..., None, None]
-        cross = carried[..., :, None] * added[..., None, :]
-        grown = (cross + transposed(cross) + kappa / 2 * _outer(added)) / self.width
-        overlaps = [np.broadcast_to(_outer(first) / self.width, grown.shape[1:])]
-        for factor, own in zip((kept + gain) ** 2, grown, strict=True):
-            overlaps.append(factor * overlaps[-1] + own)
-        others = (4 * kept + kappa * gain) * gain * np.stack(overlaps[:-1]) * (1 - self.alone)
-        return alone[..., None] * self.alone + coherent / self.batch + others / self.width
-
-    def _entering(self, signal: Signal, base: Array, shared: Array) -> Array:
-        """Covariance of the relative modes of a Gaussian tensor that enters layer 1."""
-        noise = 2 / self.width * (self.alone + 0 * _outer(base) + 0 * shared[..., None, None])
-        across = ratio(shared, base[..., 0]) ** 2
-        noise[..., 0, 0] += 2 / self.width * (1 - 1 / self.batch) * across
-        if signal.spread is None or np.any(signal.spread.diagonal):
-            return noise
-        # a norm has fixed every token's size: only the split between the modes is left
-        part = ratio(base * self.modes.average, np.asarray(signal.kernel.diagonal)[..., None])
-        split = np.eye(2) - part[..., None, :]
-        return split @ noise @ transposed(split)
-
-
-def _outer(vector: Array) -> Array:
-    return vector[..., :, None] * vector[..., None, :]

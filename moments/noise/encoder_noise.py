@@ -1,16 +1,13 @@
 """What one draw of a decoder makes of the gradient that its encoder receives.
 
-Every layer's cross-attention sends the memory a gradient M_k R_k: R_k of the decoder's modes, M_k
-a map that depends on the modes of the memory and of the tokens that ask. The sum over layers is one
-more pair of modes z that the decoder's gradient is added to on its way down,
-
-    z_k = z_{k+1} + M_k y_{k+1} + (dM_k/dx) R_k x_k + noise,
-
-so that its covariance follows from the same recursion (`band`), in which it shares the fluctuations
-of the decoder's gradient with every layer. Noise is that of the matrices in between: W_o, 2 over
-the heads' features for each mode received; W_v, 2/d for each mode sent, and 4/d of what other
-layers have sent, independent in direction; and what the decoder's mean sends into the memory's
-differences, in every head one vector over tokens.
+Every layer's cross-attention sends the memory a gradient M_k R_k: R_k the modes of the gradient
+that the layer's part receives, M_k a map that depends on the modes of the memory and of the tokens
+that ask. Their sum over layers is a number y as any other: of sensitivity M_k to the gradient that
+each part receives, and dM_k/dx R_k to the signal that enters it (`network.Inflow`), so that it
+shares the fluctuations of the decoder's gradient with every layer. Noise besides is that of the
+matrices in between: W_o, 2 over the heads' features for each mode received; W_v, 2/d for each mode
+sent, and 4/d of what other layers have sent, independent in direction; and what the decoder's mean
+sends into the memory's differences, in every head one vector over tokens.
 
 The memory's own fluctuations enter through dM_k/d(memory) and its last normalisation: they are the
 response of the encoder's last gradient to its last signal. That a decoder's tokens move with the
@@ -24,39 +21,76 @@ See docs/theory/band.md, Where gradients come from.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix
-from ..engine.composition import Chain, Component, Layer, forward
-from ..engine.modes import Modes
-from ..engine.response import in_units
+from ..engine.classes import ClassMatrix, OneClass, one_class
+from ..engine.composition import Chain, Layer, forward
 from ..engine.sensitivity import (
     SINGLE,
     GradientAdjoint,
+    Matrix,
     Response,
     SignalAdjoint,
     count_of,
     diagonal,
     matrix_of,
-    ones,
+    off_diagonal,
+    own_entries,
+    per_unit,
     ratio,
-    stacked,
     total,
+    trace_of,
     transposed,
 )
 from ..engine.state import Array, Gradient, Kernel, Signal
-from ..engine.trace import Trace
-from ..transfer.attention.cross import CrossAttention
+from ..engine.trace import Record, Trace
 from ..transfer.attention.logits import logit_law
 from ..transfer.attention.softmax import SquareTable
 from ..transfer.attention.softmax.chebyshev import THETA_MAX
-from .alike import Alike, part_starts, parts_of
-from .band import BothWays, both_ways, down
-from .linearisation import STEP
+from .alike import Alike, averaged, stacked
+from .band import End, Fresh, shared
+from .network import AllAtOnce, Group, Inflow, Network
+
+STEP = 1e-5
+"""Relative step of the one-sided differences, whose error is of this order."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The two eigenvalues of a kernel over L tokens alike, last axis (mean, difference)."""
+
+    seq_len: int
+
+    @property
+    def count(self) -> Array:
+        """Number of modes of each kind."""
+        return np.array([1.0, self.seq_len - 1.0])
+
+    @property
+    def average(self) -> Array:
+        """Weights with which the modes make up the variance of a token."""
+        return self.count / self.seq_len
+
+    def of(self, kernel: Kernel) -> Array:
+        """Eigenvalues (..., 2) of a kernel."""
+        own, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
+        return np.stack([own + (self.seq_len - 1) * pairs, own - pairs], axis=-1)
+
+    def kernel(self, modes: Array) -> Kernel:
+        """The kernel with eigenvalues (..., 2)."""
+        mean, difference = modes[..., 0], modes[..., 1]
+        pairs = (mean - difference) / self.seq_len
+        return Kernel(difference + pairs, pairs)
+
+    def sensitivity(self, derivative: Array) -> Array:
+        """(..., 2) to a token's moment and to that of two, of derivatives by both eigenvalues."""
+        kernel = self.kernel(ratio(derivative, self.count))
+        return np.stack([kernel.diagonal, kernel.pairs], axis=-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,147 +107,153 @@ class DecoderTop:
     read: Chain
     declaration: Chain
     trace: Trace
-    top: Any = None
+    top: End | None = None
 
-    def alike(self, trace: Trace, modes: Modes, batch: int) -> tuple[Array, Array]:
+    def met(self, trace: Trace, batch: int) -> tuple[Matrix, Response]:
+        """The encoder's last gradient, and how it answers to the decoder; `trace` is the
+        encoder's."""
+        last = trace.stream()[-1]
+        assert last.gradient is not None
+        signal, modes = last.signal, Modes(last.signal.seq_len)
+        received = matrix_of(last.gradient.kernel, signal.seq_len)
+        kernel = matrix_of(signal.second_moment(), signal.seq_len)
+        relative = per_unit(received, trace_of(received)).astype(SINGLE)
+        sequences = int(count_of(received)) // signal.seq_len
+        response, covariance = self._of_modes(signal, modes, batch * sequences)
+        return relative, OfModes(response, batch * covariance, relative, kernel, modes)
+
+    def _of_modes(self, signal: Signal, modes: Modes, batch: int) -> tuple[Array, Array]:
         """Response of the encoder's last gradient to its signal, and covariance of its modes.
 
-        As `HeadTop.alike`; `trace` is the encoder's.
+        Both in relative modes (..., 2, 2), of the gradient's over its variance.
         """
-        decoder, top = Alike.of(self.trace), self.top
-        if top is not None and self.trace.entering.resolved:
-            top = AsAlike(top, self.trace)
-        layers = [part.unplaced() for part in self.declaration.parts]
-        ending = None
-        if top is not None:
-            ending = top.alike(self.trace, Modes(decoder.entering.seq_len), batch)
-        own = both_ways(layers, decoder, batch, ending)
-        of_memory = _Reading(self.read, trace, modes, batch, own.steps.pull.shape[1:-2])
-        sent = _sent(layers, decoder, own.modes, of_memory)
-        whole = np.add.reduce([one.added for one in sent.values()])
+        layers = [part for part in self.declaration.parts if isinstance(part, Layer)]
+        decoder = Alike.of(self.trace)
+        parts = decoder.parts(layers)
+        groups = [group for group, _ in parts]
+        shape = groups[0].part.sent.shape[:-3]
+        of_memory = _Reading.of(self.read, signal, modes, batch, shape)
+        sent: list[tuple[Group, _Sent]] = []
+        for group, record in parts:
+            reading = [one for one in record.leaves() if one.memory is not None]
+            sent += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
+        whole = np.add.reduce([one.added.sum(-2) for _, one in sent])
         last = _times(of_memory.back, whole[:3])
         gradient, size = last[0] @ modes.average, whole[0] @ modes.average
-        covariance = down(_beside(own, sent, size, of_memory))[0][..., 2:, 2:]
+        walk = AllAtOnce(groups)
+        overlaps = shared(layers, self.trace, walk, batch)
+        network = Network(walk, decoder.entering, batch, overlaps, self._end(batch))
+        covariance = _covariance(network, walk, sent, size, of_memory)
         through = of_memory.back[0] * (size / gradient)[..., None, None]
         response = (last[1:] - last[0]) / (STEP * gradient[..., None])
         return np.moveaxis(response, 0, -1), through @ covariance @ transposed(through)
 
-    def by_token(self, trace: Trace, batch: int) -> tuple[Array, Response]:
-        """The encoder's last gradient (..., L, L), and how it answers to the decoder.
-
-        As `HeadTop.by_token`.
-        """
-        last = trace.stream()[-1]
-        assert last.gradient is not None
-        kernel, received = last.signal.second_moment().pairs, last.gradient.kernel.pairs
-        unit = np.trace(received, axis1=-2, axis2=-1)
-        modes = Modes(last.signal.seq_len)
-        sequences = received.shape[-1] // modes.seq_len
-        response, covariance = self.alike(trace, modes, batch * sequences)
-        relative = in_units(received, unit)
-        return relative, OfModes(response, batch * covariance, relative, kernel, modes)
+    def _end(self, batch: int) -> tuple[Matrix, Response]:
+        """The decoder's own last gradient, as of tokens alike."""
+        first, sequences = self.trace.entering, 1
+        if self.top is None:
+            end: tuple[Matrix, Response] = Fresh.of(self.trace)
+        else:
+            if first.resolved is True:
+                sequences = first.kernel.pairs.shape[-1] // first.seq_len
+            end = self.top.met(self.trace, max(1, batch // sequences))
+        if not first.resolved:
+            return end
+        received, response = end
+        kind = one_class(first.seq_len)
+        return _alike(received, kind), OfAverages(response, received, kind, sequences)
 
 
 class _Sent(NamedTuple):
-    """What a part's cross-attention sends to the memory.
+    """What parts' cross-attention sends to the memory, on the axis before the last.
 
     Attributes:
-        returned: (..., 2, 2) map from the modes of the gradient that the part receives.
-        variance: (...,) of the gradient that the part receives.
-        added: (5, ..., 2) modes sent: at the means, at either mode of the encoder's last signal a
-            little larger, and of the signal that enters the part.
-        noise: (..., 2, 2) covariance that the part's matrices add, in units of the modes sent.
+        returned: (..., parts, 2, 2) map from the modes of the gradient that a part receives.
+        added: (5, ..., parts, 2) modes sent: at the means, at either mode of the encoder's last
+            signal a little larger, and of the signal that enters the part.
+        entering: (..., parts, 2) modes of that signal.
+        noise: (..., parts, 2, 2) covariance that the part's matrices add.
     """
 
     returned: Array
-    variance: Array
     added: Array
+    entering: Array
     noise: Array
 
 
-class _Reading:
-    """The memory at the encoder's last signal, and at slightly larger modes of it."""
+class _Reading(NamedTuple):
+    """The memory at the encoder's last signal, and at slightly larger modes of it.
 
-    def __init__(
-        self, read: Chain, trace: Trace, modes: Modes, batch: int, shape: tuple[int, ...]
-    ) -> None:
-        signal = trace.stream()[-1].signal
-        if signal.resolved:
-            kernel = Alike.of(trace).sites[-1][-1][0]
-            signal = Signal(kernel, signal.seq_len, width=signal.width)
-        base = np.broadcast_to(modes.of(signal.kernel), (*shape, 2))
+    Attributes:
+        memory: (5, ..., 1) of these, the last two at the signal itself.
+        back: (3, ..., 2, 2) map of the gradient's modes from the memory to that signal.
+        modes, width: of the encoder's tokens.
+        batch: sequences that share the weights.
+        shape: of the configurations.
+    """
+
+    memory: Signal
+    back: Array
+    modes: Modes
+    width: Array
+    batch: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, read: Chain, signal: Signal, modes: Modes, batch: int, shape: tuple[int, ...]
+    ) -> _Reading:
+        """Of what stands between that signal and the memory."""
+        base = np.broadcast_to(modes.of(averaged(signal.kernel, modes.seq_len)), (*shape, 2))
         axes = (1,) * (base.ndim - 1)
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
-        self.modes, self.batch, self.width, self.shape = modes, batch, signal.width, shape
         kernel = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
-        self.memory, record = forward(read, self.signal(kernel))
+        entering = Signal(kernel, modes.seq_len, width=signal.width, spread=kernel.scaled(0.0))
+        memory, record = forward(read, entering)
         basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
         pulled = modes.of(record.backward(Gradient(basis, modes.seq_len)).gradient_sent.kernel)
-        shape = np.broadcast_shapes(pulled.shape, (2, 5, *base.shape))
-        self.back = np.moveaxis(np.broadcast_to(pulled, shape), 0, -1)[:3]
-
-    def signal(self, kernel: Kernel) -> Signal:
-        return Signal(kernel, self.modes.seq_len, width=self.width, spread=kernel.scaled(0.0))
-
-
-def _sent(
-    layers: Sequence[Layer], alike: Alike, modes: Modes, of_memory: _Reading
-) -> dict[int, _Sent]:
-    """By the number of the part, from the first one on."""
-    found: dict[int, _Sent] = {}
-    starts = part_starts(layers)
-    width = alike.entering.width
-    for index, (layer, points) in enumerate(zip(layers, alike.sites, strict=True)):
-        for position, part in enumerate(parts_of(layer)):
-            if part.reads is not None:
-                kernel, gradient = points[position][0], points[position + 1][1]
-                one = _of_part(part, kernel, gradient, width, modes, of_memory)
-                found[starts[index] + position] = one
-    return found
+        pulled = np.broadcast_to(pulled, np.broadcast_shapes(pulled.shape, (2, 5, *base.shape)))
+        back = np.moveaxis(pulled, 0, -1)[:3]
+        plain = dataclasses.replace(memory, diagnostics=None, notes=())
+        return cls(stacked([plain]), back, modes, signal.width, batch, shape)
 
 
-def _of_part(
-    part: Component,
-    kernel: Kernel,
-    gradient: Kernel,
-    width: Array,
-    modes: Modes,
-    of_memory: _Reading,
-) -> _Sent:
-    base, received = (
-        np.broadcast_to(modes.of(one), (*of_memory.shape, 2)) for one in (kernel, gradient)
-    )
+def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
+    """Of the parts of a group, and one reader in them."""
+    modes, attention = Modes(record.input.seq_len), reading.component
+    kernel, gradient = record.input.kernel, record.gradient_received.kernel
+    shape = (*of_memory.shape, np.shape(kernel.diagonal)[-1], 2)
+    base, received = (np.broadcast_to(modes.of(one), shape) for one in (kernel, gradient))
     axes = (1,) * (base.ndim - 1)
     steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
     nudged = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
+    signal = Signal(nudged, modes.seq_len, width=record.input.width, spread=nudged.scaled(0.0))
     basis = Gradient(modes.kernel(np.eye(2).reshape(2, 1, *axes, 2)), modes.seq_len)
-    scale, node = part.branch_of()
-    for path in node.paths():
-        attention = path.reads
-        if attention is None:
-            continue
-        signal = Signal(nudged, modes.seq_len, width=width, spread=nudged.scaled(0.0))
-        record = forward(path, signal, of_memory.memory)[1].backward(basis)
-        (reading,) = (one for one in record.children if one.sent_to_memory is not None)
-        assert reading.sent_to_memory is not None
-        sent = of_memory.modes.of(reading.sent_to_memory.kernel)
-        sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
-        returned = scale * np.moveaxis(sent, 0, -1)
-        query_tokens = _first(reading.input.kernel)
-        noise = _noise(attention, returned[0], received, query_tokens, of_memory, modes)
-        return _Sent(returned[0], received @ modes.average, _times(returned, received), noise)
-    raise AssertionError("the part has no cross-attention")
+    addition, scale, node = record.component.addition(record), 1.0, record.component
+    if addition is not None:
+        scale, node = addition.adding, addition.added.component
+    path = next(one for one in node.paths() if attention in one.leaves())
+    passed = forward(path, signal, of_memory.memory)[1].backward(basis)
+    (asked,) = (one for one in passed.leaves() if one.sent_to_memory is not None)
+    assert asked.sent_to_memory is not None
+    sent = of_memory.modes.of(asked.sent_to_memory.kernel)
+    sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
+    returned = np.asarray(scale)[..., None, None] * np.moveaxis(sent, 0, -1)
+    query_tokens = _first(asked.input.kernel)
+    noise = _noise(attention, returned[0], received, query_tokens, of_memory, modes)
+    return _Sent(returned[0], _times(returned, received), base, noise)
 
 
 def _noise(
-    attention: CrossAttention,
+    attention: Any,
     returned: Array,
     received: Array,
     query_tokens: Kernel,
     of_memory: _Reading,
     modes: Modes,
 ) -> Array:
-    """Of the output projection, of the value projection and of the heads' realised weights."""
+    """Of the output projection, of the value projection and of the heads' realised weights, of
+    one sequence."""
     inner, width = attention.heads * attention.d_head, attention.memory_width
     stage = returned * (2 / inner * received**2 / modes.count)[..., None, :]
     noise = stage @ transposed(returned)
@@ -228,35 +268,44 @@ def _noise(
     squares = SquareTable.load().at_length(of_memory.modes.seq_len).single(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
     noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
-    return noise / of_memory.batch
+    return noise
 
 
-def _beside(own: BothWays, sent: dict[int, _Sent], size: Array, of_memory: _Reading) -> BothWays:
-    """The decoder's passes with z behind the gradient's modes, in units of z's variance."""
-    steps = own.steps
-    shape = steps.pull.shape[:-2]
-    pull, noise = np.zeros((*shape, 4, 4)), np.zeros((*shape, 4, 4))
-    exposure, logits = np.zeros((*shape, 4, 2)), np.zeros((*shape, 4))
-    pull[..., :2, :2], noise[..., :2, :2] = steps.pull, own.gradient_noise
-    pull[..., 2:, 2:], exposure[..., :2, :] = np.eye(2), steps.exposure
-    logits[..., :2] = steps.logits.gradient
+def _covariance(
+    network: Network,
+    walk: AllAtOnce,
+    sent: Sequence[tuple[Group, _Sent]],
+    size: Array,
+    of_memory: _Reading,
+) -> Array:
+    """(..., 2, 2) of the modes of all that the memory receives, over its variance `size`."""
+    network.variance([0])  # how far the gain of different directions agrees, of the decoder's own
+    units = np.stack([np.eye(2)[0], np.eye(2)[1], np.ones(2)])  # two modes, and their sum
+    units = units.reshape(3, *(1,) * size.ndim, 2)
+    inflow: dict[int, Inflow] = {}
+    noise: Array = 0.0
+    parts = []
+    for group, one in sent:
+        modes = Modes(group.part.sent.classes.length)
+        weights, over = units[..., None, :], size[..., None, None]
+        to_gradient = modes.sensitivity(_times(transposed(one.returned), weights))
+        share = (weights * one.added[0] / over).sum(-1)
+        change = (one.added[3:] - one.added[0]) / (STEP * over)
+        by_mode = np.moveaxis((weights * change[:, None]).sum(-1), 0, -1)
+        exposure = modes.sensitivity(ratio(by_mode, one.entering))
+        for j, place in enumerate(group.places):
+            inflow[place + 1] = Inflow(to_gradient[..., j, :], share[..., j], exposure[..., j, :])
+            parts.append((place, one.added[0][..., j, :], one.noise[..., j, :, :]))
     carried: Array = 0.0
-    for k in sorted(sent, reverse=True):
-        one = sent[k]
-        added = one.added[0] / size[..., None]
-        pull[k][..., 2:, :2] = one.returned * (one.variance / size)[..., None, None]
-        change = (one.added[3:] - one.added[0]) / (STEP * size[..., None])
-        exposure[k][..., 2:, :] = np.moveaxis(change, 0, -1)
-        cross = 4 * carried * added / of_memory.width / (of_memory.modes.count * of_memory.batch)
-        own_noise = one.noise / (size**2)[..., None, None]
-        noise[k][..., 2:, 2:] = own_noise + cross[..., None] * np.eye(2)
+    for _, added, own in sorted(parts, key=lambda part: -part[0]):
+        cross = 4 * carried * added / of_memory.width / of_memory.modes.count
+        noise = noise + own + cross[..., None] * np.eye(2)
         carried = carried + added
-    grown = [np.zeros((*shape[1:], 4, 4)), np.zeros((*shape[1:], 4, 2))]
-    grown[0][..., :2, :2], grown[1][..., :2, :] = own.received, own.exposed
-    steps = steps._replace(
-        pull=pull, exposure=exposure, logits=steps.logits._replace(gradient=logits)
-    )
-    return own._replace(steps=steps, gradient_noise=noise, received=grown[0], exposed=grown[1])
+    noise = noise / (of_memory.batch * size[..., None, None] ** 2)
+    found = network.along(walk.of(inflow)).variance([0, 0, 0])
+    cross = (found[2] - found[0] - found[1]) / 2
+    rows = np.stack([found[0], cross], -1), np.stack([cross, found[1]], -1)
+    return noise + np.stack(rows, axis=-2)
 
 
 def _times(matrix: Array, vector: Array) -> Array:
@@ -267,89 +316,109 @@ def _first(kernel: Kernel) -> Kernel:
     return Kernel(kernel.diagonal[0], kernel.pairs[0])
 
 
-# --- between gradients by token and those of tokens alike: two modes ------------------------------
+# --- between gradients by token and those of tokens alike -----------------------------------------
 
 
 @dataclass(frozen=True)
 class OfModes:
-    """A gradient by token that fluctuates by its modes, and responds to those of the signal.
+    """A gradient that fluctuates by its modes, and responds to those of the signal.
 
     Attributes:
-        response, covariance: (..., 2, 2), as `DecoderTop.alike` gives them.
-        received: (..., L, L) the gradient, of trace 1.
-        kernel: (..., L, L) of the signal.
+        response, covariance: (..., 2, 2) as `DecoderTop` finds them.
+        received: the gradient, of trace 1.
+        kernel: of the signal.
         modes: of the tokens of a sequence.
     """
 
     response: Array
     covariance: Array
-    received: Array
-    kernel: Array
+    received: Matrix
+    kernel: Matrix
     modes: Modes
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         mean = _means(sensitivity @ self.received, self.modes.seq_len)
-        split = np.stack([mean, (sensitivity * self.received).sum((-2, -1)) - mean], axis=-1)
+        split = np.stack([mean, total(sensitivity * self.received) - mean], axis=-1)
         weights = ratio(split, self._relative(self.received))
         noise = (weights * _times(self.covariance, weights)).sum(-1)
         return GradientAdjoint(sensitivity, weights, noise, 0.0 * noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         # of x_j = dm_j/m_j, with the modes m of the tokens averaged over sequences
-        per_mode = (transposed(self.response) @ exposure[..., None])[..., 0]
-        kernel, count = self.kernel, self.kernel.shape[-1]
-        size = np.trace(kernel, axis1=-2, axis2=-1) / count
-        per_mode = ratio(per_mode, self._relative(kernel) * size[..., None])
+        per_mode = _times(transposed(self.response), exposure)
+        count = count_of(self.kernel)
+        size = trace_of(self.kernel) / count
+        per_mode = ratio(per_mode, self._relative(self.kernel) * size[..., None])
         per_mode = per_mode / (self.modes.count * count / self.modes.seq_len)
         mean, difference = (per_mode[..., i, None, None] for i in range(2))
-        same = np.kron(np.eye(count // self.modes.seq_len), np.ones((self.modes.seq_len,) * 2))
-        found = difference * np.eye(count) + (mean - difference) * same / self.modes.seq_len
+        like = 0.0 * sensitivity
+        found = diagonal(own_entries(like) + difference[..., 0], like)
+        found = found + (mean - difference) / self.modes.seq_len * self._same(like)
         none = np.zeros(sensitivity.shape[:-2])
         return SignalAdjoint(sensitivity + found.astype(SINGLE), none, none)
 
-    def _relative(self, kernel: Array) -> Array:
+    def _same(self, like: Matrix) -> Matrix:
+        """Whether two tokens are of one sequence."""
+        if isinstance(like, ClassMatrix):
+            return like * 0.0 + 1.0
+        count, length = like.shape[-1], self.modes.seq_len
+        return np.kron(np.eye(count // length), np.ones((length, length)))
+
+    def _relative(self, kernel: Matrix) -> Array:
         """(..., 2) modes over the variance."""
-        whole = np.trace(kernel, axis1=-2, axis2=-1)
-        mean = _means(kernel, self.modes.seq_len) / whole
+        mean = _means(kernel, self.modes.seq_len) / trace_of(kernel)
         sizes = np.stack([mean, 1 - mean], axis=-1)
         return sizes * self.modes.seq_len / self.modes.count
 
 
-def _means(kernel: Array, seq_len: int) -> Array:
+def _means(kernel: Matrix, seq_len: int) -> Array:
     """tr(P K), P the projection on the token mean of every sequence."""
+    if isinstance(kernel, ClassMatrix):
+        return total(kernel) / seq_len
     count = kernel.shape[-1] // seq_len
     blocks = kernel.reshape(*kernel.shape[:-2], count, seq_len, count, seq_len)
     return np.einsum("...aiaj->...", blocks) / seq_len
 
 
+def _alike(matrix: Matrix, kind: OneClass) -> ClassMatrix:
+    """Averages of tokens of one sequence, and of their pairs."""
+    own = trace_of(matrix) / count_of(matrix)
+    mean = kind.length * _means(matrix, kind.length) / count_of(matrix)
+    pairs = (mean - own) / max(kind.length - 1, 1)
+    return ClassMatrix(own[..., None], pairs[..., None, None], kind)
+
+
 @dataclass(frozen=True)
-class AsAlike:
-    """What the decoder's last gradient comes from, of tokens resolved, as of tokens alike."""
+class OfAverages:
+    """What a gradient by token comes from, as that of tokens alike.
 
-    top: Any
-    trace: Trace
+    Attributes:
+        inner: the same by token.
+        like: a matrix by token.
+        kind: the tokens.
+        sequences: how many of them the matrix holds.
+    """
 
-    def alike(self, trace: Trace, modes: Modes, batch: int) -> tuple[Array, Array]:
-        last = matrix_of(self.trace.stream()[-1].signal.second_moment())
-        size, sequences = last.shape[-1], round(count_of(last)) // modes.seq_len
-        received, response = self.top.by_token(self.trace, max(1, batch // sequences))
-        if isinstance(last, ClassMatrix):
-            same = ones((size, size), last) * (1 / modes.seq_len)
-        else:
-            same = np.kron(np.eye(sequences), np.full((modes.seq_len,) * 2, 1 / modes.seq_len))
-        rest = diagonal(np.ones(size), last) - same
-        mean = [same * modes.seq_len, rest * (modes.seq_len / modes.count[1])]
-        # the two modes over the variance, and their sum, whose noise tells their covariance
-        leading = np.zeros((*received.shape[:-2], 1, 1))
-        each = stacked([one + leading for one in (*mean, mean[0] + mean[1])], np.stack)
-        each = each.astype(SINGLE)
-        step = response.gradient_adjoint(each)
-        noise = step.noise / max(1, batch // sequences)
-        cross = (noise[2] - noise[0] - noise[1]) / 2
-        covariance = np.stack(
-            [np.stack([noise[0], cross], -1), np.stack([cross, noise[1]], -1)], axis=-2
-        )
-        gamma = response.signal_adjoint(each * 0.0, step.exposure).sensitivity[:2]
-        common = same @ last @ same
-        found = [total(gamma * part) for part in (common, last - common)]
-        return np.moveaxis(np.stack(found), (0, 1), (-1, -2)), covariance
+    inner: Response
+    like: Matrix
+    kind: OneClass
+    sequences: int
+
+    def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
+        each = 0.0 * self.like
+        own, pairs = sensitivity.own, sensitivity.pairs
+        same: Array = 1.0
+        if not isinstance(self.like, ClassMatrix):
+            length = self.kind.length
+            count = self.like.shape[-1] // length
+            same = np.kron(np.eye(count), np.ones((length, length)))
+        by_token = off_diagonal(each + pairs * same)
+        by_token = by_token + diagonal(own_entries(0.0 * by_token) + own, by_token)
+        step = self.inner.gradient_adjoint(by_token.astype(SINGLE))
+        return step._replace(sensitivity=sensitivity, noise=step.noise * self.sequences)
+
+    def signal_adjoint(self, sensitivity: ClassMatrix, exposure: Any) -> SignalAdjoint:
+        none = 0.0 * self.like
+        given = none + np.zeros((len(sensitivity), *(1,) * len(none.shape)))
+        step = self.inner.signal_adjoint(given.astype(SINGLE), exposure)
+        return step._replace(sensitivity=_alike(step.sensitivity, self.kind))

@@ -35,8 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, forward
-from ..engine.modes import Modes
+from ..engine.composition import Chain, Component
 from ..engine.response import STEP, Around, Elementwise, Sequence, in_units
 from ..engine.sensitivity import (
     SINGLE,
@@ -56,7 +55,7 @@ from ..engine.sensitivity import (
     total,
     trace_of,
 )
-from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.state import Array, Kernel, Signal
 from ..engine.trace import Trace
 from ..transfer.elementary import Activation, Linear
 from ..transfer.head.components import Pool
@@ -66,13 +65,6 @@ from ..transfer.head.readout import Readout
 _NODES = 9  # of the average over the target's logit
 _ROUNDING = 1e-15
 _FIXED = 1e-9  # variance of a logit that is given, over that of the others
-
-
-def overlap_variance(readout: Readout, batch: int) -> Array:
-    """width times the relative variance of |gradient|^2 of tokens alike, over draws and texts."""
-    length = readout.seq_len
-    inside = mean_square(readout).total(length) / (length * readout.overlap.diagonal) ** 2
-    return 2 * (inside + (batch - 1) * across(readout)) / batch
 
 
 def across(readout: Readout) -> Array:
@@ -109,17 +101,6 @@ def _slope_square(readout: Readout) -> Array:
     return kernel.average(slope)[..., None, None] if kernel.resolved else slope
 
 
-def softmax_variance(readout: Readout, batch: int) -> Array:
-    """Var log of the mean of D_ii over tokens alike, through the softmax."""
-    targets, kernel = readout.targets, readout.kernel
-    other = readout.vocab_size - 1
-    agree = targets.same_target - (1 - targets.same_target) / other
-    agree = agree * targets.both * kernel.pairs / kernel.diagonal
-    active, length = targets.active, readout.seq_len
-    tokens = (active + (length - 1) * agree) / (length * active**2)
-    return log_variance_of_mean(logit_effect(readout), tokens * (1 + 1 / other) / batch)
-
-
 def logit_agreement(readout: Readout) -> Matrix:
     """How far log D_ii and log D_jj vary together, 1 + 1/(V - 1) where they are one."""
     same, kernel = readout.targets.same_target, readout.kernel
@@ -127,7 +108,7 @@ def logit_agreement(readout: Readout) -> Matrix:
     first, second = kernel.over_tokens(kernel.diagonal)
     agree = (same - (1 - same) / other) * kernel.pairs / np.sqrt(first * second)
     agree = Kernel.joined(1.0 + 0.0 * kernel.diagonal, agree, kernel.resolved)
-    return matrix_of(agree.scaled(1 + 1 / other)).astype(SINGLE)
+    return matrix_of(agree.scaled(1 + 1 / other), readout.seq_len).astype(SINGLE)
 
 
 def log_variance_of_mean(effect: tuple[Array, Array], share: Array) -> Array:
@@ -180,13 +161,14 @@ class HeadTop:
     chain: Chain
     readout: Readout
 
-    def by_token(self, trace: Trace, batch: int) -> tuple[Array, Response]:
-        """The last layer's gradient (..., L, L), and how it answers to all that is behind it."""
+    def met(self, trace: Trace, batch: int) -> tuple[Matrix, Response]:
+        """The last layer's gradient, and how it answers to all that is behind it."""
         before = trace.stream()[-1]
         assert before.gradient is not None
         assert trace.ending is not None
-        unit = trace_of(matrix_of(before.gradient.kernel))
-        last = first = in_units(matrix_of(before.gradient.kernel), unit)
+        received = matrix_of(before.gradient.kernel, before.signal.seq_len)
+        unit = trace_of(received)
+        last = first = in_units(received, unit)
         around = Around(np.asarray(unit))
         parts: list[Response] = []
         for record in trace.ending.children:
@@ -198,53 +180,10 @@ class HeadTop:
         parts.append(_Ending.of(self.readout, last, unit, batch))
         return first, Sequence(tuple(parts))
 
-    def alike(self, trace: Trace, modes: Modes, batch: int) -> tuple[Array, Array]:
-        """The same of tokens alike, in relative modes (..., 2, 2).
-
-        Returns:
-            The response of the gradient's modes over its variance to the signal's relative modes,
-            and the covariance that one draw adds.
-        """
-        stream = trace.stream()
-        signal, top = stream[-1].signal, stream[-1].gradient
-        assert top is not None
-        width, received = signal.width, modes.of(top.kernel) / _last(top.kernel.diagonal)
-        base = np.broadcast_to(modes.of(signal.kernel), received.shape)
-        step = STEP if self.readout.normalised else _COARSE
-        steps = step * np.array([[0, 0], [1, 0], [0, 1]])
-        nudged = modes.kernel(base * (1 + steps.reshape(3, *(1,) * (base.ndim - 1), 2)))
-        entering = Signal(nudged, modes.seq_len, width=width, spread=nudged.scaled(0.0))
-        read, record = forward(self.chain, entering)
-        readout = dataclasses.replace(self.readout, kernel=_sized(self.readout, read.kernel))
-        pulled = record.backward(Gradient(_sent(readout), read.seq_len)).gradient_sent
-        sent = modes.of(pulled.kernel)
-        response_ = (sent[1:] - sent[0]) / (step * _last(sent[0] @ modes.average))
-        noise = 2.0
-        for one in () if trace.ending is None else trace.ending.children:
-            noise = noise + _kappa(one.component, one.output)
-        own = noise / width * _outer(received) * np.diag(1 / (batch * modes.count))
-        of_modes = (
-            2
-            / width
-            * np.einsum("...i,i,...i->...", received**2, modes.average**2, 1 / modes.count)
-            / batch
-        )
-        excess = np.maximum(overlap_variance(self.readout, batch) / width - of_modes, 0.0)
-        excess = excess + softmax_variance(self.readout, batch)
-        return np.moveaxis(response_, 0, -1), own + excess[..., None, None]
-
 
 def _sent(readout: Readout) -> Kernel:
     """Gradient at what the matrix multiplies."""
     return readout.gradient() if readout.normalised else readout.gradient() + readout.radial()
-
-
-def _sized(readout: Readout, kernel: Kernel) -> Kernel:
-    """Slightly changed kernels, first axis, with the sizes of the first where those are fixed."""
-    if not readout.normalised:
-        return kernel
-    size = kernel.diagonal[:1] + 0.0 * kernel.diagonal
-    return Kernel(size, kernel.pairs * size / kernel.diagonal)
 
 
 def _kappa(leaf: Component, output: Signal) -> Array:
@@ -257,9 +196,6 @@ def _kappa(leaf: Component, output: Signal) -> Array:
     relative = output.spread.diagonal / output.second_moment().diagonal ** 2
     own = output.kernel.average(relative)
     return np.maximum(own * output.width - 2.0, 0.0)
-
-
-# --- by token -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -278,7 +214,7 @@ class _Drawn:
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         step = self.inner.signal_adjoint(sensitivity, exposure)
-        kernel = matrix_of(self.output.second_moment()).astype(SINGLE)
+        kernel = matrix_of(self.output.second_moment(), self.output.seq_len).astype(SINGLE)
         return step._replace(noise=step.noise + self._noise(sensitivity, kernel))
 
     def _noise(self, sensitivity: Array, kernel: Array) -> Array:
@@ -313,13 +249,13 @@ class _Ending:
 
     @classmethod
     def of(cls, readout: Readout, received: Array, unit: Array, batch: int) -> _Ending:
-        kernel = readout.kernel
+        kernel, length = readout.kernel, readout.seq_len
         first, second = kernel.over_tokens(kernel.diagonal)
-        scale = np.sqrt(first * second)
-        near = Kernel.joined(kernel.diagonal, kernel.pairs - STEP * scale, kernel.resolved)
-        base = matrix_of(_sent(readout))
-        change = (base - matrix_of(_sent(_moved(readout, near)))) / (STEP * scale)
-        change = off_diagonal(change)
+        scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
+        near = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
+        base = matrix_of(_sent(readout), length)
+        change = base - matrix_of(_sent(_moved(readout, near)), length)
+        change = off_diagonal(change / matrix_of(scale.scaled(STEP), length))
         own = 0.0 * base
         if not readout.normalised:
             grown = dataclasses.replace(
@@ -327,13 +263,14 @@ class _Ending:
                 kernel=kernel.scaled(1 + _COARSE),
                 carried=readout.carried * np.sqrt(1 + _COARSE),
             )
-            own = (matrix_of(_sent(grown)) - base) / _COARSE - change * matrix_of(kernel)
+            own = (matrix_of(_sent(grown), length) - base) / _COARSE
+            own = own - change * matrix_of(kernel, length)
         back, change, own = (in_units(entry, unit) for entry in (base, change, own))
         none = 0.0 * back
-        pairs = (matrix_of(kernel) + 0.0 * base).astype(SINGLE)
+        pairs = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
         answer = Elementwise(none, none, back, change, own, pairs, none + 1)
-        square = matrix_of(readout.overlap) ** 2
-        excess = matrix_of(mean_square(readout)) - square
+        square = matrix_of(readout.overlap, length) ** 2
+        excess = matrix_of(mean_square(readout), length) - square
         excess = entrywise(lambda more, of: ratio(np.maximum(more, 0.0), of), excess, square)
         drawn = logit_agreement(readout), logit_effect(readout), batch
         shared = (batch - 1) * across(readout)
@@ -363,11 +300,3 @@ def _moved(readout: Readout, kernel: Kernel) -> Readout:
     moved = dataclasses.replace(readout, kernel=kernel)
     vars(moved).update(softmax=readout.softmax, _unread=readout._unread)
     return moved
-
-
-def _last(entries: Array) -> Array:
-    return np.asarray(entries)[..., None]
-
-
-def _outer(vector: Array) -> Array:
-    return vector[..., :, None] * vector[..., None, :]

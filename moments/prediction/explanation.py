@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ _INDENTED: dict[str, Any] = {
     "break_long_words": False,
     "break_on_hyphens": False,
 }
+
+Formula = Callable[..., Any]
 
 __all__ = ["Explanation", "Step", "explain"]
 
@@ -83,7 +85,7 @@ class Log:
         names: where the registry has each law (`names_of_laws`).
     """
 
-    def __init__(self, layout: Layout, names: dict[int, tuple[str, str]]) -> None:
+    def __init__(self, layout: Layout, names: dict[Formula, tuple[str, str]]) -> None:
         self.layout, self.names = layout, names
         self.steps: list[Step] = []
         self._where = ("", "")
@@ -133,7 +135,7 @@ class Log:
     def _note(self, law: Law, values: Any, result: Any) -> None:
         average = self._of_pairs if np.ndim(result) == 2 else self._of_tokens
         picked = {name: average(values[name]) for name in law.arguments}
-        names = self.names.get(id(law), ("", ""))
+        names = self.names.get(law.formula, ("", ""))
         self.steps.append(Step(*self._where, *names, law, picked, average(result)))
 
     def _of_tokens(self, value: Any) -> float:
@@ -211,19 +213,19 @@ GATED = {
 }
 
 
-def names_of_laws(model: Transformer) -> dict[int, tuple[str, str]]:
-    """Where the registry has each law."""
+def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
+    """Where the registry has each law, by its formula."""
     from ..formulas.registry import component, components
 
-    found: dict[int, tuple[str, str]] = {}
+    found: dict[Formula, tuple[str, str]] = {}
     for name in components():
         for theory in ("simplified", "published", "refined"):
             for quantity, law in component(name).under(theory).items():  # type: ignore[arg-type]
-                found.setdefault(id(law), (name, quantity))
+                found.setdefault(law.formula, (name, quantity))
     if model.gated:
         product = gated(activation_laws(model.activation))
         name = GATED.get(model.activation, product.name)
-        found |= {id(law): (name, q) for q, law in product.under("refined").items()}
+        found |= {law.formula: (name, q) for q, law in product.under("refined").items()}
     return found
 
 

@@ -104,6 +104,11 @@ class Gate:
 
     def sites(self, points: Sequence[Point]) -> None:
         """Refuse a signal or gradient inside the network whose mean square is impossible."""
+        kernels = [at.signal.kernel for at in points]
+        kernels += [at.gradient.kernel for at in points if at.gradient is not None]
+        every = np.concatenate([np.ravel(kernel.diagonal) for kernel in kernels])
+        if np.all(np.isfinite(every)) and np.all(every >= 0):
+            return
         for at in points:
             where = f"in layer {at.layer} at {at.site}"
             self.variance(f"the variance {where}", at.signal.kernel.mean_diagonal())

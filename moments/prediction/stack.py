@@ -22,7 +22,7 @@ from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare, declare_embedding, declare_output
-from ..transfer.embedding import check_ids, embedding_gradients, fixed_positions
+from ..transfer.embedding import check_ids, class_repeats, embedding_gradients, fixed_positions
 from ..transfer.head.output import OutputMoments, output_moments
 from ..transfer.images import image_gradients, image_kernel
 from .gate import Gate, breakdown
@@ -169,6 +169,11 @@ class Stack:
             length, width, packed = model.seq_len, model.d_model, self.documents
             fixed = fixed_positions(model.embedding, length, width, sequences, packed)
         signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
+        classes = self.layout.classes
+        if read and classes is not None and self.inputs.token_ids is not None:
+            assert isinstance(model.embedding, Embedding)
+            repeats = class_repeats(model.embedding, classes, self.inputs.token_ids)
+            signal = signal.replace(repeats=repeats)
         if model.embedding is not None and read:
             rest = declare_embedding(model.embedding, model, theory)
             self._embedding = rest.propagate(signal, self.run)
@@ -369,7 +374,7 @@ def last_gradient(
             model,
             signal,
             run=stack.run,
-            points=stack.trace.points,
+            stack=stack.trace.stack,
             token_ids=stack.inputs.token_ids,
             targets=targets,
             real=layout.numbers,

@@ -127,7 +127,7 @@ def shown(value: float) -> str:
         front = value / 10.0**power
         base = f"10{str(power).translate(_RAISED)}"
         return base if abs(front - 1) < 1e-6 else f"{front:.3g}·{base}"
-    return f"{value:.4g}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 
 
 def _svg(chart: Chart) -> str:

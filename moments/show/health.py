@@ -28,7 +28,7 @@ from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from .expected import CLEAR
-from .health_page import fragment, page
+from .health_page import notebook, page
 from .precision import FORMATS, precision
 from .recognition import Reading, Weight, in_words, recognise, weights_of
 from .report import number, render
@@ -254,7 +254,7 @@ class CheckReport:
         return json.dumps(data, indent=2, allow_nan=False)
 
     def _repr_html_(self) -> str:
-        return fragment(self)
+        return notebook(self)
 
     def __repr__(self) -> str:
         kinds = ", ".join(f.kind for f in self.findings[:4])

@@ -29,6 +29,7 @@ from ..prediction.result import Prediction
 from ..scheme.registry import schemes as every_scheme
 from .chart import ROLES, STYLE, Chart, Curve, shown
 from .expected import one_draw
+from .html import details, document, table
 from .scheme_table import COLUMNS as SCHEME_COLUMNS
 from .scheme_table import SchemeComparison, compare_schemes
 from .verdict import growth
@@ -150,46 +151,6 @@ def _compared(
 
 # --- the page ------------------------------------------------------------------------------------
 
-_STYLE = """
-:root { color-scheme: light dark; --ground: #ffffff; --ink: #1d1d1f; --soft: #5b5f66;
-  --edge: #d8dbe0; --panel: #f6f7f9 }
-@media (prefers-color-scheme: dark) { :root { --ground: #15171a; --ink: #e8e8ea;
-  --soft: #a5abb4; --edge: #363a41; --panel: #1e2126 } }
-@media print { :root { --ground: #ffffff; --ink: #000000; --soft: #444444; --edge: #bbbbbb;
-  --panel: #ffffff } }
-* { box-sizing: border-box }
-body { background: var(--ground); color: var(--ink); margin: 0 auto; padding: 1.5rem;
-  max-width: 62rem; font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid var(--edge) }
-p { margin: .4rem 0 } .soft { color: var(--soft) }
-.verdict { background: var(--panel); border-left: 4px solid var(--soft); padding: .7rem 1rem;
-  margin: 1rem 0 }
-.warning { border-left-color: #e69f00 }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(21rem, 1fr)); gap: 1rem }
-.charts svg { width: 100% }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
-th, td { padding: .18rem .6rem; text-align: right; border-bottom: 1px solid var(--edge);
-  white-space: nowrap }
-th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom }
-.text { text-align: left; white-space: normal }
-td.text:last-child { min-width: 14rem }
-tr.own td { background: var(--panel); font-weight: 600 }
-pre { background: var(--panel); border: 1px solid var(--edge); padding: .7rem; overflow-x: auto;
-  font-size: 12.5px }
-summary { cursor: pointer; color: var(--soft); margin: .6rem 0 }
-@media print { body { padding: 0; font-size: 10.5pt } pre { white-space: pre-wrap }
-  .wide { overflow: visible } table { font-size: 7.5pt } th, td { padding: .1rem .25rem }
-  td.text:last-child { min-width: 0 }
-  svg, tr, .verdict { break-inside: avoid } h2 { break-after: avoid } }
-"""
-
-_OPEN_TO_PRINT = (
-    "addEventListener('beforeprint',()=>document.querySelectorAll('details')"
-    ".forEach(d=>{d.open=true}))"
-)
-
 
 def _page(report: Report) -> str:
     from .. import __version__
@@ -201,16 +162,16 @@ def _page(report: Report) -> str:
         f'<p class="soft">{model.layers} layers, d_model {model.d_model}, {model.heads} heads, '
         f"{model.seq_len} tokens, {model.norm} norm; theory {prediction.theory}, "
         f"{escape(prediction.resolution)}; moments {__version__}</p>",
-        f'<p class="verdict">{escape(_sentence(growth(prediction)))}</p>',
+        f'<p class="card">{escape(_sentence(growth(prediction)))}</p>',
         _warnings(prediction),
         "<h2>What it is</h2>",
-        _table([], [(name, text) for name, text in rows(model)], text={0, 1}),
+        table([], [(name, text) for name, text in rows(model)], text={0, 1}),
         f"<h2>Signal and gradient along the depth of {title}</h2>",
         '<p class="soft">Variances are means over draws of the weights; shaded: where one draw '
         "falls 95 % of the time. Correlations are those between different tokens. Gradients are "
         f"{_of_what(prediction)}.</p>",
         _charts(stream_charts(prediction)),
-        _details("layer by layer", _stream_table(prediction)),
+        details("layer by layer", _stream_table(prediction)),
         f"<h2>Gradients of the weight matrices of {title}</h2>",
         _weights(prediction),
         _tokens(prediction),
@@ -221,14 +182,9 @@ def _page(report: Report) -> str:
         "<p>As <code>model.json</code>: <code>moments report model.json -o report.html</code>, "
         "or in Python:</p>",
         f"<pre>{escape(_SNIPPET)}</pre>",
-        _details("model.json", f"<pre>{escape(_json(model))}</pre>"),
+        details("model.json", f"<pre>{escape(_json(model))}</pre>"),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title} at initialisation</title><style>{_STYLE}{STYLE}</style></head>"
-        f"<body>{''.join(body)}<script>{_OPEN_TO_PRINT}</script></body></html>\n"
-    )
+    return document(f"{report.name} at initialisation", "".join(body), STYLE)
 
 
 _SNIPPET = """import json, pathlib, moments
@@ -259,35 +215,11 @@ def _warnings(prediction: Prediction) -> str:
         return '<p class="soft">No formula left the range in which it was validated.</p>'
     notes = "".join(f"<p>{escape(note)}</p>" for note in prediction.warnings)
     title = "<strong>Where formulas leave their range</strong>"
-    return f'<div class="verdict warning">{title}{notes}</div>'
+    return f'<div class="card warning">{title}{notes}</div>'
 
 
 def _charts(charts: Iterable[Chart]) -> str:
     return f'<div class="charts">{"".join(chart.svg() for chart in charts)}</div>'
-
-
-def _details(title: str, content: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{content}</details>"
-
-
-def _table(
-    heads: Sequence[str],
-    cells: Iterable[Sequence[str]],
-    text: set[int] = frozenset(),  # type: ignore[assignment]
-    own: int = -1,
-) -> str:
-    """Cells in the columns `text` read from the left; row `own` is set apart."""
-
-    def row(values: Sequence[str], tag: str, marked: bool) -> str:
-        inside = "".join(
-            f"<{tag}{' class=text' if column in text else ''}>{escape(value)}</{tag}>"
-            for column, value in enumerate(values)
-        )
-        return f"<tr{' class=own' if marked else ''}>{inside}</tr>"
-
-    head = f"<thead>{row(heads, 'th', False)}</thead>" if heads else ""
-    lines = "".join(row(values, "td", index == own) for index, values in enumerate(cells))
-    return f'<div class="wide"><table>{head}<tbody>{lines}</tbody></table></div>'
 
 
 STREAM = (
@@ -350,7 +282,7 @@ def _stream_table(prediction: Prediction) -> str:
         [str(n), *(shown(float(column[n])) for column in columns)]
         for n in _every(prediction.model.layers + 1)
     ]
-    return _table(titles, cells)
+    return table(titles, cells)
 
 
 def _weights(prediction: Prediction) -> str:
@@ -383,11 +315,11 @@ def _weights(prediction: Prediction) -> str:
     ]
     outer = frame[(frame.layer == 0) | (frame.layer > prediction.model.layers)]
     rest = [(str(r["weight"]), shown(r["squared_norm"])) for r in outer.to_dict("records")]
-    tables = _details(
-        "every parameter, layer by layer", _table(["layer", *map(_spaced, names)], cells)
+    tables = details(
+        "every parameter, layer by layer", table(["layer", *map(_spaced, names)], cells)
     )
     if rest:
-        tables += _details("embedding and head", _table(["parameter", "squared norm"], rest, {0}))
+        tables += details("embedding and head", table(["parameter", "squared norm"], rest, {0}))
     return _charts(charts) + tables
 
 
@@ -454,14 +386,14 @@ def _schemes(report: Report) -> str:
         '<p class="soft">Each at its authors’ placement of the norm, with their options. '
         "Sensitivity: median over blocks of the number of layers times the variance that a block "
         "adds over that of the skip connection.</p>"
-        + _table(heads, cells, text={0, 1, 6}, own=0)
+        + table(heads, cells, text={0, 1, 6}, own=0)
         + missing
     )
 
 
 def _laws(report: Report) -> str:
     sources = [str(scheme.source) for scheme in _cited_schemes(report)]
-    table = ""
+    used = ""
     if report.explanation is not None:
         seen: dict[tuple[str, str], tuple[str, str]] = {}
         for step in report.explanation.steps:
@@ -474,9 +406,9 @@ def _laws(report: Report) -> str:
             for (component, quantity), about in sorted(seen.items())
         ]
         heads = ["component", "quantity", "status", "source"]
-        table = _details(f"{len(cells)} laws", _table(heads, cells, text={0, 1, 2, 3}))
+        used = details(f"{len(cells)} laws", table(heads, cells, text={0, 1, 2, 3}))
     return (
-        f"<h2>Laws at work in layer 1 of {escape(report.name)}, and what to cite</h2>{table}"
+        f"<h2>Laws at work in layer 1 of {escape(report.name)}, and what to cite</h2>{used}"
         f"<pre>{escape(bibtex(sources))}</pre>"
     )
 

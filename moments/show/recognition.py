@@ -301,10 +301,13 @@ def _base(weights: Sequence[Weight], rule: _Rule, model: Transformer) -> float:
         groups.setdefault(weight.name, []).append(weight)
     best: list[Weight] = []
     for group in groups.values():
-        start = _pooled(group, rule, model)
-        if start > 0:
-            read = [w for w in weights if w.is_of(start / rule.by(model, w.layer, w.name))]
-            best = read if len(read) > len(best) else best
+        middle = sorted(group, key=lambda w: w.variance * rule.by(model, w.layer, w.name))
+        # The layer in the middle beside all of them, since one that is off moves their mean.
+        for pool in (group, middle[len(middle) // 2 :][:1]):
+            start = _pooled(pool, rule, model)
+            if start > 0:
+                read = [w for w in weights if w.is_of(start / rule.by(model, w.layer, w.name))]
+                best = read if len(read) > len(best) else best
     return _pooled(best, rule, model) if best else 0.0
 
 

@@ -10,8 +10,11 @@ keys and values that product has the kernel
 trilinear in its three kernels, and everything follows from it: the change of A V is
 T(Q', K', V') - T(Q, K, V) besides W V' W^T - W V W^T. T is scaled, entry by entry, to the package's
 own law of the query path at the old kernels, which knows finite logits, rotation, windows, biases
-and dropped heads; the key path is scaled as a whole, to the package's own. Logits of order 1 that
-change by as much are beyond first order.
+and dropped heads; the key path is scaled as a whole, to the package's own. Coherent changes of
+queries and keys, which T's means of pairs miss most of, are those of drawn heads (`heads`). Logits
+of order 1 that change by as much are beyond first order.
+
+See docs/theory/first-step.md.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .change import Array, Change
+from .heads import Heads
+from .rules import draws_of
 
 
 class Three(NamedTuple):
@@ -45,6 +50,9 @@ class Rows:
         gain: of the value weights.
         keyed: what multiplies T's key path to give the package's.
         gradients: D at queries, keys and values, before any rotation.
+        sent: D at the heads.
+        sizes: variance of queries, keys and values over that of the tokens.
+        heads: by draws, what their coherent changes do.
         sequences: that the tokens are, none of which sees another.
     """
 
@@ -55,6 +63,9 @@ class Rows:
     gain: float
     keyed: float
     gradients: Three
+    sent: Array
+    sizes: Three
+    heads: Heads
     sequences: int = 1
 
     @classmethod
@@ -68,13 +79,31 @@ class Rows:
         received: Array,
         paths: Three,
         gradients: Three,
+        sent: Array,
+        sizes: Three,
+        heads: Heads,
         sequences: int,
     ) -> Rows:
         """`received`: gradient behind the value weights; `paths`: its kernels at the tokens."""
-        plain = cls(asking, kernel, weights, response, gain, 1.0, gradients, sequences)
+        rest = gradients, sent, sizes, heads, sequences
+        plain = cls(asking, kernel, weights, response, gain, 1.0, *rest)
         size = float((received * plain._product(asking, kernel, kernel)).sum())
         keyed = float((kernel * paths.key).sum()) / size if size else 1.0
-        return cls(asking, kernel, weights, response, gain, keyed, gradients, sequences)
+        return cls(asking, kernel, weights, response, gain, keyed, *rest)
+
+    @functools.cached_property
+    def drawn(self) -> Three:
+        """Draws of the gradients at queries, keys and values, (draws, T, features) each."""
+        found = self.heads.received(self.sent, self.gain, draws_of(len(self.kernel)))
+        sides = [np.stack(side) for side in zip(*found, strict=True)]
+        return Three(
+            *(
+                side / size**0.5
+                for side, size in zip(
+                    sides, (self.sizes.query, self.sizes.key, self.gain), strict=True
+                )
+            )
+        )
 
     def _joint(self, keys: Array, values: Array) -> Array:
         """J, by averages over rows from either side."""
@@ -142,9 +171,17 @@ class Rows:
             changes: of the three.
             gradient: E delta delta at the heads.
         """
-        query, key, value = changes
-        q, c, gain, product = self.asking, self.kernel, self.gain, self._product
+        (query, key, value), gain = changes, self.gain
+        q, c, product = self.asking, self.kernel, self._product
         moved = value.each(self._both)
+        sent = query.sent(self.gradients.query, self.sizes.query)
+        sent_keys = key.sent(self.gradients.key, self.sizes.key)
+        share = np.trace(product(sent, c, c)) + self.keyed * np.trace(product(q, sent_keys, c))
+        drawn = share > _DRAWN * np.trace(moved.total)
+        tilted = 0 * moved.total
+        if drawn:  # and beside it the noise of queries and keys
+            tilted = self.heads.moved(query.coherent, key.coherent, gain * gradient)
+            query, key = query.less(sent), key.less(sent_keys)
         # with the value path, the excess of A V A^T over W V W^T
         coherent = [
             moved.coherent + product(q, c, _even(value.coherent)),
@@ -163,14 +200,12 @@ class Rows:
             overlap, total = met - old, new - met - met.T + old
             if abs(self.keyed - 1) > _ALIKE:
                 total = total + (self.keyed - 1) * product(q, key.total, c)
-        total = gain * (moved.total + total)
         parts = [gain * part for part in coherent]
-        # queries and keys meet random weights of the others: their coherent part appears once as
-        # carried and once as mean, and the three causes share delta
-        moving = sum(parts[2:], parts[1])
-        cross = (moving / 2 + parts[0]) @ gradient @ moving.T
-        total, sent = total + cross + cross.T, parts[0] + moving
-        return Change(sent, gain * (moved.overlap + overlap), total)
+        moving = parts[1] + parts[2]
+        # the causes share delta; of means, the square of what tilts the weights once more
+        cross = (parts[0] + (0.0 if drawn else 0.5) * moving) @ gradient @ moving.T
+        total = gain * (moved.total + total + tilted) + cross + cross.T
+        return Change(parts[0] + moving, gain * (moved.overlap + overlap), total)
 
 
 def _symmetric(first: Array, second: Array) -> bool:
@@ -179,6 +214,10 @@ def _symmetric(first: Array, second: Array) -> bool:
 
 _ALIKE = 0.02
 """Difference of the key path's scale that is left out of a change's square."""
+
+_DRAWN = 3e-4
+"""Share of the heads' change, by the means of pairs, from which coherent changes of queries and
+keys are drawn: drawn, they came out 12 to 15 times that."""
 
 _SMALL = 1e-9
 """Relative change below which differences of products would lose digits."""

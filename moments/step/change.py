@@ -54,6 +54,14 @@ class Change:
         """Every entry of all three times a factor, or one for each pair of tokens."""
         return Change(factor * self.coherent, factor * self.overlap, factor * self.total)
 
+    def sent(self, gradient: Array, scale: float = 1.0) -> Array:
+        """What the coherent part adds to the square, D = `gradient` on a scale of its own."""
+        return self.coherent @ (scale * gradient) @ self.coherent.T
+
+    def less(self, square: Array) -> Change:
+        """With less of the square."""
+        return Change(self.coherent, self.overlap, self.total - square)
+
     def each(self, function: Callable[[Array], Array]) -> Change:
         """What a linear map makes of all three."""
         return Change(function(self.coherent), function(self.overlap), function(self.total))

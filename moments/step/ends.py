@@ -20,7 +20,8 @@ import numpy as np
 from ..errors import DomainError
 from .change import Array, Change
 from .rules import SIGN_MEAN, Effect, Optimizer, damping
-from .sites import ENCODER, Reading, Stream
+from .several import Batches
+from .sites import ENCODER, Reading, Stream, Table
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,7 @@ class Words:
         read: (T,) which of them a token reads; -1 where the matrix is no token table.
         sent: (T, V') c.
         beside: of an encoder's tokens which they read; None: there is none.
+        judged: (T,) tokens whose loss is asked for; None: all with a target.
     """
 
     rows: Array
@@ -40,6 +42,7 @@ class Words:
     read: Any
     sent: Array
     beside: Any = None
+    judged: Any = None
 
     @classmethod
     def of(cls, reading: Reading) -> Words:
@@ -64,7 +67,11 @@ class Words:
         beside = None
         if reading.encoder is not None:
             beside = np.array([place[int(word)] for word in other])
-        return cls(rows, target, read, sent, beside)
+        judged = None
+        if reading.batches is not None:
+            sent = sent * reading.batches.factors(len(sent))[:, None]
+            judged = reading.batches.masks(len(sent))[-1] > 0
+        return cls(rows, target, read, sent, beside, judged)
 
     @functools.cached_property
     def reads(self) -> Array:
@@ -110,27 +117,56 @@ class Entered:
     effects: tuple[tuple[str, Effect], ...]
 
 
-def row_variance(reading: Reading, words: Words, tied: Array) -> Array:
-    """(V',) variance of an entry of each row's gradient, of the matrix to the logits.
+def _row_blocks(reading: Reading, words: Words, tied: Array) -> Array:
+    """Variance of an entry of each row's gradient, of the matrix to the logits, by pairs of steps:
+    (V', k, k), of one step (V', 1, 1).
 
     `tied`: `tied_overlap`.
     """
-    readout = reading.readout
+    readout, batches = reading.readout, reading.batches
     kernel = np.asarray(readout.kernel.pairs)
-    found = readout.scale**2 * ((kernel @ words.sent) * words.sent).sum(0)
+
+    def split(values: Array) -> Array:
+        """(k, T, V') of each step's tokens alone."""
+        if batches is None:
+            return values[None]
+        return np.asarray(batches.masks(len(values))[:, :, None] * values)
+
+    sent = split(words.sent)
+    found = readout.scale**2 * np.einsum("itv,jtv->vij", sent, kernel @ sent)
     table = reading.main.token_table
     if table is None or not reading.tied:
-        return np.asarray(np.maximum(found, 0.0))
+        return np.asarray(found)
     for stream in reading.streams:
-        reads = words.of_stream(stream is reading.main)
-        gathered = ((stream.received @ reads) * reads).sum(0)
+        reads = split(words.of_stream(stream is reading.main))
+        gathered = np.einsum("itv,jtv->vij", reads, stream.received @ reads)
         found = found + table.amplitude**2 * gathered
     if np.any(readout.carried):
         k = np.asarray(readout.carried) + np.zeros(len(kernel))
         at_head = tied * (k / table.amplitude)[:, None]
-        met = ((at_head @ words.reads) * words.sent).sum(0)
-        found = found + 2 * readout.scale * table.amplitude * met
-    return np.asarray(np.maximum(found, 0.0))
+        met = np.einsum("itv,jtv->vij", sent, at_head @ split(words.reads))
+        found = found + readout.scale * table.amplitude * (met + np.swapaxes(met, 1, 2))
+    return np.asarray(found)
+
+
+def _table_blocks(reading: Reading, table: Table, gradient: Array) -> Array:
+    """(T, k, k) of every token's row: the variance of its gradient by pairs of steps."""
+    same, batches = table.amplitude * table.same, reading.batches
+    if batches is None:
+        return np.asarray(((same @ gradient) * same).sum(1)[:, None, None])
+    parts = batches.masks(len(same))[:, None, :] * same
+    return np.asarray(np.einsum("its,jts->tij", parts @ gradient, parts))
+
+
+def _followed(optimizer: Optimizer, blocks: Array, weights: Array) -> tuple[Array, Array]:
+    """`Optimizer.pulled` of rows by their blocks; of one step that of their mean."""
+    count = len(blocks)
+    if optimizer.batches is None:
+        size = max(float((weights * blocks[:, 0, 0]).sum() / weights.sum()), 0.0)
+        pulled, noise = damping(size**0.5, optimizer.epsilon)
+        return np.full(count, pulled), np.full(count, noise)
+    found = np.array([optimizer.batches.pulled(one) for one in blocks])
+    return found[:, 0], found[:, 1]
 
 
 def entered(
@@ -163,7 +199,8 @@ def entered(
     headed = reading.tied and stream.token_table is not None
     if headed:
         # rows also gather what the head sends and what another stream's tokens receive, at words
-        rows = row_variance(reading, words, tied if main else 0 * reading.main.before)
+        row_blocks = _row_blocks(reading, words, tied if main else 0 * reading.main.before)
+        rows = np.maximum(row_blocks.sum((1, 2)), 0.0)
         readout = reading.readout
         sent = readout.scale * words.sent
         gathered = sent.T @ np.asarray(readout.kernel.pairs) @ sent
@@ -175,46 +212,52 @@ def entered(
         grams[0, 0] = grams[0, 0] + reads @ gathered @ reads.T
         np.fill_diagonal(grams[0, 0], reads @ rows)
     deviations = [np.sqrt(np.maximum(np.diag(grams[i, i]), 0.0)) for i in range(len(tables))]
+    noises: list[Array] = []
     for i, table in enumerate(tables):
         size = np.diag(grams[i, i])
-        if headed and i == 0:
-            whole = float((words.rows * rows).sum()), float((words.rows * np.sqrt(rows)).sum())
-        else:
-            whole = table.once(size), table.once(deviations[i])
+        whole = float((words.rows * rows).sum()) if headed and i == 0 else table.once(size)
         if rule == "sgd":
-            pulled = np.ones(count)
-            slope, square = d * whole[0], whole[0] / table.count
-            damped, noise = 1.0, 1.0
+            pulled, noise = np.ones(count), np.ones(count)
+            slope, square = d * whole, whole / table.count
         else:
-            damped, noise = damping(float(np.mean(size)) ** 0.5, optimizer.epsilon)
+            if headed and i == 0:
+                at = (reads > 0).argmax(1)
+                along, spread = _followed(optimizer, row_blocks, words.rows)
+                slope = d * SIGN_MEAN * float((words.rows * along * np.sqrt(rows)).sum())
+                square = float((words.rows * spread).sum() / words.rows.sum())
+                along, noise = along[at], spread[at]
+            else:
+                blocks = _table_blocks(reading, table, gradient)
+                along, noise = _followed(optimizer, blocks, np.ones(count))
+                slope = d * SIGN_MEAN * table.once(along * deviations[i])
+                square = table.once(noise) / table.count
             inverse = np.divide(
                 1.0,
                 deviations[i],
                 out=np.zeros(count),
                 where=deviations[i] > 1e-12 * deviations[i].max(),
             )
-            pulled = SIGN_MEAN * damped * inverse
-            slope = d * SIGN_MEAN * damped * whole[1]
-            square = noise * (
-                1.0 if headed and i == 0 else table.once(np.ones(count)) / table.count
-            )
+            pulled = SIGN_MEAN * along * inverse
+        noises.append(np.sqrt(noise))
         amplitude = table.amplitude
         coherent += rates[i] * amplitude**2 * pulled[:, None] * table.same
         if main or not (headed and i == 0):
             effects.append((table.name, Effect(nothing, nothing, slope, square, np.nan)))
-        for j, other in enumerate(tables):
-            covariance: Array = grams[i, j]
-            if rule != "sgd":
-                both = np.outer(deviations[i], deviations[j])
-                r = np.divide(covariance, both, out=np.zeros_like(both), where=both > 0)
-                covariance = noise * 2 / np.pi * np.arcsin(np.clip(r, -1.0, 1.0))
-            total += rates[i] * rates[j] * amplitude * other.amplitude * covariance
         if main and headed and i == 0 and np.any(reading.readout.carried):
             # the row also moves along what the head reads, x_r of the tokens that it predicts
             k = np.asarray(reading.readout.carried) + np.zeros(count)
             read = (k / amplitude)[:, None] * stream.before
             sent_to = reading.readout.scale * words.sent[:, words.read].T
             overlap -= rates[i] * amplitude * pulled[:, None] * (sent_to @ read)
+    for (i, j), covariance in grams.items():
+        if rule != "sgd":
+            both = np.outer(deviations[i], deviations[j])
+            r = np.divide(covariance, both, out=np.zeros_like(both), where=both > 0)
+            covariance = (
+                np.outer(noises[i], noises[j]) * 2 / np.pi * np.arcsin(np.clip(r, -1.0, 1.0))
+            )
+        sizes = tables[i].amplitude * tables[j].amplitude
+        total += rates[i] * rates[j] * sizes * covariance
     if stream.patch is not None:
         change, found, name = _patches(stream.patch, d, optimizer, rate, gradient)
         coherent, total = coherent + change.coherent, total + change.total
@@ -242,8 +285,10 @@ def _patches(
         coherent = SIGN_MEAN * scaled @ pixels.T
         corr = np.clip(scaled.T @ gradient @ scaled, -1.0, 1.0)
         total = pixels @ (2 / np.pi * np.arcsin(corr)) @ pixels.T
-        slope = SIGN_MEAN * d * float((root * there).sum())
-        found = Effect(coherent, total, slope, float(there.mean()), np.nan)
+        along, noise = optimizer.pulled((pixels @ pixels.T) * gradient / count)
+        slope = SIGN_MEAN * d * along * float((root * there).sum())
+        square = noise * float(there.mean())
+        found = Effect(along * coherent, noise * total, slope, square, np.nan)
     step = rate * optimizer.factor(name)
     nothing = np.zeros_like(gradient)
     return Change(step * found.coherent, nothing, step * step * found.total), found, name
@@ -295,17 +340,18 @@ def ending(
     kernel = np.asarray(readout.kernel.pairs)
     name = "token" if reading.tied else "head"
     step = rate * optimizer.factor(name)
-    decay = 1.0 - rate * optimizer.multiplier(name) * optimizer.weight_decay
-    rows = row_variance(reading, words, tied)
-    sent = words.sent
+    decay = optimizer.left(name, rate)
+    blocks, sent = _row_blocks(reading, words, tied), words.sent
+    rows = np.maximum(blocks.sum((1, 2)), 0.0)
     if optimizer.others == "sgd":
-        pulled, damped, noise = np.ones(len(rows)), 1.0, 1.0
+        pulled = np.ones(len(rows))
         slope, square = d * float((words.rows * rows).sum()), _mean(rows, words)
     else:
-        damped, noise = damping(_mean(rows, words) ** 0.5, optimizer.epsilon)
+        along, noise = _followed(optimizer, blocks, words.rows)
         root = np.sqrt(rows)
-        pulled = np.divide(SIGN_MEAN * damped, root, out=np.zeros_like(root), where=root > 0)
-        slope, square = d * SIGN_MEAN * damped * float((words.rows * root).sum()), noise
+        pulled = np.divide(SIGN_MEAN * along, root, out=np.zeros_like(root), where=root > 0)
+        slope = d * SIGN_MEAN * float((words.rows * along * root).sum())
+        square = _mean(noise, words)
     met = change.met(kernel)
     own = -step * scale**2 * d * (met @ sent) * pulled
     table = reading.main.token_table
@@ -323,6 +369,8 @@ def ending(
     if reading.model.head.bias:
         sums = sent.sum(0)
         shift = sums if optimizer.others == "sgd" else np.sign(sums)
+        if reading.batches is not None and optimizer.others != "sgd":
+            shift = reading.batches.updates.sum(_by_step(reading.batches, sent))
         factor = rate * optimizer.factor("head.bias")
         mean = mean - factor * shift
         gained = float((words.rows * np.abs(sums * shift)).sum())
@@ -341,6 +389,11 @@ def ending(
     return Ending(loss, mean, spread, changed, after, tuple(effects))
 
 
+def _by_step(batches: Batches, sent: Array) -> Array:
+    """(k, V') each step's own gradient of the logits, summed over tokens."""
+    return np.asarray(batches.masks(len(sent)) @ sent / batches.weights[:, None])
+
+
 def _mean(values: Array, words: Words) -> float:
     return float((words.rows * values).sum() / words.rows.sum())
 
@@ -353,7 +406,8 @@ def _loss(mean: Array, variance: Array, words: Words) -> float:
 
     The target's logit is averaged over; the others' sum, of many, is at its mean.
     """
-    seen = np.flatnonzero(words.target >= 0)
+    judged = True if words.judged is None else words.judged
+    seen = np.flatnonzero((words.target >= 0) & judged)
     target, weights = words.target[seen], _WEIGHTS / _WEIGHTS.sum()
     logits = mean[seen] + np.log(words.rows)
     logits = logits + variance[seen, None] / 2

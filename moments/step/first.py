@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..errors import domain_error
-from ..formulas.checks import check_array, check_choice, check_flag, check_number
+from ..formulas.checks import check_array, check_choice, check_count, check_flag, check_number
 from ..formulas.symbols import NONNEGATIVE, PROBABILITY
 from .change import Change
 from .ends import Words, ending, entered, tied_overlap
 from .rules import MUON_SCALES, Optimizer
+from .several import Updates
 from .sites import ENCODER, Reading, Site
 from .walk import Walk
 
@@ -87,8 +88,9 @@ def named_optimizer(
     nesterov: bool = False,
     adjust: str = "original",
     multipliers: Mapping[str, float] | None = None,
+    steps: int = 1,
 ) -> Optimizer:
-    """The first step of an optimizer by name.
+    """The first step of an optimizer by name, or its first steps.
 
     Raises:
         DomainError: another name, or an option that it does not have.
@@ -120,7 +122,18 @@ def named_optimizer(
     rule = {"sgd": "sgd", "muon": "muon"}.get(name, "sign")
     others = "sgd" if name == "sgd" else "sign"
     gain = 1.0 + push if nesterov else 1.0
-    return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given)
+    updates = None
+    if check_count("steps", steps) > 1:
+        kind = SEVERAL.get(name)
+        if kind is None:
+            raise domain_error("steps", steps, f"1 for {name}; more for {', '.join(SEVERAL)}")
+        gain = 1.0  # the sum of all steps has it
+        updates = Updates(kind, steps, (pair[0], pair[1]), epsilon, push, nesterov)
+    return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given, updates)
+
+
+SEVERAL = {"sgd": "sgd", "adam": "adam", "adamw": "adam", "sign": "sign"}
+"""Optimizers whose further steps are followed."""
 
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "sign", "muon")

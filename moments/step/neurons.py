@@ -9,6 +9,7 @@ over 2000 draws: 0.3 %).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -64,6 +65,11 @@ class Neurons:
             return cls(drawn, kernels, value, (slope,), gradient)
         slopes = slope * drawn[1], value
         return cls(drawn, kernels, value * drawn[1], slopes, gradient)
+
+    def dropped(self, kept: float) -> Neurons:
+        """Behind dropout."""
+        mask = np.random.default_rng(12).random(self.values.shape) < kept
+        return dataclasses.replace(self, values=self.values * mask / kept)
 
     @functools.cached_property
     def received(self) -> Array:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from scipy.linalg import eigh, solve_triangular
 from scipy.linalg.lapack import dpstrf
 
 from .change import Array
+from .several import Batches, Updates
 
 SIGN_MEAN = float(np.sqrt(2 / np.pi))
 """E|z| of a standard normal z."""
@@ -136,10 +137,10 @@ class Spectrum:
     def _orthogonal(self) -> dict[tuple[float, float], Orthogonal]:
         return {}
 
-    def orthogonal(self, n: float, m: float) -> Orthogonal:
-        """Muon's step on an (m, n) matrix."""
+    def orthogonal(self, n: float, m: float, drawn: Array | None = None) -> Orthogonal:
+        """Muon's step on an (m, n) matrix; see `Orthogonal.of`."""
         if (n, m) not in self._orthogonal:
-            self._orthogonal[n, m] = Orthogonal.of(self, n, m)
+            self._orthogonal[n, m] = Orthogonal.of(self, n, m, drawn)
         return self._orthogonal[n, m]
 
     @functools.cached_property
@@ -179,16 +180,20 @@ class Orthogonal(NamedTuple):
     slope: float
 
     @classmethod
-    def of(cls, spectrum: Spectrum, n: float, m: float) -> Orthogonal:
-        draws = max(2, min(1024, 2**15 // len(spectrum.kernel) ** 2))
+    def of(cls, spectrum: Spectrum, n: float, m: float, drawn: Array | None = None) -> Orthogonal:
+        """`drawn`: (draws, T, m) of delta; None: of m independent features."""
+        draws = draws_of(len(spectrum.kernel))
         rng = np.random.default_rng(0)
         lower, right = spectrum.root.lower, Root.of(spectrum.gradient).lower
         rank = lower.shape[1]
         coherent, aligned = np.zeros((2, rank, rank))
         square = slope = 0.0
-        for _ in range(draws):
+        for k in range(draws):
             z = _wishart_root(rank, n, rng)  # z z^T: of n features
-            d = lower.T @ right @ _wishart_root(right.shape[1], m, rng)
+            if drawn is None:
+                d = lower.T @ right @ _wishart_root(right.shape[1], m, rng)
+            else:
+                d = lower.T @ drawn[k] / m**0.5
             _, sigma, turned = np.linalg.svd(d.T @ z, full_matrices=False)
             sigma = sigma * (n * m) ** 0.5
             mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
@@ -206,6 +211,11 @@ class Orthogonal(NamedTuple):
         # mean of f sigma
         size = m * float((coherent * spectrum.inner).sum())
         return cls(coherent * (slope / size), aligned, square, slope)
+
+
+def draws_of(tokens: int) -> int:
+    """Of singular values."""
+    return max(2, min(1024, 2**15 // tokens**2))
 
 
 def _wishart_root(count: int, features: float, rng: np.random.Generator) -> Array:
@@ -326,6 +336,8 @@ class Optimizer:
         gain: multiplies the rate of every step: Nesterov's momentum.
         adjust: Muon's scale of a matrix's step: "original", "match_rms_adamw" or "spectral".
         multipliers: of the learning rate, by parameter or group of them.
+        updates: of several steps; None: of the first.
+        batches: that they are taken on, once they are known.
     """
 
     name: str
@@ -336,6 +348,23 @@ class Optimizer:
     gain: float = 1.0
     adjust: str = "original"
     multipliers: Mapping[str, float] = field(default_factory=dict)
+    updates: Updates | None = None
+    batches: Batches | None = None
+
+    def pulled(self, product: Array) -> tuple[float, float]:
+        """How far an entry of a step under the sign rule follows its gradient: E U g over that of a
+        sign, and E U^2.
+
+        `product`: (T, T) what pairs of tokens give to the variance of the entry's gradient.
+        """
+        if self.batches is not None:
+            return self.batches.pulled(self.batches.blocks(product))
+        return damping(max(float(product.sum()), 0.0) ** 0.5, self.epsilon)
+
+    def left(self, name: str, rate: float) -> float:
+        """What weight decay leaves of a parameter."""
+        steps = 1 if self.updates is None else self.updates.steps
+        return (1.0 - rate * self.multiplier(name) * self.weight_decay) ** steps
 
     def factor(self, name: str, n: float = 1.0, m: float = 1.0) -> float:
         """What multiplies the learning rate of a parameter, an (m, n) matrix where it is hidden."""
@@ -383,6 +412,9 @@ def newton_schulz(values: Array, steps: int = 5) -> Array:
     return values
 
 
+Pull = Callable[[Array], tuple[float, float]]
+
+
 def damping(deviation: float, epsilon: float) -> tuple[float, float]:
     """By how much Adam's epsilon lowers E y u and E u^2, u = y/(|y| + eps) for y of a row of G.
 
@@ -405,8 +437,9 @@ def effect(
     n: float,
     m: float,
     excess: float = 0.0,
-    epsilon: float = 0.0,
+    pull: Pull | None = None,
     signs: Signs | None = None,
+    drawn: Callable[[], Array] | None = None,
 ) -> Effect:
     """A step of learning rate 1 on an (m, n) matrix, at its output.
 
@@ -418,8 +451,10 @@ def effect(
         n, m: features of input and output.
         excess: variance of the overlap of two tokens' inputs, relative to the squares, beyond the
             1/n of independent features.
-        epsilon: Adam's.
+        pull: `Optimizer.pulled`; None: the sign.
         signs: under the sign rule, rows or columns that are not Gaussian.
+        drawn: under Muon's, gives draws of delta that has other singular values than that of
+            independent features.
     """
     kernel, lam = spectrum.kernel, spectrum.values
     total = float(lam.sum())
@@ -436,14 +471,14 @@ def effect(
         plain, size, slope = n * total * (1 + excess * n), total, n * m * total
     elif rule == "sign":
         found = spectrum.signs if signs is None else signs
-        pulled, noise = damping(total**0.5, epsilon)
+        pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * spectrum.gradient)
         coherent = SIGN_MEAN * n * pulled * found.coherent
         twice = SIGN_MEAN**2 * n * (n - 1) * pulled**2
         aligned = (1 - excess) * twice * found.square
         plain, size = n * noise + excess * twice, noise
         slope = SIGN_MEAN * n * m * pulled * found.mean
     else:
-        step = spectrum.orthogonal(n, m)
+        step = spectrum.orthogonal(n, m, None if drawn is None else drawn())
         size, slope = step.square / (n * m), step.slope
         # what the old input does not span meets no gradient
         coherent, plain = step.coherent, n * size
@@ -463,7 +498,7 @@ def gain_effect(
     met: Array,
     new: Array,
     m: float,
-    epsilon: float = 0.0,
+    pull: Pull | None = None,
 ) -> Effect:
     """A step of learning rate 1 on a norm's gain, one number per feature (n = 1).
 
@@ -481,12 +516,12 @@ def gain_effect(
     freedom = total * total / float((onward * onward.T).sum())
     mean = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     mean *= math.sqrt(2 * total / freedom)
-    pulled, noise = damping(math.sqrt(total), epsilon)
+    pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * gradient)
     slope = SIGN_MEAN * pulled * mean
     return Effect(slope / total * met, noise * new, m * slope, noise, 1.0)
 
 
-def vector_effect(gradient: Array, rule: str, m: float, epsilon: float = 0.0) -> Effect:
+def vector_effect(gradient: Array, rule: str, m: float, pull: Pull | None = None) -> Effect:
     """A step of learning rate 1 on a bias, whose gradient is the sum over tokens."""
     variance, ones = float(gradient.sum()), np.ones_like(gradient)
     if variance <= 0.0:
@@ -494,6 +529,6 @@ def vector_effect(gradient: Array, rule: str, m: float, epsilon: float = 0.0) ->
     if rule == "sgd":
         return Effect(ones, ones * variance, m * variance, variance, 1.0)
     root = variance**0.5
-    pulled, noise = damping(root, epsilon)
+    pulled, noise = (1.0, 1.0) if pull is None else pull(gradient)
     coherent = SIGN_MEAN * pulled / root * ones
     return Effect(coherent, noise * ones, SIGN_MEAN * pulled * m * root, noise, 1.0)

@@ -7,6 +7,7 @@ the declaration.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,10 @@ from ..transfer.head.readout import Readout
 from ..transfer.images import cut_patches, image_kernel
 from .attention import Rows, Three
 from .change import Array
+from .heads import Heads
 from .neurons import Neurons
 from .rules import Root, Signs
+from .several import Batches, Updates
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
@@ -50,6 +53,7 @@ class Site:
         gradient: E delta delta per feature, of the loss on the whole batch.
         width: features.
         attended: what the attention that reads it can tell; None: none does.
+        weights: (T,) what multiplied the gradients of its tokens; None: nothing.
     """
 
     index: int
@@ -60,6 +64,13 @@ class Site:
     gradient: Array
     width: float
     attended: Any = None
+    weights: Array | None = None
+
+    def weighted(self, batches: Batches) -> Site:
+        """With gradients weighted by batch."""
+        factors = batches.factors(len(self.kernel))
+        gradient = self.gradient * np.outer(factors, factors)
+        return dataclasses.replace(self, gradient=gradient, weights=factors)
 
     @classmethod
     def of(cls, index: int, prefix: str, point: Point, attended: Any = None) -> Site:
@@ -109,12 +120,25 @@ class Site:
         received = Kernel.of_matrix(leaving.gradient).scaled(heads * value)
         if not isinstance(self.attended, AttentionPulled):
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
-        layer, paths = self.attended.way.layer, self.attended.sides
-        found = Three(*(np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)))
+        way, paths = self.attended.way, self.attended.sides
+        layer, tokens = way.layer, len(self.kernel)
+        found = Three(
+            *(
+                np.asarray(path.pairs)
+                * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
+                for path, at in ((paths.query, self), (paths.key, memory), (paths.value, memory))
+            )
+        )
+        pairs = int(leaf.d_head) // 2
+        frequencies = np.zeros(0)
+        if leaf.rotary is not None:
+            turning = leaf.rotary.frequencies(int(leaf.d_head))[0]
+            frequencies = turning[turning > 0][:pairs]
+        weights = np.asarray(layer.weights())
         return Rows.of(
             self.kernel,
             memory.kernel,
-            np.asarray(layer.weights()),
+            weights,
             np.asarray(layer.response().pairs),
             d * value,
             np.asarray(received.pairs),
@@ -124,6 +148,20 @@ class Site:
                 found.query * d / (float(leaf.d_model) * heads * query),
                 found.key / (shared * key),
                 found.value / (shared * value),
+            ),
+            leaving.gradient,
+            Three(float(leaf.d_model) * query, d * key, d * value),
+            Heads(
+                self.kernel,
+                memory.kernel,
+                weights,
+                float(way.law.scale),
+                int(leaf.d_head),
+                round(float(leaf.kv_heads or leaf.heads)),
+                round(float(leaf.heads) / float(leaf.kv_heads or leaf.heads)),
+                float(leaf.drop_prob),
+                frequencies,
+                np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
             ),
             int(leaf.sequences),
         )
@@ -226,6 +264,8 @@ class Reading:
         readout: the matrix to the logits.
         targets: of the loss, for every row of the logits, -1 for none.
         loss, logit_variance: as predicted.
+        sequences: how many.
+        batches: of several steps; None: one.
     """
 
     model: Any
@@ -236,6 +276,48 @@ class Reading:
     targets: Any
     loss: float
     logit_variance: float
+    sequences: int = 1
+    batches: Batches | None = None
+
+    def stepped(self, updates: Updates) -> Reading:
+        """For several steps, each on as many of the sequences.
+
+        Raises:
+            DomainError: the sequences are no whole number for every step, or dropout's masks would
+                differ from step to step.
+        """
+        sequences, k = self.sequences, updates.steps
+        if sequences % k:
+            raise DomainError(
+                f"steps = {k}: the {sequences} sequences of the prediction are the steps' batches, "
+                "as many for each"
+            )
+        if _dropping(self.model):
+            raise DomainError("steps above 1 without dropout: every step draws masks of its own")
+        batch = np.repeat(np.arange(k), sequences // k)
+        active = self.targets >= 0
+        counts = np.bincount(np.repeat(batch, len(active) // sequences)[active], minlength=k)
+        if not np.all(counts):
+            raise DomainError("every step's batch needs targets")
+        counted = counts.sum() / counts
+        plain = Batches(updates, batch, np.ones(k), counted)
+        # the mean correlation of two batches' gradients over all sites
+        products = [plain.blocks(one.weighted(plain).gradient * one.kernel) for one in self.points]
+        mean = sum(product / max(np.trace(product), 1e-300) for product in products)
+        batches = Batches(updates, batch, updates.regression(np.asarray(mean)), counted)
+        main, encoder = (
+            None
+            if stream is None
+            else dataclasses.replace(
+                stream,
+                received=stream.received
+                * np.multiply.outer(*[batches.factors(len(stream.received))] * 2),
+            )
+            for stream in (self.main, self.encoder)
+        )
+        assert main is not None
+        points = tuple(one.weighted(batches) for one in self.points)
+        return dataclasses.replace(self, main=main, encoder=encoder, points=points, batches=batches)
 
     @classmethod
     def of(cls, prediction: Prediction) -> Reading:
@@ -265,6 +347,7 @@ class Reading:
             _targets(model, read, prediction.layout.sequences),
             float(prediction.loss),
             float(prediction.logit_variance),
+            sequences=prediction.layout.sequences,
         )
 
     @property
@@ -386,6 +469,13 @@ def _beyond_encoders(prediction: Prediction) -> dict[str, bool]:
         "an encoder with a token table of its own, or beside a head that is not tied": not same
         or not main.head.tied,
     }
+
+
+def _dropping(model: Any) -> bool:
+    parts = [model, model.embedding, model.head, model.encoder]
+    names = ("dropout", "attention_dropout", "activation_dropout")
+    own = any(bool(getattr(part, name, 0.0)) for part in parts for name in names)
+    return own or (model.encoder is not None and _dropping(model.encoder))
 
 
 def _targets(model: Any, read: Any, sequences: int) -> Any:

@@ -212,7 +212,7 @@ class Walk:
 
     def kept(self, name: str) -> float:
         """What weight decay leaves of a parameter."""
-        return 1.0 - self.rate * self.optimizer.multiplier(name) * self.optimizer.weight_decay
+        return self.optimizer.left(name, self.rate)
 
     def matrix(
         self,
@@ -224,6 +224,7 @@ class Walk:
         shape: tuple[float, float],
         variance: float,
         signs: Callable[[Spectrum], Signs] | None = None,
+        drawn: Callable[[], Array] | None = None,
     ) -> Change:
         """Behind an (m, n) matrix of random entries, its own step included.
 
@@ -235,6 +236,8 @@ class Walk:
             shape: n and m.
             variance: of its entries.
             signs: gives what is not Gaussian across tokens at it; None: nothing.
+            drawn: gives draws of delta where its singular values are not those of independent
+                features; None: they are.
         """
         n, m = shape
         key, name = (entering.index, layer, name), self.prefix + name
@@ -253,8 +256,9 @@ class Walk:
             n,
             m,
             entering.excess(),
-            self.optimizer.epsilon,
+            self.optimizer.pulled,
             self._signs(key, spectrum, signs) if rule == "sign" else None,
+            drawn,
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
@@ -269,7 +273,7 @@ class Walk:
         """With a bias's step."""
         name = self.prefix + name
         rule = self.optimizer.rule_of(name)
-        found = vector_effect(gradient, rule, m, self.optimizer.epsilon)
+        found = vector_effect(gradient, rule, m, self.optimizer.pulled)
         rate = self.entry(layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         shift = float(found.coherent.flat[0]), float(found.total.flat[0])
         return change.shifted(rate * shift[0], rate * rate * shift[1], gradient)
@@ -323,7 +327,14 @@ class Walk:
         ):
             variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
             n = float(leaf.d_model if name == "query" else leaf.memory_width)
-            found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
+            drawn = (
+                functools.partial(getattr, rows.drawn, name)
+                if self.optimizer.rule_of(full) == "muon"
+                else None
+            )
+            found = self.matrix(
+                full, tokens, at, gradient, leaving.layer, (n, m), variance, None, drawn
+            )
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
                 found = self.bias(f"{full}.bias", found, gradient, m, leaving.layer)
@@ -410,7 +421,7 @@ class Walk:
             inner.met(normal),
             inner.new(normal),
             leaving.width,
-            self.optimizer.epsilon,
+            self.optimizer.pulled,
         )
         rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         own = Change(rate * found.coherent, 0 * gradient, rate * rate * found.total)
@@ -421,6 +432,9 @@ class Walk:
 
     def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
         kept = 1.0 - float(leaf.parameters["drop_prob"])
+        units = self.neurons.get(entering.index)
+        if units is not None and leaving.index not in self.neurons:
+            self.neurons[leaving.index] = units.dropped(kept)
         return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / kept - 1))
 
     def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:

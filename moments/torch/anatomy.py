@@ -127,7 +127,7 @@ def anatomy_of(
     given = None if sites is None else tuple(HookPoint(*site) for site in sites)
     if names is not None:
         return Anatomy(roles_of(module, names, given), given, given=given is not None)
-    if given is None and _of_another_type(module):
+    if given is None and of_another_type(module):
         # Layers that look like a family's may be put together otherwise.
         with suppress(MomentsError):
             reading = _read(module, batch)
@@ -143,11 +143,11 @@ def anatomy_of(
             reading = _read(module, batch)
         except MomentsError as why:
             draft = unread(module, "say what these are, and pass them as names=")
-            raise MomentsError(f"{why}. By its layers: {error}\n{draft}") from None
+            raise MomentsError(f"{why}\n{error}\n{draft}") from None
     return Anatomy(reading.roles, given or reading.sites, reading, given is not None)
 
 
-def _of_another_type(module: nn.Module) -> bool:
+def of_another_type(module: nn.Module) -> bool:
     """Whether a module's config names a type that no reader knows."""
     config = getattr(module, "config", None)
     kind = getattr(config, "model_type", None)

@@ -16,7 +16,7 @@ with optional("torch", "torch"):
     from torch import Tensor, nn
     from torch.overrides import TorchFunctionMode
 
-MASKED = 1e4
+MASKED = 5e3
 """A logit this far below the largest one of its row is a masked one."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -33,22 +34,24 @@ from ..show.health import (
 )
 from ..show.recognition import Reading, Weight, in_words, recognise
 from .advice import Advice, advise
-from .anatomy import Anatomy, anatomy_of
+from .anatomy import Anatomy, anatomy_of, of_another_type
 from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
 from .behaviour import Softmax, behaviour
 from .checkpoints import load
-from .describe import describe, described_as
+from .describe import NO_ROLE, describe, described_as
 from .diagnose import Text, at_length, case_of
 from .entering import ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
+from .gathering import gathered, gathered_names, gathered_pattern
 from .hook_points import stacks_of
-from .measure import measure
-from .probe import default_batch, run
+from .measure import measure, needs_labels
+from .probe import default_batch, in_mode, run
 from .roles import ModuleRoles, Role, block_of, tensors_of
 from .tensors import own_loss
 from .text import mask_tokens
+from .unread import not_read
 from .wrappers import unwrapped
 
 with optional("torch", "torch"):
@@ -76,7 +79,8 @@ slip is looked for in all layers together, and from which one layer alone is tak
 tokens in one draw scatter by up to two."""
 
 OTHER_INPUTS = re.compile(
-    r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox).*|input_values"
+    r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox|entity).*"
+    r"|.*protein.*|input_values"
     r"|encoder_hidden_states|encoder_outputs)"
 )
 """Names of inputs of another kind than those that a module was run on."""
@@ -130,7 +134,12 @@ class _Checking:
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme = module, scheme
-        self.parts = anatomy_of(module, batch)
+        try:
+            self.parts = anatomy_of(module, batch)
+        except DomainError:
+            raise
+        except MomentsError as error:
+            raise not_read(module, batch, str(error)) from None
         self.found = self.parts.found
         self.promised = None if self.parts.reading is not None else promised_by(module)
         read = self.promised or architecture_read(module, batch, self.parts)
@@ -143,7 +152,8 @@ class _Checking:
         self.tensors = Read.of(module, self.found, self.inputs.few, read)
         self.seen = behaviour(module, self.inputs.few)
         self.idle = tuple(self._unused())
-        self.architecture = whole(module, self.found, read, self.measurement, self.idle)
+        guess = self.parts.reading is None  # one pass tells what it adds up
+        self.architecture = whole(module, self.found, read, self.measurement, self.idle, guess)
         self.notes: list[str] = []
         self.described = self._described()
         self.random = self.seen.random
@@ -195,7 +205,8 @@ class _Checking:
                 yield path
 
     def _ahead(self) -> bool | None:
-        if self.described.encoder is not None:
+        two = getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
+        if two or self.described.encoder is not None:
             return None
         few, embedding = self.inputs.few, self.architecture.embedding
         ids = few.get("input_ids") if isinstance(few, Mapping) else None
@@ -224,6 +235,9 @@ class _Checking:
         weights = _Weights(self, reading, target, advice, strict)
         offenders = [f for f in audited.offenders if self.random is None or f.quantity not in _SUMS]
         offenders = [f for f in offenders if not self._passed_by(f)]
+        if self.parts.reading is not None and self.scheme is None:
+            # One pass told the whole factor, of which an attribute may hold a part.
+            offenders = [f for f in offenders if f.quantity != "temperature"]
         troubles, notes = list(weights.troubles(offenders)), [*told, *weights.notes]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
@@ -326,7 +340,51 @@ class _Checking:
                 "a token's output changes with a later token, and the loss is the next token's",
                 "mask attention: is_causal=True, or -inf above the diagonal before the softmax",
             )
+        yield from self._odd()
+        yield from self._undivided()
         yield from self._attention(known)
+
+    def _odd(self) -> Iterator[Trouble]:
+        """Blocks without the norms that all others have."""
+        odd = () if self.parts.reading is None else self.parts.reading.odd
+        for layer, name in odd:
+            inward = ("query", "key", "value") if name == "attention" else ("ffn_in", "gate")
+            yield Trouble(
+                "warning",
+                "norm placement",
+                self._of(*inward, layers=(layer,)),
+                (layer,),
+                0.0,
+                1.0,
+                f"the {name} block of layer {layer} has no norm, where the other blocks have one",
+                "x = x + block(norm(x)) in every layer alike",
+            )
+
+    def _undivided(self) -> Iterator[Trouble]:
+        """Logits without 1/sqrt(d_head), whose queries are drawn as if it were there."""
+        reading, model = self.parts.reading, self.described
+        if reading is None or reading.model is None or self.scheme is not None:
+            return
+        width = float(model.d_head or 1)
+        plain = np.isclose(np.atleast_1d(reading.model.temperature), width**-0.5, rtol=0.02)
+        layers = tuple(int(n) + 1 for n in np.flatnonzero(np.broadcast_to(plain, model.layers)))
+        if not layers or model.qk_norm is not None:
+            return
+        assert model.weights is not None
+        ratio = np.mean(np.asarray(model.weights.query) / np.asarray(model.weights.key))
+        if ratio < 0.5:  # drawn smaller in its stead, as T5 has it
+            return
+        yield Trouble(
+            "warning",
+            "attention scale",
+            self._of("query", "key", layers=layers),
+            layers,
+            width,
+            1.0,
+            f"q k is not divided by sqrt(d_head): logits have {width:.3g} times the variance, and "
+            "queries are drawn as if it were",
+            "multiply q k by d_head ** -0.5 once",
+        )
 
     def _idle_parts(self) -> list[str]:
         """The largest submodules in which nothing that has parameters was run."""
@@ -569,8 +627,12 @@ class _Weights:
         variances = {role: g for (kind, role), g in groups.items() if kind == "variance"}
         yield from self._variances(variances)
         yield from self._gains([g for (kind, _), g in groups.items() if kind in _VECTORS])
+        drawn = list(self._drawn_gains())
+        yield from drawn
         for (kind, role), group in groups.items():
-            gained = kind == "norm_output_scale" and any(key in _VECTORS for key, _ in groups)
+            gained = kind == "norm_output_scale" and (
+                bool(drawn) or any(key in _VECTORS for key, _ in groups)
+            )
             if kind in _SCALES and not gained:
                 yield self._scale(kind, role, group)
             elif kind == "mean" and not all(self._fixed(f.parameter) for f in group):
@@ -726,6 +788,33 @@ class _Weights:
             "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)",
         )
 
+    def _drawn_gains(self) -> Iterator[Trouble]:
+        """Gains about zero, of a module whose gains are held against nothing."""
+        if self.checking.parts.reading is None:
+            return
+        drawn = [
+            (role, entries)
+            for role, entries in self.checking.tensors.entries
+            if role.name.endswith("norm.gain")
+            and entries.count >= 8
+            and entries.mean**2 < 0.25 * entries.square
+        ]
+        if not drawn:
+            return
+        _, entries = drawn[0]
+        yield Trouble(
+            "warning",
+            "norm gain",
+            gathered([role for role, _ in drawn]),
+            tuple(sorted({role.layer for role, _ in drawn if role.layer <= self.target.layers})),
+            math.sqrt(entries.square),
+            1.0,
+            f"gains of norms are entries about 0 with a root mean square of "
+            f"{math.sqrt(entries.square):.3g}, not about 1: an initialiser that runs over all "
+            "parameters draws gains and biases of norms too",
+            "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)",
+        )
+
     def _scale(self, kind: str, role: str, group: list[Finding]) -> Trouble:
         worst = max(group, key=lambda f: f.severity)
         layers = tuple(sorted({f.layer for f in group}))
@@ -832,16 +921,19 @@ def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transfor
     Raises:
         MomentsError: neither, or it does what no Transformer says.
     """
-    if parts.reading is None and (known := read_architecture(module)) is not None:
-        return known
+    if parts.reading is None and not of_another_type(module):
+        known = read_architecture(module)
+        if known is not None:
+            return known
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ValidityWarning)
         described = describe(module, batch=batch)
     if described.model is None:
-        raise MomentsError(
-            f"no Transformer says what {type(module).__name__} does: "
-            f"{'; '.join(described.unplaced)}"
-        )
+        said = f"no Transformer says what {type(module).__name__} does"
+        names = [words for words in described.unplaced if words.endswith(NO_ROLE)]
+        why = [words for words in described.unplaced if words not in names]
+        why += [f"{len(names)} parameters of unknown role"] if names else []
+        raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return described.model
 
 
@@ -863,34 +955,6 @@ def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
     return {name: gathered(group) for name, group in groups.items()}
 
 
-def gathered(roles: Sequence[Role]) -> tuple[str, ...]:
-    """Names of tensors, those of several layers as one pattern."""
-    return gathered_names([role.label for role in roles])
-
-
-def gathered_pattern(label: str) -> str:
-    """A name with stars for the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", label)
-
-
-def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
-    """Tensors of several layers as one pattern, "h.*.attn.weight"; parts of one tensor together,
-    "attn.weight [query, key]"."""
-    split = [part for label in labels for part in label.split(" ... ")]
-    patterns: dict[str, list[str]] = {}
-    for label in dict.fromkeys(split):
-        patterns.setdefault(gathered_pattern(label), []).append(label)
-    whole: dict[str, list[str]] = {}
-    for pattern, group in patterns.items():
-        tensor, _, part = (pattern if len(group) > 1 else group[0]).partition(" [")
-        whole.setdefault(tensor, []).extend([part.rstrip("]")] if part else [])
-    order = {name: place for place, name in enumerate(MATRICES)}
-    return tuple(
-        f"{tensor} [{', '.join(sorted(parts, key=lambda p: order.get(p, 0)))}]" if parts else tensor
-        for tensor, parts in whole.items()
-    )
-
-
 def _shown(group: Sequence[Any]) -> str:
     return ", ".join(gathered([m.role for m in group]))
 
@@ -910,8 +974,13 @@ def whole(
     model: Transformer,
     measurement: Measurement,
     idle: Sequence[str],
+    guess: bool = True,
 ) -> Transformer:
-    """An architecture that was read off layers alone, with the tables and the head beside them."""
+    """An architecture that was read off layers alone, with the tables and the head beside them.
+
+    Args:
+        guess: whether tables that the layers do not tell may be taken for what people write.
+    """
     unused = {f"{path}." for path in idle}
     final = [
         role
@@ -925,7 +994,7 @@ def whole(
             model = model.replace(head=model.head.replace(norm=False, norm_gain=1.0))
         return model
     tensors = tensors_of(module)
-    embedding = _embedding(module, found, model, measurement, tensors)
+    embedding = _embedding(module, found, model, measurement, tensors) if guess else None
     if embedding is None:
         return model
     own = found.named("head")
@@ -1010,7 +1079,8 @@ def inputs_for(
     """
     own = batch is None
     given = _own_batch(module, found, model) if own else _cropped(batch, SEQUENCES, TOKENS)
-    given = example if given is None else given
+    if own and example is not None:
+        given = _that_runs(module, given, example)
     if given is None:
         raise MomentsError(f"nothing in {type(module).__name__} says what it reads: pass batch=")
     given = _with_labels(module, _with_targets(module, given))
@@ -1019,6 +1089,18 @@ def inputs_for(
     shapes = _shape(given)
     words = f"measured on {shapes}" + (" of random input" if own else "")
     return _Inputs(given, few, loss, words)
+
+
+def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
+    """Of the longest first tokens of a batch those that the module reads; else the example."""
+    lengths = (TOKENS, 24, FEW) if _ids_alone(given) else (TOKENS,)
+    with torch.no_grad(), in_mode(module, False):
+        for length in lengths if given is not None else ():
+            few = _cropped(given, SEQUENCES, length)
+            with contextlib.suppress(Exception):  # the module's own code, on too many tokens
+                run(module, few)
+                return few
+    return example
 
 
 def _shape(batch: Any) -> str:
@@ -1116,15 +1198,26 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
 
 
 def _with_labels(module: nn.Module, batch: Any) -> Any:
-    """Token ids as their own labels, for a Hugging Face module whose task has no other ones."""
-    config = getattr(module, "config", None)
-    needs = type(module).__name__.endswith("ForConditionalGeneration")
-    if not needs or not hasattr(config, "to_dict") or not _takes(module, "labels"):
+    """Labels for a Hugging Face module that makes none of its own."""
+    config: Any = getattr(module, "config", None)
+    name = type(module).__name__
+    if not needs_labels(name) or not hasattr(config, "to_dict") or not _takes(module, "labels"):
         return batch
     if not isinstance(batch, Mapping):
         batch = {next(iter(inspect.signature(module.forward).parameters)): batch}
     ids = batch.get("decoder_input_ids", batch.get("input_ids"))
-    return batch if ids is None or "labels" in batch else {**batch, "labels": ids}
+    if "labels" in batch:
+        return batch
+    if name.endswith("ForImageClassification") and "pixel_values" in batch:
+        count = len(batch["pixel_values"])
+        generator = torch.Generator().manual_seed(0)
+        return {**batch, "labels": torch.randint(config.num_labels, (count,), generator=generator)}
+    if name.endswith("ForMaskedLM") and ids is not None:
+        rows = torch.as_tensor(ids)
+        read, labels = mask_tokens(rows.numpy(), int(rows.max()) + 1)
+        changed = {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
+        return {**batch, **changed}
+    return batch if ids is None else {**batch, "labels": ids}
 
 
 def _ids_alone(batch: Any) -> bool:

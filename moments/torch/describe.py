@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 EXACT = 1e-4
 """A probed multiplier this close to 1, or to LayerNorm Scaling's, is taken for it."""
 
+NO_ROLE = ": no role is known"
+"""What is said of a parameter that could not be placed."""
+
 _TABLES = {
     "token": "token_variance",
     "position": "position_variance",
@@ -146,7 +149,7 @@ def described_as(
         held = held.replace(encoder=reading.stack(ENCODER))
     for note in reading.notes():
         warnings.warn(note, ValidityWarning, stacklevel=3)
-    unplaced = tuple(f"{name}: no role is known" for name in read.found.unidentified)
+    unplaced = tuple(f"{name}{NO_ROLE}" for name in read.found.unidentified)
     return Description(read.module, held, read.found, unplaced, tuple(sites or ()))
 
 
@@ -227,7 +230,7 @@ def _of_reading(module: nn.Module, reading: Reading) -> Description:
     entries, repeated = entries_of(module, found)
     for note in _broken(module, found, dict(entries), repeated):
         warnings.warn(note, ValidityWarning, stacklevel=3)
-    unplaced = [*reading.reasons, *(f"{name}: no role is known" for name in found.unidentified)]
+    unplaced = [*reading.reasons, *(f"{name}{NO_ROLE}" for name in found.unidentified)]
     return Description(module, reading.model, found, tuple(unplaced), reading.sites, reading.doubts)
 
 
@@ -243,6 +246,10 @@ def weight_statistics(
     Returns:
         Columns layer, role, parameter, variance (mean square), mean, kurtosis, spectral (largest
         squared singular value over that of independent entries), stable_rank.
+
+    Raises:
+        MomentsError: a module whose layers are not known.
+        DomainError: `names` gives a role that there is not.
     """
     import pandas
 

@@ -160,7 +160,9 @@ def _stream(
     points = measured_parts(module, batch, None if sites is None else _points(sites))[0]
     if any(point.site.startswith("encoder.") for point in points):
         return None
-    point = next(p for p in points if (p.layer, p.site) == (layer, STREAM))
+    point = next((p for p in points if (p.layer, p.site) == (layer, STREAM)), None)
+    if point is None:
+        return None
     seen: list[Tensor] = []
 
     def before(_: nn.Module, positional: Any, named: Any) -> None:

@@ -230,6 +230,11 @@ def _add_labels(module: nn.Module, inputs: _Inputs) -> None:
             )
 
 
+def needs_labels(kind: str) -> bool:
+    """Whether a Hugging Face module of this class name has no loss without labels."""
+    return any(kind.endswith(ends) for ends in _NEED_LABELS)
+
+
 def _objective(output: Any, inputs: _Inputs, loss: Loss | None) -> tuple[Tensor, Tensor | None]:
     """What to differentiate, and the gradient injected there; None for a scalar loss."""
     if loss is not None:

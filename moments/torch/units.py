@@ -23,7 +23,7 @@ def unit_gain(module: nn.Module, role: Role) -> bool:
         weight.zero_()
         try:
             at_zero = type(norm).forward(norm, x) - (0 if bias is None else bias)
-        except RuntimeError:  # no norm of a vector: its weight is taken as it is
+        except (RuntimeError, TypeError):  # no norm of a vector: its weight is taken as it is
             return True
         finally:
             weight.copy_(stored)

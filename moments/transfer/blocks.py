@@ -27,6 +27,7 @@ class Normalization(Lawful):
     """A normalisation whose laws are the papers': width and learned parameters leave no trace."""
 
     normalises = True
+    rescales = True
 
 
 def dropout(theory: Theory, label: str, drop_prob: float) -> Dropout:

@@ -58,19 +58,21 @@ class Lawful(Leaf):
             mean=evaluate(laws["mean"], algebra, one),
             width=signal.width if self.width is None else self.width,
         )
+        more: dict[str, Any] = {}
         limit = laws["variance"].domain.get("x_variance")
         if (
             limit is not None
             and limit.upper < np.inf
             and not limit.contains(kernel.mean_diagonal())
         ):
-            output.notes = (
-                f"the input's variance is outside {limit}, where the laws are resolved",
-            )
+            note = f"the input's variance is outside {limit}, where the laws are resolved"
+            more["notes"] = (note,)
         if signal.spread is not None:
-            self._track(signal, output, one)
+            more |= self._over_draws(signal, output, one)
         elif not signal.resolved and "hidden_covariance" in laws:
-            output.hidden_covariance = evaluate(laws["hidden_covariance"], algebra, one)
+            more["hidden_covariance"] = evaluate(laws["hidden_covariance"], algebra, one)
+        if more:
+            output = output.replace(**more)
 
         back, back_pairs = laws.get("grad_variance"), laws.get("grad_covariance")
         if back is None or back_pairs is None:
@@ -94,8 +96,9 @@ class Lawful(Leaf):
         """The gradient at the input, of second moments `kernel`."""
         return gradient.with_kernel(kernel)
 
-    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
-        """Fill in what the refined theory follows besides the moments: the norms' spread."""
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
+        """What varies over draws of an output of these moments: fields of `Signal`."""
+        return {}
 
     def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
         return Pulled(sent)
@@ -152,14 +155,24 @@ class Linear(Lawful):
         if "bias_variance" in self.parameters and self.laws is LINEAR:
             object.__setattr__(self, "laws", BIASED_LINEAR)
 
-    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return (self.weight,)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> Linear:
+        if self.weight not in names:
+            return self
+        variance = self.parameters["weight_variance"] * factor
+        return replace(self, parameters={**self.parameters, "weight_variance": variance})
+
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         # Given x, y is Gaussian with covariance gain C + bias: |y_i|^2/width follows gain |x_i|^2
         # and adds its own chi-square fluctuation, 2 B o B/width.
         assert signal.spread is not None
         gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
         own = output.kernel * output.kernel
-        output.spread = signal.spread.mixed(gain * gain, own, 2 / output.width)
-        output.realised = mapped(signal, output, gain)
+        spread = signal.spread.mixed(gain * gain, own, 2 / output.width)
+        return {"spread": spread, "realised": mapped(signal, output, gain)}
 
     def _sent(
         self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
@@ -207,7 +220,7 @@ class Activation(Lawful):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return entrywise_overlap(self, record, at)
 
-    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         # Independent features fluctuate by their own kurtosis; what the input's norm had beyond
         # independence passes on in proportion (exact for functions of degree 1).
         assert signal.spread is not None
@@ -218,11 +231,10 @@ class Activation(Lawful):
         shared = signal.spread.mixed(1.0, signal.kernel * signal.kernel, -2 / signal.width)
         ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
         own = (kurtosis - 1) / output.width
-        output.spread = (moment * moment).mixed(own, shared, ratio * ratio)
-        output.kurtosis = kurtosis
+        spread, realised = (moment * moment).mixed(own, shared, ratio * ratio), None
         if signal.realised is not None:
-            moved = self._slope(signal, values)
-            output.realised = entrywise(signal, output, 2 / signal.width, moved)
+            realised = entrywise(signal, output, 2 / signal.width, self._slope(signal, values))
+        return {"spread": spread, "realised": realised, "kurtosis": kurtosis}
 
     def _slope(self, signal: Signal, values: Values) -> Array:
         """Change of a covariance per change of the input's, at the mean correlation."""
@@ -303,7 +315,7 @@ class Dropout(Lawful):
         own = own_variance(record.input), own_variance(record.output)
         return dropped(at, *own, record.output.width)
 
-    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         # |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the
         # masks' variance, p/q^3 times the fourth moment.
         assert signal.spread is not None
@@ -312,14 +324,15 @@ class Dropout(Lawful):
         moment = signal.second_moment().diagonal
         spread = signal.spread.scaled(1 / kept**2)
         masks, _ = spread.lift(drop_prob / kept**3 * signal.kurtosis / signal.width)
-        output.spread = spread.with_diagonal(spread.diagonal + masks * moment * moment)
-        output.centred = signal.centred
+        spread = spread.with_diagonal(spread.diagonal + masks * moment * moment)
+        realised = None
         if signal.realised is not None:
             # Masks of different tokens are independent: E o o = (C_ii C_jj/q^2 + ...)/width.
             overlaps = signal.realised.overlaps
             one, _ = overlaps.lift(2 / signal.width * (1 / kept**2 - 1))
             overlaps = overlaps.with_diagonal(overlaps.diagonal + one * moment * moment)
-            output.realised = Realised(overlaps, None, scaled_shared(signal, 1.0, 1 / kept))
+            realised = Realised(overlaps, None, scaled_shared(signal, 1.0, 1 / kept))
+        return {"spread": spread, "realised": realised, "centred": signal.centred}
 
     def _sent(
         self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
@@ -333,14 +346,17 @@ class Scale(Lawful):
     """Multiplication by a constant."""
 
     scales_pairs: ClassVar[bool] = True
+    rescales: ClassVar[bool] = True
 
-    def _track(self, signal: Signal, output: Signal, values: Values) -> None:
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         assert signal.spread is not None
         factor = self.parameters["weight_variance"]
-        output.spread = signal.spread.scaled(factor * factor)
-        output.realised = None if signal.realised is None else signal.realised.scaled(factor)
-        output.centred = None if signal.centred is None else signal.centred.scaled(factor)
-        output.kurtosis = signal.kurtosis
+        return {
+            "spread": signal.spread.scaled(factor * factor),
+            "realised": None if signal.realised is None else signal.realised.scaled(factor),
+            "centred": None if signal.centred is None else signal.centred.scaled(factor),
+            "kurtosis": signal.kurtosis,
+        }
 
     def _sent(
         self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..engine.classes import PositionClasses
 from ..engine.packing import places
-from ..engine.state import Array, Kernel
+from ..engine.state import Array, Kernel, Repeats
 from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import ComponentLaws, Theory
@@ -124,6 +124,19 @@ def class_kernel(embedding: Embedding, classes: PositionClasses, token_ids: Any)
     pairs = token * classes.pair_means(ids, ids) + embedding.segment_variance
     own = token + embedding.segment_variance + embedding.position_variance
     return Kernel(np.full(len(classes.nodes), own), pairs, classes)
+
+
+def class_repeats(embedding: Embedding, classes: PositionClasses, token_ids: Any) -> Repeats:
+    """Beside `class_kernel`: which pairs are of one token, which share its row of the table."""
+    ids = _text_ids(embedding, classes.length, token_ids).reshape(-1)
+    share = np.clip(classes.pair_means(ids, ids), 0.0, 1.0)
+    # With u_j the share of the text that is of token j, and 1 where a pair is of one: the mean of
+    # (1 - f) (1 - u_j - u_l), both about their means over the cells.
+    common = np.bincount(ids)[ids] / len(ids)
+    met, of_cell = classes.pair_means(ids, ids, common), classes.cell_means(common)
+    scatter = share - 2 * met - share * (share - of_cell[:, None] - of_cell)
+    excess = embedding.scale**2 * embedding.token_variance * (1.0 - share)
+    return Repeats(share, np.maximum(scatter, 0.0), excess)
 
 
 class FixedPart(NamedTuple):

@@ -5,8 +5,8 @@ See docs/theory/norms.md, Realised overlaps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,13 @@ class GatedLinear(Leaf):
     gate_bias: Any = 0.0
     bias: Any = 0.0
     has_bias: bool = False
+
+    reads_realised: ClassVar[bool] = True
+    matrices: ClassVar[tuple[str, ...]] = ("gate", "ffn_in")
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> GatedLinear:
+        held = {name: getattr(self, name) * factor for name in self.matrices if name in names}
+        return replace(self, **held)
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         inner, gate_back = self._map("gate", self.gate, self.gate_bias).forward(signal)

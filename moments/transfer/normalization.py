@@ -51,6 +51,7 @@ class FiniteNormalization(Leaf):
     groups: Any = 1
 
     normalises = True
+    rescales = True
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         laws, width = self.laws.under("refined"), signal.width
@@ -270,6 +271,8 @@ class DynamicTanh(Leaf):
     affine: bool = False
     laws: ComponentLaws = DYT
 
+    rescales = True
+
     @property
     def bias(self) -> bool:
         """A bias comes with the gain."""
@@ -279,16 +282,17 @@ class DynamicTanh(Leaf):
         inner = Activation(self.laws, "refined", self.label, {"alpha": self.alpha})
         output, back = inner.forward(signal)
         limit = self.laws.law("variance").domain["x_variance"]  # where alpha is 1
-        if limit.contains(self.alpha * self.alpha * signal.kernel.mean_diagonal()):
-            output.notes = ()
-        else:
-            output.notes = (f"the variance of alpha x is outside {limit}, where laws are resolved",)
+        notes: tuple[str, ...] = ()
+        if not limit.contains(self.alpha * self.alpha * signal.kernel.mean_diagonal()):
+            notes = (f"the variance of alpha x is outside {limit}, where laws are resolved",)
         normal, square = output.kernel, self.gain * self.gain
-        output.kernel = normal.scaled(square)
-        if output.spread is not None:
-            output.spread = output.spread.scaled(square * square)
-        if output.realised is not None:
-            output.realised = output.realised.scaled(square)
+        spread, realised = output.spread, output.realised
+        output = output.replace(
+            kernel=normal.scaled(square),
+            spread=None if spread is None else spread.scaled(square * square),
+            realised=None if realised is None else realised.scaled(square),
+            notes=notes,
+        )
         return output, _TanhPullback(self, back, signal.width, normal)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:

@@ -55,6 +55,8 @@ class Reading:
         reasons: why there is no model, a phrase each.
         doubts: what was assumed or left out, a phrase each.
         example: what the module was run on.
+        odd: layer and block ("attention", "cross", "ffn") of the few that lack the norms which all
+            others have; the model gives them one.
     """
 
     model: Transformer | None
@@ -63,6 +65,7 @@ class Reading:
     reasons: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     example: Any = None
+    odd: tuple[tuple[int, str], ...] = ()
 
 
 def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Reading:
@@ -92,6 +95,16 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Re
             f"be followed ({said})"
         ) from error
     return dataclasses.replace(found, example=example)
+
+
+def called(module: nn.Module, batch: Any) -> tuple[Callable[[], Any], dict[str, Tensor], Any]:
+    """A call of a module on what it is read from: the call, its tensors, and what is passed.
+
+    Raises:
+        MomentsError: the module cannot be run.
+    """
+    _, _, given = _recorded(module, batch)
+    return _caller(module, given), {f"{i}": t for i, t in enumerate(_tensors(given))}, given
 
 
 # --- a pass ---------------------------------------------------------------------------------------
@@ -272,6 +285,7 @@ class _Reading:
     far: list[int | None] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    odd: list[tuple[int, str]] = field(default_factory=list)
 
     def reading(self) -> Reading:
         stream = self.stream = Stream(self.graph)
@@ -320,6 +334,7 @@ class _Reading:
             tuple(points),
             tuple(dict.fromkeys(self.reasons)),
             tuple(dict.fromkeys(self.doubts)),
+            odd=tuple(self.odd),
         )
 
     # --- stacks ------------------------------------------------------------------------------
@@ -346,7 +361,7 @@ class _Reading:
                     prefix,
                     chain,
                     layers,
-                    [self._placement(units, read) for units in layers],
+                    self._placements(layers, read),
                     read,
                     after(self.stream, chain, chains),
                 )
@@ -369,6 +384,23 @@ class _Reading:
                 f"layers that are not one attention and one feed-forward block each ({words})"
             )
         return layers
+
+    def _placements(self, layers: list[list[Block]], read: Before) -> list[str]:
+        """Where the norms of every layer stand; few blocks without any are named, not believed."""
+        bare = [
+            (number, unit)
+            for number, units in enumerate(layers, start=1)
+            for unit in units
+            if not (unit.before or unit.behind or unit.after or self._begins_normed(unit, read))
+        ]
+        count = sum(len(units) for units in layers)
+        if 0 < len(bare) <= count / 4:
+            self.odd += [(number, unit.name) for number, unit in bare]
+            odd = [id(unit) for _, unit in bare]
+            layers = [[u for u in units if id(u) not in odd] for units in layers]
+        found = [self._placement(units, read) if units else "" for units in layers]
+        most = max((name for name in found if name), key=found.count, default="none")
+        return [name or most for name in found]
 
     def _placement(self, units: list[Block], read: Before) -> str:
         found = set()
@@ -499,6 +531,13 @@ class _Reading:
             self.reasons.append(f"{name} that differs between layers ({', '.join(different)})")
         return rest[0] if rest else None
 
+    def _most(self, name: str, values: list[float]) -> float:
+        """A probability of dropping that most layers have."""
+        most = max(values, key=values.count)
+        if len(set(values)) > 1:
+            self.doubts.append(f"{name} that differs between layers: taken for {most:g} in all")
+        return most
+
     def _fields(self, stack: _Stack) -> dict[str, Any]:
         units = [unit for layer in stack.layers for unit in layer]
         attentions = [u.attention for u in units if u.name == "attention" and u.attention]
@@ -526,10 +565,10 @@ class _Reading:
             "normalization": kinds[0] if kinds else "layernorm",
             "activation": one("an activation", [f.activation for f in feeds]),
             "gated": one("a gate", [f.gated for f in feeds]),
-            "dropout": one("dropout", [u.dropout for u in units if u.name == "attention"]),
-            "attention_dropout": one("attention dropout", [a.dropout for a in attentions]),
-            "ffn_dropout": one("dropout", [u.dropout for u in units if u.name == "ffn"]),
-            "activation_dropout": one("activation dropout", [f.dropout for f in feeds]),
+            "dropout": self._most("dropout", [u.dropout for u in units if u.name == "attention"]),
+            "attention_dropout": self._most("attention dropout", [a.dropout for a in attentions]),
+            "ffn_dropout": self._most("dropout", [u.dropout for u in units if u.name == "ffn"]),
+            "activation_dropout": self._most("activation dropout", [f.dropout for f in feeds]),
             "causal": one("a mask", [a.causal for a in attentions]),
             "d_head": one("a head's width", [a.d_head for a in attentions]),
             "kv_heads": one("a number of key heads", [a.kv_heads for a in attentions]),
@@ -660,11 +699,14 @@ class _Reading:
                 )
         tables = [a.relative for a in attentions]
         if any(tables):
-            if not all(tables) or len(set(tables)) > 1:
-                self.reasons.append("relative biases of logits that layers do not share")
+            if not all(tables):
+                self.reasons.append("relative biases of logits in some layers only")
             else:
-                square = float(self.tensors[tables[0]].detach().double().square().mean())
+                if len(set(tables)) > 1:
+                    self.doubts.append("relative biases of every layer's own: taken for shared")
+                squares = [self.tensors[t].detach().double().square().mean() for t in tables]
                 far = self._distance(attentions[0].buckets)
+                square = float(sum(squares)) / len(squares)
                 fields["relative_bias"] = RelativeBias(square, attentions[0].buckets, far)
         return fields
 
@@ -768,11 +810,19 @@ class _Reading:
             return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=found.dropout)
         if found.matrix is None or found.doubts:
             return None
+        read = self.graph.tensor(found.matrix.read).shape[-1]
+        if read != fields["d_model"]:
+            self.doubts.append(f"the head reads {read} features, not d_model: it is not declared")
+            return None
         if found.pool == "other" and not fields["causal"]:
             self.doubts.append("how a sequence's tokens are pooled is not read")
             return None
         table = stack.before.tables.get("token")
         tied = table in found.matrix.params
+        square = self.values.of("", len(stack.layers) + 1, "head")
+        if tied and fields["embedding"] is None:
+            self.doubts.append("the head is the token table: taken for a matrix of its own")
+            tied, square = False, self.values.table(self.module, table)
         classes = found.pool in ("first", "mean")
         last = len(stack.layers) + 1
         loss = "classification" if classes else "causal" if fields["causal"] else "masked"
@@ -782,17 +832,17 @@ class _Reading:
             self.doubts.append("labels that are no tokens: no loss is declared")
         changes: dict[str, Any] = {}
         if found.transform is not None:
-            square = self.values.of("", last, "head.transform")
             changes |= {
                 "transform": found.activation,
-                "transform_variance": square,
+                "transform_variance": self.values.of("", last, "head.transform"),
                 "transform_bias_variance": self.values.of("", last, "head.transform.bias"),
                 "transform_norm": found.norm is not None,
             }
+        rows = token_rows if fields["embedding"] is not None else 0
         return Head(
-            vocab_size=None if tied or classes or token_rows == found.labels else found.labels,
+            vocab_size=None if tied or classes or rows == found.labels else found.labels,
             tied=tied,
-            weight_variance=None if tied else self.values.of("", last, "head"),
+            weight_variance=None if tied else square,
             norm=final is not None,
             norm_gain=gain,
             dropout=found.dropout,

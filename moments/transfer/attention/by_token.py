@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...engine.classes import ClassRows, OneClass, one_class
 from ...engine.packing import one_document, places
-from ...engine.state import Array, Kernel, Signal, ratio_or_zero
+from ...engine.state import Array, Kernel, Repeats, Signal, ratio_or_zero
 from ...errors import DomainError
 from ...formulas.recording import as_number
 from ...model.positions import alibi_slopes
@@ -284,7 +284,14 @@ class TokenLayer:
 class ClassLayer:
     """`TokenLayer` on classes of positions; `coarse`: what that costs is to be said."""
 
-    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array) -> None:
+    def __init__(
+        self,
+        leaf: Any,
+        law: LogitLaw,
+        tokens: Kernel,
+        norm_spread: Array,
+        repeats: Repeats | None = None,
+    ) -> None:
         assert tokens.classes is not None
         self._classes, self._shape = tokens.classes, tokens.pairs.shape
         self._sight = sight = tokens.classes.seen(leaf.window)
@@ -306,9 +313,12 @@ class ClassLayer:
             plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
+            logits = ClassLogits(queries, keys, values, float(scale), sight, turning)
+            if repeats is not None and logits.aligned:
+                logits = logits._replace(repeats=repeats.variance)
             heads = [
                 PositionAttention(
-                    ClassLogits(queries, keys, values, float(scale), seen, turning),
+                    logits._replace(sight=seen),
                     drop_prob=leaf.drop_prob,
                     d_model=leaf.d_model,
                     d_head=law.head_freedom,
@@ -379,6 +389,14 @@ class ClassLayer:
         ]
         return self._kernel(found)
 
+    def repeated(self, gained: Kernel) -> Kernel | None:
+        """The part of the query path that comes of tokens that repeat within cells."""
+        parts = [one.repeated for one in self._rows if one.repeated is not None]
+        if not parts:
+            return None
+        given = zip(parts, self._flat(gained), strict=True)
+        return self._kernel([(one * own, two * pairs) for (one, two), (own, pairs) in given])
+
     def response(self) -> Kernel:
         return self._kernel([one.response for one in self._rows])
 
@@ -446,14 +464,19 @@ def _lowered(kernel: Kernel) -> Kernel:
 
 
 def self_attention(
-    leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array, seq_len: int
+    leaf: Any,
+    law: LogitLaw,
+    tokens: Kernel,
+    norm_spread: Array,
+    seq_len: int,
+    repeats: Repeats | None = None,
 ) -> TokenLayer | ClassLayer | AlikeLayer:
     """The layer in the resolution of its tokens."""
     if not tokens.resolved:
         return AlikeLayer(leaf, law, tokens, norm_spread, seq_len)
     if tokens.classes is None:
         return TokenLayer(leaf, law, tokens, norm_spread)
-    return ClassLayer(leaf, law, tokens, norm_spread)
+    return ClassLayer(leaf, law, tokens, norm_spread, repeats)
 
 
 def memory_gain(leaf: Any) -> float:

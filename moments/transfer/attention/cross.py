@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ...engine.composition import Pulled, Reader, ReaderPullback
-from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.state import Array, Gradient, Kernel, Signal
@@ -77,6 +76,7 @@ class CrossAttention(Reader):
     alibi: ClassVar[bool] = False
     relative_bias: ClassVar[None] = None
     mixes_tokens: ClassVar[bool] = True
+    matrices: ClassVar[tuple[str, ...]] = ("cross_value",)
     prefix: ClassVar[str] = "cross_"
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
@@ -107,13 +107,18 @@ class CrossAttention(Reader):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        one, width = 1.0 + 0.0 * pair.signal.kernel.pairs, self.heads * self.d_head
-        read = pair.memory
-        if read is None:
-            read = Kernel(pair.signal.kernel.diagonal, 0.0 * one)
-        kernel = read.scaled(self.memory_width * self.value)
-        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width), 0.0 * one
+    def with_variances(self, names: tuple[str, ...], factor: float) -> CrossAttention:
+        if self.matrices[0] not in names:
+            return self
+        return dataclasses.replace(self, value=self.value * factor)
+
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        one = 1.0 + 0.0 * signal.kernel.pairs
+        if memory is None:
+            memory = Kernel(signal.kernel.diagonal, 0.0 * one)
+        kernel = memory.scaled(self.memory_width * self.value)
+        width = self.heads * self.d_head
+        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width)
 
     @property
     def reads(self) -> CrossAttention:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Chain, Leaf, Pullback, Pulled
-from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.response import Around, Elementwise, Sequence
@@ -81,12 +80,8 @@ class NormalizedAttention(Leaf):
         bias = own.value_bias / (own.d_model * own.value)
         return unit, dataclasses.replace(own, value=1 / own.d_model, value_bias=bias)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
-        return Chain(self.values_normalised()).pair(pair)
-
-    @property
-    def self_attention(self) -> SelfAttention:
-        return self.values_normalised()[1]
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        return Chain(self.values_normalised()).two_sequences(signal, memory)
 
     def unplaced(self) -> NormalizedAttention:
         return NormalizedAttention(self.attention.unplaced())

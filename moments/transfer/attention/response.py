@@ -26,15 +26,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, Sight
+from ...engine.classes import ClassMatrix, OneClass, Sight
 from ...engine.sensitivity import (
     SINGLE,
     Matrix,
     count_of,
     diagonal,
     entrywise,
+    ones,
     over_tokens,
     own_entries,
+    per_pair,
     ratio,
     row_sums,
     stacked,
@@ -45,10 +47,12 @@ from ...engine.sensitivity import (
 from ...engine.state import Array
 from .kernels import exact_rows, position_attention
 from .kernels.position_attention import ClassLogits
+from .kernels.reference import ReferenceRow
 from .kernels.row_statistics import (
     RowStatistics,
     mean_attention,
     row_statistics,
+    statistics_of,
 )
 
 FAINT = 1e-9
@@ -128,19 +132,23 @@ class AttentionResponse:
     keys: Array
 
     @classmethod
-    def of(cls, attention: Any, kernel: Matrix, allowed: Any, tau: float) -> AttentionResponse:
+    def of(cls, attention: Any, kernel: Matrix, allowed: Any, tau: Array) -> AttentionResponse:
         """The response around a kernel (..., L, L).
 
         Args:
             attention: the layer, a `SelfAttention`.
             kernel: second moments of the tokens that attend.
-            allowed: for every leading entry, (L, L) which keys each query sees; None on classes,
-                where it sees those before it.
-            tau: logit scale.
+            allowed: for every leading entry, (L, L) which keys each query sees; None on classes of
+                positions, where it sees those before it, and for tokens alike, where it sees all.
+            tau: (...,) logit scale.
         """
         dropped = attention.drop_prob / (1 - attention.drop_prob)
         axes = kernel.shape[:-2]
-        built = []
+        if isinstance(kernel, ClassMatrix) and isinstance(kernel.classes, OneClass):
+            tau = np.broadcast_to(tau, axes)[..., None]
+            fields = _response(kernel, *_alike(kernel, tau), tau, dropped, float(attention.d_model))
+            return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
+        tau, built = float(np.mean(tau)), []
         for place, index in enumerate(np.ndindex(axes)):
             one = kernel[index]
             if allowed is None:
@@ -148,7 +156,7 @@ class AttentionResponse:
             else:
                 rows = _by_token(one, allowed[place], tau)
             built.append(_response(one, *rows, tau, dropped, float(attention.d_model)))
-        fields = [_reshaped(field, axes) for field in zip(*built, strict=True)]
+        fields = tuple(_reshaped(field, axes) for field in zip(*built, strict=True))
         return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
 
     def gradient_adjoint(self, sensitivity: Array) -> AttentionAdjoint:
@@ -281,6 +289,25 @@ def _on_classes(
     return rows, ClassMatrix.of_rows(weights, sight), squares
 
 
+def _alike(kernel: ClassMatrix, tau: Array) -> tuple[RowStatistics, Matrix, Matrix]:
+    """Of tokens that all see all, whose rows are their own references; leading axes as tau's."""
+    length = kernel.classes.length
+    own, pairs = kernel.own, kernel.pairs[..., 0]
+    count = np.full(own.shape, float(length))
+    found = statistics_of(
+        ReferenceRow(np.maximum(own - pairs, 0.0), count),
+        1.0,
+        count,
+        own,
+        tau,
+        own,
+        (own + (length - 1) * pairs) / length,
+        np.log(count),
+    )
+    weights = ones(kernel.shape, kernel) * (1.0 / length)
+    return found, weights, weights**2
+
+
 def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
     """Fields of every leading entry, as one."""
     found = stacked(fields, np.stack)
@@ -295,17 +322,17 @@ def _response(
     rows: RowStatistics,
     weights: Matrix,
     squares: Matrix,
-    tau: float,
-    dropped: float,
+    tau: Any,
+    dropped: Any,
     d_model: float,
 ) -> tuple[Any, ...]:
-    """All attributes but the kernel, of one sequence."""
+    """All attributes but the kernel, of one sequence; of tokens alike, with leading axes."""
     own = own_entries(kernel)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1 + 1e-6, rows.own_response * theta, theta)
-    correlation = entrywise(ratio, kernel, np.sqrt(np.outer(own, own)))
+    correlation = entrywise(ratio, kernel, np.sqrt(_outer(own)))
     shapes = [0.0, 0.0, 0.0]
-    for to_rows in (lambda v: v[:, None], lambda v: v[None, :]):
+    for to_rows in (lambda v: v[..., :, None], lambda v: v[..., None, :]):
         shapes = [
             total + 0.5 * half
             for total, half in zip(
@@ -314,42 +341,51 @@ def _response(
                 strict=True,
             )
         ]
-    chord, slope, change = (tau * _softened(rows) * shape for shape in shapes)
+    factor = np.asarray(tau * _softened(rows))
+    factor = factor[..., None] if factor.ndim else factor
+    chord, slope, change = (factor * shape for shape in shapes)
     mixed = weights @ kernel
     means = mixed @ transposed(weights)
-    itself = own_entries(means)[:, None]
-    excess = entrywise(lambda met: np.maximum(met, 0.0), own[None, :] - 2 * mixed + itself)
-    squares_change = squares * own_entries(kernel * slope)[:, None] * excess
-    squares = squares * (1 + own_entries(kernel * chord)[:, None] * excess)
+    itself = own_entries(means)[..., :, None]
+    excess = entrywise(lambda met: np.maximum(met, 0.0), own[..., None, :] - 2 * mixed + itself)
+    squares_change = squares * own_entries(kernel * slope)[..., :, None] * excess
+    squares = squares * (1 + own_entries(kernel * chord)[..., :, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
-    apart = (weights @ own[:, None])[:, 0] - own_entries(means)
+    apart = (weights @ own[..., None])[..., 0] - own_entries(means)
     cross = weights @ transposed(mixed * mixed)
     overlap = weights @ kernel**2 @ transposed(weights) - cross - transposed(cross) + means**2
-    query = slope * (overlap + np.outer(apart, apart) / d_model)
+    query = slope * (overlap + _outer(apart) / d_model)
     # Dropout makes logits matter by what their keys have of their own, whatever they share.
-    mean = trace_of(kernel) / count_of(kernel)
-    through_keys = dropped / np.maximum(ratio(rows.unshared, mean), LEAST_OWN)
+    mean = (trace_of(kernel) / count_of(kernel))[..., None]
+    dropped_rows = dropped[..., None] if np.ndim(dropped) else dropped
+    through_keys = dropped_rows / np.maximum(ratio(rows.unshared, mean), LEAST_OWN)
     by_head = kernel * (chord + slope * (1 + diagonal(through_keys, kernel)))
     query_change = (slope + change) * overlap
+    dropped = per_pair(dropped) if np.ndim(dropped) else dropped
     squares, squares_change = dropped * squares, dropped * squares_change
     maps = weights, squares, by_head, query, slope, change, query_change, squares_change
     return *maps, through_keys, apart, _bend(rows), rows.theta, rows.keys
 
 
-def _softened(rows: RowStatistics) -> float:
+def _outer(entries: Array) -> Array:
+    return entries[..., :, None] * entries[..., None, :]
+
+
+def _softened(rows: RowStatistics) -> Array:
     """One factor for all rows where some are beyond the tables, and 1 where none is: a guess."""
-    return float(rows.softening.mean())
+    return rows.softening if rows.softening.ndim > 1 else rows.softening.mean()
 
 
 def _bend(rows: RowStatistics) -> Array:
     """d log t/d log theta - 1: how much less than in proportion the odds of one key grow."""
-    keys = np.maximum(rows.keys, 1 + 1e-6)
+    keys = np.maximum(rows.keys, 1 + 1e-6).ravel()
     step, logs = BEND_STEP, []
     for factor in (1 - step, 1 + step):
-        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, LEAST_BENT))
+        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, LEAST_BENT)).ravel()
         square = np.asarray(exact_rows.rows(theta, keys).sum_square)
         logs.append(np.log(np.log(square * (keys - 1) / (1 - square))))
     slope = (logs[1] - logs[0]) / np.log((1 + step) / (1 - step))
+    slope = slope.reshape(rows.keys.shape)
     return np.where(rows.keys > 1 + 1e-6, slope - 1, 0.0)
 
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
-from ...engine.modes import Pair
 from ...engine.overlap import Overlap, OverlapWalk
 from ...engine.packing import Padding
 from ...engine.realised import averaged_overlaps
@@ -93,6 +92,7 @@ class SelfAttention(Leaf):
     norm_affine: bool = False
 
     mixes_tokens: ClassVar[bool] = True
+    matrices: ClassVar[tuple[str, ...]] = ("value",)
     prefix: ClassVar[str] = ""
 
     @property
@@ -119,7 +119,9 @@ class SelfAttention(Leaf):
     def _resolved(self, signal: Signal) -> tuple[Signal, Pullback]:
         tokens = signal.second_moment()
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        layer = self_attention(self, law, tokens, mean_spread(signal), signal.seq_len)
+        layer = self_attention(
+            self, law, tokens, mean_spread(signal), signal.seq_len, signal.repeats
+        )
         mixed, squares = layer.forward(), layer.sum_square
         notes = variance_notes(layer.wanted) + law.notes
         if not notes and layer.beyond_tables:
@@ -217,19 +219,14 @@ class SelfAttention(Leaf):
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
 
-    def pair(self, pair: Pair) -> tuple[Signal, Array]:
+    def with_variances(self, names: tuple[str, ...], factor: float) -> SelfAttention:
+        if self.matrices[0] not in names:
+            return self
+        return dataclasses.replace(self, value=self.value * factor)
+
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         # Weights sum to 1 within each sequence, and all pairs across have one covariance.
-        width, kernel = self._width, pair.signal.kernel
-        factor = (1.0 + 0.0 * kernel.pairs) * width * self.value
-        output = Signal(kernel.scaled(self.d_model * self.value), 2, width=width)
-        return output, 0.0 * factor if pair.within else factor
-
-    @property
-    def self_attention(self) -> SelfAttention:
-        return self
-
-    def with_logits(self, factor: Array) -> SelfAttention:
-        return dataclasses.replace(self, query=self.query * factor)
+        return Signal(signal.kernel.scaled(self.d_model * self.value), 2, width=self._width)
 
     def unplaced(self) -> SelfAttention:
         return dataclasses.replace(
@@ -291,11 +288,16 @@ class AttentionPullback:
 
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient."""
-        paths = Paths(sides.query, sides.key, self.overlap_path(received, sides))
+        overlap = self.overlap_path(received, sides)
+        paths = Paths(sides.query, sides.key, overlap, self.repeated(received))
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
             self.leaf, self.law, self.signal, self.attended, self.mixed, received, paths, rows
         )
+
+    def repeated(self, received: Kernel) -> Kernel | None:
+        """As in `weight_gradients.Paths`."""
+        return None
 
     def at_logits(self, path: Kernel, side: Side) -> Kernel:
         """A path's kernel at the tokens behind queries or keys."""
@@ -336,6 +338,12 @@ class _Resolved(AttentionPullback):
 
     def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
         found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
+        return found
+
+    def repeated(self, received: Kernel) -> Kernel | None:
+        if self.signal.repeats is None:
+            return None
+        found: Kernel | None = self.layer.repeated(received.scaled(self.gain))
         return found
 
     def response(self, received: Kernel) -> Kernel:

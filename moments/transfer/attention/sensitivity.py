@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine.sensitivity import (
-    SINGLE,
     GradientAdjoint,
     Matrix,
     SignalAdjoint,
@@ -22,6 +21,7 @@ from ...engine.sensitivity import (
     over_tokens,
     own_entries,
     paired,
+    per_pair,
     ratio,
     row_sums,
     stacked,
@@ -87,8 +87,8 @@ class Attending:
     """
 
     maps: AttentionResponse
-    gain: float
-    back_gain: float
+    gain: Array
+    back_gain: Array
     received: Matrix
     together: Together
     heads: float
@@ -99,14 +99,14 @@ class Attending:
     def of(cls, attention: Any, signal: Signal, received: Matrix) -> Attending:
         """Around the signal that enters and the gradient kernel received."""
         tokens = signal.second_moment()
-        kernel = matrix_of(tokens)
+        kernel = matrix_of(tokens, signal.seq_len)
         allowed = None
-        if tokens.classes is None:
+        if tokens.resolved is True:
             allowed = self_masks(attention, kernel.shape[-1], int(np.prod(kernel.shape[:-2])))
         law = logit_law(attention, tokens, tokens, (attention.d_model, attention.d_model))
         # Normalised or shifted queries and keys by their size alone, rotated ones as if they stood.
         size = law.queries.kernel.mean_diagonal() * law.keys.kernel.mean_diagonal()
-        tau = float(np.mean(ratio(law.scale * size, tokens.mean_diagonal() ** 2)))
+        tau = ratio(law.scale * size, tokens.mean_diagonal() ** 2)
         maps = AttentionResponse.of(attention, kernel, allowed, tau)
         back_gain = attention.heads * attention.d_head * attention.value
         return cls(
@@ -114,7 +114,7 @@ class Attending:
             attention.d_model * attention.value,
             back_gain,
             received,
-            Together.of(maps, SINGLE(back_gain) * received),
+            Together.of(maps, per_pair(back_gain) * received),
             attention.heads,
             attention.d_head,
             attention.d_model,
@@ -124,7 +124,7 @@ class Attending:
         """The noise is that of what the output projection sends, 2 over the heads' features, and of
         what a head's realised weights and keys send: few vectors over tokens in each head."""
         adjoint = self.maps.gradient_adjoint(sensitivity)
-        onward = self.back_gain * adjoint.onward
+        onward = per_pair(self.back_gain) * adjoint.onward
         noise = 2 / (self.heads * self.d_head) * paired(onward, self.received, self.received)
         together = self.together
         sizes = entrywise(np.abs, self.maps.by_head * self.received * adjoint.gathered)
@@ -135,7 +135,7 @@ class Attending:
             size = 2 * total(sensitivity * sent) ** 2 / self.d_model
             noise = noise + (by_key + size) / self.heads
         own = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
-        own = self.back_gain * own_entries(own * self.received)
+        own = own_entries(per_pair(self.back_gain) * own * self.received)
         noise = noise + over_tokens(own**2 * together.alone, self.received) / self.heads
         met = total(sensitivity * (self.received @ self.maps.weights))
         whole = total(sensitivity * self.received) * total(onward * self.received)
@@ -143,7 +143,7 @@ class Attending:
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """The noise is that of |W_k^T W_q x|^2 in every head, which scales a query's logits."""
-        gain, received = SINGLE(self.gain), SINGLE(self.back_gain) * self.received
+        gain, received = per_pair(self.gain), per_pair(self.back_gain) * self.received
         count = len(exposure.given)
         onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, received)
         if count < len(sensitivity):

@@ -96,13 +96,12 @@ class HiddenActivation(Activation):
     ) -> Gradient:
         return gradient.with_kernel(kernel)
 
-    def _track(self, signal: Signal, output: Signal, values: Any) -> None:
-        super()._track(signal, output, values)
-        function = _function(self.laws.name)
-        if function is not None:
-            output.kurtosis = _centred_kurtosis(
-                function, float(np.mean(signal.kernel.mean_diagonal()))
-            )
+    def _over_draws(self, signal: Signal, output: Signal, values: Any) -> dict[str, Any]:
+        found, function = super()._over_draws(signal, output, values), _function(self.laws.name)
+        if function is None:
+            return found
+        variance = float(np.mean(signal.kernel.mean_diagonal()))
+        return found | {"kurtosis": _centred_kurtosis(function, variance)}
 
 
 def _function(name: str) -> Callable[[np.ndarray], Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ def output_moments(
     signal: Signal,
     *,
     run: Run | None = None,
-    points: Sequence[Point] = (),
+    stack: Record | None = None,
     token_ids: Any = None,
     targets: Any = None,
     real: Any = None,
@@ -120,8 +120,8 @@ def output_moments(
         signal: the last layer's output, of tokens alike (one sequence) or resolved, all tokens of
             the batch in one kernel (B L, B L).
         run: the pass under way; None: one of its own.
-        points: of the forward pass, which tell how much of the token's row the stream carries; a
-            tied head without hidden layer needs them where the stream is rescaled on its way.
+        stack: of the layers, which tells how much of the token's row the stream carries; a tied
+            head without hidden layer needs it where the stream is rescaled on its way.
         token_ids: integers (L,) or (B, L), the text; None: unknown, by Zipf's law.
         targets: shaped as token_ids, -100 for no target; for a classification labels (B,). None:
             the next token where the loss is causal, else drawn at random.
@@ -143,7 +143,7 @@ def output_moments(
     record = chain.propagate(signal, run)
     read = record.output
     vocab_size, variance = _matrix(model, head)
-    carried = _carried_to_logits(model, head, signal, read, points)
+    carried = _carried_to_logits(model, head, signal, read, stack)
     readout = Readout(
         read.kernel,
         read.seq_len,
@@ -188,7 +188,7 @@ def output_moments(
     )
 
 
-def carried_amplitude(model: Transformer, points: Sequence[Point]) -> Array:
+def carried_amplitude(model: Transformer, stack: Record | None) -> Array:
     """How much of the read token's own row is in the last layer's output, per token.
 
     Skip connections multiply it by their scales; a norm on the stream divides it by the stream's
@@ -196,46 +196,22 @@ def carried_amplitude(model: Transformer, points: Sequence[Point]) -> Array:
 
     Args:
         model: the declaration; its embedding reads a token table.
-        points: of the forward pass.
+        stack: of the layers; None: there is nothing between.
     """
     embedding: Embedding = model.embedding
     amplitude: Array = embedding.scale
     if embedding.norm:
         variance = embedding.variance * (1 - 1 / model.d_model) + embedding.norm_epsilon
         amplitude = amplitude / np.sqrt(variance)
-    skips, level, entering = model.by_block("skip_scale"), None, amplitude
-    for point in points:
-        block, _, kind = point.site.partition(".")
-        diagonal = point.signal.kernel.diagonal
-        if point.site == "stream":
-            level, entering = diagonal, amplitude
-        elif kind == "sum":
-            level = diagonal
-            amplitude = amplitude * skips[point.layer - 1, int(block == "ffn")]
-        elif kind == "bottom_to_top":
-            level, amplitude = diagonal, amplitude + entering
-        elif kind in _rescaling(model, point.layer, block):
-            amplitude = amplitude * np.sqrt(diagonal / level)
-            level = diagonal
-    return amplitude
-
-
-def _rescaling(model: Transformer, layer: int, block: str) -> tuple[str, ...]:
-    """Sites of a block that rescale the stream itself."""
-    if not 1 <= layer <= model.layers:
-        return ()
-    placement = model.placements[layer - 1]
-    if placement in ("post", "b2t") or (placement == "hybrid" and block == "ffn"):
-        return "norm", "norm_scale", "sum_scale"
-    return ("sum_scale",)
+    return amplitude if stack is None else stack.component.carried(stack, amplitude)
 
 
 def _carried_to_logits(
-    model: Transformer, head: Head, signal: Signal, read: Signal, points: Sequence[Point]
+    model: Transformer, head: Head, signal: Signal, read: Signal, stack: Record | None
 ) -> Array:
     if not head.tied or head.transform is not None:
         return 0.0
-    amplitude = carried_amplitude(model, points)
+    amplitude = carried_amplitude(model, stack)
     if not head.norm:
         return amplitude
     inner = signal.second_moment().diagonal

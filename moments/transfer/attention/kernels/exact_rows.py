@@ -158,12 +158,24 @@ def jacobian_square(sum_square: Array, count: Array) -> Array:
     sum_square = np.clip(sum_square, (1.0 + 1e-9) / keys, 1.0 - 1e-9)
     odds = (keys - 1.0) * sum_square / (1.0 - sum_square)
     theta = tabulated(np.log(np.maximum(odds, 1.0)))
-    row = rows(theta, keys)
+    square, jacobian, slope = _squares(theta, keys)
     for _ in range(6):
-        error = (row.sum_square - sum_square) / np.maximum(row.sum_square_slope, 1e-300)
+        error = (square - sum_square) / np.maximum(slope, 1e-300)
         moved = tabulated(theta * np.exp(np.clip(-error, -1.0, 1.0)))
         if np.all(np.abs(moved - theta) <= 1e-6 * theta):
             break
         theta = moved
+        square, jacobian, slope = _squares(theta, keys)
+    return np.where(count > 1.0 + 1e-6, jacobian, 0.0)
+
+
+def _squares(theta: Array, keys: Array) -> tuple[Array, Array, Array]:
+    """E sum a^2, E tr J^2 and dP2/dlog theta of `rows`."""
+    if np.any(theta > THETA_MAX):
         row = rows(theta, keys)
-    return np.where(count > 1.0 + 1e-6, np.asarray(row.jacobian_square), 0.0)
+        found = row.sum_square, row.jacobian_square, row.sum_square_slope
+        return tuple(np.asarray(one) for one in found)  # type: ignore[return-value]
+    functions = SquareTable.load().row_functions(theta, keys, 3).reshape(3, *theta.shape)
+    square, rest = decode_participation(theta, keys, functions)
+    jacobian = functions[1] * square * rest
+    return square, jacobian, functions[2] * theta * jacobian

@@ -57,6 +57,7 @@ class ClassLogits(NamedTuple):
         scale: tau.
         sight: which keys rows see.
         turning: rotary positions; None: none.
+        repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
     """
 
     queries: Matrix
@@ -65,6 +66,7 @@ class ClassLogits(NamedTuple):
     scale: float
     sight: Sight
     turning: Turning | None = None
+    repeats: Array | None = None
 
     @property
     def prior(self) -> Array:
@@ -140,6 +142,7 @@ class PositionAttention:
         response: what the query path is per unit of G.
         overlap_path: what the query path gains per unit of G and of the relative variance of two
             tokens' overlap.
+        repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
     """
 
     def __init__(
@@ -182,7 +185,7 @@ class PositionAttention:
         # What the way back needs of the laws, in single precision: the rest is given back.
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        del self._laws, self._response
+        del self._laws, self._response, self._slope
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -305,6 +308,7 @@ class PositionAttention:
         if turning is not None:  # per unit of what the kernel already holds of the correlation
             apart = np.abs(rho) > RHO_MIN
             factor = np.where(apart, factor / np.where(apart, rho, 1.0), slope) * bare
+        self._slope = slope
         self._laws = [
             self._law(tile, one, factor[tile.pairs], slope[tile.pairs])
             for tile, one in zip(pairs.tiles, moved, strict=True)
@@ -411,6 +415,22 @@ class PositionAttention:
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         return np.concatenate([self._gathered(tile, law[of]) for tile, law in laws])
 
+    def _repeated(self, variance: Array) -> Array:
+        """(C,) what the derivative in the correlation gathers besides where covariances of two
+        keys vary within cells by so much: logits and values vary together.
+
+        To first order in the logits, of keys that are projected alone.
+        """
+        sight, weights, own = self.logits.sight, self.weights, self._response[0]
+        found = []
+        for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
+            long, short, left, right = tile.long, tile.short, tile.left, tile.right
+            first = sight.split[short, long, left] * weights[long, left] * own[long, left]
+            second = self.counted[short, right] * own[short, right]
+            met = ((law.joint[1] * variance[left, right]) @ second[:, :, None])[..., 0]
+            found.append(self._slope[tile.pairs] * (met * first).sum(1))
+        return np.concatenate(found)
+
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
@@ -456,8 +476,18 @@ class PositionAttention:
             )
         path = looking * of_query
         norm = np.sqrt(temperature)
-        query = self._query * slope / (norm[long] * norm[short]) + path / width
-        query[alone] += calibration.common * slope[alone] / temperature
+
+        def sent(slope: Array) -> Array:
+            found = self._query * slope / (norm[long] * norm[short])
+            found[alone] += calibration.common * slope[alone] / temperature
+            return np.asarray(found)
+
+        query = sent(slope) + path / width
+        self.repeated = None
+        if logits.repeats is not None:
+            repeated = sent(self._repeated(logits.repeats))
+            self.repeated = pairs.split(repeated)
+            query = query + repeated
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
             output[alone] += self._dropped * masks
@@ -633,6 +663,8 @@ class ClassHeads:
         return self._mean([getattr(layer, name) for layer in self._layers])
 
     def _mean(self, values: Sequence[Any]) -> Any:
+        if values[0] is None:
+            return None
         if isinstance(values[0], tuple):
             found = [self._mean(column) for column in zip(*values, strict=True)]
             return type(values[0])(*found) if hasattr(values[0], "_fields") else tuple(found)

@@ -78,8 +78,36 @@ def _theta_of(keys: Array, target: Array, theta: Array) -> Array:
         value = _annealed(theta, keys)
         occupied = np.exp(theta - np.log(keys) - value - theta / keys)
         slope = np.maximum(occupied - 1.0 / keys, 1e-12)
-        theta = np.clip(theta - (value - target) / slope, 1e-12, bound)
+        before = theta
+        theta = np.minimum(np.maximum(theta - (value - target) / slope, 1e-12), bound)
+        if np.all(np.abs(theta - before) <= 1e-14 * theta):
+            break
     return theta
+
+
+def _false_position(
+    function: Callable[[Array], Array],
+    ends: tuple[Array, Array],
+    values: tuple[Array, Array],
+    where: NDArray[np.bool_],
+) -> Array:
+    """Roots between ends with values of opposite signs, by the Illinois rule; an end elsewhere."""
+    (low, high), (low_value, high_value) = ends, values
+    side, at = np.zeros(low.shape), low
+    while True:
+        gap = np.where(where, high_value - low_value, 1.0)
+        before, at = at, np.where(where, (low * high_value - high * low_value) / gap, low)
+        if np.all(np.abs(at - before) <= 1e-13 * (1.0 + np.abs(at))):
+            return at
+        value = function(at)
+        above = (value > 0.0) == (high_value > 0.0)
+        # An end that stays twice counts half, or the other would creep.
+        low_value, high_value = (
+            np.where(above, np.where(side > 0, 0.5 * low_value, low_value), value),
+            np.where(above, value, np.where(side < 0, 0.5 * high_value, high_value)),
+        )
+        low, high = np.where(above, low, at), np.where(above, at, high)
+        side = np.where(above, 1.0, -1.0)
 
 
 def reference_rows(kernel: Array, prior: Array, tau: float) -> ReferenceRow:
@@ -120,17 +148,11 @@ def matched(first: Array, second: Array, count: Array) -> ReferenceRow:
     theta = np.minimum(theta, np.sqrt(2.0 * first / (1.0 - 1.0 / ceiling) * ceiling))
     high_value, theta_high = excess(ceiling, theta)
     low_value, theta_low = excess(floor, theta_high)
-    low, high = np.log(floor), np.log(ceiling)
     resolved = np.abs(high_value) > 1e-6 * second  # else exchangeable to rounding: all keys count
     bracketed = (low_value * high_value < 0.0) & resolved
-    rising = high_value > 0.0
-    theta = theta_high
-    for _ in range(26):
-        middle = 0.5 * (low + high)
-        value, theta = excess(np.exp(middle), theta)
-        above = (value > 0.0) == rising
-        high, low = np.where(above, middle, high), np.where(above, low, middle)
     nearer_low = ~bracketed & resolved & (np.abs(low_value) < np.abs(high_value))
-    keys = np.where(bracketed, np.exp(0.5 * (low + high)), np.where(nearer_low, floor, ceiling))
+    ends, values = (np.log(floor), np.log(ceiling)), (low_value, high_value)
+    root = _false_position(lambda log: excess(np.exp(log), theta_high)[0], ends, values, bracketed)
+    keys = np.where(bracketed, np.exp(root), np.where(nearer_low, floor, ceiling))
     theta = _theta_of(keys, first, np.maximum(theta_high, theta_low))
     return ReferenceRow(np.where(several, theta, 0.0), np.where(several, keys, 1.0))

@@ -257,6 +257,8 @@ class SquareTable(NamedTuple):
         Arguments beyond the table are moved to its edge.
         """
         shape = np.broadcast_shapes(theta.shape, n.shape)
+        if n.ndim == 1 and n.size > 1 and shape[-1] == n.size and shape == theta.shape:
+            return self._by_lengths(theta, n, count)
         one_theta = theta.size == 1
         variance = theta.reshape(-1) if one_theta else _flat(theta, shape)
         thetas, lengths, _ = self.row.shape
@@ -266,6 +268,23 @@ class SquareTable(NamedTuple):
         if one_theta:
             return np.asarray(in_length.reshape(lengths, count).T @ b)
         return np.asarray(np.einsum("bfp,bp->fp", in_length.reshape(lengths, count, -1), b))
+
+    def _by_lengths(self, theta: Array, n: Array, count: int) -> Array:
+        """`row_functions` of lengths (P,) that come again and again, and theta (..., P)."""
+        in_length = _rows_at_lengths(n.tobytes())[:, :count]
+        coordinate = theta_coordinate(np.minimum(theta.reshape(-1), THETA_MAX))
+        basis = chebyshev_basis(coordinate, len(in_length)).reshape(len(in_length), -1, n.size)
+        found = np.matmul(in_length.transpose(2, 1, 0), basis.transpose(2, 0, 1))
+        return np.asarray(found.transpose(1, 2, 0).reshape(count, -1))
+
+
+@functools.lru_cache(64)
+def _rows_at_lengths(lengths: bytes) -> Array:
+    """(theta, functions, lengths) coefficients of rows."""
+    n = np.minimum(np.frombuffer(lengths), LENGTH_MAX)
+    row = SquareTable.load().row
+    basis = chebyshev_basis(length_coordinate(n), row.shape[1])
+    return np.ascontiguousarray(np.tensordot(row, basis, (1, 0)))
 
 
 def _flat(values: Array, shape: tuple[int, ...]) -> Array:

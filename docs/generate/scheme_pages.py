@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import warnings
 from typing import Any
 
-from components import QUICK
+from components import QUICK, panels, stored
+from figure import svg
 
 import moments
+from moments.scheme import Scheme
+from moments.show.scheme_table import input_options
 
 SCHEMES = [s for s in moments.schemes() if not QUICK or s.name in ("xavier", "dslm", "t-fixup")]
 BASE = {"layers": 24, "d_model": 128, "heads": 4, "seq_len": 64, "dropout": 0.1}
@@ -22,6 +27,7 @@ def navigation() -> list[Any]:
 def pages() -> dict[str, str | bytes]:
     """A page each and an index."""
     found: dict[str, str | bytes] = {f"scheme/{s.name}.md": _page(s) for s in SCHEMES}
+    found |= {f"scheme/{s.name}.svg": _picture(s) for s in SCHEMES}
     rows = [
         f"| [`{s.name}`]({s.name}.md) | {s.title} | {', '.join(f'`{f}`' for f in s.sets)} | "
         f"{', '.join(s.placements) or 'any'} |"
@@ -45,8 +51,8 @@ def pages() -> dict[str, str | bytes]:
     return found
 
 
-def _page(scheme: Any) -> str:
-    lines = [f"# {scheme.name}", "", f"{scheme.title}.", ""]
+def _page(scheme: Scheme) -> str:
+    lines = [f"# {scheme.name}", "", f"{_greek(scheme.title)}.", ""]
     lines += [f"Source: {scheme.source}.", ""]
     lines += [f"It sets {', '.join(f'`{name}`' for name in scheme.sets)}.", ""]
     if scheme.placements:
@@ -61,15 +67,14 @@ def _page(scheme: Any) -> str:
     return "\n".join(lines + _numbers(scheme))
 
 
-def _numbers(scheme: Any) -> list[str]:
+def _numbers(scheme: Scheme) -> list[str]:
     norm = scheme.placements[0] if scheme.placements else "pre"
+    plain = moments.Transformer(**BASE, norm=norm)
+    options = input_options(plain, scheme, {"correlation": 0.25})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            model = moments.Transformer(**BASE, norm=norm).with_scheme(scheme.name)
-        except moments.DomainError as error:
-            return ["## On a model", "", f"Not applicable to a plain model: {error}", ""]
-        p = moments.predict(model, correlation=0.25)
+        p = moments.predict(plain.with_scheme(scheme.name, **options), correlation=0.25)
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
     return [
         "## On a model",
         "",
@@ -78,7 +83,8 @@ def _numbers(scheme: Any) -> list[str]:
         "",
         f"model = moments.Transformer({', '.join(f'{k}={v!r}' for k, v in BASE.items())}, "
         f"norm={norm!r})",
-        f"prediction = moments.predict(model.with_scheme({scheme.name!r}), correlation=0.25)",
+        f"scaled = model.with_scheme({scheme.name!r}{given})",
+        "prediction = moments.predict(scaled, correlation=0.25)",
         "```",
         "",
         "| after | variance | correlation | gradient variance, mean | typical draw |",
@@ -89,6 +95,24 @@ def _numbers(scheme: Any) -> list[str]:
             for n in (0, 1, 6, 12, 24)
         ),
         "",
-        "Simulated beside it: [every scheme measured](../schemes.md).",
+        "## Predicted and simulated",
+        "",
+        f"![{scheme.name}: predicted and simulated]({scheme.name}.svg)",
+        "",
+        "Lines are predictions, the scheme applied anew at every depth; points are simulations of "
+        "it, bars two standard errors. The same numbers, and all schemes side by side: "
+        "[every scheme measured](../schemes.md).",
         "",
     ]
+
+
+def _picture(scheme: Scheme) -> bytes:
+    """Growth of signal and gradient over the depth, with what was simulated."""
+    of = stored()[f"scheme/{scheme.name}"]
+    title = f"{scheme.name}: d_model 128, 4 heads, 64 tokens, dropout 0.1"
+    return svg(functools.partial(panels, of=of), title, len(of))
+
+
+def _greek(text: str) -> str:
+    letters = {"lambda": "λ", "beta": "β", "alpha": "α", "sigma": "σ", "^2": "²"}
+    return re.sub(r"\b(?:lambda|beta|alpha|sigma)\b|\^2", lambda m: letters[m.group()], text)

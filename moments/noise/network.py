@@ -1,0 +1,430 @@
+"""All parts of a network about their means: what one number owes to the randomness of each.
+
+Let y be the gradient variance at one point of the stream over its mean. It is linear in the
+realised gradient kernels above, with sensitivities Lambda, and to first order it depends on all
+realised signal kernels, with sensitivities Gamma (`sensitivity`). A random matrix adds to a kernel
+what Wishart matrices have: at a residual addition of carried T and added B, of independent
+directions,
+
+    Var sum(Lambda o dG) = (4 tr(Lambda T Lambda B) + kappa tr(Lambda B Lambda B)) / d,
+
+and the same for the signal with Gamma. Under a causal mask the gradient gathers on few tokens:
+tr(Lambda B Lambda B)/(tr Lambda B)^2 is the share of one among them. All parts above a point add
+the first kind, all parts of the network the second.
+
+Realised directions that on average share nothing still overlap at random. The second moment of
+that overlap, q over the product of the two variances, starts at 1/d and grows by (2 T B + kappa
+B^2/2)/d at an addition, T and B as shares of their sum. The branch carries it with a part h of its
+gain on one direction, which adds
+
+    (4 tr(Lambda T) h tr(Lambda B) + kappa (h tr(Lambda B))^2) q / d,
+
+the floor under what tokens and sequences that share the weights can average out.
+
+Tokens alike are one class of all (`classes.ClassMatrix`): a sensitivity is then two numbers, what a
+part does to it a matrix of two by two, and parts of one structure are met at once (`alike`).
+
+See docs/theory/band.md, What fluctuates.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..engine.classes import ClassMatrix, PositionClasses
+from ..engine.response import Part
+from ..engine.sensitivity import (
+    SINGLE,
+    GradientAdjoint,
+    Matrix,
+    Response,
+    SignalAdjoint,
+    count_of,
+    diagonal,
+    matrix_of,
+    own_entries,
+    paired,
+    per_unit,
+    ratio,
+    row_sums,
+    stacked,
+    total,
+    trace_of,
+)
+from ..engine.state import Array, Signal
+
+
+class Group(NamedTuple):
+    """Parts of one structure, whose numbers have them on a last axis; or one alone, without it.
+
+    Attributes:
+        part: or parts.
+        places: where in the network they are.
+        several: whether there is that axis.
+    """
+
+    part: Part
+    places: Sequence[int]
+    several: bool
+
+    def gathered(self, by_place: Mapping[int, Array] | Sequence[Array]) -> Array:
+        """What every place of the network has, at those of the group."""
+        if not self.several:
+            return by_place[self.places[0]]
+        return np.stack(np.broadcast_arrays(*(by_place[k] for k in self.places)), axis=-1)
+
+    def by_place(self, values: Array) -> Iterator[tuple[int, Array]]:
+        """Values (..., parts) of the group, place by place."""
+        if not self.several:
+            return iter(((self.places[0], values),))
+        return zip(self.places, np.moveaxis(values, -1, 0), strict=True)
+
+    def summed(self, values: Array) -> Array:
+        """Over the parts of the group."""
+        return values.sum(-1) if self.several else values
+
+
+class Up(NamedTuple):
+    """A group with the sensitivities to the gradients at its inputs, and what they say."""
+
+    group: Group
+    sensitivity: Matrix
+    adjoint: GradientAdjoint
+
+
+class Down(NamedTuple):
+    """A group with the sensitivities to the signals at its outputs, and what they say."""
+
+    group: Group
+    sensitivity: Matrix
+    adjoint: SignalAdjoint
+
+
+class Walk(Protocol):
+    """The ways of sensitivities through all parts."""
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """All of them."""
+
+    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Up], Matrix]:
+        """From the inputs of these parts to the last gradient `top`, to which the second answer is
+        the sensitivity. Of a group, only the first sensitivities may be there, if others are 0."""
+
+    def down(self, ups: Sequence[Up], last: Matrix) -> tuple[list[Down], Matrix]:
+        """And back, from the last signal to the first, to which the second answer is the
+        sensitivity."""
+
+
+def normalised(sensitivity: Matrix, sent: Matrix) -> Matrix:
+    """In units of y: a linear map's paths together hand on the whole, and what traced moments lost
+    to corrections of order 1/d, and the maps to their approximations, is put back."""
+    return per_unit(sensitivity, total(sensitivity * sent))
+
+
+class OneByOne:
+    """The walk by token, part after part."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.groups = [Group(part, (k,), False) for k, part in enumerate(parts)]
+
+    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Up], Matrix]:
+        parts = [one.part for one in self.groups]
+        identity = diagonal(np.ones((1, *parts[0].sent.shape[:-1]), SINGLE), parts[0].sent)
+        sensitivity, found = identity[:0], []
+        for k in range(len(parts) + 1):
+            fresh = [identity] * sum(start == k for start in starts)
+            sensitivity = stacked([sensitivity, *fresh])
+            sensitivity = normalised(sensitivity, parts[k].sent if k < len(parts) else top)
+            if k < len(parts):
+                adjoint = parts[k].gradient_adjoint(sensitivity)
+                found.append(Up(self.groups[k], sensitivity, adjoint))
+                sensitivity = adjoint.sensitivity
+        return found, sensitivity
+
+    def down(self, ups: Sequence[Up], last: Matrix) -> tuple[list[Down], Matrix]:
+        found, sensitivity = [], last
+        for group, _, up in reversed(ups):
+            adjoint = group.part.signal_adjoint(sensitivity, up.exposure)
+            found.append(Down(group, sensitivity, adjoint))
+            sensitivity = adjoint.sensitivity
+        return found, sensitivity
+
+
+class Inflow(NamedTuple):
+    """What a part sends elsewhere, of which y is made too, tokens alike; all (targets, ..., 2) or
+    (targets, ...).
+
+    Attributes:
+        sensitivity: to the gradient at the part's output, in any unit: of a token with itself, and
+            with another.
+        share: of y that comes from there.
+        exposure: to the signal at the part's input.
+    """
+
+    sensitivity: Array
+    share: Array
+    exposure: Array
+
+
+class AllAtOnce:
+    """The walk of tokens alike: maps of two by two, and each group of parts once."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self._inflow: Mapping[int, Inflow] | None = None
+        count = sum(len(group.places) for group in groups)
+        gradient, signal, sent = ([np.zeros(0)] * count for _ in range(3))
+        for group in groups:
+            part = group.part
+            kind = part.sent.classes
+            axes = part.sent.shape[:-2]
+            units = np.eye(2).reshape(2, *(1,) * len(axes), 2)
+            basis = _matrix(np.broadcast_to(units, (2, *axes, 2)), kind)
+            onward = part.gradient_adjoint(basis).sensitivity
+            nothing = part.gradient_adjoint(basis[:0]).exposure
+            back = part.signal_adjoint(basis, nothing).sensitivity
+            sizes = _in_total(part.sent)
+            maps = [np.moveaxis(_numbers(one), 0, -1) for one in (onward, back)]
+            for j, place in enumerate(group.places):
+                gradient[place], signal[place] = (one[..., j, :, :] for one in maps)
+                sent[place] = sizes[..., j, :]
+        self._gradient, self._signal, self._sent = gradient, signal, sent
+
+    def of(self, inflow: Mapping[int, Inflow]) -> AllAtOnce:
+        """The walk of a number made of what parts send elsewhere, by the place behind each, in
+        place of the gradient's variance at the starts given."""
+        found = copy.copy(self)
+        found._inflow = inflow
+        return found
+
+    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Up], Matrix]:
+        begins = np.asarray(starts).reshape(-1, *(1,) * self._sent[0].ndim)
+        at: Array = np.zeros((len(starts), *self._sent[0].shape))
+        share, identity, before = at[..., 0], np.array([1.0, 0.0]), []
+        for k, sent in enumerate([*self._sent, _in_total(top)]):
+            at = _sharing(at, sent, share)
+            if self._inflow is None:
+                here = begins == k
+                at, share = np.where(here, _sharing(identity, sent, 1.0), at), share + here[..., 0]
+            elif k in self._inflow:
+                begun = self._inflow[k]
+                at = at + _sharing(begun.sensitivity, sent, begun.share)
+                share = share + begun.share
+            before.append(at)
+            if k < len(self._sent):
+                at = _times(self._gradient[k], at)
+        found = []
+        for group in self.groups:
+            sensitivity = _matrix(_gathered(group, before), top.classes)
+            found.append(Up(group, sensitivity, group.part.gradient_adjoint(sensitivity)))
+        return found, _matrix(before[-1], top.classes)
+
+    def down(self, ups: Sequence[Up], last: Matrix) -> tuple[list[Down], Matrix]:
+        exposed: list[Array] = [0.0] * len(self._sent)
+        for group, sensitivity, up in ups:
+            source = group.part.signal_adjoint(0.0 * sensitivity, up.exposure).sensitivity
+            numbers = _numbers(source)
+            for j, place in enumerate(group.places):
+                exposed[place] = numbers[..., j, :]
+        at, behind = _numbers(last), [np.zeros(0)] * len(self._sent)
+        for k in range(len(self._sent) - 1, -1, -1):
+            behind[k] = at
+            at = _times(self._signal[k], at) + exposed[k]
+            if self._inflow is not None and k + 1 in self._inflow:
+                at = at + self._inflow[k + 1].exposure
+        found = []
+        for group, _, up in ups:
+            sensitivity = _matrix(_gathered(group, behind), last.classes)
+            adjoint = group.part.signal_adjoint(sensitivity, up.exposure)
+            found.append(Down(group, sensitivity, adjoint))
+        return found, _matrix(at, last.classes)
+
+
+def _matrix(numbers: Array, kind: PositionClasses) -> ClassMatrix:
+    """Of (..., 2): a token with itself, and with another."""
+    numbers = np.asarray(numbers, SINGLE)
+    return ClassMatrix(numbers[..., :1], numbers[..., 1:, None], kind)
+
+
+def _numbers(matrix: ClassMatrix) -> Array:
+    """The same back."""
+    return np.stack([matrix.own[..., 0], matrix.pairs[..., 0, 0]], axis=-1).astype(float)
+
+
+def _in_total(matrix: ClassMatrix) -> Array:
+    """(..., 2) with what the two numbers of a sensitivity count in its product's sum."""
+    length = matrix.classes.length
+    return np.array([1.0, length - 1.0]) * length * _numbers(matrix)
+
+
+def _sharing(sensitivity: Array, sent: Array, share: Array) -> Array:
+    """In the unit in which y has that share there."""
+    unit = ratio(share, (sensitivity * sent).sum(-1))
+    return np.asarray(sensitivity * unit[..., None])
+
+
+def _gathered(group: Group, by_place: Sequence[Array]) -> Array:
+    return np.stack([by_place[k] for k in group.places], axis=-2)
+
+
+def _times(matrix: Array, vector: Array) -> Array:
+    return (matrix @ vector[..., None])[..., 0]
+
+
+class Network:
+    """A walk, and the random overlap that directions have before each part."""
+
+    def __init__(
+        self,
+        walk: Walk,
+        first: Signal,
+        batch: int,
+        overlaps: Sequence[Array],
+        end: tuple[Matrix, Response],
+    ) -> None:
+        """Arguments:
+        walk: through all parts.
+        first: the signal that enters.
+        batch: sequences that share the weights.
+        overlaps: covariance of tokens of different sequences before every part, and behind all.
+        end: the gradient at the last part's output, and where it comes from.
+        """
+        self.top, self.end = end
+        self.walk, self.first, self.batch, self.overlaps = walk, first, batch, overlaps
+        self.width = first.width
+        self._coherence: dict[int, Array] = {}
+
+    def along(self, walk: Walk) -> Network:
+        """The same on another walk through the same parts."""
+        found = Network(walk, self.first, self.batch, self.overlaps, (self.top, self.end))
+        found._coherence = self._coherence
+        return found
+
+    def variance(self, starts: Sequence[int]) -> Array:
+        """(starts, ...): of y at the inputs of these parts (or the network's output), in order.
+
+        The first call has the input of the first part among them.
+        """
+        ups, sensitivity = self.walk.up(starts, self.top)
+        last = self.end.gradient_adjoint(sensitivity)
+        noise = last.noise / self.batch
+        for group, given, adjoint in ups:
+            added = (group.part.gradient_noise(given) + adjoint.noise) / self.batch
+            noise[: len(added)] += group.summed(added)
+        if not self._coherence:
+            for group, _, adjoint in ups:
+                self._coherence |= group.by_place(adjoint.coherence[:1])
+        for group, floor in self._gradient_floors(ups, starts, noise):
+            noise[: len(floor)] += group.summed(floor)
+        return noise + self._signal(ups, sensitivity, last.exposure)
+
+    # --- gradient ------------------------------------------------------------------------------
+
+    def _gradient_floors(
+        self, ups: Sequence[Up], starts: Sequence[int], like: Array
+    ) -> list[tuple[Group, Array]]:
+        """For each group with an addition, what different directions covary by."""
+        shares, by_place = [], dict[int, tuple[Array, Array]]()
+        for group, given, adjoint in ups:
+            part = group.part
+            if not part.residual:
+                continue
+            whole = total(given * part.sent)
+            carried = part.skip * total(given * part.received)
+            alone = ratio(paired(given, part.sent, part.sent), whole**2) / self.batch
+            added, others = whole - carried, np.clip(1 - alone, 0.0, 1.0)
+            coherent = adjoint.coherence * added
+            shares.append((group, carried, added, coherent, others))
+            carried, added, coherent = (ratio(one, whole) for one in (carried, added, coherent))
+            fresh = (2 * carried + part.kappa / 2 * added) * added / self.width
+            kept = zip(
+                group.by_place((carried + coherent) ** 2), group.by_place(fresh), strict=True
+            )
+            by_place |= {k: (one, more) for (k, one), (_, more) in kept}
+        overlaps: dict[int, Array] = {}
+        overlap = np.full_like(like, 1 / self.width)
+        for k in sorted(by_place, reverse=True):
+            kept, fresh = by_place[k]
+            overlaps[k] = overlap[: len(fresh)]
+            overlap = overlap.copy()
+            overlap[: len(fresh)] = kept * overlaps[k] + fresh
+        found = []
+        for group, carried, added, coherent, others in shares:
+            part, begins = group.part, np.asarray(starts[: len(carried)])
+            met = np.less_equal.outer(begins, group.places).astype(float)
+            axes = (1,) * (carried.ndim - 1 - group.several)
+            met = met.reshape(len(begins), *axes, *((-1,) if group.several else ()))
+            floor = part.floor(carried, added, coherent, group.gathered(overlaps))
+            found.append((group, floor * others * met))
+        return found
+
+    # --- signal --------------------------------------------------------------------------------
+
+    def _signal(self, ups: Sequence[Up], like: Matrix, exposure: Any) -> Array:
+        last = self.end.signal_adjoint(0.0 * like, exposure)
+        found = np.zeros(like.shape[:-2]) + last.noise / self.batch
+        overlaps = self._signal_overlaps()
+        downs, sensitivity = self.walk.down(ups, last.sensitivity)
+        for group, given, adjoint in downs:
+            part = group.part
+            noise = (part.signal_noise(given) + adjoint.noise) / self.batch
+            noise = noise + self._agreement(group) * adjoint.common
+            if part.residual:
+                carried = part.skip * total(given * part.entering)
+                added = total(given * part.leaving) - carried
+                coherent = group.gathered(self._coherence) * added
+                floor = part.floor(carried, added, coherent, group.gathered(overlaps))
+                noise = noise + (1 - 1 / self.batch) * floor + self._across(given, group)
+            found += group.summed(noise)
+        kernel = matrix_of(self.first.kernel, self.first.seq_len).astype(SINGLE)
+        if self.first.spread is not None and not np.any(self.first.spread.diagonal):
+            # a norm has fixed every token's size
+            lost = ratio(row_sums(sensitivity * kernel), own_entries(kernel))
+            sensitivity = sensitivity - diagonal(lost, kernel)
+        found += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
+        across = (total(sensitivity) * self.overlaps[0]) ** 2
+        return found + 2 / self.width * (1 - 1 / self.batch) * across
+
+    def _signal_overlaps(self) -> dict[int, Array]:
+        """q of the signals of two sequences before every part."""
+        shares: dict[int, tuple[Array, Array]] = {}
+        for group in self.walk.groups:
+            part = group.part
+            if part.residual:
+                carried = ratio(part.skip * trace_of(part.entering), trace_of(part.leaving))
+                carried, kappa = np.broadcast_arrays(carried, part.kappa)
+                pairs = zip(group.by_place(carried), group.by_place(kappa), strict=True)
+                shares |= {k: (one, more) for (k, one), (_, more) in pairs}
+        overlap, found = 1 / self.width + 0 * next(iter(self._coherence.values())), {}
+        for k in range(len(self._coherence)):
+            found[k] = overlap
+            if k in shares:
+                carried, kappa = shares[k]
+                added = 1 - carried
+                fresh = (2 * carried + kappa / 2 * added) * added / self.width
+                overlap = (carried + self._coherence[k] * added) ** 2 * overlap + fresh
+        return found
+
+    def _agreement(self, group: Group) -> Array:
+        """Square of the correlation of tokens of other sequences before a part."""
+        if self.batch == 1:
+            return 0.0
+        entering = group.part.entering
+        variance = trace_of(entering) / count_of(entering)
+        square = ratio(group.gathered(self.overlaps), variance) ** 2 + 1 / self.width
+        return (1 - 1 / self.batch) * square
+
+    def _across(self, sensitivity: Matrix, group: Group) -> Array:
+        """What tokens of other sequences share: the means of the activations."""
+        if self.batch == 1:
+            return 0.0
+        part = group.part
+        kept = part.skip * group.gathered(self.overlaps)
+        added = group.gathered(self.overlaps[1:]) - kept
+        noise = (4 * kept + part.kappa * added) * added / self.width
+        return (1 - 1 / self.batch) * noise * total(sensitivity) ** 2

@@ -1,0 +1,133 @@
+"""Several steps, each on a batch of its own, as one step on all of them.
+
+The sequences of a prediction are the batches, in order. As long as gradients are those of the
+network before the first step, SGD's steps add up to sum_i w_i G_i with weights w from its momentum.
+Adam's are a function U of an entry's gradients g_1 ... g_k, which given delta are Gaussian of
+covariance C_ij = sum over the tokens of batches i and j of K o D: U is carried as what it has along
+g = sum_i w_i g_i, w the regression of U on them at the network's mean correlation, and as noise:
+
+    E[U x | delta] = gamma c (its step under the sign rule on g),  E U^2 = nu,
+    gamma = E[U g]/(c sd(g)),  c = sqrt(2/pi),
+
+both averages over Sobol's points for (g_1, ..., g_k), parameter by parameter. A second update's
+square is thus that of the correlation of two batches' gradients. What is left out is that gradients
+change from step to step; benchmarks/first_step.py measures where that is no longer small.
+
+See docs/theory/first-step.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri
+
+from .change import Array
+
+_DRAWS = 4096
+
+
+@dataclass(frozen=True)
+class Updates:
+    """An optimizer over several steps.
+
+    Attributes:
+        kind: "sgd", "adam" or "sign".
+        steps: how many.
+        betas, epsilon: Adam's.
+        momentum, nesterov: SGD's.
+    """
+
+    kind: str
+    steps: int
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 0.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def sum(self, gradients: Array) -> Array:
+        """All steps' updates at learning rate 1, of (k, ...) gradients."""
+        total, first, second = (np.zeros_like(gradients[0]) for _ in range(3))
+        for k, g in enumerate(gradients, 1):
+            if self.kind == "sign":
+                total += np.sign(g)
+            elif self.kind == "sgd":
+                first = self.momentum * first + g
+                total += g + self.momentum * first if self.nesterov else first
+            else:
+                one, two = self.betas
+                first, second = one * first + (1 - one) * g, two * second + (1 - two) * g * g
+                size = np.sqrt(second / (1 - two**k)) + self.epsilon
+                mean = first / (1 - one**k)
+                total += np.divide(mean, size, out=np.zeros_like(mean), where=size > 0)
+        return np.asarray(total)
+
+    @functools.cached_property
+    def _normal(self) -> Array:
+        from scipy.stats import qmc
+
+        points = qmc.Sobol(self.steps, rng=3).random(_DRAWS // 2)
+        drawn = ndtri(points)
+        return np.concatenate([drawn, -drawn])
+
+    def _drawn(self, covariance: Array) -> tuple[Array, Array]:
+        values, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
+        g = self._normal @ (vectors * np.sqrt(np.clip(values, 0.0, None))).T
+        return g, self.sum(g.T.copy())
+
+    def regression(self, covariance: Array) -> Array:
+        """(k,) of the update on the gradients."""
+        if self.kind == "sgd":
+            return self.sum(np.eye(self.steps))
+        g, update = self._drawn(covariance)
+        return np.asarray(np.linalg.lstsq(g, update, rcond=None)[0], float)
+
+    def along(self, covariance: Array, weights: Array) -> tuple[float, float]:
+        """gamma c and nu: E U g over sd(g), g = weights . g_i, and E U^2."""
+        size = float(weights @ covariance @ weights)
+        if size <= 0.0:
+            return 0.0, 0.0
+        g, update = self._drawn(covariance)
+        seen = g @ weights
+        spread = np.sqrt(np.mean(seen * seen))
+        return float(np.mean(update * seen) / spread), float(np.mean(update * update))
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Which step the sequences of a prediction belong to, and what each weighs.
+
+    Attributes:
+        updates: the optimizer's.
+        batch: (B,) of every sequence.
+        weights: (k,) w.
+        counted: (k,) tokens of all batches' losses over those of each: a loss is its own mean.
+    """
+
+    updates: Updates
+    batch: NDArray[np.int64]
+    weights: Array
+    counted: Array
+
+    def masks(self, count: int) -> Array:
+        """(k, T) 1 at the tokens of each step."""
+        at = np.repeat(self.batch, count // len(self.batch))
+        return np.asarray(at == np.arange(self.updates.steps)[:, None], float)
+
+    def factors(self, count: int) -> Array:
+        """(T,) what the gradient of the joint loss is multiplied by."""
+        return np.asarray((self.weights * self.counted) @ self.masks(count))
+
+    def blocks(self, product: Array) -> Array:
+        """(k, k) sums over pairs of batches of a (T, T) product of weighted gradients."""
+        masks = self.masks(len(product))
+        return np.asarray(masks @ product @ masks.T)
+
+    def pulled(self, blocks: Array) -> tuple[float, float]:
+        """gamma and nu, of `blocks` of one entry's variance."""
+        own = blocks / np.outer(self.weights, self.weights)
+        along, square = self.updates.along(own, self.weights)
+        return along / np.sqrt(2 / np.pi), square

@@ -1,0 +1,152 @@
+"""The board of what ships: what is stored, and a few of its rows anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moments
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import board  # noqa: E402
+import board_page  # noqa: E402
+
+from moments.torch.dataflow.recurrence import recurrences  # noqa: E402
+
+ROWS = board.stored()["rows"]
+STATES = ("not built", "broken", "refused", "read by")
+
+
+def test_every_row_says_how_it_ended() -> None:
+    assert set(ROWS) <= set(board.module_classes())
+    assert len(ROWS) >= 500
+    assert all(sum(state in found for state in STATES) == 1 for found in ROWS.values())
+    assert all(found[state] for found in ROWS.values() for state in STATES if state in found)
+
+
+def test_every_finding_was_looked_at() -> None:
+    judged = board_page.judged()
+    told = board_page.findings(ROWS)
+    verdicts = [judged[kind][finding["kind"]][0] for kind, finding in told]
+    assert set(verdicts) <= set(board_page.VERDICTS)
+    assert verdicts.count("false") <= 0.02 * len(board_page.reads(ROWS))
+
+
+def test_known_faults_are_among_them() -> None:
+    """None of them is named where findings are made."""
+    for kind in ("clip_text_model", "clip_vision_model"):
+        (finding,) = ROWS[kind]["findings"]
+        assert finding["kind"] == "wrong variance"
+        assert "on query, key and value instead of output" in finding["reason"]
+    ones = [k for k, f in board_page.findings(ROWS) if f["kind"] == "forgetting"]
+    assert {"bamba", "qwen3_next", "jamba"} <= set(ones)
+    assert not {"mamba", "mamba2"} & set(ones)
+    (drawn,) = ROWS["modernbert-decoder"]["redrawn"]
+    assert drawn.startswith("model.embeddings.tok_embeddings.weight: 0.2")
+
+
+def test_the_page_is_that_of_the_stored_rows() -> None:
+    assert board_page.PAGE.read_text(encoding="utf-8") == board_page.page(board.stored())
+
+
+@pytest.mark.parametrize("kind", ["clip_text_model", "gpt_bigcode", "bamba"])
+def test_a_row_anew(kind: str) -> None:
+    if transformers.__version__ != board.stored()["versions"]["transformers"]:
+        pytest.skip("another transformers than the stored rows were made under")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = json.loads(json.dumps(board.row(kind)))
+    stored = ROWS[kind]
+    assert [f["kind"] for f in found.get("findings", ())] == [
+        f["kind"] for f in stored.get("findings", ())
+    ]
+    for name in ("module", "read by", "parameters", "redrawn"):
+        assert found.get(name) == stored.get(name), name
+    for quantity, errors in stored.get("errors", {}).items():
+        assert found["errors"][quantity]["ratio"] == pytest.approx(errors["ratio"], rel=0.02)
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def test_sizes_follow_the_names_of_entries() -> None:
+    entries = {
+        "num_hidden_layers": 24,
+        "layer_types": ["linear"] * 3 + ["full"] + ["linear"] * 20,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 50000,
+        "eos_token_id": 49999,
+        "initializer_range": 0.02,
+        "per_layer_config": {"1": 3, "9": 4},
+        "vision_config": {"image_size": 224, "patch_size": 16, "depths": [2, 2, 18, 2]},
+    }
+    found = board.shrunk(entries)
+    assert found["num_hidden_layers"] == board.LAYERS
+    assert found["layer_types"] == ["linear", "full"]
+    assert (found["hidden_size"], found["num_attention_heads"]) == (board.WIDTH, board.HEADS)
+    assert found["num_key_value_heads"] == board.HEADS
+    assert found["eos_token_id"] == board.VOCABULARY - 1
+    assert found["initializer_range"] == 0.02
+    assert found["per_layer_config"] == {"1": 3}
+    assert found["vision_config"] == {"image_size": 32, "patch_size": 8, "depths": [2, 2, 2, 2]}
+
+
+def test_a_tensor_that_the_initialiser_would_draw_otherwise() -> None:
+    module = board.built("gpt2")
+    assert board.redrawn(module) == []
+    with torch.no_grad():
+        for block in module.transformer.h:
+            block.attn.c_proj.weight.mul_(2)
+    (words,) = board.redrawn(module)
+    assert words.startswith("transformer.h.*.attn.c_proj.weight: 0.25")
+
+
+# --- recurrences ----------------------------------------------------------------------------------
+
+
+class Recurrent(torch.nn.Module):
+    """h_t = exp(-step_t A) h_(t-1) + x_t, the step a softplus."""
+
+    def __init__(self, bias: float) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(11, 4)
+        self.bias = torch.nn.Parameter(torch.full((4,), bias))
+        self.rate = torch.nn.Parameter(torch.tensor([0.0, 0.5, 1.0, 2.0]))
+
+    def forward(self, ids: Any) -> Any:
+        x = self.table(ids)
+        step = torch.nn.functional.softplus(0 * x + self.bias)
+        keep = torch.exp(step * -torch.exp(self.rate))
+        state, out = torch.zeros_like(x[:, 0]), []
+        for t in range(ids.shape[1]):
+            state = keep[:, t] * state + x[:, t]
+            out.append(state)
+        return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("bias", [1.0, -4.0])
+def test_how_long_a_state_remembers(bias: float) -> None:
+    """1 / (softplus(b) A), and told where it is less than what the layer's convolution sees."""
+    module, ids = Recurrent(bias), torch.arange(8)[None]
+    (found,) = recurrences(module, lambda: module(ids), {"ids": ids})
+    assert found.bias == "bias"
+    assert found.alike == bias
+    assert found.memory == pytest.approx(1 / math.log1p(math.exp(bias)), rel=1e-5)
+    with pytest.raises(moments.MomentsError, match="no attention beside") as refused:
+        moments.check(module, ids)
+    kinds = [finding.kind for finding in refused.value.findings]
+    assert kinds == (["forgetting"] if bias == 1.0 else [])
+    assert ("all entries are 1" in str(refused.value)) == (bias == 1.0)
