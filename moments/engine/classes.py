@@ -239,6 +239,7 @@ class Sight:
         split: (P, P, P) counts [s, p, q] of row p's keys, of what may jump behind x_s <= x_p.
         rows: (P, P) counts [q, p] of the rows that see q, of what falls like 1/size.
         later: (P, P, P) counts [q, r, p] of those that see both, of what falls like 1/size^2.
+        later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
     """
 
@@ -251,6 +252,7 @@ class Sight:
     split: Array = field(init=False)
     rows: Array = field(init=False)
     later: Array = field(init=False)
+    later_own: Array = field(init=False)
     seen: NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -269,6 +271,7 @@ class Sight:
                 later[p, s] = later[s, p] = seeing
         found = {"starts": starts, "size": np.minimum(nodes, reach).astype(float), "keys": keys}
         found |= {"shared": shared, "split": split, "rows": rows, "later": later}
+        found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
         for name, value in (found | {"seen": keys != 0.0}).items():
             object.__setattr__(self, name, value)
 
@@ -279,7 +282,7 @@ class _Everything(Sight):
     def __post_init__(self) -> None:
         size = float(self.classes.length)
         found = {"starts": np.zeros(1, np.intp), "size": np.array([size])}
-        found |= {name: np.full((1, 1), size) for name in ("keys", "rows")}
+        found |= {name: np.full((1, 1), size) for name in ("keys", "rows", "later_own")}
         found |= {name: np.full((1, 1, 1), size) for name in ("shared", "split", "later")}
         for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():
             object.__setattr__(self, name, value)

@@ -22,6 +22,7 @@ from ...model.positions import RelativeBias, Rotary
 from .alike import AlikeAttention, averaged
 from .by_token import (
     BEYOND_TABLES,
+    PENALTIES_ON_CLASSES,
     attention_diagnostics,
     logit_scales,
     mean_spread,
@@ -125,6 +126,8 @@ class SelfAttention(Leaf):
         notes = variance_notes(layer.wanted) + law.notes
         if not notes and layer.beyond_tables:
             notes = (BEYOND_TABLES,)
+        if layer.coarse:
+            notes += (PENALTIES_ON_CLASSES,)
         output = concatenated(
             self,
             signal,
