@@ -418,6 +418,7 @@ def run(kinds: list[str], again: bool, limit: int | None) -> None:
     """Types not yet stored, or all of those named."""
     data = stored()
     waiting = [kind for kind in kinds if again or kind not in data["rows"]][:limit]
+    data["types"] = len(module_classes())
     data["versions"] = {
         "torch": torch.__version__.partition("+")[0],
         "transformers": transformers.__version__,
