@@ -84,9 +84,9 @@ TABLE = (
     Constant(f"{KERNELS}.balance", "JOINT_SWEEPS", (2, 6), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.balance", "TANGENT_SWEEPS", (3, 12), "precision", ("rotary",)),
     Constant(f"{KERNELS}.independent_noise", "MARGINAL_SWEEPS", (6, 24), "precision", ("text",)),
-    Constant(f"{KERNELS}.nodes", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
-    Constant(f"{KERNELS}.nodes", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
-    Constant(f"{KERNELS}.nodes", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.calibration", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
+    Constant(f"{KERNELS}.calibration", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
+    Constant(f"{KERNELS}.calibration", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.rotation", "TURNS", (1.0, 4.0), "choice", ("rotary",)),
     Constant(f"{KERNELS}.rotation", "TERM_TOLERANCE", (0.05, 0.002), "precision", ("rotary",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_SCALE", (1e-2, 1e-4), "range", ("text",)),
@@ -101,7 +101,7 @@ TABLE = (
     Constant(f"{KERNELS}.exact_rows", "THETA_PEAKED", (100.0,), "range", ("hot",)),
     Constant("transfer.attention.by_token", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
     Constant("transfer.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
-    Constant("transfer.attention.profile", "_NODES", (20, 80), "precision", ("alike",)),
+    Constant("transfer.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
     Constant("transfer.attention.logits", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
     Constant("transfer.attention.normalized", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)),
     Constant(f"{SOFTMAX}.fixed_norms", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
@@ -260,7 +260,7 @@ def changed(constant: Constant, value: Any) -> Iterator[None]:
     was = getattr(home, constant.name)
     several = [m for m in modules if vars(m).get(constant.name) is was]
     extra: dict[str, Any] = {}
-    if constant.module.endswith("profile"):
+    if constant.name == "_NODES":
         extra["_ORDERS"] = (home._ORDERS, np.arange(value))
     try:
         for module in several:
@@ -376,10 +376,10 @@ _BELOW = """
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/by_token.py::LOGIT_VARIANCE_NOTED`,
 `moments/transfer/attention/logits.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
-`moments/transfer/head/notes.py::_PEAKED`. Others bound work or memory:
+`moments/transfer/head/output.py::_PEAKED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
-`moments/transfer/attention/kernels/blocks.py::STACK_ENTRIES`,
-`moments/transfer/attention/kernels/padded.py::MOST_PADDED`.
+`moments/transfer/attention/kernels/joint_laws.py::STACK_ENTRIES`,
+`moments/transfer/attention/kernels/joint_laws.py::MOST_PADDED`.
 """
 
 

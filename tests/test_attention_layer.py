@@ -290,7 +290,7 @@ def test_arrays_take_the_values_of_scalars() -> None:
 @pytest.mark.parametrize("seq_len", [2, 16, 300])
 def test_interpolation_in_the_correlation(theta: float, seq_len: int) -> None:
     """What deep models read between Chebyshev nodes is the statistics themselves."""
-    from moments.transfer.attention.profile import profiled_statistics
+    from moments.transfer.attention.laws import profiled_statistics
     from moments.transfer.attention.statistics import attention_statistics
 
     for r in (0.0, 1e-3, 0.123, 0.5, 0.87, 0.999, 1.0):

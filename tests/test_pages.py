@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import moments
 from moments.cli import app
 from moments.cli.pages import server
-from moments.formulas import bibliography
+from moments.formulas import references
 from moments.formulas.registry import STACKS
 from moments.show.chart import Chart, Curve, shown, ticks
 from moments.show.explorer import Explorer
@@ -179,13 +179,13 @@ def test_every_source_can_be_cited() -> None:
         for theory in ("refined", "published", "simplified"):
             laws = moments.component(name).under(theory)  # type: ignore[arg-type]
             sources += [str(law.source) for law in laws.values()]
-    known = bibliography.entries()
+    known = references.entries()
     for source in sources:
-        keys = bibliography.keys(source)
+        keys = references.keys(source)
         assert set(keys) <= set(known), source
         assert keys or source.startswith("derived here"), source
     for key, entry in known.items():
-        assert key in {k for source in sources for k in bibliography.keys(source)}, key
+        assert key in {k for source in sources for k in references.keys(source)}, key
         assert entry.count("{") == entry.count("}")
         surname, year = re.fullmatch(r"([a-z]+)(\d{4})", key).groups()  # type: ignore[union-attr]
         assert re.search(rf"author = \{{{surname},", entry, re.I)

@@ -20,7 +20,7 @@ from moments.transfer.attention.kernels import (
     KernelAttention,
     Rotation,
     balance,
-    nodes,
+    calibration,
     row_classes,
 )
 from moments.transfer.attention.kernels.fading import fading
@@ -146,7 +146,7 @@ def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.Monkey
     """With a class for every row there, too, and its iteration run to its end."""
     monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
     monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
-    monkeypatch.setattr(nodes, "TOLERANCE", 1e-6)  # classes need none between the correlations
+    monkeypatch.setattr(calibration, "TOLERANCE", 1e-6)  # for classes as fine
     length = 20
     scale = 1.5
     settings = {

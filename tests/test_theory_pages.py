@@ -147,7 +147,6 @@ THEORY = (
     "engine/bottom_to_top",
     "engine/composition",
     "noise/overlap",
-    "noise/overlap_units",
     "noise/band",
     "noise/network",
     "transfer/attention/response",

@@ -86,7 +86,7 @@ class Hidden(NamedTuple):
 
     Attributes:
         parts: of the unit, this one being the last.
-        along: (K_oo + 4 K_qq)/K_oo of their covariance K (`moments.noise.overlap_units`).
+        along: (K_oo + 4 K_qq)/K_oo of their covariance K (`moments.noise.overlap`).
     """
 
     parts: int

@@ -1,6 +1,12 @@
-"""The papers the laws cite."""
+"""The papers the laws cite, and their entries in BibTeX (`references.bib`, beside this file)."""
 
 from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
 
 from .law import Source
 
@@ -13,3 +19,30 @@ CHO = "Cho and Saul 2009, Kernel Methods for Deep Learning"
 def kedia(place: str) -> Source:
     """A place in Kedia et al. 2024, numbered as in the ICML text."""
     return Source(KEDIA, place)
+
+
+_CITED = re.compile(r"([A-Z]\w+)(?: et al\.| and [A-Z]\w+)? ((?:19|20)\d\d)\b")
+
+
+@functools.cache
+def entries() -> dict[str, str]:
+    """Every entry by its key, such as "kedia2024": surname of the first author, and year."""
+    text = Path(__file__).with_name("references.bib").read_text(encoding="utf-8")
+    blocks = [block.strip() for block in re.split(r"^(?=@)", text, flags=re.M) if block.strip()]
+    return {re.split(r"[{,]", block)[1]: block for block in blocks}
+
+
+def keys(source: str) -> list[str]:
+    """Keys of the works that a source names, as "Liu et al. 2020" or "De and Smith 2020".
+
+    Whether an entry has the key is not asked.
+    """
+    found = _CITED.findall(source)
+    plain = [(unicodedata.normalize("NFKD", name), year) for name, year in found]
+    return [f"{name.lower()}{year}" for name, year in plain]
+
+
+def bibtex(sources: Iterable[str]) -> str:
+    """Entries of all works that the sources name, each once, in the order of their keys."""
+    wanted = {key for source in sources for key in keys(source)}
+    return "\n\n".join(entry for key, entry in sorted(entries().items()) if key in wanted)

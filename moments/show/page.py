@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..files import replacing
-from ..formulas.bibliography import bibtex
+from ..formulas.references import bibtex
 from ..model.summary import rows
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES

@@ -24,8 +24,7 @@ import numpy as np
 from ...engine.state import Array, Kernel, ratio_or_zero
 from .kernels import exact_rows
 from .kernels.attention import FAINT
-from .kernels.finite_rows import FiniteRows, finite_rows
-from .kernels.widths import Widths
+from .kernels.finite_rows import FiniteRows, Widths, finite_rows
 from .softmax import PairStatistics, RowStatistics
 
 

@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import exact_rows
-from .calibration import Calibration
+from .calibration import Calibration, Nodes
+from .finite_rows import Widths
 from .logits import Logits
-from .nodes import Nodes
 from .rotation import Rotation
 from .row_classes import RowClass, window
 from .row_statistics import RowStatistics
-from .widths import Widths
 
 Array = NDArray[np.float64]
 Single = NDArray[np.float32]

@@ -29,18 +29,17 @@ from ....engine.classes import Matrix, Sight, diagonal, product, transposed
 from ..softmax.chebyshev import THETA_MAX
 from . import exact_rows
 from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS
-from .calibration import calibrate
+from .calibration import calibrate, nodes_for
 from .contractions import single
 from .fading import FadingSight
+from .finite_rows import Widths
 from .independent_noise import MARGINAL_SWEEPS
-from .nodes import nodes_for
 from .pair_weights import RHO_MIN, geometric_mean, sharpening
 from .reference import annealed_moments, matched
 from .row_pairs import RowPairs, Tile
 from .row_statistics import RowStatistics, log_weights, reference_scale, statistics_of
 from .turning import Turning
 from .width_terms import fixed_norms, unshared_part
-from .widths import Widths
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .closure import OverlapClosure
+from .finite_rows import Widths
 from .logits import Logits
-from .widths import Widths
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
