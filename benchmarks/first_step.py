@@ -1,18 +1,19 @@
 """First steps of real modules against `Prediction.after`, and the page docs/first-step.md.
 
     python benchmarks/first_step.py measure [CASE ...]
-    python benchmarks/first_step.py predict
+    python benchmarks/first_step.py predict [CASE ...]
     python benchmarks/first_step.py exponents
     python benchmarks/first_step.py page
 
 `measure` runs what benchmarks/data/first_step.json does not hold yet and stores it case by case, so
 that it can be interrupted: a few minutes on one core. `predict` puts today's theory beside it, a
 minute. `exponents` stores the theory's rates along width and depth. `page` writes
-docs/first-step.md from all of it. No case was left out after it had been seen.
+docs/first-step.md and its picture from all of it. No case was left out after it had been seen.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from first_step_page import page
+from first_step_page import page, sweep_picture
 
 import moments
 from moments.step.parametrisation import parametrised
@@ -30,6 +31,7 @@ from moments.step.search import transfer
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks/data/first_step.json"
 PAGE = ROOT / "docs/first-step.md"
+PICTURE = ROOT / "docs/first-step-sweeps.png"
 STREAM = ("relative_change", "variance")
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 32, "n_head": 4}
@@ -77,18 +79,32 @@ FAMILIES = [
     *((name, "muon", MUON) for name in ("GPT-2", "Llama", "BERT", "T5", "ViT")),
     *((name, "sgd", SGD) for name in ("GPT-2", "Llama", "BERT", "T5", "ViT")),
 ]
+SEVERAL = [
+    (name, optimizer, rates, options)
+    for name in ("GPT-2, untied, no dropout", "GPT-2, no dropout", "BERT, no dropout")
+    for optimizer, rates, options in (
+        ("adam", (1e-5, 1e-4, 3e-4), {}),
+        ("sgd", (3e-3, 3e-2), {"momentum": 0.9}),
+    )
+]
+DROPLESS = {
+    "GPT-2, no dropout": GPT2 | WIDTH | DRY,
+    "BERT, no dropout": CONFIGS["BERT"]
+    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+STEPS = (2, 4)
 WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 8, 24)
 SWEPT = GPT2 | DRY | {"n_head": 2, "n_embd": 64, "n_layer": 4, "tie_word_embeddings": False}
 RATE = 3e-4
 
 
-def batch_of(config: dict[str, Any]) -> tuple[dict[str, Any], moments.Prediction]:
-    """What the module reads, and the prediction on it."""
+def batch_of(config: dict[str, Any], steps: int = 1) -> tuple[dict[str, Any], moments.Prediction]:
+    """What the module reads, two sequences for every step, and the prediction on it."""
     from moments.torch.batches import inputs_of
     from moments.torch.huggingface_modules import module_batch
 
     vision = config["model_type"] == "vit"
-    batch = module_batch(config, seq_len=None if vision else 32, batch=2)
+    batch = module_batch(config, seq_len=None if vision else 32, batch=2 * steps)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moments.ValidityWarning)
         model = moments.from_huggingface(config, **({} if vision else {"seq_len": 32}))
@@ -165,6 +181,9 @@ def cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, optimizer, rates in FAMILIES:
         found[f"family/{name}/{optimizer}"] = (name, optimizer, rates)
+    for name, optimizer, rates, options in SEVERAL:
+        for steps in STEPS:
+            found[f"steps/{name}/{optimizer}/{steps}"] = (name, optimizer, rates, options, steps)
     for name in ("standard", "mup"):
         for d in WIDTHS:
             found[f"width/{name}/{d}"] = ({"d_model": d}, name)
@@ -196,6 +215,14 @@ def measure(chosen: list[str]) -> None:
                 return build_module(config, seed)
 
             measured = measure_step(factory, batch, optimizer, list(rates), seeds=10)
+        elif key.startswith("steps"):
+            name, optimizer, rates, options, steps = case
+            config = (CONFIGS | DROPLESS)[name]
+            batch, _ = batch_of(config, steps)
+            made = functools.partial(build_module, config)
+            measured = measure_step(
+                made, batch, optimizer, list(rates), seeds=8, steps=steps, **options
+            )
         else:
             size, name = case
             factory, _, multipliers, loss = scaled(size, name)
@@ -220,11 +247,11 @@ def measure(chosen: list[str]) -> None:
         print(f"{key}: {spent:.0f} s", flush=True)
 
 
-def predict() -> None:
-    """Today's theory beside every measurement."""
+def predict(chosen: list[str]) -> None:
+    """Today's theory beside every measurement, or those chosen."""
     data, known = stored(), {}
     for key, case in cases().items():
-        if key not in data:
+        if key not in data or (chosen and not any(part in key for part in chosen)):
             continue
         options: dict[str, Any] = {}
         if key.startswith("family"):
@@ -232,6 +259,10 @@ def predict() -> None:
             if name not in known:
                 known[name] = batch_of(CONFIGS[name])[1]
             prediction = known[name]
+        elif key.startswith("steps"):
+            name, optimizer, _, options, steps = case
+            options = options | {"steps": steps}
+            prediction = batch_of((CONFIGS | DROPLESS)[name], steps)[1]
         else:
             optimizer = "adam"
             _, model, options["multipliers"], _ = scaled(*case)
@@ -287,8 +318,9 @@ if __name__ == "__main__":
     if command == "measure":
         measure(rest)
     elif command == "predict":
-        predict()
+        predict(rest)
     elif command == "exponents":
         exponents()
     else:
         PAGE.write_text(page(stored()), encoding="utf-8")
+        sweep_picture(stored()).savefig(PICTURE, dpi=110)

@@ -72,19 +72,56 @@ OWN_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
             },
         }.items()
     },
+    "relative biases of variance .3, 3 x 64": (
+        moments.Transformer(**SMALL, relative_bias=moments.RelativeBias(0.3)),
+        {"correlation": 0.2},
+    ),
+    "relative biases of variance .3, one class, 3 x 64": (
+        moments.Transformer(**SMALL | {"causal": False}, relative_bias=moments.RelativeBias(0.3)),
+        {"correlation": 0.2},
+    ),
+    "decoder on classes, encoder alike, 2 x 64": (
+        moments.Transformer(
+            **SMALL | {"layers": 2}, encoder=moments.Transformer(2, 256, 4, 48, dropout=0.1)
+        ),
+        {"correlation": 0.2},
+    ),
     "24 layers, Post-LN, 24 x 64": (
         moments.Transformer(**SMALL | {"layers": 24, "d_model": 128, "norm": "post"}),
         {},
     ),
+}
+PENALISED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "BLOOM 560M without its head, 3 x 192": (
+        moments.preset("bloom-560m", seq_len=192).replace(layers=3, head=None),
+        {},
+    ),
+    "logit variance .8, Pre-LN, 6 x 128": (
+        moments.Transformer(6, 256, 8, 128, dropout=0.1, causal=True, alibi=True),
+        {"correlation": 0.1},
+    ),
+    "logit variance .8, Post-LN, 6 x 128": (
+        moments.Transformer(6, 256, 8, 128, causal=True, alibi=True, norm="post"),
+        {"correlation": 0.1},
+    ),
+}
+ROTARY_ALIKE: dict[str, tuple[Any, dict[str, Any]]] = {
+    f"{length} tokens of correlation {correlation}": (
+        moments.Transformer(3, 256, 4, length, dropout=0.1, rotary=ROTARY),
+        {"correlation": correlation},
+    )
+    for length, correlation in ((64, 0.2), (128, 0.2), (64, 0.6))
 }
 HALVED = {
     "Llama 3 8B, 32 x 8192": moments.preset("llama-3-8b"),
     "GPT-Neo 125M, 12 x 2048": moments.preset("gpt-neo-125m"),
     "Pythia 160M, 12 x 2048": moments.preset("pythia-160m"),
     "Mistral 7B, 4 x 32768": moments.preset("mistral-7b").replace(layers=4),
+    "BLOOM 560M, 4 x 8192": moments.preset("bloom-560m").replace(layers=4, seq_len=8192),
+    "T5 small, 6 x 8192": moments.preset("t5-small").replace(seq_len=8192),
 }
 LONG = (1024, 8192, 131072)
-SECONDS = ("llama-3-8b", "mistral-7b", "qwen3-8b", "gpt-neo-125m")
+SECONDS = ("llama-3-8b", "mistral-7b", "qwen3-8b", "gpt-neo-125m", "bloom-560m", "t5-small")
 
 
 def timed(model: Any, **given: Any) -> tuple[moments.Prediction, float]:
@@ -99,17 +136,17 @@ def largest(found: Any, expected: Any) -> float:
     return float(np.abs(np.asarray(found) / np.asarray(expected) - 1).max())
 
 
-def compared(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> dict[str, Any]:
     """One case, by token once and on classes twice: the second has no tables to build."""
     exact, seconds = timed(model, tokens=True, **given)
-    timed(model, **given)
-    found, own = timed(model, **given)
+    timed(model, tokens=tokens, **given)
+    found, own = timed(model, tokens=tokens, **given)
     bands = [np.log(p.grad_variance_band[1] / p.grad_variance_band[0]) for p in (found, exact)]
     frames = [p.weight_gradients().set_index(["layer", "weight"]) for p in (found, exact)]
     ratio = (frames[0] / frames[1])["squared_norm"].dropna().drop("token", level=1, errors="ignore")
     sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
     return {
-        "classes": len(found.layout.classes.nodes),
+        "classes": 1 if found.layout.classes is None else len(found.layout.classes.nodes),
         "variance": largest(found.variance, exact.variance),
         "correlation": float(np.abs(found.correlation - exact.correlation).max()),
         "gradient": largest(found.grad_variance, exact.grad_variance),
@@ -169,9 +206,18 @@ def seconds(model: Any) -> float:
 GPT2 = {
     f"GPT-2 small, 12 x {length}": moments.preset("gpt2").replace(seq_len=length) for length in LONG
 }
-PRESETS = {f"{name}, default length": moments.preset(name) for name in SECONDS}
+LONGEST = {
+    f"{name}, 131072": moments.preset(name).replace(seq_len=131072)
+    for name in ("bloom-560m", "t5-small")
+}
+PRESETS = LONGEST | {f"{name}, default length": moments.preset(name) for name in SECONDS}
 SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "cases": (lambda case: compared(*case), CASES),
+    "distance penalties": (lambda case: compared(*case), PENALISED),
+    "rotary positions without a mask": (
+        lambda case: compared(case[0], case[1], tokens=False),
+        ROTARY_ALIKE,
+    ),
     "rows of their own": (lambda case: own_rows(*case), OWN_ROWS),
     "twice the classes": (halved, HALVED),
     "seconds": (seconds, GPT2 | PRESETS),
@@ -182,14 +228,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--only", choices=SECTIONS, nargs="*", help="sections to measure again")
+    parser.add_argument("--missing", action="store_true", help="only what is not stored")
     parsed = parser.parse_args()
     if not parsed.show:
         stored = json.loads(DATA.read_text(encoding="utf-8"))
         stored["machine"] = f"{platform.machine()}, {os.cpu_count()} processors"
         for section in parsed.only or SECTIONS:
             measure, cases = SECTIONS[section]
-            stored[section] = {}
+            if not parsed.missing:
+                stored[section] = {}
+            found = stored.setdefault(section, {})
             for name, case in cases.items():  # what is measured is kept, should the rest be stopped
+                if name in found:
+                    continue
                 stored[section][name] = measure(case)
                 DATA.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     print(DATA.read_text(encoding="utf-8"))

@@ -307,6 +307,14 @@ def test_by_token_and_alike_agree(variant: str, batch: int) -> None:
     assert resolved[-1] == pytest.approx(alike[-1], rel=1e-5)
 
 
+def test_positions_that_tell_no_token_from_another() -> None:
+    model = small("pre").replace(seq_len=12, rotary=Rotary())
+    resolved = sigma_squared(model, correlation=0.3, tokens=True)
+    alike = sigma_squared(model, correlation=0.3, tokens=False)
+    # rotations that tokens alike leave out of their passes: 3 % of the deviation here
+    assert alike == pytest.approx(resolved, rel=0.07)
+
+
 @norms_vary
 @pytest.mark.parametrize("layers", [1, 4])
 def test_a_product_of_gaussian_matrices_by_token(layers: int) -> None:
@@ -599,8 +607,7 @@ def test_by_token_and_alike_agree_below_a_head(norm: str) -> None:
     given = {"correlation": 0.3, "variance": 1.0, "batch": 2}
     resolved = sigma_squared(model, tokens=True, **given)
     alike = sigma_squared(model, **given)
-    assert resolved == pytest.approx(alike, rel=0.15)
-    assert resolved[-1] == pytest.approx(alike[-1], rel=0.05)
+    assert resolved == pytest.approx(alike, rel=0.04)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -609,7 +616,7 @@ def test_encoders_by_token_and_alike_agree(norm: str) -> None:
     model = model.replace(encoder=model.encoder.replace(norm=norm))
     bands = [predict(model, correlation=0.3, tokens=t).encoder for t in (False, True)]
     spread = [np.log(np.divide(*p.grad_variance_band[::-1])) ** 2 for p in bands]
-    assert spread[1] == pytest.approx(spread[0], rel=0.08)
+    assert spread[1] == pytest.approx(spread[0], rel=0.02)
 
 
 def test_an_encoder_of_several_configurations() -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import moments
 from moments.cli import app, doctor
-from moments.cli.base import _complete_model, complete_scheme, out
+from moments.cli.base import PANELS, _complete_model, complete_scheme, out
 from moments.cli.doctor import schemas
 
 ROOT = Path(__file__).parent.parent
@@ -104,6 +104,14 @@ def test_a_schema_of_no_command() -> None:
 
 
 # --- help, completion, silence --------------------------------------------------------------------
+
+
+def test_the_help_lists_every_command_under_what_it_is_for() -> None:
+    listed = [name for names in PANELS.values() for name in names]
+    assert sorted(listed) == sorted(commands())
+    said = run("--help").stdout
+    assert [said.index(title) for title in PANELS] == sorted(said.index(t) for t in PANELS)
+    assert said.index("predict ") < said.index("doctor ")
 
 
 def test_every_command_teaches_by_examples() -> None:

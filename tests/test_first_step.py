@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.integrate import dblquad
+from scipy.integrate import dblquad, quad
 from typer.testing import CliRunner
 
 import moments
 from moments.formulas.named_activations import activation_laws
 from moments.step.change import Change
 from moments.step.elementwise import Pairs, activated
+from moments.step.heads import Heads
 from moments.step.neurons import Neurons
 from moments.step.parametrisation import PARAMETRISATIONS, parametrised
 from moments.step.rules import (
@@ -30,7 +31,9 @@ from moments.step.rules import (
     sign_of_rows,
 )
 from moments.step.search import transfer, zipf_text
+from moments.step.several import Updates
 from moments.torch import measure_step
+from moments.torch.batches import inputs_of
 from moments.torch.huggingface_modules import build_module, text_batch
 
 GPT2 = {
@@ -288,6 +291,153 @@ def test_real_modules(
         assert matrices["alignment_error"].abs().max() < 0.03
         # squared gradients of one draw scatter under SGD
         assert matrices["update_variance_error"].abs().max() < UPDATE_ERROR[optimizer]
+
+
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 300,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    """Both streams, what cross-attention reads, and one token table; logits of variance 1."""
+    read = text_batch(T5, seq_len=16, batch=2)
+    model = moments.from_huggingface(T5, seq_len=16)
+    given = inputs_of(model, {name: np.asarray(value) for name, value in read.items()})
+    measured = measure_step(lambda seed: build_module(T5, seed), read, "adam", 1e-4, seeds=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        prediction = moments.predict(model, **given)
+        alone = moments.predict(model, token_ids=given["token_ids"])
+        step = prediction.after("adam", 1e-4)
+    assert isinstance(measured, moments.StepMeasurement)
+    error = abs(step.loss_change - measured.loss_change)
+    assert error < 0.05 * abs(measured.loss_change) + 2 * measured.loss_change_stderr
+    found = moments.compare(step, measured)
+    sites = found.to_frame().set_index(["layer", "site"])
+    for site in ("encoder.stream", "stream", "cross.heads"):
+        row = sites.loc[1, site]
+        assert abs(row["relative_change_error"]) < 0.1 + 3 * row["relative_change_stderr"]
+    # heads of first layers, by means of pairs a quarter of what is measured
+    for site in ("encoder.attention.heads", "attention.heads"):
+        row = sites.loc[1, site]
+        assert abs(row["relative_change_error"]) < 0.15 + 3 * row["relative_change_stderr"]
+    slopes = found.weights().query("weight in ['token', 'cross_value', 'encoder.value']")
+    assert len(slopes) == 5
+    assert (slopes["slope_error"].abs() < 0.05 + 3 * slopes["slope_stderr"]).all()
+    with pytest.raises(moments.DomainError, match="text"):
+        alone.after("adam", 1e-4)
+
+
+def test_draws_of_heads_are_draws_of_heads() -> None:
+    """Values of one class of rows receive no more directions than heads send; their kernel is that
+    of mean attention where logits are small."""
+    tokens, d_head = 6, 8
+    kernel = correlated(tokens, 1)
+    seen = np.full((tokens, tokens), 1 / tokens)
+    gradient = np.zeros((tokens, tokens))
+    gradient[0, 0] = 1.0
+    positions = np.arange(tokens, dtype=float)
+    heads = Heads(kernel, kernel, seen, 1e-6, d_head, 3, 1, 0.0, np.zeros(0), positions)
+    value = heads.received(gradient, 1.0, 40)[0][2]
+    assert np.linalg.matrix_rank(value, tol=0.05 * np.abs(value).max()) == 1
+    drawn = np.mean(
+        [one[2] @ one[2].T / one[2].shape[1] for one in heads.received(gradient, 1, 40)], 0
+    )
+    assert drawn == pytest.approx(seen.T @ gradient @ seen, rel=0.15)
+
+
+def test_a_sum_of_steps_is_torch_s() -> None:
+    gradients = np.random.default_rng(0).standard_normal((3, 50))
+    for updates, make in (
+        (
+            Updates("adam", 3, (0.9, 0.99), 1e-3),
+            lambda p: torch.optim.Adam(p, 1.0, (0.9, 0.99), 1e-3),
+        ),
+        (
+            Updates("sgd", 3, momentum=0.8, nesterov=True),
+            lambda p: torch.optim.SGD(p, 1.0, 0.8, nesterov=True),
+        ),
+    ):
+        weight = torch.nn.Parameter(torch.zeros(50, dtype=torch.double))
+        optimizer = make([weight])
+        for gradient in gradients:
+            weight.grad = torch.tensor(gradient)
+            optimizer.step()
+        assert updates.sum(gradients) == pytest.approx(-weight.detach().numpy(), rel=1e-9)
+
+
+def test_adam_s_second_update_by_the_correlation_of_two_gradients() -> None:
+    """E (u1 + u2)^2 and what it has along w.g, by quadrature over two Gaussians; at correlation 1
+    both updates are signs."""
+    updates = Updates("adam", 2)
+    for r in (0.0, 0.5):
+        covariance = np.array([[1.0, r], [r, 1.0]])
+
+        def mean(of: Any, r: float = r) -> float:
+            def density(angle: float) -> float:
+                x = np.cos(angle)
+                y = r * x + (1 - r * r) ** 0.5 * np.sin(angle)
+                first, second = 0.1 * x, 0.001 * x * x
+                total = np.sign(x)
+                first, second = 0.9 * first + 0.1 * y, 0.999 * second + 0.001 * y * y
+                return of(total + first / 0.19 / np.sqrt(second / (1 - 0.999**2)), x, y)
+
+            found = quad(density, 0, 2 * np.pi, points=[np.pi / 2, 3 * np.pi / 2], limit=200)
+            return found[0] / (2 * np.pi)
+
+        weights = np.array([1.0, 0.7])
+        along, square = updates.along(covariance, weights)
+        radius = (np.pi / 2) ** 0.5
+        wanted = radius * mean(lambda u, x, y: u * (x + 0.7 * y))
+        assert square == pytest.approx(mean(lambda u, x, y: u * u), rel=0.005)
+        assert along == pytest.approx(wanted / (weights @ covariance @ weights) ** 0.5, rel=0.005)
+    assert updates.along(np.ones((2, 2)), np.ones(2))[1] == pytest.approx(4.0, rel=1e-6)
+
+
+def test_two_steps(batch: Any) -> None:
+    """torch's own two steps, each on a sequence of its own."""
+    model = moments.from_huggingface(GPT2, seq_len=16)
+    read = text_batch(GPT2, seq_len=16, batch=4)
+    prediction = moments.predict(model, token_ids=read["input_ids"])
+    for optimizer, rate, options in (("adam", 1e-4, {}), ("sgd", 3e-3, {"momentum": 0.9})):
+        measured = measure_step(
+            lambda seed: build_module(GPT2, seed),
+            read,
+            optimizer,
+            rate,
+            seeds=8,
+            steps=2,
+            **options,
+        )
+        assert isinstance(measured, moments.StepMeasurement)
+        step = prediction.after(optimizer, rate, steps=2, **options)
+        for name in ("loss_change", "slope"):
+            found, seen = getattr(step, name), getattr(measured, name)
+            assert abs(found - seen) < 0.05 * abs(seen) + 3 * getattr(measured, f"{name}_stderr")
+        last = measured.relative_change[-1], measured.relative_change_stderr[-1]
+        assert abs(step.relative_change[-1] / last[0] - 1) < 0.1 + 3 * last[1] / last[0]
+        assert step.slope == pytest.approx(step.loss_change / rate, rel=0.2)
+        sizes = moments.compare(step, measured).weights().query("weight in ['query', 'ffn_in']")
+        assert sizes["update_variance_error"].abs().max() < (0.03 if optimizer == "adam" else 0.3)
+    with pytest.raises(moments.DomainError, match="sequences"):
+        prediction.after("adam", 1e-4, steps=3)
+    with pytest.raises(moments.DomainError, match="steps"):
+        prediction.after("muon", 1e-4, steps=2)
+    wet = moments.predict(model.replace(dropout=0.1), token_ids=read["input_ids"])
+    with pytest.raises(moments.DomainError, match="dropout"):
+        wet.after("adam", 1e-4, steps=2)
+    with pytest.raises(moments.DomainError, match="rows"):
+        measure_step(build_module(GPT2, 0), read, "adam", 1e-4, steps=3)
+    with pytest.warns(moments.ValidityWarning, match="gradients as they are before"):
+        prediction.after("adam", 1e-3, steps=2)
 
 
 def test_measure_step_is_torch_s_own_and_leaves_the_module(batch: Any) -> None:

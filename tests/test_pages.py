@@ -414,12 +414,13 @@ def test_widgets_of_a_notebook_show_what_is_known() -> None:
     assert shown_.view.charts == shown_.explorer.view("layers=8").charts
 
 
-def test_usual_states_are_redrawn_within_150_milliseconds() -> None:
-    """As `benchmarks/explorer.py` stored it."""
+def test_states_are_redrawn_within_150_milliseconds() -> None:
+    """As `benchmarks/explorer.py` stored it: most usual ones with all their curves, whose bands
+    may follow, and slower ones as far as they are known by then."""
     stored = json.loads((ROOT / "benchmarks/data/explorer.json").read_text())["milliseconds"]
     usual = {kind: row for kind, row in stored.items() if row["group"] == "usual"}
     assert set(usual) >= {"depth", "width", "tokens", "placement", "activation", "scheme", "held"}
-    for kind, row in usual.items():
-        assert row["processor"]["median"] < 150, kind
-    for kind, row in stored.items():  # of a slower state what is known by then
+    share = [sum(row[name] for row in usual.values()) for name in ("predicted", "states")]
+    assert share[0] > 0.75 * share[1]
+    for kind, row in stored.items():
         assert row["first"]["median"] < 150, kind

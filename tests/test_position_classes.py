@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -22,6 +23,7 @@ from moments.transfer.attention.kernels import (
     nodes,
     row_classes,
 )
+from moments.transfer.attention.kernels.fading import fading
 from moments.transfer.attention.kernels.position_attention import ClassLogits, PositionAttention
 from moments.transfer.attention.kernels.turning import Turning
 
@@ -412,6 +414,76 @@ def test_rows_of_one_class_are_the_references_of_rows_by_token() -> None:
     assert found.sum_square[0] == pytest.approx(by_token.sum_square.mean(), rel=0.02)
 
 
+def test_penalties_with_every_position_a_class_are_those_by_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cells of one token hold no weights that differ."""
+    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    length, slope = 20, 0.3
+    place = np.arange(length)
+    kernel = np.full((length, length), 0.2) + 0.8 * np.eye(length)
+    offset = place[None, :] - place[:, None]
+    given = {"drop_prob": 0.1, "d_model": 256.0, "d_head": 32.0}
+    by_token = KernelAttention(
+        kernel, logit_scale=1.0, allowed=offset <= 0, bias=-slope * np.abs(offset), **given
+    )
+    classes = PositionClasses.of(length, exact=length)
+    tokens = np.ones(length), np.full((length, length), 0.2)
+    logits = ClassLogits(tokens, tokens, tokens, 1.0, fading(classes, slope))
+    by_class = PositionAttention(logits, **given)
+    output, other = by_token.forward(), ~np.eye(length, dtype=bool)
+    np.testing.assert_allclose(by_class.output[0], np.diag(output), rtol=1e-5)
+    np.testing.assert_allclose(by_class.output[1][other], output[other], rtol=1e-5)
+    np.testing.assert_allclose(by_class.sum_square, by_token.sum_square, rtol=1e-4)
+    found = by_class.backward(np.ones(length), np.full((length, length), 0.3))
+    expected = by_token.backward(np.full((length, length), 0.3) + 0.7 * np.eye(length))
+    for name, off in (("value", 1e-5), ("key", 1e-3), ("query", 1e-3)):
+        one, both = getattr(found, name), getattr(expected, name)
+        np.testing.assert_allclose(one[0][1:], np.diag(both)[1:], rtol=off)
+        np.testing.assert_allclose(one[1][other], both[other], atol=off * np.diag(both).mean())
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.1, 0.6])
+def test_counts_of_fading_weights_are_sums_over_every_token(slope: float) -> None:
+    length = 300
+    classes = PositionClasses.of(length)
+    sight, nodes = fading(classes, slope), classes.nodes
+    place = np.arange(1, length + 1)
+    weights = np.exp(-slope * np.maximum(nodes[:, None] - place, 0)) * (place <= nodes[:, None])
+    found = (sight.keys * sight.prior).sum(1)
+    np.testing.assert_allclose(found, weights.sum(1), rtol=1e-6)
+    found = (sight.keys * sight.prior**2).sum(1)
+    np.testing.assert_allclose(found, (weights**2).sum(1), rtol=1e-6)
+    # what rows give to all keys, once and twice, is what keys get from all rows
+    sent = (classes.count[:, None] * sight.rows * sight.prior.T).sum(0)
+    np.testing.assert_allclose(sent, classes.count * weights.sum(1), rtol=1e-6)
+    twice = np.einsum("qr,qrp,pq,pr->p", classes.pair_count, sight.later, sight.prior, sight.prior)
+    once = (classes.count[:, None] * sight.later_own * sight.prior.T**2).sum(0)
+    whole = classes.count * weights.sum(1) ** 2  # a cell of hardly one token has no pairs
+    np.testing.assert_allclose(twice + once, whole, rtol=0.08)
+    np.testing.assert_allclose((twice + once).sum(), whole.sum(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_distance_penalties_are_held_by_means_over_cells(norm: str) -> None:
+    """At faint logits; larger ones are said to be off by as much as the benchmark measured."""
+    model = Transformer(2, 128, 8, 96, causal=True, alibi=True, norm=norm)
+    loud = predicted(model, correlation=0.1)
+    assert any("distance penalties" in note for note in loud.warnings)
+    faint = dataclasses.replace(model.weights, query=0.08 * model.weights.query)
+    model = model.replace(weights=faint)
+    by_token, by_class = (predicted(model, tokens=t, correlation=0.1) for t in (True, None))
+    assert by_class.layout.classes is not None
+    assert not by_class.warnings
+    np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=4e-3)
+    np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=4e-3)
+    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=0.0125)
+    norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
+    ratio = (norms[0] / norms[1])["squared_norm"].dropna()
+    assert abs(ratio - 1).max() < 0.06
+
+
 @pytest.mark.parametrize("relative", [None, moments.RelativeBias(0.2)])
 def test_decoders_on_classes_read_encoders_of_tokens_alike(
     relative: moments.RelativeBias | None, monkeypatch: pytest.MonkeyPatch
@@ -483,7 +555,8 @@ def test_what_classes_do_not_cover_is_resolved_by_token() -> None:
     text = np.arange(40) % 7
     embedded = plain.replace(embedding=moments.Embedding(50, 1.0))
     assert predicted(embedded, token_ids=text).layout.classes is None
-    assert predicted(plain.replace(alibi=True)).layout.classes is None
+    sinusoidal = moments.Embedding(50, 1.0, positions="sinusoidal")
+    assert predicted(plain.replace(embedding=sinusoidal)).layout.classes is None
     assert predicted(plain.replace(causal=False)).token_variance is None
     assert predicted(plain.replace(seq_len=16)).layout.classes is None
 
@@ -504,8 +577,20 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
     for name, found in stored["rows of their own"].items():
         for quantity, bound in bounds.items():
             assert found[quantity] < bound, (name, quantity)
-        assert found["band"] < 0.05, name  # a mask's edge is met to the order of a cell there
+        # a mask's edge is met to the order of a cell there; tokens alike have a band of their own
+        assert found["band"] < (0.09 if "one class" in name else 0.05), name
+    bloom = stored["distance penalties"]["BLOOM 560M without its head, 3 x 192"]
+    for quantity in ("variance", "correlation", "gradient", "queries and keys"):
+        assert bloom[quantity] < bounds[quantity]
+    assert bloom["weight gradients"] < 0.04
+    loud = {name: one for name, one in stored["distance penalties"].items() if ".8" in name}
+    for norm, gradient, of_weights in (("Pre-LN", 0.04, 0.07), ("Post-LN", 0.1, 0.18)):
+        found = loud[f"logit variance .8, {norm}, 6 x 128"]
+        assert found["gradient"] < gradient
+        assert max(found["weight gradients"], found["queries and keys"]) < of_weights
     assert "Llama 3 8B, 32 x 8192" in stored["twice the classes"]
     for name, found in stored["twice the classes"].items():
         for quantity in ("variance", "correlation", "gradient"):
-            assert found[quantity] < bounds[quantity], (name, quantity)
+            # turned positions in windows of thousands of tokens: told in docs/theory/state.md
+            most = 0.04 if (name[:7], quantity) == ("Mistral", "gradient") else bounds[quantity]
+            assert found[quantity] < most, (name, quantity)

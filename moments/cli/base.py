@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_error
 from ..files import parse_json, read_toml
@@ -35,6 +36,32 @@ QuietOption = Annotated[
 ]
 
 
+PANELS = {
+    "Predict and look": (
+        "predict",
+        "explain",
+        "compare-schemes",
+        "report",
+        "explore",
+        "sweep",
+        "first-step",
+    ),
+    "Check what you have": ("check", "compare", "audit"),
+    "Initialise": ("solve", "schemes"),
+    "Formulas and their accuracy": ("formulas", "figures", "validate"),
+    "Files and installation": ("model", "schema", "doctor"),
+}
+"""Commands as the help lists them."""
+
+
+class _Listed(TyperGroup):
+    """Commands in the order of `PANELS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        listed = [name for names in PANELS.values() for name in names]
+        return sorted(super().list_commands(ctx), key=listed.index)
+
+
 class Application(typer.Typer):
     """Commands that can be told to keep quiet, and whose help ends with examples."""
 
@@ -43,9 +70,14 @@ class Application(typer.Typer):
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """As of Typer; `examples` are command lines without the leading "moments"."""
         epilog = "\n\n".join(["Examples:", *(f"  moments {line}" for line in examples)])
-        register = super().command(name, epilog=epilog if examples else None, **kwargs)
+        of_typer = super().command
 
         def add(function: Callable[..., None]) -> Callable[..., None]:
+            known = name or function.__name__.replace("_", "-")
+            (panel,) = (title for title, names in PANELS.items() if known in names)
+            register = of_typer(
+                name, epilog=epilog if examples else None, rich_help_panel=panel, **kwargs
+            )
             register(_quietable(function))
             return function
 
@@ -73,6 +105,7 @@ def _quietable(function: Callable[..., None]) -> Callable[..., None]:
 
 
 app = Application(
+    cls=_Listed,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Closed-form signal propagation in transformers at initialisation.",

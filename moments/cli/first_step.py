@@ -50,6 +50,9 @@ def first_step(
     seq_len: SeqLenOption = None,
     sequences: Annotated[int, typer.Option(help="Of text by Zipf's law.")] = 2,
     seed: Annotated[int, typer.Option(help="Of that text.")] = 0,
+    steps: Annotated[
+        int, typer.Option(help="Of the optimizer, each on its share of the sequences.")
+    ] = 1,
     by_group: Annotated[
         bool, typer.Option(help="Without --lr: also the rate of every group alone.")
     ] = False,
@@ -61,7 +64,7 @@ def first_step(
     from ..prediction.predict import predict
     from ..show.step import first_step_table
     from ..step.search import learning_rate as search
-    from ..step.search import zipf_text
+    from ..step.search import zipf_encoder, zipf_text
 
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     if known:
@@ -79,8 +82,11 @@ def first_step(
             # every seventh token is asked for, as good as any choice where words are random
             targets = ids.copy()
             targets.reshape(-1)[[k for k in range(ids.size) if k % 7]] = -100
-        prediction = predict(described, token_ids=ids, targets=targets)
+        beside = zipf_encoder(described, ids, seed)
+        prediction = predict(described, token_ids=ids, targets=targets, **beside)
     options: dict[str, Any] = {"weight_decay": weight_decay} if weight_decay else {}
+    if steps != 1:
+        options["steps"] = steps
     groups: dict[str, float] = {}
     if learning_rate is None:
         found = search(prediction, optimizer, bound=bound, groups=by_group, **options)

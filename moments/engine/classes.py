@@ -24,6 +24,7 @@ See docs/theory/state.md, Classes of positions.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from dataclasses import dataclass, field
@@ -188,12 +189,17 @@ def one_class(length: int) -> OneClass:
     return OneClass(length, np.array([length]))
 
 
+@functools.cache
+def _gauss() -> tuple[Array, Array]:
+    return np.polynomial.legendre.leggauss(24)
+
+
 def positions_between(low: int, high: int) -> tuple[Array, Array]:
     """Points and masses of the sum over positions strictly between two nodes."""
     count = high - low - 1
     if count <= SUMMED:
         return np.arange(low + 1, high, dtype=np.float64), np.ones(max(count, 0))
-    points, masses = np.polynomial.legendre.leggauss(24)  # over the cells' edges, low + 1/2 on
+    points, masses = _gauss()  # over the cells' edges, low + 1/2 on
     half = 0.5 * count
     return 0.5 * (low + high) + half * points, half * masses
 
@@ -233,6 +239,7 @@ class Sight:
         split: (P, P, P) counts [s, p, q] of row p's keys, of what may jump behind x_s <= x_p.
         rows: (P, P) counts [q, p] of the rows that see q, of what falls like 1/size.
         later: (P, P, P) counts [q, r, p] of those that see both, of what falls like 1/size^2.
+        later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
     """
 
@@ -245,6 +252,7 @@ class Sight:
     split: Array = field(init=False)
     rows: Array = field(init=False)
     later: Array = field(init=False)
+    later_own: Array = field(init=False)
     seen: NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -263,6 +271,7 @@ class Sight:
                 later[p, s] = later[s, p] = seeing
         found = {"starts": starts, "size": np.minimum(nodes, reach).astype(float), "keys": keys}
         found |= {"shared": shared, "split": split, "rows": rows, "later": later}
+        found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
         for name, value in (found | {"seen": keys != 0.0}).items():
             object.__setattr__(self, name, value)
 
@@ -273,7 +282,7 @@ class _Everything(Sight):
     def __post_init__(self) -> None:
         size = float(self.classes.length)
         found = {"starts": np.zeros(1, np.intp), "size": np.array([size])}
-        found |= {name: np.full((1, 1), size) for name in ("keys", "rows")}
+        found |= {name: np.full((1, 1), size) for name in ("keys", "rows", "later_own")}
         found |= {name: np.full((1, 1, 1), size) for name in ("shared", "split", "later")}
         for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():
             object.__setattr__(self, name, value)
@@ -294,30 +303,37 @@ class _Sums:
 
     def __init__(self, nodes: NDArray[np.intp], window: int) -> None:
         self._nodes, self._logs, self._window = nodes, np.log(nodes), window
+        self._places: list[int] = nodes.tolist()
         self._cells: dict[tuple[int, ...], Array] = {}
+        self._sums: dict[tuple[int, ...], Array] = {}
 
     def __call__(self, low: int, high: int, first: int, last: int, power: int = 0) -> Array:
         """(P,) counts of sum_{low < i <= high} f(i) from nodes first to last; with a power,
         size(i)^power f(i) is what is interpolated."""
-        nodes, high = self._nodes, min(high, int(self._nodes[-1]))
-        counts = np.zeros(len(nodes))
+        asked = int(low), min(int(high), self._places[-1]), first, last, power
+        if asked not in self._sums:
+            self._sums[asked] = self._sum(*asked)
+        return self._sums[asked]
+
+    def _sum(self, low: int, high: int, first: int, last: int, power: int) -> Array:
+        places = self._places
+        counts = np.zeros(len(places))
         if low >= high or first > last:
             return counts
-        place = np.arange(len(nodes))
-        counts[(nodes > low) & (nodes <= high) & (place >= first) & (place <= last)] = 1.0
-        inner = min(last, len(nodes) - 2)
-        begin = max(0, int(np.searchsorted(nodes, low, "right")) - 1)
-        for cell in range(begin, inner):
-            if nodes[cell] >= high:
+        behind = bisect.bisect_right(places, low)
+        counts[max(first, behind) : min(last + 1, bisect.bisect_right(places, high))] = 1.0
+        inner = min(last, len(places) - 2)
+        for cell in range(max(0, behind - 1), inner):
+            if places[cell] >= high:
                 break
             held = stencil(cell, first, inner)
-            ends = max(low, int(nodes[cell])), min(high + 1, int(nodes[cell + 1]))
+            ends = max(low, places[cell]), min(high + 1, places[cell + 1])
             key = held.start, held.stop, *ends, power
             if key not in self._cells:
                 points, masses = positions_between(*ends)
                 basis = lagrange(self._logs[held], np.log(points)) * masses
                 if power:
-                    sizes = np.minimum(nodes[held], self._window)[:, None]
+                    sizes = np.minimum(self._nodes[held], self._window)[:, None]
                     basis = basis * (sizes / np.minimum(points, self._window)) ** power
                 self._cells[key] = basis.sum(1)
             counts[held] += self._cells[key]

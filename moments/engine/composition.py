@@ -81,6 +81,18 @@ class Addition(NamedTuple):
     adding: Any
 
 
+class Hidden(NamedTuple):
+    """What ends an entrywise unit of hidden features, in a chain.
+
+    Attributes:
+        parts: of the unit, this one being the last.
+        along: (K_oo + 4 K_qq)/K_oo of their covariance K (`moments.noise.overlap_units`).
+    """
+
+    parts: int
+    along: float
+
+
 class Component(abc.ABC):
     """A node of the declaration. `label` names its site in a trace, such as "attention.norm"; a
     component without one is no site."""
@@ -181,10 +193,26 @@ class Component(abc.ABC):
             return (self,)
         return tuple(leaf for child in self.children for leaf in child.leaves())
 
-    def structure(self) -> Any:
-        """What components must share to be evaluated at once with arrays for numbers."""
-        inner = tuple(child.structure() for child in self.children)
-        return (type(self), self.label, *inner)
+    @property
+    def hidden(self) -> Hidden | None:
+        """The unit that it ends; None: it ends none."""
+        return None
+
+    @property
+    def gain_name(self) -> str | None:
+        """Name of its gain, where that is a parameter per feature behind a normalisation."""
+        return None
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the weight matrices in it whose entries' variance its output's is affine in."""
+        return tuple(name for child in self.children for name in child.matrices)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
+        """The same with the variances of its `matrices` of these names times a factor."""
+        if not self.children:
+            return self
+        return self.mapped(lambda leaf: leaf.with_variances(names, factor))
 
     def residuals(self) -> tuple[Residual, ...]:
         """The residual connections in it, in the order of the forward pass."""
@@ -229,6 +257,11 @@ class Component(abc.ABC):
     @property
     def normalises(self) -> bool:
         """Whether the output ignores the input's scale."""
+        return False
+
+    @property
+    def rescales(self) -> bool:
+        """Whether it changes the size of a token alone."""
         return False
 
     @property
@@ -277,11 +310,6 @@ class Leaf(Component):
     @property
     def scales_pairs(self) -> bool:
         """Whether every covariance leaves as it entered, times one factor."""
-        return False
-
-    @property
-    def rescales(self) -> bool:
-        """Whether it changes the size of a token alone."""
         return False
 
     def carried(self, record: Record, amplitude: Array) -> Array:

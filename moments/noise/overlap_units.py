@@ -30,9 +30,6 @@ from ..engine.composition import Chain, forward
 from ..engine.realised import overlap_variance, step_within
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record
-from ..transfer.elementary import Activation, Dropout, Linear, Scale
-from ..transfer.gated import GatedLinear
-from ..transfer.normalization import FiniteNormalization
 
 
 class Unit(NamedTuple):
@@ -57,23 +54,21 @@ def units(chain: Record) -> Iterator[Unit]:
     """The units of a chain that a gradient has come back through."""
     parts = [one.component for one in chain.children]
     for index, part in enumerate(parts):
-        if isinstance(part, GatedLinear):
-            first = index
-        elif isinstance(part, Activation) and index and isinstance(parts[index - 1], Linear):
-            first = index - 1
-        else:
+        found = part.hidden
+        if found is None or chain.children[index].received is None:
             continue
-        if chain.children[index].received is None:
+        first = index + 1 - found.parts
+        if first < 0 or not parts[first].matrices:
             continue
-        before = next((p for p in parts[first - 1 :: -1] if not isinstance(p, Scale)), None)
-        behind = next((p for p in parts[index + 1 :] if not isinstance(p, Dropout)), None)
-        gain = isinstance(before, FiniteNormalization) and before.affine and first > 0
+        # scales do not change what a gain meets, nor masks what a matrix does
+        before = [p for p in parts[:first] if p.normalises or not p.rescales]
+        behind = [p for p in parts[index + 1 :] if not p.masks]
         yield Unit(
             first,
             chain.children[first : index + 1],
-            f"{before.label}.gain" if gain and before is not None else None,
-            behind.weight if isinstance(behind, Linear) else None,
-            1.0 if isinstance(part, GatedLinear) else 2.0,
+            before[-1].gain_name if before else None,
+            next(iter(behind[0].matrices), None) if behind else None,
+            found.along,
         )
 
 

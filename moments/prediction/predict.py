@@ -73,12 +73,12 @@ def predict(
         tokens: how finely tokens are told apart under the refined theory. True: each by itself,
             at a cost that grows with the cube of the length. False: not at all. None: by classes
             of positions (`moments.engine.classes`) where the mask is causal and nothing else but
-            dropout, windows, rotary positions and biases by distance tells tokens apart, at any
-            length, an encoder's tokens being alike; not at all without a mask, long sequences of
-            rotary positions included; token by token under distance penalties, or for a text of up
-            to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's) or of several
-            sequences, an image, a mask or a kernel. Of a longer text classes hold means over their
-            cells. `Prediction.resolution` says which.
+            dropout, windows, rotary positions, penalties and biases by distance tells tokens
+            apart, at any length, an encoder's tokens being alike; not at all without a mask, long
+            sequences of rotary positions included; token by token for a text of up to 256 tokens
+            (of fewer than 64 where logits are as faint as GPT-2's) or of several sequences, an
+            image, a mask or a kernel. Of a longer text classes hold means over their cells.
+            `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
@@ -318,7 +318,7 @@ def by_position(model: Transformer) -> bool:
     return (
         model.causal
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
-        and not (model.alibi or waves)
+        and not waves  # whose kernels turn within cells, by as much as all that tokens share
         and (encoder is None or not positional(encoder))
         and (model.head is None or model.head.loss in (None, "causal"))
     )

@@ -247,16 +247,18 @@ class Prediction:
             learning_rate: positive.
             options: betas (which a first step does not depend on), eps, weight_decay (of every
                 parameter, beside the step), momentum and nesterov (SGD), adjust (of Muon:
-                "original", "match_rms_adamw" or "spectral"), and multipliers of the learning rate,
+                "original", "match_rms_adamw" or "spectral"), steps (of "sgd", "adam", "adamw" and
+                "sign": that many steps, each on as many of the prediction's sequences, in order;
+                the loss and its slope are then the last one's, weights' slopes nan, and gradients
+                those before the first), and multipliers of the learning rate,
                 by parameter ("query", "token", "ffn_in.bias", ...) or by group: "matrices"
                 (hidden), "embedding" (tables and patches; a tied head is one), "head", "vectors"
                 (gains and biases).
 
         Raises:
             DomainError: the prediction is not that of a batch with a loss (give `token_ids`, or
-                `pixels` and `targets`), the model has what a step does not cover (an encoder
-                beside a decoder, norms of queries and keys, ...; the message names it), or an
-                option is out of range.
+                `pixels` and `targets`), the model has what a step does not cover (norms of queries
+                and keys, ...; the message names it), or an option is out of range.
 
         Warns:
             ValidityWarning: where the step is too large for the theory.

@@ -259,7 +259,7 @@ def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
     from ..prediction.predict import stack_of
 
     own = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
-    return bool(stack_of(model, **own).resolved)
+    return stack_of(model, **own).resolved is True
 
 
 def _names(model: Transformer) -> tuple[str, ...]:

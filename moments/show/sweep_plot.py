@@ -206,7 +206,12 @@ def _maps(
             ax.set_visible(False)
             continue
         here = {n: (f[i] if by is not None else f) for n, f in flags.items()}
-        mesh = _map(ax, sweep, x, y, panels[i], _levels(quantity, values), colors, here)
+        levels = [
+            level
+            for level in _levels(quantity, values)
+            if not any(level == line.level and _same(line.values, panels[i]) for line in lines)
+        ]
+        mesh = _map(ax, sweep, x, y, panels[i], levels, colors, here)
         _boundaries(ax, sweep, x, y, lines)
         if by is not None:
             ax.set_title(f"{axis_title(by)} {_value(sweep.axes.values[by][i])}", fontsize=10)
@@ -223,6 +228,10 @@ def _maps(
     for ax in grid[:-1].ravel():
         ax.set_xlabel("")
     return figure
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return np.shape(one) == np.shape(other) and bool(np.allclose(one, other, equal_nan=True))
 
 
 def _map(
@@ -288,7 +297,8 @@ def _boundaries(ax: Panel, sweep: Sweep, x: str, y: str, lines: tuple[Boundary, 
             drawn = ax.contour(
                 across, up, values.T, levels=[line.level], colors=[color], linewidths=width
             )
-            drawn.set(linestyle=style, path_effects=around)
+            # the widest below all, so that none is hidden
+            drawn.set(linestyle=style, path_effects=around, zorder=4.0 - width / 5)
         label = line.label if there else f"{line.label}: not on this map"
         named = Line2D([], [], color=color, linestyle=style, linewidth=width, label=label)
         named.set(path_effects=around)

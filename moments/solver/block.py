@@ -6,7 +6,6 @@ needed to find the factor; the accepted one is propagated in full, once.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +19,7 @@ from ..engine.state import Signal
 from ..errors import DomainError
 from ..formulas.gated import gated
 from ..formulas.linear import BIASED_LINEAR
-from ..transfer.attention.cross import CrossAttention
-from ..transfer.attention.self_attention import SelfAttention
-from ..transfer.elementary import Activation, Lawful, Linear
+from ..transfer.elementary import Activation, Lawful
 from ..transfer.gated import GatedLinear
 from .factor import LIMIT
 
@@ -81,7 +78,7 @@ class Block:
         self.entering = forward(Chain(parts[:first]), signal, self.memory)[0]
         self.tail, self.rest = parts[first:end], parts[end:]
         self.heads: Signal | None = None
-        if self.tail and isinstance(self.tail[0], SelfAttention | CrossAttention):
+        if self.tail and self.tail[0].mixes_tokens:
             self._attend()
         self._stages = [self._stage(part) for part in self.tail]
         self._behind = [self._stage(part) for part in self.rest]
@@ -106,7 +103,7 @@ class Block:
             kernel = heads.kernel.scaled(factor)
             signal = heads.replace(kernel=kernel, spread=spread, realised=realised)
             parts = parts[1:]
-        whole = Chain(tuple(scaled(part, self.own, factor) for part in parts) + self.rest)
+        whole = Chain(tuple(part.with_variances(self.own, factor) for part in parts) + self.rest)
         return forward(whole, signal, self.memory)[0]
 
     # --- means and variances -------------------------------------------------------------------
@@ -141,22 +138,25 @@ class Block:
         self._proportional = not np.any(attention.value_bias)  # type: ignore[attr-defined]
         self._slope, self._constant = self.heads.kernel.diagonal, 0.0
         if not self._proportional:
-            doubled = dataclasses.replace(attention, value=2 * attention.value)  # type: ignore[type-var, attr-defined]
-            more = forward(doubled, self.entering, self.memory)[0]  # type: ignore[arg-type]
+            doubled = attention.with_variances(attention.matrices, 2.0)
+            more = forward(doubled, self.entering, self.memory)[0]
             self._slope = more.kernel.diagonal - self.heads.kernel.diagonal
             self._constant = self.heads.kernel.diagonal - self._slope
 
     def _stage(self, part: Component) -> Stage:
-        if isinstance(part, SelfAttention | CrossAttention):
+        if part.mixes_tokens and part.matrices:
             return lambda _, factor: (0.0, self._slope * factor + self._constant)
         algebra = self.entering.algebra
         if isinstance(part, GatedLinear):
-            return lambda moments, f: (0.0, _gated(scaled(part, self.own, f), moments, algebra))
+            return lambda moments, f: (
+                0.0,
+                _gated(part.with_variances(self.own, f), moments, algebra),
+            )
         if not isinstance(part, Lawful):
             raise DomainError(f"{part.label} has no inversion: solve for another objective")
         laws = part.laws.under(part.theory)
         mean, variance = laws["mean"], laws["variance"]
-        free = isinstance(part, Linear) and part.weight in self.own
+        free = holds(part, self.own)
         values: dict[str, Any] = dict(part.parameters)
         given = values.get("weight_variance", 0.0)
 
@@ -220,26 +220,4 @@ def flat(component: Component) -> tuple[Component, ...]:
 
 def holds(part: Component, names: tuple[str, ...]) -> bool:
     """Whether a component holds one of these matrices."""
-    if part.children:
-        return any(holds(leaf, names) for leaf in part.leaves())
-    if isinstance(part, Linear):
-        return part.weight in names
-    if isinstance(part, SelfAttention):
-        return "value" in names
-    if isinstance(part, CrossAttention):
-        return "cross_value" in names
-    return isinstance(part, GatedLinear) and bool({"gate", "ffn_in"} & set(names))
-
-
-def scaled(part: Any, own: tuple[str, ...], factor: float) -> Any:
-    """A component whose matrices among `own` have their variance times `factor`."""
-    if not holds(part, own):
-        return part
-    if isinstance(part, Linear):
-        parameters = dict(part.parameters)
-        parameters["weight_variance"] = parameters["weight_variance"] * factor
-        return dataclasses.replace(part, parameters=parameters)
-    if isinstance(part, CrossAttention):
-        return dataclasses.replace(part, value=part.value * factor)
-    names = [name for name in own if hasattr(part, name)]
-    return dataclasses.replace(part, **{name: getattr(part, name) * factor for name in names})
+    return not set(names).isdisjoint(part.matrices)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.classes import PositionClasses
 from ..engine.state import Signal
 from ..errors import domain_error
 from ..model.transformer import Transformer
@@ -44,7 +45,8 @@ def entered(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Signa
         return stack, None
     outer = dict(inputs.get("encoder_inputs") or {})
     other = stack_of(model.encoder, **outer)
-    if stack.resolved != other.resolved:
+    beside = isinstance(stack.resolved, PositionClasses) and other.resolved is False
+    if stack.resolved != other.resolved and not beside:
         stack = stack_of(model, **own | {"tokens": True})
         other = stack_of(model.encoder, **outer | {"tokens": True})
     other.forward()

@@ -19,7 +19,7 @@ from ..engine.trace import Record
 from ..formulas.gated import gated
 from ..transfer.elementary import Activation
 from ..transfer.gated import GatedLinear
-from .block import MATRICES, mapped, scaled
+from .block import MATRICES, mapped
 from .factor import CLOSE, LIMIT, SECANTS
 
 Target = Callable[[int, str], float]
@@ -152,7 +152,7 @@ class Replay:
 
     def _places(self, body: Component, apart: Apart, names: tuple[str, ...]) -> tuple[int, ...]:
         numbers: list[Any] = []
-        taken_apart(body.mapped(lambda leaf: scaled(leaf, names, 2.0)), numbers)
+        taken_apart(body.with_variances(names, 2.0), numbers)
         pairs = enumerate(zip(apart.numbers, numbers, strict=True))
         return tuple(place for place, (one, other) in pairs if one != other)
 

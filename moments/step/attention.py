@@ -10,8 +10,11 @@ keys and values that product has the kernel
 trilinear in its three kernels, and everything follows from it: the change of A V is
 T(Q', K', V') - T(Q, K, V) besides W V' W^T - W V W^T. T is scaled, entry by entry, to the package's
 own law of the query path at the old kernels, which knows finite logits, rotation, windows, biases
-and dropped heads; the key path is scaled as a whole, to the package's own. Logits of order 1 that
-change by as much are beyond first order.
+and dropped heads; the key path is scaled as a whole, to the package's own. Coherent changes of
+queries and keys, which T's means of pairs miss most of, are those of drawn heads (`heads`). Logits
+of order 1 that change by as much are beyond first order.
+
+See docs/theory/first-step.md.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import numpy as np
 
 from .change import Array, Change
 from .heads import Heads
+from .rules import draws_of
 
 
 class Three(NamedTuple):
@@ -46,6 +50,7 @@ class Rows:
         gain: of the value weights.
         keyed: what multiplies T's key path to give the package's.
         gradients: D at queries, keys and values, before any rotation.
+        sent: D at the heads.
         sizes: variance of queries, keys and values over that of the tokens.
         heads: by draws, what their coherent changes do.
         sequences: that the tokens are, none of which sees another.
@@ -58,6 +63,7 @@ class Rows:
     gain: float
     keyed: float
     gradients: Three
+    sent: Array
     sizes: Three
     heads: Heads
     sequences: int = 1
@@ -73,16 +79,31 @@ class Rows:
         received: Array,
         paths: Three,
         gradients: Three,
+        sent: Array,
         sizes: Three,
         heads: Heads,
         sequences: int,
     ) -> Rows:
         """`received`: gradient behind the value weights; `paths`: its kernels at the tokens."""
-        rest = gradients, sizes, heads, sequences
+        rest = gradients, sent, sizes, heads, sequences
         plain = cls(asking, kernel, weights, response, gain, 1.0, *rest)
         size = float((received * plain._product(asking, kernel, kernel)).sum())
         keyed = float((kernel * paths.key).sum()) / size if size else 1.0
         return cls(asking, kernel, weights, response, gain, keyed, *rest)
+
+    @functools.cached_property
+    def drawn(self) -> Three:
+        """Draws of the gradients at queries, keys and values, (draws, T, features) each."""
+        found = self.heads.received(self.sent, self.gain, draws_of(len(self.kernel)))
+        sides = [np.stack(side) for side in zip(*found, strict=True)]
+        return Three(
+            *(
+                side / size**0.5
+                for side, size in zip(
+                    sides, (self.sizes.query, self.sizes.key, self.gain), strict=True
+                )
+            )
+        )
 
     def _joint(self, keys: Array, values: Array) -> Array:
         """J, by averages over rows from either side."""

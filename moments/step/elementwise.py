@@ -9,6 +9,8 @@ What is left out is that a coherent change meets one neuron's slopes at all toke
 four-point function, of which pairs are taken: E (phi'_t P_tr phi'_r)(phi'_s P_sq phi'_q) by
 E phi'_t phi'_r E phi'_s phi'_q and its other pairings. It is exact where slopes do not vary, good
 for smooth units of small variance, and 10 to 20 % low or high in U for ReLU and erf at variance 1.
+
+See docs/theory/first-step.md.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ softmaxes, four keys and four values, of which the means of two and two (`attent
 more attention is peaked and the more features a head has for its keys: at logits of variance 1,
 three quarters of the change of a first layer's heads. It is taken over draws with a fixed seed, to
 first order in the change of the logits.
+
+See docs/theory/first-step.md.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Heads:
         weights: mean attention, 0 where a row does not see a key.
         scale: covariance of logits over those of queries and of keys, on the tokens' scale.
         d_head: features.
-        sharing: queries that share keys and values.
+        shared: heads of keys and values.
+        sharing: queries that share each.
+        drop_prob: of attention weights.
         frequencies: of rotary positions, one for every pair of features; empty without.
         positions: of the tokens.
     """
@@ -44,7 +48,9 @@ class Heads:
     weights: Array
     scale: float
     d_head: int
+    shared: int
     sharing: int
+    drop_prob: float
     frequencies: Array
     positions: Array
 
@@ -67,6 +73,53 @@ class Heads:
         there = self.weights > 0
         return np.where(there, np.log(np.where(there, self.weights, 1.0)), -np.inf)
 
+    def received(
+        self, gradient: Array, gain: float, count: int
+    ) -> list[tuple[Array, Array, Array]]:
+        """Draws of all heads' gradients at queries, keys and values, each (T, features), on the
+        scale of the tokens.
+
+        Rows share one head's attention over all its features, so that values receive no more
+        directions than rows and heads send.
+
+        Args:
+            gradient: E delta delta at the heads.
+            gain: of the values.
+            count: draws.
+        """
+        rng = np.random.default_rng(6)
+        roots = [Root.of(one).lower for one in (self.asking, self.kernel, gain * gradient)]
+        amplitude, kept = (self.scale / self.d_head) ** 0.5, 1.0 - self.drop_prob
+        found = []
+        for _ in range(count):
+            parts: list[tuple[Array, Array, Array]] = []
+            for _ in range(self.shared):
+                k, v = (self._drawn(roots[1], rng) for _ in range(2))
+                k, queries = self._turned(k), []
+                keys, values = np.zeros((2, *k.shape))
+                for _ in range(self.sharing):
+                    q, delta = self._turned(self._drawn(roots[0], rng)), self._drawn(roots[2], rng)
+                    a = self._attention(amplitude * (q @ k.T))
+                    mask = rng.random(a.shape) < kept if self.drop_prob else 1.0
+                    seen = a * mask / kept
+                    own = delta @ v.T
+                    sent = amplitude * (seen * own - a * (seen * own).sum(1, keepdims=True))
+                    queries.append(self._turned(sent @ k, back=True))
+                    keys += sent.T @ q
+                    values += seen.T @ delta
+                parts.append((np.concatenate(queries, 1), self._turned(keys, back=True), values))
+            query, key, value = zip(*parts, strict=True)
+            found.append(tuple(np.concatenate(side, 1) for side in (query, key, value)))
+        return found  # type: ignore[return-value]
+
+    def _drawn(self, root: Array, rng: np.random.Generator) -> Array:
+        return np.asarray(root @ rng.standard_normal((root.shape[1], self.d_head)))
+
+    def _attention(self, logits: Array) -> Array:
+        logits = self._seen + logits
+        a = np.exp(logits - logits.max(1, keepdims=True))
+        return np.asarray(a / a.sum(1, keepdims=True))
+
     def moved(self, query: Array, key: Array, gradient: Array) -> Array:
         """Kernel of what coherent changes of queries and keys do to the heads.
 
@@ -78,18 +131,12 @@ class Heads:
         roots = [Root.of(one).lower for one in (self.asking, self.kernel, gradient)]
         amplitude = (self.scale / self.d_head) ** 0.5
         found = np.zeros_like(self.asking)
-
-        def drawn(root: Array) -> Array:
-            return np.asarray(root @ rng.standard_normal((root.shape[1], self.d_head)))
-
         for _ in range(count):
-            k, v = self._turned(drawn(roots[1])), drawn(roots[1])
+            k, v = self._turned(self._drawn(roots[1], rng)), self._drawn(roots[1], rng)
             sent_keys, heads = np.zeros_like(k), []
             for _ in range(self.sharing):
-                q, delta = self._turned(drawn(roots[0])), drawn(roots[2])
-                logits = self._seen + amplitude * (q @ k.T)
-                a = np.exp(logits - logits.max(1, keepdims=True))
-                a /= a.sum(1, keepdims=True)
+                q, delta = self._turned(self._drawn(roots[0], rng)), self._drawn(roots[2], rng)
+                a = self._attention(amplitude * (q @ k.T))
                 mean = a @ v
                 sent = amplitude * a * (delta @ v.T - (delta * mean).sum(1)[:, None])
                 stepped = self._turned(query @ self._turned(sent @ k, back=True))

@@ -14,6 +14,7 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.linalg import eigh
 
 from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws
@@ -77,11 +78,6 @@ class Neurons:
         return gaussian(self.gradient, 7)
 
     @functools.cached_property
-    def _spectrum(self) -> tuple[Array, Array]:
-        weights, vectors = np.linalg.eigh((self.gradient + self.gradient.T) / 2)
-        return np.clip(weights, 0.0, None), vectors
-
-    @functools.cached_property
     def _means(self) -> tuple[Array, ...]:
         return tuple(slope.mean(0) for slope in self.slopes)
 
@@ -102,9 +98,12 @@ class Neurons:
 
     @functools.cached_property
     def _modes(self) -> Array:
-        weights, vectors = self._spectrum
-        left = np.cumsum(weights) > _SHARE * weights.sum()
-        left[:-_MODES] = False
+        count, whole = len(self.gradient), float(np.trace(self.gradient))
+        first = max(0, count - _MODES)
+        symmetric = (self.gradient + self.gradient.T) / 2
+        weights, vectors = eigh(symmetric, subset_by_index=[first, count - 1])
+        weights = np.clip(weights, 0.0, None)
+        left = whole - weights.sum() + np.cumsum(weights) > _SHARE * whole
         return np.asarray(vectors[:, left] * np.sqrt(weights[left]))
 
     def beyond_pairs(self, coherent: tuple[Array, ...]) -> Array:

@@ -75,6 +75,7 @@ class FirstStep:
     ) -> FirstStep:
         """From the walk; `before` is the loss at rate 0 as the walk's end has it."""
         model, loss = reading.model, reading.loss
+        steps = 1 if optimizer.updates is None else optimizer.updates.steps
         rows = []
         for point in moved.sites:
             size = float(np.trace(point.kernel))
@@ -109,7 +110,7 @@ class FirstStep:
                 "update_variance": one.square,
                 "weight_variance": one.variance,
                 "alignment": _exponent(one.aligned, one.width),
-                "slope": -one.slope,
+                "slope": -one.slope if steps == 1 else math.nan,
             }
             for one in sorted(moved.weights, key=lambda one: one.layer)
         ]
@@ -126,7 +127,7 @@ class FirstStep:
             np.array([row["variance"] for row in stream]),
             np.array([row["relative_change"] for row in stream]),
             end.change,
-            _notes(reading, rows),
+            _notes(reading, rows, steps, change),
             tuple(rows),
             tuple(weights),
         )
@@ -220,7 +221,17 @@ WIDE_LOGITS = 0.5
 """Variance of attention's logits beyond which its change to first order is a guess."""
 
 
-def _notes(reading: Reading, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+SEVERAL = 0.3
+"""Relative change of the last stream behind several steps beyond which gradients have changed."""
+
+
+FALLEN = 0.5
+"""Change of the loss over several steps, likewise."""
+
+
+def _notes(
+    reading: Reading, rows: list[dict[str, Any]], steps: int, loss_change: float
+) -> tuple[str, ...]:
     notes = []
     stream = [row for row in rows if row["site"] == "stream"]
     last = stream[-1]
@@ -230,11 +241,18 @@ def _notes(reading: Reading, rows: list[dict[str, Any]]) -> tuple[str, ...]:
             f"{share:.2g} of the last stream is the step's change: beyond {LARGE} the stream comes "
             "out 5 to 20 % low and the loss's change 2 to 10 % large (SGD's up to 35 % small)"
         )
+    if steps > 1 and (last["relative_change"] > SEVERAL or abs(loss_change) > FALLEN):
+        notes.append(
+            f"over {steps} steps the last stream changes by {last['relative_change']:.2g} of its "
+            f"square and the loss by {loss_change:.2g}, all with gradients as they are before the "
+            f"first: beyond {SEVERAL} and {FALLEN}, the loss's change came out up to 10 % off "
+            "under Adam, up to 45 % small under SGD, whose steps came out up to 2.5 times too large"
+        )
     if reading.logit_spread > WIDE_LOGITS:
         notes.append(
             f"attention's logits have a variance of {reading.logit_spread:.2g}, and a step moves "
-            "them to first order: changes of the first layers' heads come out low (measured: the "
-            "stream's by up to 30 % in layer 1, the loss's change within 11 %)"
+            "them to first order: measured, heads of the first layer change by up to 12 % more, "
+            "and the loss's change comes out up to 10 % large once the stream changes by half"
         )
     return tuple(notes)
 

@@ -137,10 +137,10 @@ class Spectrum:
     def _orthogonal(self) -> dict[tuple[float, float], Orthogonal]:
         return {}
 
-    def orthogonal(self, n: float, m: float) -> Orthogonal:
-        """Muon's step on an (m, n) matrix."""
+    def orthogonal(self, n: float, m: float, drawn: Array | None = None) -> Orthogonal:
+        """Muon's step on an (m, n) matrix; see `Orthogonal.of`."""
         if (n, m) not in self._orthogonal:
-            self._orthogonal[n, m] = Orthogonal.of(self, n, m)
+            self._orthogonal[n, m] = Orthogonal.of(self, n, m, drawn)
         return self._orthogonal[n, m]
 
     @functools.cached_property
@@ -180,16 +180,20 @@ class Orthogonal(NamedTuple):
     slope: float
 
     @classmethod
-    def of(cls, spectrum: Spectrum, n: float, m: float) -> Orthogonal:
-        draws = max(2, min(1024, 2**15 // len(spectrum.kernel) ** 2))
+    def of(cls, spectrum: Spectrum, n: float, m: float, drawn: Array | None = None) -> Orthogonal:
+        """`drawn`: (draws, T, m) of delta; None: of m independent features."""
+        draws = draws_of(len(spectrum.kernel))
         rng = np.random.default_rng(0)
         lower, right = spectrum.root.lower, Root.of(spectrum.gradient).lower
         rank = lower.shape[1]
         coherent, aligned = np.zeros((2, rank, rank))
         square = slope = 0.0
-        for _ in range(draws):
+        for k in range(draws):
             z = _wishart_root(rank, n, rng)  # z z^T: of n features
-            d = lower.T @ right @ _wishart_root(right.shape[1], m, rng)
+            if drawn is None:
+                d = lower.T @ right @ _wishart_root(right.shape[1], m, rng)
+            else:
+                d = lower.T @ drawn[k] / m**0.5
             _, sigma, turned = np.linalg.svd(d.T @ z, full_matrices=False)
             sigma = sigma * (n * m) ** 0.5
             mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
@@ -207,6 +211,11 @@ class Orthogonal(NamedTuple):
         # mean of f sigma
         size = m * float((coherent * spectrum.inner).sum())
         return cls(coherent * (slope / size), aligned, square, slope)
+
+
+def draws_of(tokens: int) -> int:
+    """Of singular values."""
+    return max(2, min(1024, 2**15 // tokens**2))
 
 
 def _wishart_root(count: int, features: float, rng: np.random.Generator) -> Array:
@@ -288,7 +297,7 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
     over two halves of the draws, whose product has no bias.
     """
     exact, root, total = spectrum.signs, spectrum.root, float(spectrum.values.sum())
-    asked = delta @ root.lower
+    asked = (delta @ root.lower).astype(np.float32)
 
     def seen(draws: Array) -> Signs:
         z = root.solved(draws.T).T
@@ -300,11 +309,12 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
         coherent = known * np.eye(z.shape[1]) + (z * weights[:, None]).T @ z
         # on the scale at which its trace with D is the mean of rho
         coherent = coherent * (mean / float((coherent * spectrum.inner).sum()))
-        half = len(z) // 2
+        # draws need no more than single precision
+        half, single = len(z) // 2, z.astype(np.float32)
         first, second = (
-            np.sign(asked @ part.T) @ part / len(part) for part in (z[:half], z[half:])
+            np.sign(asked @ part.T) @ part / len(part) for part in (single[:half], single[half:])
         )
-        square = first.T @ second / len(asked) / SIGN_MEAN**2
+        square = np.asarray(first.T @ second, float) / len(asked) / SIGN_MEAN**2
         return Signs(mean, coherent, (square + square.T) / 2)
 
     return exact.by_twins(seen(values.values), seen(values.twins), values.share)
@@ -430,6 +440,7 @@ def effect(
     excess: float = 0.0,
     pull: Pull | None = None,
     signs: Signs | None = None,
+    drawn: Callable[[], Array] | None = None,
 ) -> Effect:
     """A step of learning rate 1 on an (m, n) matrix, at its output.
 
@@ -443,6 +454,8 @@ def effect(
             1/n of independent features.
         pull: `Optimizer.pulled`; None: the sign.
         signs: under the sign rule, rows or columns that are not Gaussian.
+        drawn: under Muon's, gives draws of delta that has other singular values than that of
+            independent features.
     """
     kernel, lam = spectrum.kernel, spectrum.values
     total = float(lam.sum())
@@ -466,7 +479,7 @@ def effect(
         plain, size = n * noise + excess * twice, noise
         slope = SIGN_MEAN * n * m * pulled * found.mean
     else:
-        step = spectrum.orthogonal(n, m)
+        step = spectrum.orthogonal(n, m, None if drawn is None else drawn())
         size, slope = step.square / (n * m), step.slope
         # what the old input does not span meets no gradient
         coherent, plain = step.coherent, n * size

@@ -120,7 +120,19 @@ def _read(model: Any, token_ids: Any, sequences: int, seed: int) -> Prediction:
                 "declare model.embedding with a token table"
             )
         token_ids = zipf_text(model.embedding.vocab_size, model.seq_len, sequences, seed)
-    return predict(model, token_ids=token_ids)
+    return predict(
+        model, token_ids=token_ids, **zipf_encoder(model, np.atleast_2d(token_ids), seed)
+    )
+
+
+def zipf_encoder(model: Transformer, token_ids: np.ndarray, seed: int = 0) -> dict[str, Any]:
+    """What an encoder reads beside a decoder's text: as many sequences of its own length."""
+    encoder = model.encoder
+    if encoder is None or not isinstance(encoder.embedding, Embedding):
+        return {}
+    words, count = encoder.embedding.vocab_size, len(token_ids)
+    ids = zipf_text(words, encoder.seq_len, count, seed + 1)
+    return {"encoder_inputs": {"token_ids": ids}}
 
 
 def zipf_text(vocab_size: int, seq_len: int, sequences: int = 2, seed: int = 0) -> np.ndarray:

@@ -9,9 +9,11 @@ g = sum_i w_i g_i, w the regression of U on them at the network's mean correlati
     E[U x | delta] = gamma c (its step under the sign rule on g),  E U^2 = nu,
     gamma = E[U g]/(c sd(g)),  c = sqrt(2/pi),
 
-both averages over draws of (g_1, ..., g_k), parameter by parameter. A second update's square is
-thus that of the correlation of two batches' gradients. What is left out is that gradients change
-from step to step; benchmarks/first_step.py measures where that is no longer small.
+both averages over Sobol's points for (g_1, ..., g_k), parameter by parameter. A second update's
+square is thus that of the correlation of two batches' gradients. What is left out is that gradients
+change from step to step; benchmarks/first_step.py measures where that is no longer small.
+
+See docs/theory/first-step.md.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtri
 
 from .change import Array
 
@@ -64,7 +67,10 @@ class Updates:
 
     @functools.cached_property
     def _normal(self) -> Array:
-        drawn = np.random.default_rng(3).standard_normal((_DRAWS // 2, self.steps))
+        from scipy.stats import qmc
+
+        points = qmc.Sobol(self.steps, rng=3).random(_DRAWS // 2)
+        drawn = ndtri(points)
         return np.concatenate([drawn, -drawn])
 
     def _drawn(self, covariance: Array) -> tuple[Array, Array]:

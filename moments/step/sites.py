@@ -149,6 +149,7 @@ class Site:
                 found.key / (shared * key),
                 found.value / (shared * value),
             ),
+            leaving.gradient,
             Three(float(leaf.d_model) * query, d * key, d * value),
             Heads(
                 self.kernel,
@@ -156,7 +157,9 @@ class Site:
                 weights,
                 float(way.law.scale),
                 int(leaf.d_head),
+                round(float(leaf.kv_heads or leaf.heads)),
                 round(float(leaf.heads) / float(leaf.kv_heads or leaf.heads)),
+                float(leaf.drop_prob),
                 frequencies,
                 np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
             ),

@@ -224,6 +224,7 @@ class Walk:
         shape: tuple[float, float],
         variance: float,
         signs: Callable[[Spectrum], Signs] | None = None,
+        drawn: Callable[[], Array] | None = None,
     ) -> Change:
         """Behind an (m, n) matrix of random entries, its own step included.
 
@@ -235,6 +236,8 @@ class Walk:
             shape: n and m.
             variance: of its entries.
             signs: gives what is not Gaussian across tokens at it; None: nothing.
+            drawn: gives draws of delta where its singular values are not those of independent
+                features; None: they are.
         """
         n, m = shape
         key, name = (entering.index, layer, name), self.prefix + name
@@ -255,6 +258,7 @@ class Walk:
             entering.excess(),
             self.optimizer.pulled,
             self._signs(key, spectrum, signs) if rule == "sign" else None,
+            drawn,
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
@@ -323,7 +327,14 @@ class Walk:
         ):
             variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
             n = float(leaf.d_model if name == "query" else leaf.memory_width)
-            found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
+            drawn = (
+                functools.partial(getattr, rows.drawn, name)
+                if self.optimizer.rule_of(full) == "muon"
+                else None
+            )
+            found = self.matrix(
+                full, tokens, at, gradient, leaving.layer, (n, m), variance, None, drawn
+            )
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
                 found = self.bias(f"{full}.bias", found, gradient, m, leaving.layer)

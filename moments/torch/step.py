@@ -6,6 +6,7 @@ rules that torch lacks (sign, Lion, Muon by matrix) the few lines below.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ def measure_step(
     seeds: int = 1,
     seed: int = 0,
     multipliers: Mapping[str, float] | None = None,
+    steps: int = 1,
     progress: bool = False,
     **options: Any,
 ) -> StepMeasurement | list[StepMeasurement]:
@@ -66,6 +68,9 @@ def measure_step(
         seeds, seed: draws.
         multipliers: of the learning rate, by parameter or group ("matrices", "embedding", "head",
             "vectors"), as in `Prediction.after`.
+        steps: of the optimizer, each on its own share of the batch's rows, in order; the loss is
+            that of the last share, sites are those of the whole batch. "sgd", "adam", "adamw",
+            "sign" or a function, without multipliers; dropout draws anew at every step.
         progress: write one line per draw to standard error.
         options: of a named optimizer: betas, eps, weight_decay, momentum, nesterov, adjust.
 
@@ -78,7 +83,11 @@ def measure_step(
     """
     check_count("seeds", seeds)
     check_count("seed", seed, least=0)
+    check_count("steps", steps)
+    if steps > 1 and (multipliers or optimizer in ("lion", "muon")):
+        raise DomainError('steps above 1 are those of "sgd", "adam", "adamw", "sign" or a function')
     rates, update, name = _rates(optimizer, learning_rate, multipliers or {}, options)
+    make = _made(optimizer, options) if steps > 1 else None
     draws: list[list[StepDraw]] = [[] for _ in rates]
     source = ""
     for draw in range(seeds):
@@ -86,7 +95,11 @@ def measure_step(
             target = module if isinstance(module, nn.Module) else _built(module, seed + draw)
             target = unwrapped(target)
             state = int(np.random.SeedSequence((seed, draw)).generate_state(1)[0])
-            for place, found in enumerate(_steps(target, batch, loss, update, rates, state)):
+            if make is None:
+                taken = _steps(target, batch, loss, update, rates, state)
+            else:
+                taken = _several(target, batch, loss, make, rates, state, steps)
+            for place, found in enumerate(taken):
                 draws[place].append(found)
         source = type(target).__name__
         if progress:
@@ -98,23 +111,20 @@ def measure_step(
     return measured if isinstance(learning_rate, Sequence) else measured[0]
 
 
-def _steps(
-    module: nn.Module, batch: Any, loss: Loss | None, update: Update, rates: list[float], state: int
-) -> Iterator[StepDraw]:
-    points = hook_points(module)
-    parts = weight_parts(module)
-    inputs = _tensors(module, batch)
-    if loss is None:
-        _add_labels(module, inputs)
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+class _Seen:
+    """A module on a batch, with what passes its sites."""
 
-    def run() -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
-        torch.manual_seed(state)
+    def __init__(self, module: nn.Module, inputs: Any, loss: Loss | None, state: int) -> None:
+        self.module, self.inputs, self.loss, self.state = module, inputs, loss, state
+        self.points, self.parts = hook_points(module), weight_parts(module)
+
+    def __call__(self) -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
+        torch.manual_seed(self.state)
         sites: dict[Place, Tensor] = {}
         entering: dict[str, Tensor] = {}
-        with _seen(module, points, parts, sites, entering):
-            output = module(*inputs.positional, **inputs.named)
-        top, cotangent = _objective(output, inputs, loss)
+        with _seen(self.module, self.points, self.parts, sites, entering):
+            output = self.module(*self.inputs.positional, **self.inputs.named)
+        top, cotangent = _objective(output, self.inputs, self.loss)
         if cotangent is not None:
             raise DomainError("a step needs a loss: pass labels in the batch, or a loss")
         logits = own_logits(output)
@@ -123,38 +133,146 @@ def _steps(
             sites[last + 1, "logits"] = logits.detach()
         return top, sites, entering
 
-    kept = {name: p.grad for name, p in named.items()}
-    with training(module):
+
+@contextmanager
+def _kept(named: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """Weights and gradients, put back at the end."""
+    gradients = {name: p.grad for name, p in named.items()}
+    old = {name: p.detach().clone() for name, p in named.items()}
+    try:
+        yield old
+    finally:
+        _restore(named, old)
+        for name, p in named.items():
+            p.grad = gradients[name]
+
+
+def _restore(named: Mapping[str, nn.Parameter], old: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(old[name])
+
+
+def _set_gradients(top: Tensor, named: Mapping[str, nn.Parameter]) -> None:
+    found = torch.autograd.grad(top, list(named.values()), allow_unused=True)
+    for p, gradient in zip(named.values(), found, strict=True):
+        p.grad = torch.zeros_like(p) if gradient is None else gradient
+
+
+def _read(module: nn.Module, batch: Any, loss: Loss | None) -> Any:
+    inputs = _tensors(module, batch)
+    if loss is None:
+        _add_labels(module, inputs)
+    return inputs
+
+
+def _steps(
+    module: nn.Module, batch: Any, loss: Loss | None, update: Update, rates: list[float], state: int
+) -> Iterator[StepDraw]:
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    run = _Seen(module, _read(module, batch, loss), loss, state)
+    with training(module), _kept(named) as old:
         top, before, entering = run()
-        gradients = torch.autograd.grad(top, list(named.values()), allow_unused=True)
-        for p, gradient in zip(named.values(), gradients, strict=True):
-            p.grad = torch.zeros_like(p) if gradient is None else gradient
-        old = {name: p.detach().clone() for name, p in named.items()}
-        try:
-            for rate in rates:
-                moved = update(module, rate)
-                slope = {
-                    name: float((p.grad * moved[name]).sum()) / rate for name, p in named.items()
-                }
-                with torch.no_grad():
-                    for name, p in named.items():
-                        p.copy_(old[name] + moved[name])
-                    after_loss, after, _ = run()
-                    for name, p in named.items():
-                        p.copy_(old[name])
-                yield StepDraw(
-                    float(top.detach()),
-                    float(after_loss),
-                    sum(slope.values()),
-                    {place: _squares(before[place], after[place]) for place in before},
-                    _weights(module, parts, old, moved, rate, entering),
-                )
-        finally:
+        _set_gradients(top, named)
+        for rate in rates:
+            moved = update(module, rate)
+            slope = {name: float((p.grad * moved[name]).sum()) / rate for name, p in named.items()}
             with torch.no_grad():
                 for name, p in named.items():
-                    p.copy_(old[name])
+                    p.copy_(old[name] + moved[name])
+                after_loss, after, _ = run()
+            _restore(named, old)
+            yield StepDraw(
+                float(top.detach()),
+                float(after_loss),
+                sum(slope.values()),
+                {place: _squares(before[place], after[place]) for place in before},
+                _weights(module, run.parts, old, moved, rate, entering),
+            )
+
+
+def _several(
+    module: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    make: Callable[[list[nn.Parameter], float], Any],
+    rates: list[float],
+    state: int,
+    steps: int,
+) -> Iterator[StepDraw]:
+    """Every step on its share of the batch; the loss is the last share's."""
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    whole = _Seen(module, _read(module, batch, loss), loss, state)
+    shares = [
+        _Seen(module, _read(module, share, loss), loss, state + k)
+        for k, share in enumerate(_shares(batch, steps))
+    ]
+    with training(module), _kept(named) as old:
+        _, before, entering = whole()
+        loss_before, *_ = shares[-1]()
+        _set_gradients(loss_before, named)
+        last = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        for rate in rates:
+            optimizer = make(list(named.values()), rate)
+            for share in shares:
+                top, *_ = share()
+                _set_gradients(top, named)
+                optimizer.step()
+            moved = {name: p.detach() - old[name] for name, p in named.items()}
+            with torch.no_grad():
+                after_loss, *_ = shares[-1]()
+                _, after, _ = whole()
+            _restore(named, old)
             for name, p in named.items():
-                p.grad = kept[name]
+                p.grad = last[name]  # shares of the slope are those of the last loss
+            yield StepDraw(
+                float(loss_before.detach()),
+                float(after_loss),
+                sum(float((last[name] * moved[name]).sum()) / rate for name in named),
+                {place: _squares(before[place], after[place]) for place in before},
+                _weights(module, whole.parts, old, moved, rate, entering),
+            )
+
+
+def _shares(batch: Any, steps: int) -> list[Any]:
+    """The batch's rows, as many for every step."""
+
+    def cut(value: Any) -> list[Any]:
+        if len(value) % steps:
+            raise DomainError(f"steps = {steps}: the batch has {len(value)} rows, as many for each")
+        size = len(value) // steps
+        return [value[k * size : (k + 1) * size] for k in range(steps)]
+
+    if isinstance(batch, Mapping):
+        parts = {name: cut(value) for name, value in batch.items()}
+        return [{name: part[k] for name, part in parts.items()} for k in range(steps)]
+    return cut(batch)
+
+
+class _Sign(torch.optim.Optimizer):  # type: ignore[misc]
+    """The sign of the gradient, times the rate."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(group["lr"] * p.grad.sign())
+
+
+def _made(optimizer: Any, options: dict[str, Any]) -> Callable[[list[nn.Parameter], float], Any]:
+    """torch's own optimizer of a name."""
+    if not isinstance(optimizer, str):
+        return lambda parameters, _: optimizer(parameters)
+    kinds = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.0),
+        "sign": _Sign,
+    }
+    return lambda parameters, rate: kinds[optimizer](parameters, lr=rate, **options)
 
 
 def _squares(before: Tensor, after: Tensor) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..engine.composition import Leaf, Pullback, Pulled
+from ..engine.composition import Hidden, Leaf, Pullback, Pulled
 from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
 from ..engine.evaluation import Values, bind, evaluate
 from ..engine.overlap import Overlap, OverlapWalk, activated, dropped, elasticity, own_variance
@@ -155,6 +155,16 @@ class Linear(Lawful):
         if "bias_variance" in self.parameters and self.laws is LINEAR:
             object.__setattr__(self, "laws", BIASED_LINEAR)
 
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return (self.weight,)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> Linear:
+        if self.weight not in names:
+            return self
+        variance = self.parameters["weight_variance"] * factor
+        return replace(self, parameters={**self.parameters, "weight_variance": variance})
+
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         # Given x, y is Gaussian with covariance gain C + bias: |y_i|^2/width follows gain |x_i|^2
         # and adds its own chi-square fluctuation, 2 B o B/width.
@@ -206,6 +216,8 @@ class LinearPulled(Pulled):
 @dataclass(frozen=True)
 class Activation(Lawful):
     """A function applied to every entry of a centred Gaussian input."""
+
+    hidden: ClassVar[Hidden] = Hidden(2, 2.0)
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return entrywise_overlap(self, record, at)

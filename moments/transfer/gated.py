@@ -5,12 +5,12 @@ See docs/theory/norms.md, Realised overlaps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Leaf, Pullback, Pulled
+from ..engine.composition import Hidden, Leaf, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
 from ..engine.evaluation import Values, bind, evaluate, evaluate_sides
 from ..engine.overlap import Overlap, OverlapWalk, activated, elasticity, mapped
@@ -56,6 +56,12 @@ class GatedLinear(Leaf):
     has_bias: bool = False
 
     reads_realised: ClassVar[bool] = True
+    matrices: ClassVar[tuple[str, ...]] = ("gate", "ffn_in")
+    hidden: ClassVar[Hidden] = Hidden(1, 1.0)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> GatedLinear:
+        held = {name: getattr(self, name) * factor for name in self.matrices if name in names}
+        return replace(self, **held)
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         inner, gate_back = self._map("gate", self.gate, self.gate_bias).forward(signal)

@@ -53,6 +53,10 @@ class FiniteNormalization(Leaf):
     normalises = True
     rescales = True
 
+    @property
+    def gain_name(self) -> str | None:
+        return f"{self.label}.gain" if self.affine else None
+
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         laws, width = self.laws.under("refined"), signal.width
         kernel = signal.second_moment()

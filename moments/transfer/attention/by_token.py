@@ -17,7 +17,8 @@ from ...model.positions import alibi_slopes
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
 from .kernels.class_bias import ClassBiasNoise
 from .kernels.exact_rows import THETA_PEAKED
-from .kernels.position_attention import ClassLogits, PositionAttention
+from .kernels.fading import fading
+from .kernels.position_attention import ClassHeads, ClassLogits, PositionAttention
 from .kernels.turning import Turning
 from .logits import LogitLaw
 
@@ -31,6 +32,16 @@ HEADS_RESOLVED = 4
 rule of as many nodes in the penalty's logarithm."""
 
 BEYOND_TABLES = "some rows have a logit variance beyond 8, where attention by token is extrapolated"
+
+PENALTY_NOTED = 0.3
+"""Logit variance beyond which a note says what classes make of distance penalties."""
+
+PENALTIES_ON_CLASSES = (
+    "distance penalties on classes of positions are averaged over cells, and what near tokens have "
+    "in common with them (measured at a logit variance of .8 over 6 layers of 128 tokens: variance "
+    "within 1.2 %, gradients within 4 % and those of weights within 7 %, under Post-LN within 9 "
+    "and 18 %); tokens=True resolves each"
+)
 
 LOGIT_VARIANCE_NOTED = 12.0
 """Logit variance beyond which a note says so."""
@@ -215,6 +226,7 @@ class TokenLayer:
         self._masks = self_masks(leaf, matrices.shape[-1], len(matrices))
         self._rows, self.wanted = build(leaf, law, tokens, self._masks, norm_spread, False)
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        self.coarse = False
 
     def _kernel(self, matrices: list[Array]) -> Kernel:
         return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
@@ -270,7 +282,7 @@ class TokenLayer:
 
 
 class ClassLayer:
-    """`TokenLayer` on classes of positions."""
+    """`TokenLayer` on classes of positions; `coarse`: what that costs is to be said."""
 
     def __init__(
         self,
@@ -286,10 +298,13 @@ class ClassLayer:
         scales, self.wanted = logit_scales(law)
         lead = self._shape[:-2]
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
-        turning = None
+        turning, sights, shares = None, [sight], np.ones(1)
         if leaf.rotary is not None:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
-        self._rows = []
+        if leaf.alibi:
+            slopes, shares = head_slopes(leaf)
+            sights = [fading(tokens.classes, float(slope)) for slope in slopes]
+        self._rows: list[Any] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
         for query_tokens, key_tokens, values, scale, spread in zip(
             *kernels, scales, spreads, strict=True
@@ -301,17 +316,20 @@ class ClassLayer:
             logits = ClassLogits(queries, keys, values, float(scale), sight, turning)
             if repeats is not None and logits.aligned:
                 logits = logits._replace(repeats=repeats.variance)
-            self._rows.append(
+            heads = [
                 PositionAttention(
-                    logits,
+                    logits._replace(sight=seen),
                     drop_prob=leaf.drop_prob,
                     d_model=leaf.d_model,
                     d_head=law.head_freedom,
                     norm_spread=float(spread),
                     value_bias=leaf.value_bias / memory_gain(leaf),
                 )
-            )
+                for seen in sights
+            ]
+            self._rows.append(ClassHeads(heads, shares, sight) if leaf.alibi else heads[0])
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        self.coarse = bool(leaf.alibi) and float(np.max(self.wanted)) > PENALTY_NOTED
         table, self._d_model = leaf.relative_bias, leaf.d_model
         self._biases: list[ClassBiasNoise] = []
         if table is not None and table.variance > 0.0:
@@ -339,8 +357,7 @@ class ClassLayer:
         return found + self._kernel([bias.forward(tokens) for bias, tokens in met])
 
     def mean_output(self) -> Kernel:
-        means = [one.mean_output() for one in self._rows]
-        return self._kernel([(np.diagonal(mean), mean) for mean in means])
+        return self._kernel([one.mean_output() for one in self._rows])
 
     def weights(self) -> ClassRows:
         found = np.stack([one.weights for one in self._rows]).reshape(self._shape)
@@ -406,7 +423,7 @@ class AlikeLayer:
         )
         inner = law._replace(queries=queries, keys=keys)
         self._layer = layer = ClassLayer(leaf, inner, lifted, norm_spread)
-        self.wanted, self.beyond_tables = layer.wanted, layer.beyond_tables
+        self.wanted, self.beyond_tables, self.coarse = layer.wanted, layer.beyond_tables, False
         self.weights: None = None
 
     def forward(self) -> Kernel:
@@ -472,14 +489,19 @@ def _rotation(leaf: Any, where: list[Array]) -> Rotation:
     return Rotation.of(frequencies, shares, *where)
 
 
+def head_slopes(leaf: Any) -> tuple[Array, Array]:
+    """Distance penalties that stand for those of all heads, and their shares."""
+    every = leaf.alibi * alibi_slopes(int(leaf.heads))
+    slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
+    return np.exp(slopes), shares
+
+
 def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
     offset = np.subtract.outer(where[1], where[0]).T  # key's position minus query's
     if leaf.alibi:
-        every = leaf.alibi * alibi_slopes(int(leaf.heads))
-        slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
+        slopes, shares = head_slopes(leaf)
         layers = [
-            KernelAttention(values, bias=-np.exp(slope) * np.abs(offset), **settings)
-            for slope in slopes
+            KernelAttention(values, bias=-slope * np.abs(offset), **settings) for slope in slopes
         ]
     else:
         shares = np.ones(1)

@@ -76,6 +76,7 @@ class CrossAttention(Reader):
     alibi: ClassVar[bool] = False
     relative_bias: ClassVar[None] = None
     mixes_tokens: ClassVar[bool] = True
+    matrices: ClassVar[tuple[str, ...]] = ("cross_value",)
     prefix: ClassVar[str] = "cross_"
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
@@ -105,6 +106,11 @@ class CrossAttention(Reader):
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> CrossAttention:
+        if self.matrices[0] not in names:
+            return self
+        return dataclasses.replace(self, value=self.value * factor)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         one = 1.0 + 0.0 * signal.kernel.pairs

@@ -22,6 +22,7 @@ from ...model.positions import RelativeBias, Rotary
 from .alike import AlikeAttention, averaged
 from .by_token import (
     BEYOND_TABLES,
+    PENALTIES_ON_CLASSES,
     attention_diagnostics,
     logit_scales,
     mean_spread,
@@ -91,6 +92,7 @@ class SelfAttention(Leaf):
     norm_affine: bool = False
 
     mixes_tokens: ClassVar[bool] = True
+    matrices: ClassVar[tuple[str, ...]] = ("value",)
     prefix: ClassVar[str] = ""
 
     @property
@@ -124,6 +126,8 @@ class SelfAttention(Leaf):
         notes = variance_notes(layer.wanted) + law.notes
         if not notes and layer.beyond_tables:
             notes = (BEYOND_TABLES,)
+        if layer.coarse:
+            notes += (PENALTIES_ON_CLASSES,)
         output = concatenated(
             self,
             signal,
@@ -214,6 +218,11 @@ class SelfAttention(Leaf):
 
     def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
         return through_attention(self, record, at, walk)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> SelfAttention:
+        if self.matrices[0] not in names:
+            return self
+        return dataclasses.replace(self, value=self.value * factor)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         # Weights sum to 1 within each sequence, and all pairs across have one covariance.

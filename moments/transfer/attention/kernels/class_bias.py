@@ -13,7 +13,7 @@ and sum log j = log Gamma. A row's neighbour has its buckets one position on.
 Tokens of one class are one row and one key here whose numbers are means over all rows and pairs of
 rows: sums over classes then vanish, and a key takes back from all others what it sends itself.
 
-See docs/theory/attention.md, Mean attention.
+See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _buckets(sight: Sight, table: RelativeBias) -> Buckets:
 
 def _sums(nodes: NDArray[np.intp], last: NDArray[np.intp]) -> Array:
     """(..., P) sums over positions up to `last` of the functions `classes.PositionClasses.hats`."""
-    from scipy.special import gammaln
+    from scipy.special import gammaln  # takes a tenth of a second
 
     low, high = nodes[:-1].astype(float), nodes[1:].astype(float)
     inside = np.clip(last[..., None], low, high - 1.0)

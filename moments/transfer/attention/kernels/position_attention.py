@@ -3,7 +3,8 @@
 Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (own, pairs); its
 products close, so that each step of the closure keeps its form: reference rows, mean attention, the
 self overlap of a row, joint laws of two rows, dropped attention. Masks and windows are the counts
-of a `Sight`, rotary positions the means of a `Turning`. Every node is a row class of its own, exact
+of a `Sight`, distance penalties those of a `FadingSight`, rotary positions the means of a
+`Turning`; all tokens may be one class. Every node is a row class of its own, exact
 on its own reference, and every two of them have a law at the correlation of their queries and its
 derivative there; between nodes everything is interpolated.
 
@@ -18,7 +19,7 @@ See docs/theory/state.md, Classes of positions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from . import exact_rows
 from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS
 from .calibration import calibrate
 from .contractions import single
+from .fading import FadingSight
 from .independent_noise import MARGINAL_SWEEPS
 from .nodes import nodes_for
 from .pair_weights import RHO_MIN, geometric_mean, sharpening
@@ -41,6 +43,7 @@ from .width_terms import fixed_norms, unshared_part
 from .widths import Widths
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 TOLERANCE = 2e-5
 """Largest change of an overlap at which its iteration ends; rows are few, so below `balance`'s."""
@@ -64,6 +67,15 @@ class ClassLogits(NamedTuple):
     sight: Sight
     turning: Turning | None = None
     repeats: Array | None = None
+
+    @property
+    def prior(self) -> Array:
+        """(P, P) weight of a key's token where logits vanish; a row's sum to 1."""
+        sight = self.sight
+        size = sight.keys.sum(1, keepdims=True)
+        if not isinstance(sight, FadingSight):
+            return np.asarray(sight.seen / size)
+        return np.asarray(sight.prior / (sight.keys * sight.prior).sum(1, keepdims=True))
 
     @property
     def aligned(self) -> bool:
@@ -124,6 +136,7 @@ class PositionAttention:
 
     Attributes:
         weights: (P, P) mean attention [row, key] to one token of a class.
+        counted: (P, P) to all tokens of a class that a row sees.
         logit_variance, entropy, sum_square: (P,) as in `attention.KernelAttention`.
         output: second moments per feature of sum_j a_ij x_j, attention dropout included.
         response: what the query path is per unit of G.
@@ -154,7 +167,11 @@ class PositionAttention:
         sight = logits.sight
         self._rows = rows = row_statistics(logits)
         self.weights = mean_attention(logits, rows)
-        self._counted = sight.keys * self.weights
+        if isinstance(sight, FadingSight):
+            lighter = _lighter(logits, rows, sight)
+            self.logits = logits = logits._replace(sight=sight.lighter(lighter))
+            self.weights = self.weights * lighter
+        self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
         self._response = self._self_response()
         self._joint_laws()
@@ -197,22 +214,25 @@ class PositionAttention:
         top = max(own.max(), within.max())
         of_pairs = np.exp(pull * (within - top))
         of_own = np.exp(pull[..., 0] * (own - top)) - diagonal(of_pairs)
-        total = np.einsum("pr,pqr->pq", keys, of_pairs) + of_own
-        found = np.where(seen, of_own / total, 0.0)
-        inside = np.where(both, of_pairs / total[:, :, None], 0.0)
+        prior = logits.prior[of, among]
+        total = np.einsum("pr,pqr->pq", keys * prior, of_pairs) + prior * of_own
+        found = np.where(seen, prior * of_own / total, 0.0)
+        inside = np.where(both, prior[:, None, :] * of_pairs / total[:, :, None], 0.0)
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         kernel, away = (own - diagonal(within), within), logits.log_mean(away, exponent)
+        excess: Array | float = 0.0
+        if isinstance(logits.sight, FadingSight):
+            excess = self._excess_weight(of, among)
         step, last = np.full(len(keys), 0.5), None
         for _ in range(ITERATIONS):
             response = (1.0 - found, -inside)
             projected = product(product(response, kernel, keys), transposed(response), keys)
-            joint = _bounded_exp(
-                (projected[0] + diagonal(projected[1]), projected[1]), exponent, away
-            )
+            whole = projected[0] + diagonal(projected[1]) - 2.0 * excess * kernel[0]
+            joint = _bounded_exp((whole, projected[1]), exponent, away)
             joint = joint[0] - diagonal(joint[1]), joint[1]
             joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
             joint = _balanced(joint, (weights, weights), (keys, keys), SELF_SWEEPS)
-            change = joint[0] * weights - found, joint[1] * weights[:, None, :] - inside
+            change = joint[0] * (weights + excess) - found, joint[1] * weights[:, None, :] - inside
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change[0]
                 size = (keys * turned**2).sum(1)
@@ -232,12 +252,23 @@ class PositionAttention:
         own, pairs = self._response
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         keys = self.logits.sight.keys
-        return tile.projected(
+        found = tile.projected(
             (own[long, left], pairs[long, left, left]),
             kernel,
             (own[short, right], pairs[short, right, right]),
             (keys[long, left], keys[short, right]),
         )
+        if isinstance(self.logits.sight, FadingSight):
+            heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
+            heavier[long != short] = 0.0
+            found[0][...] -= heavier * (kernel[0] - tile.diagonal(kernel[1]))
+        return found
+
+    def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
+        """(n, k) by how much a class's token weighs more where what it gives itself counts, by the
+        square of its weight, than on average."""
+        assert isinstance(self.logits.sight, FadingSight)
+        return np.asarray((self.logits.sight.heavier - 1.0)[rows, keys] * self.weights[rows, keys])
 
     def _joint_laws(self) -> None:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
@@ -322,9 +353,9 @@ class PositionAttention:
         sums = _Sums(
             tile,
             sight.split[short, long, left] * weights[long, left],
-            self._counted[short, right],
-            weights[long, left],
-            weights[short, right],
+            self.counted[short, right],
+            weights[long, left] * self._met(tile, long, short, left),
+            weights[short, right] * self._met(tile, short, long, right),
         )
         joint = sums.balanced((own, pairs), JOINT_SWEEPS)
 
@@ -337,6 +368,14 @@ class PositionAttention:
             return _Laws(joint, slopes, slopes)
         values = logits.values[0][tile.own], logits.values[1][left, right]
         return _Laws(joint, slopes, along(self._projected(tile, values)))
+
+    def _met(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
+        """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
+        sight = self.logits.sight
+        if not isinstance(sight, FadingSight):
+            return 1.0
+        alone = self._pairs.alone[tile.pairs]
+        return np.where(alone[:, None], 1.0, sight.met_by_one[one, other, keys])
 
     @property
     def _alone(self) -> Matrix:
@@ -361,8 +400,10 @@ class PositionAttention:
         sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
         kernel = self.logits.values[1][tile.left, tile.right]
         left = sight.split[short, long, tile.left] * weights[long, tile.left]
-        right = self._counted[short, tile.right]
+        right = self.counted[short, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
+        alone = self._pairs.alone[tile.pairs]
+        once[alone] = self.counted[long[alone], tile.own]
         inside = tile.diagonal(law[1])
         beside = (law[0] + inside) * self.logits.values[0][tile.own]
         beside -= inside * tile.diagonal(kernel)
@@ -385,7 +426,7 @@ class PositionAttention:
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             long, short, left, right = tile.long, tile.short, tile.left, tile.right
             first = sight.split[short, long, left] * weights[long, left] * own[long, left]
-            second = self._counted[short, right] * own[short, right]
+            second = self.counted[short, right] * own[short, right]
             met = ((law.joint[1] * variance[left, right]) @ second[:, :, None])[..., 0]
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
@@ -398,13 +439,13 @@ class PositionAttention:
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
-        mean = whole[long, short]
+        mean = pairs.joined(*whole)
         excess, slope = self._gather(0) - mean, self._gather(1)
-        shift = self._counted @ own - np.diagonal(whole) - excess[alone]
+        shift = self.counted @ own - whole[0] - excess[alone]
         shift = shift * np.sqrt(rows.softening)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
             moved = self._apart(logits.values)
-            usable = moved > 1e-9 * (self._counted @ own)
+            usable = moved > 1e-9 * (self.counted @ own)
             ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
             shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
         looking = logits.scale * self._looking(shift)
@@ -415,9 +456,10 @@ class PositionAttention:
         )
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
-            apart = self._counted @ own - np.diagonal(whole)
-            unshared = unshared_part(rows.keys, apart, (self._counted * weights).sum(1))
-            held = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)[long, short]
+            apart = self.counted @ own - whole[0]
+            unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
+            held = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
+            held = pairs.joined((self.counted * weights).sum(1), held)
             held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
@@ -457,19 +499,19 @@ class PositionAttention:
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
         apart = kernel[0] - diagonal(kernel[1])
-        return np.asarray(self._counted @ kernel[1] + self.weights * apart)
+        return np.asarray(self.counted @ kernel[1] + self.weights * apart)
 
     def _apart(self, kernel: Matrix) -> Array:
         """(P,) what the attended tokens of a row do not share."""
-        held = (self._counted * self._met_by(kernel)).sum(1)
-        return np.asarray(np.maximum(self._counted @ kernel[0] - held, 0.0))
+        held = (self.counted * self._met_by(kernel)).sum(1)
+        return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
 
     def _looking(self, shift: Array) -> Array:
         """(C,) products of two rows' shifts; see `width_terms._looking`."""
         turning, long, short = self.logits.turning, self._pairs.long, self._pairs.short
         if turning is None or self._pairs.phases is None:
             return shift[long] * shift[short]
-        parts = self._counted * (self.logits.values[0] - self._met_by(self.logits.values))
+        parts = self.counted * (self.logits.values[0] - self._met_by(self.logits.values))
         total = parts.sum(1)
         usable = np.abs(total) > 1e-300
         parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
@@ -477,13 +519,14 @@ class PositionAttention:
         both = turned[long] * turned[short].conj() * self._pairs.phases.conj()
         return np.asarray((both @ turning.shares).real)
 
-    def mean_output(self) -> Array:
-        """(P, P) overlap W C W^T of mean outputs, of a row with itself too."""
+    def mean_output(self) -> Matrix:
+        """Overlap W C W^T of mean outputs."""
         own, pairs = self.logits.values
-        shared = self.logits.sight.shared
-        apart = own - diagonal(pairs)
+        shared, apart = self.logits.sight.shared, own - diagonal(pairs)
+        smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        return np.asarray(self._counted @ pairs @ self._counted.T + of_own)
+        alone = (self.counted * self.weights) @ apart
+        return diagonal(smooth) + alone, np.asarray(smooth + of_own)
 
     # --- attention dropout (see `independent_noise`) -------------------------------------------
 
@@ -494,24 +537,27 @@ class PositionAttention:
         beside, inside = self._alone
         response = self._response
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
-        trace = trace * np.sqrt(self._rows.softening) * (self._counted @ own)
+        trace = trace * np.sqrt(self._rows.softening) * (self.counted @ own)
         moved = product((response[0] * own, response[1] * own), transposed(response), keys)
+        if isinstance(logits.sight, FadingSight):
+            every = slice(0, len(own))
+            moved[0][...] -= 2.0 * self._excess_weight(every, every) * own
         slope = self._exponent_slope
         a, direction = slope[:, None] * moved[0], slope[:, None, None] * moved[1]
         whole = beside + diagonal(inside)
-        mean = np.einsum("pqr,pqr,pr->pq", inside, direction, self._counted)
+        mean = np.einsum("pqr,pqr,pr->pq", inside, direction, self.counted)
         mean += (whole * (a + diagonal(direction)) - diagonal(inside * direction)) * weights
         mean = np.where(seen, mean, 0.0)
         shift = -0.5 * mean
         for _ in range(MARGINAL_SWEEPS):
-            overlap = np.einsum("pqr,pr->pq", inside, self._counted * shift)
+            overlap = np.einsum("pqr,pr->pq", inside, self.counted * shift)
             overlap += beside * weights * shift
             shift = 0.5 * (shift - mean - overlap)
         moved_pairs = direction + shift[:, :, None] + shift[:, None, :]
         pairs = inside * moved_pairs
         self._noise = whole * (a + diagonal(moved_pairs)) - diagonal(pairs), pairs
-        self._noise_left = np.einsum("pq,pqr->pr", self._counted, pairs) + weights * self._noise[0]
-        self._noise_both = (self._counted * self._noise_left).sum(1)
+        self._noise_left = np.einsum("pq,pqr->pr", self.counted, pairs) + weights * self._noise[0]
+        self._noise_both = (self.counted * self._noise_left).sum(1)
         self._noise_scale = np.ones(len(own))
         bare = self._noise_overlap(np.ones(len(own)), np.zeros_like(logits.keys[1]))
         usable = bare > 1e-300
@@ -519,7 +565,7 @@ class PositionAttention:
 
     def _noise_overlap(self, own: Array, pairs: Array) -> Array:
         """(P,) tr(E[J D J] X) of every row, of one kernel X or of one for every row."""
-        counted, weights = self._counted, self.weights
+        counted, weights = self.counted, self.weights
         a, inside = self._noise
         pairs = np.broadcast_to(pairs, inside.shape)
         apart = own - diagonal(pairs)
@@ -547,9 +593,10 @@ class PositionAttention:
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
             once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
-            both[alone], alike[alone] = once, diagonal(once)
+            twice_met = (sight.later_own[left][:, rows] * weights[rows, left].T ** 2).T
+            both[alone], alike[alone] = once, twice_met
             both[beside] -= once
-            alike[beside] -= diagonal(once)
+            alike[beside] -= twice_met
         found = []
         for law, turned in ((laws.joint, None), (laws.keyed, tile.turned)):
             own, pairs = (law[0] + tile.diagonal(law[1])) * alike, law[1] * both
@@ -587,7 +634,7 @@ class PositionAttention:
     def _send_noise(self, given: Array, total_own: Array, total: Array) -> None:
         """Add what dropped attention sends."""
         logits, weights, later = self.logits, self.weights, self.logits.sight.later
-        squares = np.diagonal(later).T  # (key, row)
+        squares = logits.sight.later_own  # (key, row)
         total_own[0] += self._dropped * (squares * self._squares.T) @ given
         driven = self._dropped * logits.scale * given * logits.queries[0] * self._noise_scale
         a, noise = self._noise
@@ -602,24 +649,67 @@ class PositionAttention:
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
+class ClassHeads:
+    """Moments of one head drawn at random, with the interface of `PositionAttention`; see
+    `heads.HeadAverage`."""
+
+    def __init__(self, layers: Sequence[PositionAttention], shares: Array, sight: Sight) -> None:
+        """`sight`: without what tells heads apart."""
+        self._layers, self._shares, self._sight = list(layers), list(shares), sight
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._mean([getattr(layer, name) for layer in self._layers])
+
+    def _mean(self, values: Sequence[Any]) -> Any:
+        if values[0] is None:
+            return None
+        if isinstance(values[0], tuple):
+            found = [self._mean(column) for column in zip(*values, strict=True)]
+            return type(values[0])(*found) if hasattr(values[0], "_fields") else tuple(found)
+        return sum(share * value for share, value in zip(self._shares, values, strict=True))
+
+    @property
+    def weights(self) -> Array:
+        """Mean attention to one token, its own cell's tokens being alike."""
+        counted = self._mean([layer.counted for layer in self._layers])
+        keys = self._sight.keys
+        return np.where(self._sight.seen, counted / np.where(self._sight.seen, keys, 1.0), 0.0)
+
+    @property
+    def beyond_tables(self) -> NDArray[np.bool_]:
+        return np.asarray(np.any([layer.beyond_tables for layer in self._layers], axis=0))
+
+    def mean_output(self) -> Matrix:
+        found: Matrix = self._mean([layer.mean_output() for layer in self._layers])
+        return found
+
+    def backward(self, own: Array, pairs: Array) -> Paths:
+        found: Paths = self._mean([layer.backward(own, pairs) for layer in self._layers])
+        return found
+
+
 def row_statistics(logits: ClassLogits) -> RowStatistics:
     """Of every node as a row."""
     keys, temperature, own = logits.sight.keys, logits.queries[0], logits.keys[0]
-    count, within = keys.sum(1), logits.within
+    prior, within = logits.prior, logits.within
+    seen, squares = keys * prior, keys * prior**2
+    count = 1.0 / squares.sum(1)
     top = float(max(own.max(), within.max()))
     spread = top - float(within.min())
 
     def mean(function: Callable[[Array], Array]) -> Array:
         of_own, of_pairs = logits.averaged(lambda entries: function(entries - top))
         apart = of_own - diagonal(of_pairs)
-        return np.asarray((_over_keys(keys, of_pairs) + (keys * apart).sum(1)) / count**2)
+        return np.asarray(_over_keys(seen, of_pairs) + (squares * apart).sum(1))
 
     relative = mean(lambda values: values)
     scale = reference_scale(logits.scale * float(logits.sight.classes.mean(temperature)), spread)
     reference = matched(*annealed_moments(mean, relative, spread, scale), count)
-    mean_own, uniform = keys @ own / count, np.log(count)
+    uniform = -(seen * np.log(np.where(prior > 0.0, prior, 1.0))).sum(1)
     return statistics_of(
-        reference, scale, count, temperature, logits.scale, mean_own, relative + top, uniform
+        reference, scale, count, temperature, logits.scale, seen @ own, relative + top, uniform
     )
 
 
@@ -630,10 +720,10 @@ def _over_keys(keys: Array, pairs: Array) -> Array:
     return np.asarray(((pairs @ keys[:, :, None])[..., 0] * keys).sum(1))
 
 
-def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
-    """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
-    keys, own, scale = logits.sight.keys, logits.keys[0], logits.scale
-    pull = rows.own_response * scale * logits.queries[0] * rows.softening
+def _crowd(logits: ClassLogits, rows: RowStatistics) -> tuple[Array, Array]:
+    """(P, P) of `log_weights`, by others and by a key itself, without the logarithm."""
+    own, prior = logits.keys[0], logits.prior
+    pull = rows.own_response * logits.scale * logits.queries[0] * rows.softening
     within, away = logits.within, logits.deviation
     top = max(own.max(), within.max())
     raised = pull[:, None, None]
@@ -642,12 +732,33 @@ def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
     if varying is not None:
         of_pairs = of_pairs * np.exp(np.minimum(varying, EXPONENT_MAX))
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
-    crowd = (np.einsum("pr,pqr->pq", keys, of_pairs) + of_own) / rows.count[:, None]
+    return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
+
+
+def _lighter(logits: ClassLogits, rows: RowStatistics, sight: FadingSight) -> Array:
+    """(P, P) of the squares of weights in a class, over those of weights in proportion to the
+    prior: a key that is heavier crowds itself more. Of priors at their mean's deviation from it."""
+    others, itself = _crowd(logits, rows)
+    shared = (rows.kernel_response / rows.own_response)[:, None]
+    away = np.sqrt(np.maximum(sight.heavier - 1.0, 0.0))
+    ends = 1.0 + away, 1.0 - away
+    weights = [np.maximum(others + prior * itself, 1e-300) ** -shared for prior in ends]
+    means = 0.5 * (weights[0] + weights[1])
+    squares = 0.5 * (ends[0] * weights[0] ** 2 + ends[1] * weights[1] ** 2)
+    return np.where(sight.seen, squares / means**2, 1.0)
+
+
+def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
+    """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
+    keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
+    seen = keys * prior
+    crowd = np.add(*_crowd(logits, rows))
     crowd = np.log(np.maximum(crowd, 1e-300))
-    relative = own - (keys @ own / rows.count)[:, None]
+    relative = own - (seen @ own)[:, None]
     every = np.arange(len(own))
     logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
-    logs = np.where(logits.sight.seen, logs, -np.inf)
+    held = logits.sight.seen
+    logs = np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf)
     weight = np.exp(logs - logs.max(1, keepdims=True))
     return np.asarray(weight / (keys * weight).sum(1, keepdims=True))
 
