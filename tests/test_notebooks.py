@@ -25,6 +25,16 @@ nbformat = pytest.importorskip("nbformat")
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 SMALLER = {
+    "choose-a-learning-rate": {
+        '"n_embd": 128': '"n_embd": 64',
+        '"n_layer": 4': '"n_layer": 2',
+        '"vocab_size": 512': '"vocab_size": 128',
+        "zipf_text(512": "zipf_text(128",
+        "3e-3, 12": "3e-3, 3",
+        "seeds=4": "seeds=2",
+        "[128, 256, 512]": "[64, 128]",
+        "[4, 8]": "[2, 4]",
+    },
     "choose-a-scheme": {"layers=24": "layers=3"},
     "debug-my-model": {
         "layers=8, d_model=128": "layers=4, d_model=64",
