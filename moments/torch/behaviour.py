@@ -39,7 +39,8 @@ class Behaviour(NamedTuple):
         softmaxes: over L x L logits, fused or by hand, in order.
         random: the first submodule whose output differs from one run to the next, of the same
             input; None where none does.
-        never_run: submodules with parameters of their own that were not called.
+        never_run: submodules with parameters of their own that were not called, and whose
+            parameters nothing else took.
     """
 
     softmaxes: tuple[Softmax, ...]
@@ -75,7 +76,9 @@ def behaviour(module: nn.Module, batch: Any) -> Behaviour:
     idle = (
         path
         for path, part in module.named_modules()
-        if path not in called and next(part.parameters(recurse=False), None) is not None
+        if path not in called
+        and (own := list(part.parameters(recurse=False)))
+        and not any(id(one) in watch.met for one in own)
     )
     return Behaviour(tuple(watch.found), _first_apart(*runs), tuple(idle))
 
@@ -103,6 +106,7 @@ def _watch() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.found: list[Softmax] = []
+            self.met: set[int] = set()
 
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -114,7 +118,13 @@ def _watch() -> Any:
                 axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
                 last = axis in (-1, args[0].ndim - 1)
                 self.found.append(Softmax(_row_variance(args[0]), last))
-            return func(*args, **kwargs)
+            given = func(*args, **kwargs)
+            if not isinstance(given, bool | int | torch.dtype | torch.device | torch.Size):
+                # A table's weight may be added, and a projection's given to a fused kernel.
+                self.met.update(
+                    id(one) for one in (*args, *kwargs.values()) if isinstance(one, nn.Parameter)
+                )
+            return given
 
     return Watch()
 

@@ -241,7 +241,7 @@ def _measured(
     branches = [seen.get(b, "raw") for b in together]
     slopes: list[Slope | None] = [None] * (1 + len(together))
     if total is not None and x is not None and all(f is not None for f in branches):
-        slopes = regress(total, [x, *branches])  # type: ignore[list-item]
+        slopes = regress(total, [x, *(_as(total, f) for f in branches if f is not None)])
     norm_input = norm_output = normalization = None
     before, entering = seen.get(block, "norm before"), seen.get(block, "norm input")
     output = seen.get(block, "norm output")
@@ -259,6 +259,12 @@ def _measured(
         normalization,
         tuple(dict.fromkeys(unseen)),
     )
+
+
+def _as(total: Tensor, branch: Tensor) -> Tensor:
+    """A branch whose tokens come before its sequences, in the order of the stream."""
+    swapped = branch.ndim == 3 and branch.shape != total.shape
+    return branch.transpose(0, 1) if swapped and branch.shape[:2] == total.shape[1::-1] else branch
 
 
 def _norm_slope(

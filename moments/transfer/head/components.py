@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...engine.classes import ClassMatrix, one_class
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
 from ...engine.response import Around
 from ...engine.sensitivity import SINGLE, GradientAdjoint, Response, SignalAdjoint
@@ -194,6 +195,8 @@ class Pool(Leaf):
         return Pulled(Gradient(sent, count))
 
     def response(self, record: Record, around: Around) -> Response:
+        if not record.input.resolved:
+            return _PooledAlike(self.kind, record.input.seq_len)
         return _Pooled(self.weights(record.input.kernel.pairs.shape[-1]))
 
     def weights(self, count: int) -> np.ndarray:
@@ -235,3 +238,37 @@ class _Pooled:
         none = np.zeros(sensitivity.shape[:-2])
         found = self.weights.T @ sensitivity @ self.weights
         return SignalAdjoint(found.astype(SINGLE), none, none)
+
+
+@dataclass(frozen=True)
+class _PooledAlike:
+    """The same of tokens alike: the mean of a token's entries, or of all pairs'.
+
+    The first token's gradient is spread over all tokens, whose fluctuations then average out: at 3
+    layers of width 64 and 16 tokens the band is 13 percent narrower in deviation than by token. The
+    mean's agrees to 2e-5.
+    """
+
+    kind: str
+    count: int
+
+    def gradient_adjoint(self, sensitivity: Any) -> GradientAdjoint:
+        none, own, pairs = self._entries(sensitivity)
+        if self.kind == "mean":
+            own = (own + (self.count - 1) * pairs) / self.count
+        onward = ClassMatrix(own, 0.0 * sensitivity.pairs, one_class(1))
+        return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
+
+    def signal_adjoint(self, sensitivity: Any, exposure: Any) -> SignalAdjoint:
+        none, own, _ = self._entries(sensitivity)
+        each = own / self.count**2 if self.kind == "mean" else own / self.count
+        pairs = each if self.kind == "mean" else 0.0 * each
+        found = ClassMatrix(each, pairs[..., None], one_class(self.count))
+        return SignalAdjoint(found.astype(SINGLE), none, none)
+
+    def _entries(self, sensitivity: Any) -> tuple[Array, Array, Array]:
+        return (
+            np.zeros(sensitivity.shape[:-2]),
+            np.asarray(sensitivity.own),
+            np.asarray(sensitivity.pairs[..., 0]),
+        )
