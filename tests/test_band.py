@@ -701,16 +701,15 @@ def test_log_variance_reads_the_declaration_it_is_given() -> None:
     assert found == pytest.approx(sigma_squared(model, correlation=0.3))
 
 
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
 @pytest.mark.parametrize(("pool", "off"), [("mean", 1e-3), ("first", 0.15)])
 def test_classifiers_have_a_band_with_tokens_alike(pool: str, off: float) -> None:
     """The first token's gradient is spread over all tokens, which is narrower, as it says."""
-    head = moments.Head(
-        classes=10, tied=False, weight_variance=0.02, pool=pool, loss="classification"
-    )
-    model = moments.Transformer(3, 64, 4, 16, head=head)
+    head = Head(classes=10, tied=False, weight_variance=0.02, pool=pool, loss="classification")
+    model = Transformer(3, 64, 4, 16, head=head)
     sizes = []
     for tokens in (False, True):
-        p = moments.predict(model, correlation=0.2, tokens=tokens)
+        p = predict(model, correlation=0.2, tokens=tokens)
         low, high = p.grad_variance_band
         sizes.append(np.log(high / low))
     assert sizes[0] == pytest.approx(sizes[1], rel=off)
