@@ -45,11 +45,18 @@ from .diagnose import Text, at_length, case_of
 from .entering import ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
-from .gathering import gathered, gathered_names, gathered_pattern
 from .hook_points import stacks_of
 from .measure import measure, needs_labels
 from .probe import default_batch, in_mode, run
-from .roles import ModuleRoles, Role, block_of, tensors_of
+from .roles import (
+    ModuleRoles,
+    Role,
+    block_of,
+    gathered,
+    gathered_names,
+    gathered_pattern,
+    tensors_of,
+)
 from .tensors import own_loss
 from .text import mask_tokens
 from .unread import not_read

@@ -12,7 +12,7 @@ from ..show.health import Trouble, ranked
 from .behaviour import behaviour
 from .dataflow.reading import called
 from .dataflow.recurrence import Recurrence, recurrences
-from .gathering import gathered_names
+from .roles import gathered_names
 
 with optional("torch", "torch"):
     from torch import nn
