@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moments
-from moments.engine.program import Library, Mixed, Replayed
+from moments.engine.program import Library, Mixed, Passage, Replayed
 from moments.engine.state import Gradient, Kernel
 from moments.formulas.recording import RECORDED, Recorded, Tape, Unrecordable, whole
 from moments.prediction.stack import Inputs, Stack
@@ -49,7 +49,8 @@ def passage(model: moments.Transformer, variance, correlation, library: Library 
     shape = np.shape(correlation)
     stack = Stack(model, "refined", Inputs(variance, correlation), False, shape)
     layers = [layer.body for layer in declare(model, "refined", None, 1).parts]
-    found = library.passage(layers, stack.enter())
+    found = Passage(library, stack.enter())
+    found.up(library.apart(layers))
     gradients = found.down(Gradient(Kernel(1.0, 0.0), model.seq_len))
     return [one for _, one in found.signals], [one for _, one in gradients]
 
@@ -124,8 +125,11 @@ def test_configurations_of_several_branches_are_told():
     body = declare(model, "refined", None, 1).parts[0].body
     first = dataclasses.replace(body.parts[0], branch_scale=np.array([0.0, 0.5]))
     changed = dataclasses.replace(body, parts=(first, *body.parts[1:]))
+    library = Library()
+    way = Passage(library, stack.enter())
+    way.up(library.apart([changed]))
     with pytest.raises(Mixed) as told:
-        Library().passage([changed], stack.enter()).down(Gradient(Kernel(1.0, 0.0), 24))
+        way.down(Gradient(Kernel(1.0, 0.0), 24))
     assert told.value.first.shape == (2,)
 
 

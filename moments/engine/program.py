@@ -425,16 +425,6 @@ class Library:
         )
         return Told(program.output, leaving, dict(zip(reading.names, found, strict=True)))
 
-    def passage(self, layers: Sequence[Component], signal: Signal) -> Passage:
-        """The way up through layers, whose bodies are given, tokens alike.
-
-        Raises:
-            Unrecordable, Mixed: as `Passage.up`.
-        """
-        found = Passage(self, signal)
-        found.up(self.apart(layers))
-        return found
-
 
 WORTH = 64
 """Layers of one shape from which on they are replayed: to record one and write its functions was

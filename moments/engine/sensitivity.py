@@ -60,7 +60,7 @@ class Response(Protocol):
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """Sensitivity to the signal at the input, of one to that at the output.
 
-        `exposure` is that of an ascent, possibly of fewer targets: the first ones.
+        `exposure` is that of a `GradientAdjoint`, possibly of fewer targets: the first ones.
         """
 
 

@@ -29,13 +29,11 @@ class Alike(NamedTuple):
     Attributes:
         entering: what enters layer 1.
         passing: what enters every layer, and the gradient that its output receives.
-        embedded: whether an embedding read what enters.
         memory: what cross-attention reads.
     """
 
     entering: Signal
     passing: Sequence[tuple[Signal, Gradient]]
-    embedded: bool
     memory: Signal | None
 
     @classmethod
@@ -49,7 +47,7 @@ class Alike(NamedTuple):
                 for signal, gradient in passing
             ]
             memory = None if memory is None else _of_signal(memory)
-        return cls(passing[0][0], passing, trace.embedding is not None, memory)
+        return cls(passing[0][0], passing, memory)
 
     def parts(self, layers: Sequence[Layer]) -> list[tuple[Group, Record]]:
         """Of all layers, those of one structure at once, with the record of both passes.

@@ -54,7 +54,7 @@ from ..transfer.attention.softmax import SquareTable
 from ..transfer.attention.softmax.chebyshev import THETA_MAX
 from .alike import Alike, averaged, stacked
 from .band import End, Fresh, shared
-from .network import AllAtOnce, Group, Inflow, Network
+from .network import AllAtOnce, Group, Inflow, Network, times
 
 STEP = 1e-5
 """Relative step of the one-sided differences, whose error is of this order."""
@@ -138,7 +138,7 @@ class DecoderTop:
             reading = [one for one in record.leaves() if one.memory is not None]
             sent += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
         whole = np.add.reduce([one.added.sum(-2) for _, one in sent])
-        last = _times(of_memory.back, whole[:3])
+        last = times(of_memory.back, whole[:3])
         gradient, size = last[0] @ modes.average, whole[0] @ modes.average
         walk = AllAtOnce(groups)
         overlaps = shared(layers, self.trace, walk, batch)
@@ -234,14 +234,14 @@ def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
         scale, node = addition.adding, addition.added.component
     path = next(one for one in node.paths() if attention in one.leaves())
     passed = forward(path, signal, of_memory.memory)[1].backward(basis)
-    (asked,) = (one for one in passed.leaves() if one.sent_to_memory is not None)
-    assert asked.sent_to_memory is not None
-    sent = of_memory.modes.of(asked.sent_to_memory.kernel)
+    (read,) = (one for one in passed.leaves() if one.sent_to_memory is not None)
+    assert read.sent_to_memory is not None
+    sent = of_memory.modes.of(read.sent_to_memory.kernel)
     sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
     returned = np.asarray(scale)[..., None, None] * np.moveaxis(sent, 0, -1)
-    query_tokens = _first(asked.input.kernel)
+    query_tokens = _first(read.input.kernel)
     noise = _noise(attention, returned[0], received, query_tokens, of_memory, modes)
-    return _Sent(returned[0], _times(returned, received), base, noise)
+    return _Sent(returned[0], times(returned, received), base, noise)
 
 
 def _noise(
@@ -258,12 +258,13 @@ def _noise(
     stage = returned * (2 / inner * received**2 / modes.count)[..., None, :]
     noise = stage @ transposed(returned)
     direct = np.stack(
-        [_times(returned, received)[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1
+        [times(returned, received)[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1
     )
     noise = noise + (2 * direct**2 / width / of_memory.modes.count)[..., None] * np.eye(2)
     tokens = _first(of_memory.memory.second_moment())
     law = logit_law(attention, query_tokens, tokens, (attention.d_model, width))
     own = law.keys.kernel.diagonal - law.keys.kernel.pairs
+    # Squared weights are those of doubled logits, of four times their variance, which stops at 8.
     theta = np.clip(4 * law.scale * law.queries.kernel.diagonal * own, 0.0, THETA_MAX)
     squares = SquareTable.load().at_length(of_memory.modes.seq_len).single(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
@@ -288,7 +289,7 @@ def _covariance(
     for group, one in sent:
         modes = Modes(group.part.sent.classes.length)
         weights, over = units[..., None, :], size[..., None, None]
-        to_gradient = modes.sensitivity(_times(transposed(one.returned), weights))
+        to_gradient = modes.sensitivity(times(transposed(one.returned), weights))
         share = (weights * one.added[0] / over).sum(-1)
         change = (one.added[3:] - one.added[0]) / (STEP * over)
         by_mode = np.moveaxis((weights * change[:, None]).sum(-1), 0, -1)
@@ -306,10 +307,6 @@ def _covariance(
     cross = (found[2] - found[0] - found[1]) / 2
     rows = np.stack([found[0], cross], -1), np.stack([cross, found[1]], -1)
     return noise + np.stack(rows, axis=-2)
-
-
-def _times(matrix: Array, vector: Array) -> Array:
-    return (matrix @ vector[..., None])[..., 0]
 
 
 def _first(kernel: Kernel) -> Kernel:
@@ -340,12 +337,12 @@ class OfModes:
         mean = _means(sensitivity @ self.received, self.modes.seq_len)
         split = np.stack([mean, total(sensitivity * self.received) - mean], axis=-1)
         weights = ratio(split, self._relative(self.received))
-        noise = (weights * _times(self.covariance, weights)).sum(-1)
+        noise = (weights * times(self.covariance, weights)).sum(-1)
         return GradientAdjoint(sensitivity, weights, noise, 0.0 * noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         # of x_j = dm_j/m_j, with the modes m of the tokens averaged over sequences
-        per_mode = _times(transposed(self.response), exposure)
+        per_mode = times(transposed(self.response), exposure)
         count = count_of(self.kernel)
         size = trace_of(self.kernel) / count
         per_mode = ratio(per_mode, self._relative(self.kernel) * size[..., None])

@@ -217,7 +217,7 @@ class AllAtOnce:
                 share = share + begun.share
             before.append(at)
             if k < len(self._sent):
-                at = _times(self._gradient[k], at)
+                at = times(self._gradient[k], at)
         found = []
         for group in self.groups:
             sensitivity = _matrix(_gathered(group, before), top.classes)
@@ -234,7 +234,7 @@ class AllAtOnce:
         at, behind = _numbers(last), [np.zeros(0)] * len(self._sent)
         for k in range(len(self._sent) - 1, -1, -1):
             behind[k] = at
-            at = _times(self._signal[k], at) + exposed[k]
+            at = times(self._signal[k], at) + exposed[k]
             if self._inflow is not None and k + 1 in self._inflow:
                 at = at + self._inflow[k + 1].exposure
         found = []
@@ -272,7 +272,7 @@ def _gathered(group: Group, by_place: Sequence[Array]) -> Array:
     return np.stack([by_place[k] for k in group.places], axis=-2)
 
 
-def _times(matrix: Array, vector: Array) -> Array:
+def times(matrix: Array, vector: Array) -> Array:
     return (matrix @ vector[..., None])[..., 0]
 
 
@@ -341,7 +341,7 @@ class Network:
             coherent = adjoint.coherence * added
             shares.append((group, carried, added, coherent, others))
             carried, added, coherent = (ratio(one, whole) for one in (carried, added, coherent))
-            fresh = (2 * carried + part.kappa / 2 * added) * added / self.width
+            fresh = self._fresh(carried, added, part.kappa)
             kept = zip(
                 group.by_place((carried + coherent) ** 2), group.by_place(fresh), strict=True
             )
@@ -406,9 +406,13 @@ class Network:
             if k in shares:
                 carried, kappa = shares[k]
                 added = 1 - carried
-                fresh = (2 * carried + kappa / 2 * added) * added / self.width
+                fresh = self._fresh(carried, added, kappa)
                 overlap = (carried + self._coherence[k] * added) ** 2 * overlap + fresh
         return found
+
+    def _fresh(self, carried: Array, added: Array, kappa: Any) -> Array:
+        """What an addition adds to the overlap q, of shares of their sum."""
+        return np.asarray((2 * carried + kappa / 2 * added) * added / self.width)
 
     def _agreement(self, group: Group) -> Array:
         """Square of the correlation of tokens of other sequences before a part."""

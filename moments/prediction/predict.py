@@ -318,6 +318,7 @@ def by_position(model: Transformer) -> bool:
     return (
         model.causal
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
+        and not (model.alibi and any(model.windows))  # penalties are counted over whole rows
         and not waves  # whose kernels turn within cells, by as much as all that tokens share
         and (encoder is None or not positional(encoder))
         and (model.head is None or model.head.loss in (None, "causal"))

@@ -9,13 +9,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..engine.composition import Component, Residual
+from ..engine.layout import Layout
+from ..engine.state import Signal
 from ..engine.trace import Point
 from ..errors import DomainError, domain_error
+from ..formulas.attention import ATTENTION
 from ..formulas.checks import check_count
+from ..formulas.law import Law
+from ..formulas.named_activations import leaky_slope
 from ..formulas.symbols import SYMBOLS
 from ..transfer.architecture import declare
-from .block import MATRICES, flat
+from ..transfer.attention.cross import CrossAttention
+from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.elementary import Activation, Dropout, Linear
+from ..transfer.gated import GatedLinear
+from .block import MATRICES, average, flat
 from .entering import entered
 from .layerwise import LAYERWISE
 
@@ -23,18 +34,6 @@ if TYPE_CHECKING:
     import sympy
 
     from .plan import Plan
-import numpy as np
-
-from ..engine.layout import Layout
-from ..engine.state import Signal
-from ..formulas.attention import ATTENTION
-from ..formulas.law import Law
-from ..formulas.named_activations import leaky_slope
-from ..transfer.attention.cross import CrossAttention
-from ..transfer.attention.self_attention import SelfAttention
-from ..transfer.elementary import Activation, Dropout, Linear
-from ..transfer.gated import GatedLinear
-from .block import average
 
 # Solved for where it is free: behind everything that is not linear.
 LAST = ("output", "cross_output", "ffn_out", "value", "cross_value", "ffn_in")

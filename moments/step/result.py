@@ -246,7 +246,7 @@ def _notes(
             f"over {steps} steps the last stream changes by {last['relative_change']:.2g} of its "
             f"square and the loss by {loss_change:.2g}, all with gradients as they are before the "
             f"first: beyond {SEVERAL} and {FALLEN}, the loss's change came out up to 10 % off "
-            "under Adam, up to 45 % small under SGD, whose steps came out up to 2.5 times too large"
+            "under Adam, up to 45 % small under SGD, whose steps came out up to 2.7 times too large"
         )
     if reading.logit_spread > WIDE_LOGITS:
         notes.append(

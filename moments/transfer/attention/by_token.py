@@ -31,7 +31,9 @@ HEADS_RESOLVED = 4
 """Heads of different distance penalties that are followed one by one; more are averaged by a Gauss
 rule of as many nodes in the penalty's logarithm."""
 
-BEYOND_TABLES = "some rows have a logit variance beyond 8, where attention by token is extrapolated"
+BEYOND_TABLES = (
+    "some rows have a logit variance beyond 8, where they follow the law of the largest logits"
+)
 
 PENALTY_NOTED = 0.3
 """Logit variance beyond which a note says what classes make of distance penalties."""

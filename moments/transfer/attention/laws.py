@@ -265,7 +265,7 @@ class Columns(NamedTuple):
 def profiled_columns(
     logit_scale: float, correlation: np.ndarray, seq_len: int, d_model: float, d_head: float
 ) -> Columns:
-    """`profiled_statistics` of several correlations, (B,), none of them negative."""
+    """`attention_statistics` of several correlations, (B,), none negative, by interpolation."""
     profile = _profile(logit_scale, seq_len, d_model, d_head)
     basis = chebyshev_basis(2 * correlation - 1, _NODES)
     return Columns(profile.coefficients.T @ basis, profile.valid)
@@ -278,16 +278,3 @@ def profiled_numbers(
     profile = _profile(logit_scale, seq_len, d_model, d_head)
     basis = np.cos(_ORDERS * math.acos(2 * correlation - 1))
     return (basis @ profile.coefficients).tolist(), profile.valid
-
-
-def profiled_statistics(
-    logit_scale: float, correlation: float, seq_len: int, d_model: float, d_head: float
-) -> AttentionStatistics:
-    """`attention_statistics` of one normalised layer, by interpolation in the correlation."""
-    if correlation < 0:
-        return attention_statistics(logit_scale, correlation, seq_len, d_model, d_head)
-    (*numbers, entropy), valid = profiled_numbers(
-        logit_scale, correlation, seq_len, d_model, d_head
-    )
-    values = dict(zip(STATISTICS, numbers, strict=True))
-    return AttentionStatistics(values, (1 - correlation) * logit_scale, entropy, valid)

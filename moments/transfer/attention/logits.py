@@ -1,4 +1,4 @@
-"""From the tokens that ask and are asked to the covariance of their logits, and back.
+"""From the kernels of query and key tokens to the covariance of their logits, and back.
 
 Queries q = W_q x + b and keys k = W_k y + c are Gaussian given the tokens, with kernels
 d s_q C + b_q and d s_k C' + b_k, and logits q.k/(temperature sqrt(d_head)). What may stand between:

@@ -132,7 +132,7 @@ class OverlapClosure:
 
     Attributes:
         logits: of the layer.
-        rows, pattern, group, classes, weights: as in `row_layout.RowLayout`, `rows` its statistics.
+        rows, pattern, group, classes, weights: as in `RowLayout`, `rows` its statistics.
         calibration: what exact rows say about every class.
         pairs: what the joint laws are read at.
     """

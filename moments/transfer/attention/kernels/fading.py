@@ -176,12 +176,9 @@ class _Sums:
         high: int,
         first: int,
         last: int,
-        size: Callable[[Any], Array] | None = None,
-        power: int = 0,
         cubic: bool = True,
     ) -> Array:
-        """(k, P) counts of sum_{low < i <= high} w(i) f(i), as those of `classes._Sums`; with a
-        power, size(i)^power f(i) is what is interpolated."""
+        """(k, P) counts of sum_{low < i <= high} w(i) f(i), as those of `classes._Sums`."""
         nodes, high = self._nodes, min(high, int(self._nodes[-1]))
         counts = weights(nodes.astype(float))
         if low >= high or first > last:
@@ -202,7 +199,5 @@ class _Sums:
             if cell >= inner:  # beyond all nodes, as at the last
                 held = slice(inner, inner + 1)
             basis = lagrange(self._logs[held], np.log(place))
-            if size is not None:
-                basis = basis * (size(nodes[held])[:, None] / size(place)) ** power
             counts[:, held] += weights(place) @ basis.T
         return counts

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ....engine.classes import Matrix, Sight, diagonal, product, transposed
 from ..softmax.chebyshev import THETA_MAX
 from . import exact_rows
-from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS
+from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS, TANGENT_SWEEPS
 from .calibration import calibrate, nodes_for
 from .contractions import single
 from .fading import FadingSight
@@ -836,7 +836,7 @@ class _Sums(NamedTuple):
         rows = self.over_second((own, moved), np.ones_like(self.second))
         columns = self.over_first((own, moved), np.ones_like(self.first))
         left, right = -rows, np.zeros_like(columns)
-        for _ in range(6):
+        for _ in range(TANGENT_SWEEPS):
             left = -rows - self.over_second(joint, right)
             right = -columns - self.over_first(joint, left)
         moved += joint[1] * (left[:, :, None] + right[:, None, :])
