@@ -445,6 +445,15 @@ def test_drafts_of_known_families_are_what_is_known_of_them(kind: str) -> None:
             assert getattr(one, name) == getattr(other, name), name
 
 
+def test_a_norm_that_stands_behind_a_reshape_is_doubted() -> None:
+    """OPT's second norm takes rows without their sequences."""
+    pytest.importorskip("transformers")
+    import small_modules
+
+    made = moments.torch.draft(small_modules.family_module("opt", 2, 64))
+    assert made.doubts == ("where ffn.norm takes and gives the stream was not seen: add its site",)
+
+
 def test_a_norm_of_a_blocks_output_is_no_post_norm() -> None:
     module = Decoder(pre=False)
     for layer in module.stack:

@@ -176,7 +176,7 @@ class OneClass(PositionClasses):
     over tokens and over pairs of different ones."""
 
     @property
-    def hats(self) -> Array:  # type: ignore[override]
+    def hats(self) -> Array:
         return np.ones((1, self.length))
 
     def seen(self, window: int | None = None) -> Sight:

@@ -131,6 +131,13 @@ def _of_reading(module: nn.Module, reading: Reading) -> Draft:
         for name in dict.fromkeys(mixed)
     ]
     sites = tuple(_in_order(_sites(reading), reading.roles.layers))
+    normed = {role.name.removesuffix(".gain") for role in reading.roles.roles if role.layer}
+    seen = {site for _, site, *_ in sites}
+    doubts += [
+        f"where {site} takes and gives the stream was not seen: add its site"
+        for site in ("attention.norm", "ffn.norm")
+        if site in normed and site not in seen
+    ]
     return Draft(names, sites, tuple(_open(module, missing)), tuple(doubts))
 
 

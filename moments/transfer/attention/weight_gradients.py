@@ -33,8 +33,8 @@ derivatives of a row, it is sum_jql H_jql H'_jql as well, their order being free
 
 Rows of logit variance theta and E sum a^2 = S have dQ/dN = theta (1 - 2 p) Q, p = 1/(1 + e^(theta
 (1 - N)) (1 - S)/S), as `response.AttentionResponse`. The keys' gains multiply the same features of
-the same logits, and receive the same; rotary positions turn features into each other between the two, which
-leaves the mean.
+the same logits, and receive the same; rotary positions turn features into each other between the
+two, which leaves the mean.
 
 See docs/theory/attention.md, Weight gradients.
 """
