@@ -560,7 +560,8 @@ class _Checking:
         """
         entering = self.measurement.token_variance[0]
         least, most = float(np.min(entering)), float(np.max(entering))
-        if self.described.embedding is not None or most <= UNEVEN * least:
+        resolved = self.comparison.prediction.token_variance is not None
+        if resolved or most <= UNEVEN * least:
             return ""
         return (
             f"gradients against its weights (tokens enter with variances of {least:.3g} to "
