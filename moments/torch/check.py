@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -20,9 +21,11 @@ from ..model.head import Head
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..optional import optional
+from ..prediction.measured import last_gradient
 from ..prediction.measurement import Measurement
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
+from ..show.differences import Case
 from ..show.health import (
     CheckReport,
     Number,
@@ -41,8 +44,8 @@ from .audit import Read, audit_read
 from .behaviour import behaviour
 from .checkpoints import load
 from .describe import NO_ROLE, describe, described_as
-from .diagnose import Text, at_length, case_of
-from .entering import ids_read, sees_ahead
+from .diagnose import Text, at_length, case_of, tokens_entering
+from .entering import first_stream, ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
 from .hook_points import stacks_of
@@ -76,6 +79,9 @@ by token grows with the cube of their number; and how many sequences of either."
 
 FEW = 16
 """Tokens of the runs that look at sums, masks and dropout."""
+
+FEW_ROWS = 64
+"""Tokens up to which rows that are not alike are predicted one by one."""
 
 FAR = 6.0
 """Standard deviations, beyond the band and the theory's tolerance together, from which a measured
@@ -229,10 +235,27 @@ class _Checking:
     def _compared(self) -> Comparison:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
         case, _ = case_of(self.described, text, self.measurement, None)
+        case = self._by_token(case)
         self.case = case
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
             return compare(predict(case.model, **case.inputs), self.measurement, same_weights=True)
+
+    def _by_token(self, case: Case) -> Case:
+        """The same on the kernel of what really enters, where its few tokens are not alike."""
+        entering = self.measurement.token_variance[0]
+        alike = float(np.max(entering)) <= UNEVEN * float(np.min(entering))
+        if alike or "variance" not in case.inputs or self.measurement.seq_len > FEW_ROWS:
+            return case
+        first = first_stream(self.module, self.inputs.batch, self.parts.sites)
+        found = tokens_entering(first, case, self.measurement)
+        if not found:
+            return case
+        case = found[0].apply(case)
+        given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
+        if len(given) < len(case.inputs):
+            given["grad_kernel"] = last_gradient(self.measurement)
+        return dataclasses.replace(case, inputs=given)
 
     # --- what is found ----------------------------------------------------------------------------
 
