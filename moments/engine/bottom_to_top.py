@@ -24,7 +24,8 @@ import numpy as np
 
 from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
-from .fluctuation import OverlapWalk, OwnOverlap, followed
+from .fluctuation import followed
+from .own_overlap import OverlapWalk, OwnOverlap
 from .response import Around, Part
 from .sensitivity import (
     SINGLE,

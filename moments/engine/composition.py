@@ -29,7 +29,8 @@ from .directions import (
     persistence,
     shared_persistence,
 )
-from .fluctuation import OverlapWalk, OwnOverlap, own_variance, summed
+from .fluctuation import summed
+from .own_overlap import OverlapWalk, OwnOverlap, own_variance
 from .packing import Padding
 from .response import Around, Elementwise, Part, Sequence, Sum
 from .sensitivity import Response

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ...engine.composition import Pulled, Reader, ReaderPullback
-from ...engine.fluctuation import OverlapWalk, OwnOverlap
+from ...engine.own_overlap import OverlapWalk, OwnOverlap
 from ...engine.packing import Padding
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...engine.trace import Record

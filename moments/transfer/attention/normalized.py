@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Chain, Leaf, Pullback, Pulled
-from ...engine.fluctuation import OverlapWalk, OwnOverlap
+from ...engine.own_overlap import OverlapWalk, OwnOverlap
 from ...engine.packing import Padding
 from ...engine.response import Around, Elementwise, Sequence
 from ...engine.sensitivity import SINGLE, Response, kernel_of

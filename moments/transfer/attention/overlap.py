@@ -8,15 +8,8 @@ import numpy as np
 
 from ...engine.classes import ClassRows
 from ...engine.composition import Pulled
-from ...engine.fluctuation import (
-    OverlapWalk,
-    OwnOverlap,
-    between_rows,
-    followed,
-    has_fixed_norms,
-    met_by,
-    own_variance,
-)
+from ...engine.fluctuation import between_rows, followed, has_fixed_norms, met_by
+from ...engine.own_overlap import OverlapWalk, OwnOverlap, own_variance
 from ...engine.state import Kernel, Signal
 from ...engine.trace import Record
 from .by_token import self_masks

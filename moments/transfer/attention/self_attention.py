@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
-from ...engine.fluctuation import OverlapWalk, OwnOverlap, of_averages
+from ...engine.fluctuation import of_averages
+from ...engine.own_overlap import OverlapWalk, OwnOverlap
 from ...engine.packing import Padding
 from ...engine.response import Around
 from ...engine.sensitivity import Response
