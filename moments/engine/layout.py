@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .classes import PositionClasses
-from .packing import Padding, one_document
+from .packing import Padding, one_document, spans
 from .state import Array, Kernel, Signal, ratio_or_zero
 from .trace import Point
 
@@ -48,7 +48,7 @@ class Layout:
 
     def split(self, kernel: Kernel) -> Kernel:
         """What tokens of one sequence share, (sequences, L, L); unchanged if there is only one."""
-        if self.sequences == 1 or not kernel.resolved:
+        if self.sequences == 1 or kernel.resolved is not True:
             return kernel
         length = kernel.pairs.shape[-1] // self.sequences
         blocks = np.reshape(kernel.pairs, (self.sequences, length, self.sequences, length))
@@ -57,6 +57,10 @@ class Layout:
 
     def token_average(self, kernel: Kernel) -> tuple[Array, Array]:
         """Variance of a token and covariance of two of one sequence, averaged."""
+        if kernel.classes is not None:
+            if self.documents is None and self.real is not None:
+                return kernel.classes.over_sequences(kernel.diagonal, kernel.pairs)
+            return kernel.mean_diagonal(), kernel.mean_pairs()
         own, real = self.split(kernel), self._real
         if own.resolved and real is not None and real.shape[-1] != own.pairs.shape[-1]:
             real = None  # behind a pooling head every token is one sequence's
@@ -105,6 +109,26 @@ class Layout:
         """(..., L): averaged over the sequences."""
         found = self.by_sequence(diagonal)
         return found if self.sequences == 1 else found.mean(-2)
+
+    def placed(self, values: Array, padding: float | None = None) -> Array:
+        """(..., L) averages over sequences of (..., longest) values by place in a document.
+
+        Args:
+            values: of every place.
+            padding: what stands where tokens pad; None: the last place's.
+        """
+        if self.numbers is None:
+            return values
+        numbers = np.atleast_2d(self.numbers)
+        place = np.full(numbers.shape, -1)
+        where = spans(numbers)
+        assert where is not None
+        for row, first, length in where:
+            place[row, first : first + length] = np.arange(length)
+        found = values[..., place]
+        if padding is not None:
+            found = np.where(place < 0, padding, found)
+        return found.mean(-2)
 
     def moments(self, point: Point) -> tuple[Any, ...]:
         """Mean, variance, correlation, gradient variance and gradient correlation of one point."""
