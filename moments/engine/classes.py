@@ -155,11 +155,6 @@ class PositionClasses:
         """(...) average over pairs of different tokens of one sequence, of (..., P, P)."""
         return self.sum_of_pairs(pairs) / max(self.length * (self.length - 1), 1)
 
-    def over_sequences(self, own: Array, pairs: Array) -> tuple[Array, Array]:
-        """The averages of a number per token and of one per pair of a sequence, over sequences that
-        count alike however long they are."""
-        return self.mean(own), self.mean_of_pairs(pairs)
-
     def sum_of_pairs(self, pairs: Array) -> Array:
         """(...) sum over ordered pairs of different tokens."""
         return np.asarray((pairs * self.pair_count).sum((-2, -1)))
@@ -369,19 +364,6 @@ class DocumentClasses(PositionClasses):
         """Of (..., 2 P), or of (..., P) numbers that both have."""
         values = np.asarray(values)
         return super().mean(values if values.shape[-1] == len(self.nodes) else np.tile(values, 2))
-
-    def over_sequences(self, own: Array, pairs: Array) -> tuple[Array, Array]:
-        size, lengths = len(self.one.nodes), np.array(self.lengths, float)[:, None]
-        each = (self.there / lengths).sum(0)
-        both = (self.there / np.maximum(lengths * (lengths - 1.0), 1.0)).sum(0)
-        each, both = (self.one.cell_means(one) for one in (each, both))
-        index = np.arange(size)
-        shares = self.one.count * each, self.one.pair_count * both[np.maximum.outer(index, index)]
-        first, second = own[..., :size], pairs[..., :size, :size]
-        return (
-            np.asarray((first * shares[0]).sum(-1) / shares[0].sum()),
-            np.asarray((second * shares[1]).sum((-2, -1)) / max(shares[1].sum(), 1e-300)),
-        )
 
     def seen(self, window: int | None = None) -> Sight:
         return self.one.seen(window)
