@@ -150,6 +150,9 @@ class Graph:
 
     def rests_on(self, value: int, other: int) -> bool:
         """Whether `other` is an ancestor of a value, or the value itself."""
+        made = self.values[other].producer
+        if made is not None and len(self.nodes[made].outputs) == 1:
+            return bool(self.before(value) >> made & 1)
         return value == other or bool(self.path([other], value))
 
     def path(self, starts: Iterable[int], end: int) -> list[Node]:
