@@ -41,6 +41,7 @@ from .advice import Advice, advise
 from .anatomy import Anatomy, anatomy_of, forget, of_another_type
 from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
+from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
 from .checkpoints import load
 from .describe import NO_ROLE, describe, described_as, unplaced_by
@@ -236,11 +237,20 @@ class _Checking:
     def _compared(self) -> Comparison:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
         case, _ = case_of(self.described, text, self.measurement, None)
-        case = self._by_token(case)
-        self.case = case
+        self.case = self._by_token(case)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
-            return compare(predict(case.model, **case.inputs), self.measurement, same_weights=True)
+            try:
+                prediction = predict(self.case.model, **self.case.inputs)
+            except DomainError as error:
+                if "pixels" not in self.case.inputs:
+                    raise
+                # A picture's class token may be zero, which has no correlation with any patch.
+                self.notes.append(f"what enters layer 1 was measured, not predicted: {error}")
+                given = measured_moments(self.measurement)
+                given |= measured_gradient(self.described, self.measurement, given)
+                prediction = predict(self.described.replace(head=None), **given)
+            return compare(prediction, self.measurement, same_weights=True)
 
     def _by_token(self, case: Case) -> Case:
         """The same on the kernel of what really enters, where its few tokens are not alike."""
