@@ -19,11 +19,16 @@ from ...engine.evaluation import evaluate
 from ...engine.state import Array, Fluctuation, Kernel, Signal, ratio_or_zero
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from ...formulas.recording import whole
-from .by_token import attention_diagnostics, variance_notes
+from .by_token import variance_notes
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import positive
 from .softmax.chebyshev import chebyshev_basis
-from .statistics import STATISTICS, AttentionStatistics, attention_statistics
+from .statistics import (
+    STATISTICS,
+    AttentionStatistics,
+    attention_diagnostics,
+    attention_statistics,
+)
 
 PROFILED_SCALE = 5.0
 """Logit scale up to which statistics are read off a profile: its nodes, at every correlation, then
