@@ -123,11 +123,14 @@ def shared_persistence(
     if not signal.resolved:
         return response * (single + (length - 1) * common) / length
     if signal.kernel.classes is not None:
-        counted = above.diagonal * signal.kernel.classes.count
+        classes = signal.kernel.classes
+        counted = above.diagonal * classes.count
         share = ratio_or_zero(counted, counted.sum(-1, keepdims=True) + 0.0 * counted) * response
-        apart = single - np.diagonal(common, axis1=-2, axis2=-1)
-        met = (share[..., None, :] @ common)[..., 0, :]
-        return met + share * apart / signal.kernel.classes.count
+        share, count = classes.in_one(share), classes.in_one(classes.count)
+        (own, inside), *_ = classes.blocks(single, common)
+        apart = own - np.diagonal(inside, axis1=-2, axis2=-1)
+        met = (share[..., None, :] @ inside)[..., 0, :]
+        return classes.repeated(met + share * apart / count)
     leading, count = common.shape[:-2], common.shape[-1]
     blocks = common.reshape(*leading, count // length, length, count // length, length)
     own = np.einsum("...bibj->...bij", blocks)

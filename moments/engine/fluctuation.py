@@ -36,6 +36,7 @@ See docs/theory/norms.md, Realised overlaps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -216,41 +217,63 @@ def _by_token(
 def _by_class(
     tokens: Kernel, square: Kernel, weights: Any, fixed: bool, _seq_len: int
 ) -> _Averages:
-    def of(pairs: Array) -> Kernel:
-        """A row's own is what it has with its neighbour: the rows are the same."""
+    root = signed_root(square, tokens)
+    met = met_by(weights, root)
+    met = met * met
+    mixed = between_rows(weights, root)
+    mixed = mixed * mixed
+    own, _ = tokens.over_tokens(1.0 / tokens.diagonal)
+
+    def shared(of_rows: Kernel) -> Kernel:
+        pairs = np.swapaxes(of_rows.pairs, -1, -2) * own
         return Kernel(diagonal(pairs), pairs, tokens.resolved)
 
-    root = signed_root(square, tokens)
-    met = met_by(weights, root).pairs ** 2
-    mixed = between_rows(weights, root).pairs ** 2
-    size = tokens.diagonal[..., :, None]
-    free = of(mixed), of(np.swapaxes(met, -1, -2) / size)
+    free = mixed, shared(met)
     if not fixed:
         return (*free, *free)
-    lost = weights.weights * met_by(weights, tokens).pairs / tokens.diagonal[..., None, :]
-    lost_rows = ClassRows(lost, weights.sight)
-    cross = met @ np.swapaxes(weights.sight.keys * lost, -1, -2)
-    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + between_rows(lost_rows, square).pairs
-    back = np.swapaxes(met_by(lost_rows, square).pairs, -1, -2)
-    shared = (np.swapaxes(met, -1, -2) - back) / size
-    return (*free, of(mixed), of(shared))
+    # A row loses to the keys of its own document alone.
+    size = tokens.diagonal[..., : len(tokens.resolved.inside.nodes)]  # type: ignore[union-attr]
+    inside = met_by(weights, tokens).pairs[..., : size.shape[-1], : size.shape[-1]]
+    lost = ClassRows(weights.weights * inside / size[..., None, :], weights.sight)
+
+    def crossed(pairs: Array, _own: Array) -> Array:
+        found: Array = pairs @ np.swapaxes(lost.counted, -1, -2)
+        return found
+
+    cross = _of_rows(crossed, met)
+    mixed = mixed - cross - cross.transposed() + between_rows(lost, square)
+    return (*free, mixed, shared(met - met_by(lost, square)))
+
+
+def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kernel:
+    """A function of a kernel on classes, its pairs and what a token has besides, inside documents
+    and across them; what belongs to one place is that beside it: the rows are the same."""
+    classes = kernel.classes
+    assert classes is not None
+    found = []
+    for own, pairs in classes.blocks(kernel.diagonal, kernel.pairs):
+        of_pairs = function(pairs, own - diagonal(pairs))
+        found.append((diagonal(of_pairs), of_pairs))
+    return Kernel(*classes.joined(*found), classes)
 
 
 def met_by(rows: ClassRows, kernel: Kernel) -> Kernel:
     """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
     key at its own position what it has with one beside that."""
-    apart = kernel.diagonal - diagonal(kernel.pairs)
-    met = rows.counted @ kernel.pairs + rows.weights * apart[..., None, :]
-    return Kernel(diagonal(met), met, kernel.resolved)
+    return _of_rows(
+        lambda pairs, apart: rows.counted @ pairs + rows.weights * apart[..., None, :], kernel
+    )
 
 
 def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
     """W K W^T on classes."""
-    counted, apart = rows.counted, kernel.diagonal - diagonal(kernel.pairs)
-    each, shared = rows.weights, rows.sight.shared
-    own = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
-    found = counted @ kernel.pairs @ np.swapaxes(counted, -1, -2) + own
-    return Kernel(diagonal(found), found, kernel.resolved)
+    counted, each, shared = rows.counted, rows.weights, rows.sight.shared
+
+    def between(pairs: Array, apart: Array) -> Array:
+        own = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
+        return np.asarray(counted @ pairs @ np.swapaxes(counted, -1, -2) + own)
+
+    return _of_rows(between, kernel)
 
 
 def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:

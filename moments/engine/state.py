@@ -176,8 +176,7 @@ class Kernel:
         if not self.resolved:
             return self.pairs
         if self.classes is not None:
-            length = self.classes.length
-            return self._over_pairs() / max(length * (length - 1), 1)
+            return self.classes.mean_of_pairs(self.pairs)
         if real is None:
             length = self.pairs.shape[-1]
             total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
@@ -189,14 +188,11 @@ class Kernel:
     def total(self, seq_len: int) -> Array:
         """Sum over all tokens and ordered pairs."""
         if self.classes is not None:
-            return (self.diagonal * self.classes.count).sum(-1) + self._over_pairs()
+            own = (self.diagonal * self.classes.count).sum(-1)
+            return own + self.classes.sum_of_pairs(self.pairs)
         if self.resolved:
             return self.pairs.sum((-2, -1))
         return seq_len * (self.diagonal + (seq_len - 1) * self.pairs)
-
-    def _over_pairs(self) -> Array:
-        assert self.classes is not None
-        return (self.pairs * self.classes.pair_count).sum((-2, -1))
 
 
 class Fluctuation(NamedTuple):

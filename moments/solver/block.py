@@ -194,7 +194,7 @@ def _gated(part: GatedLinear, moments: Moments, algebra: Any) -> Any:
 
 
 def average(layout: Layout, diagonal: Any) -> float:
-    """Of a number per token: over the real ones of a sequence, then over sequences."""
+    """Of a number per token: over the real ones."""
     if np.ndim(diagonal) == 0:
         return float(diagonal)
     if layout.classes is not None:
@@ -203,7 +203,7 @@ def average(layout: Layout, diagonal: Any) -> float:
     if layout.real is None:
         return float(np.mean(tokens))
     real = np.reshape(layout.real, (-1, np.shape(tokens)[-1]))
-    return float(np.mean((tokens * real).sum(-1) / real.sum(-1)))
+    return float((tokens * real).sum() / real.sum())
 
 
 # --- components -----------------------------------------------------------------------------------
