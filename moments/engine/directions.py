@@ -151,8 +151,8 @@ def relative_spread(signal: Signal, own: bool = True) -> tuple[Array, Array]:
 
     Without `own`, less what independent Gaussian features have of it, 2/width and 2 r^2/width.
     """
-    kernel, spread = signal.kernel, signal.spread
-    assert spread is not None
+    assert signal.fluctuation is not None
+    kernel, spread = signal.kernel, signal.fluctuation.norms
     if not own:
         spread = spread - (kernel * kernel).scaled(2 / signal.width)
     first, second = kernel.over_tokens(kernel.diagonal)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.state import Array, Kernel, Realised, Signal
+from ..engine.state import Array, Fluctuation, Kernel, Signal
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_array, check_in
 from ..formulas.law import Theory
@@ -81,7 +81,7 @@ def gaussian(
     if spread:
         drawn = kernel * kernel if fixed is None else kernel * kernel - fixed.kernel * fixed.kernel
         norms = drawn.scaled(2 / d_model)
-        signal = signal.replace(spread=norms, realised=Realised(norms))
+        signal = signal.replace(fluctuation=Fluctuation(norms, norms))
     if spread and fixed is not None:
         # What is not centred counts d times its mean's square.
         signal = signal.replace(centred=fixed.kernel - fixed.common.scaled(float(d_model)))

@@ -110,7 +110,8 @@ def predict(
         progress: whether to show a bar on standard error, layer by layer; or a function that is
             called behind every layer, in either direction, and may raise to end it. It is given a
             function that tells what is known by then: (4, layers + 1) of the variance, correlation,
-            gradient variance and gradient correlation, nan where unknown.
+            gradient variance and gradient correlation, nan where unknown. Layers of a shape met
+            before may be replayed, all in milliseconds: of those it is not told.
 
     Returns:
         A `Prediction`: arrays over the stream, `table()`, `to_frame()`, `plot()`.

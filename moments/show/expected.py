@@ -119,23 +119,23 @@ def signal_log_variance(prediction: Prediction) -> np.ndarray:
     layout, batch = prediction.layout, max(1, prediction.batch)
     length = prediction.model.seq_len
     for point, variance in zip(prediction.trace.stream(), prediction.variance, strict=True):
-        spread = point.signal.spread
-        if spread is None:
+        if point.signal.fluctuation is None:
             found.append(np.nan)
             continue
-        tokens = layout.sequences * length if spread.resolved else length
+        norms = point.signal.fluctuation.norms
+        tokens = layout.sequences * length if norms.resolved else length
         sequences = max(1, batch // layout.sequences)
-        total = _total(spread, tokens, layout.real) / sequences
+        total = _total(norms, tokens, layout.real) / sequences
         found.append(float(np.log1p(max(total, 0.0) / variance**2)))
     return np.array(found)
 
 
-def _total(spread: Kernel, tokens: int, real: np.ndarray | None) -> float:
+def _total(norms: Kernel, tokens: int, real: np.ndarray | None) -> float:
     """Variance of the average over real tokens."""
-    if real is None or not spread.resolved:
-        return float(np.mean(spread.total(tokens))) / tokens**2
+    if real is None or not norms.resolved:
+        return float(np.mean(norms.total(tokens))) / tokens**2
     share = real.reshape(-1) if real.size == tokens else np.resize(real, tokens)
-    return float(share @ spread.pairs @ share) / float(share.sum()) ** 2
+    return float(share @ norms.pairs @ share) / float(share.sum()) ** 2
 
 
 def _gradient_log_variance(prediction: Prediction) -> np.ndarray:

@@ -98,10 +98,8 @@ class Block:
         parts, signal = self.tail, self.entering
         if self.heads is not None and self._proportional:
             heads = self.heads
-            spread = None if heads.spread is None else heads.spread.scaled(factor * factor)
-            realised = None if heads.realised is None else heads.realised.scaled(factor)
-            kernel = heads.kernel.scaled(factor)
-            signal = heads.replace(kernel=kernel, spread=spread, realised=realised)
+            varies = None if heads.fluctuation is None else heads.fluctuation.scaled(factor)
+            signal = heads.replace(kernel=heads.kernel.scaled(factor), fluctuation=varies)
             parts = parts[1:]
         whole = Chain(tuple(part.with_variances(self.own, factor) for part in parts) + self.rest)
         return forward(whole, signal, self.memory)[0]

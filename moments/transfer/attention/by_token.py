@@ -547,7 +547,7 @@ def flat(kernel: Kernel) -> Array:
 def mean_spread(signal: Signal) -> Array:
     """Var |x|^2 / E^2 |x|^2 of every configuration, averaged over its tokens; 0 where it is not
     followed."""
-    if signal.spread is None:
+    if signal.fluctuation is None:
         return 0.0
-    relative = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
+    relative = ratio_or_zero(signal.fluctuation.norms.diagonal, signal.kernel.diagonal**2)
     return signal.kernel.average(relative)

@@ -1,4 +1,6 @@
-"""Realised overlaps of tokens about their means, carried forward: what is not linear in them gains.
+"""What varies over draws: realised overlaps about their means, and what that does to means.
+
+A `Fluctuation` travels with the signal; `own_overlap` is what it does not know of.
 
 o_ij = x_i.x_j/width has mean C_ij and, over draws of the weights before, covariances of order
 1/width. Of a network's features these are not those of independent ones: a block's output is turned
@@ -16,8 +18,8 @@ variance of o_ij as it is; Cov(o_ij, |x_i|^2/width) = y_ii y_ij comes within 6 p
     attention           (W y W')^2, and (W y)_ji^2 shared
     normalisation       Y over the squared norms
 
-Y o = y^2 throughout. The squared norms themselves (`Signal.spread`) differ in one thing: where a
-normalisation has fixed those of the tokens, what attention averages is
+Y o = y^2 throughout. The squared norms themselves (`Fluctuation.norms`) differ in one thing: where
+a normalisation has fixed those of the tokens, what attention averages is
 
     d o_kl - C_kl (d q_k/C_kk + d q_l/C_ll)/2,       q_k = o_kk,
 
@@ -41,14 +43,14 @@ import numpy as np
 
 from ..formulas.recording import is_number
 from .classes import ClassRows, diagonal
-from .state import Array, Kernel, Realised, Signal, ratio_or_zero
+from .state import Array, Fluctuation, Kernel, Signal, ratio_or_zero
 
 
 def has_fixed_norms(signal: Signal) -> bool:
     """Whether a normalisation put all tokens on one sphere."""
-    if signal.spread is None:
+    if signal.fluctuation is None:
         return False
-    own = signal.spread.diagonal
+    own = signal.fluctuation.norms.diagonal
     return own == 0.0 if is_number(own) else not np.any(own)
 
 
@@ -61,12 +63,17 @@ def signed_root(square: Kernel, like: Kernel) -> Kernel:
     return Kernel(np.sqrt(np.maximum(square.diagonal, 0.0)), pairs, square.resolved)
 
 
+def followed(signal: Signal) -> Kernel | None:
+    """Y of a signal; None where it is not followed."""
+    return None if signal.fluctuation is None else signal.fluctuation.overlaps
+
+
 def overlap_variance(signal: Signal) -> Array | None:
     """Var o_ij for every pair of different tokens; None where it is not followed."""
-    if signal.realised is None:
+    square = followed(signal)
+    if square is None:
         return None
     kernel = signal.second_moment()
-    square = signal.realised.overlaps
     root = signed_root(square, kernel)
     first, second = root.over_tokens(root.diagonal)
     variance = 0.5 * (first * second + square.pairs)
@@ -96,22 +103,13 @@ def step_within(kernel: Kernel, variance: Array) -> Array:
 
 def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
     """What overlaps and squared norms share with those where the branch begins."""
-    assert signal.realised is not None
-    assert signal.spread is not None
-    overlaps, _, shared = signal.realised
+    assert signal.fluctuation is not None
+    norms, overlaps, _, shared = signal.fluctuation
     if shared is not None:
         return shared
+    assert overlaps is not None
     first, _ = overlaps.over_tokens(ratio_or_zero(1.0, signal.second_moment().diagonal))
-    return overlaps.at_pairs(first), signal.spread.at_pairs(first)
-
-
-def mapped(signal: Signal, output: Signal, gain: Array) -> Realised | None:
-    """Behind a linear map whose output is of that gain."""
-    if signal.realised is None:
-        return None
-    moment = output.second_moment()
-    overlaps = signal.realised.overlaps.mixed(gain * gain, moment * moment, 2 / output.width)
-    return Realised(overlaps, None, scaled_shared(signal, gain))
+    return overlaps.at_pairs(first), norms.at_pairs(first)
 
 
 def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) -> Any:
@@ -120,21 +118,49 @@ def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) ->
     return overlaps.scaled(gain), norms.scaled(gain if of_norms is None else of_norms)
 
 
-def summed(signal: Signal, branch: Signal, skip: Any, scale: Any) -> tuple[Realised, Kernel] | None:
-    """Of a residual sum, and what the squared norms of both share."""
-    if signal.realised is None:
+def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
+    """Behind a linear map whose output is of that gain.
+
+    Given x, y is Gaussian with covariance gain C + bias: overlaps follow those of x and add their
+    own, 2 B o B/width.
+    """
+    assert signal.fluctuation is not None
+    moment, added = output.second_moment(), 2 / output.width
+    own, square = moment * moment, gain * gain
+    norms, overlaps, _, _ = signal.fluctuation
+    norms = norms.mixed(square, own, added)
+    if overlaps is None:
+        return Fluctuation(norms)
+    return Fluctuation(
+        norms, overlaps.mixed(square, own, added), shared=scaled_shared(signal, gain)
+    )
+
+
+def summed(signal: Signal, branch: Signal, skip: Any, scale: Any) -> Fluctuation | None:
+    """Of a residual sum, the kernels of which count with these factors.
+
+    |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
+    """
+    kept, gained = signal.fluctuation, branch.fluctuation
+    if kept is None or gained is None:
         return None
-    kept = signal.realised.overlaps
-    cross = (signal.kernel * branch.kernel).scaled(4 * skip * scale / signal.width)
-    if branch.realised is None:
+    both = signal.kernel * branch.kernel
+    cross = both.scaled(4 * skip * scale / signal.width)
+    square, branch_square = skip * skip, scale * scale
+    norms = kept.norms.mixed(square, gained.norms, branch_square) + cross
+    if kept.overlaps is None:
+        return Fluctuation(norms)
+    if gained.overlaps is None:
         added = (branch.kernel * branch.kernel).scaled(2 / signal.width)
-        return Realised(kept.mixed(skip * skip, added, scale * scale) + cross), cross.scaled(0.0)
-    overlaps = kept.mixed(skip * skip, branch.realised.overlaps, scale * scale) + cross
-    if branch.realised.shared is None:
-        return Realised(overlaps), cross.scaled(0.0)
+        return Fluctuation(norms, kept.overlaps.mixed(square, added, branch_square) + cross)
+    overlaps = kept.overlaps.mixed(square, gained.overlaps, branch_square) + cross
+    if gained.shared is None:
+        return Fluctuation(norms, overlaps)
     size, _ = signal.kernel.over_tokens(signal.second_moment().diagonal)
-    both, norms = (_both_ways(one, size, skip * scale) for one in branch.realised.shared)
-    return Realised(overlaps + both), norms.scaled(0.0) if has_fixed_norms(signal) else norms
+    moved, of_norms = (_both_ways(one, size, skip * scale) for one in gained.shared)
+    if not has_fixed_norms(signal):
+        norms = norms + of_norms
+    return Fluctuation(norms, overlaps + moved)
 
 
 def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
@@ -142,8 +168,8 @@ def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
     return moved + moved.transposed()
 
 
-def averaged_overlaps(signal: Signal, weights: Array | None, gain: Any) -> Realised | None:
-    """Of attention's averages times a gain, their `norms` those of the averages.
+def of_averages(signal: Signal, weights: Array | None, gain: Any) -> Fluctuation | None:
+    """Of attention's averages times a gain; None where the tokens' overlaps are not followed.
 
     Args:
         signal: the tokens attended to.
@@ -151,17 +177,17 @@ def averaged_overlaps(signal: Signal, weights: Array | None, gain: Any) -> Reali
             tokens alike.
         gain: from an average's overlap to that of values.
     """
-    if signal.realised is None:
+    overlaps = followed(signal)
+    if signal.fluctuation is None or overlaps is None:
         return None
     tokens, fixed = signal.second_moment(), has_fixed_norms(signal)
-    overlaps, norms, _ = signal.realised
-    norms = signal.spread if norms is None else norms
-    assert norms is not None
     average = _alike if weights is None else _by_token if tokens.classes is None else _by_class
     mixed, shared, _, _ = average(tokens, overlaps, weights, False, signal.seq_len)
+    norms = signal.fluctuation.before_norms
     _, _, mixed_norms, shared_norms = average(tokens, norms, weights, fixed, signal.seq_len)
     found = shared.scaled(gain), shared_norms.scaled(gain)
-    return Realised(mixed.scaled(gain * gain), mixed_norms.scaled(gain * gain), found)
+    square = gain * gain
+    return Fluctuation(mixed_norms.scaled(square), mixed.scaled(square), shared=found)
 
 
 _Averages = tuple[Kernel, Kernel, Kernel, Kernel]
@@ -264,36 +290,79 @@ def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: 
     return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
 
 
-def rescaled(signal: Signal, kernel: Kernel, epsilon: Any, square: Any) -> Realised | None:
-    """Behind a normalisation of tokens of that kernel, and a gain of that square."""
-    if signal.realised is None:
-        return None
+def normalised(
+    signal: Signal, kernel: Kernel, normal: Kernel, epsilon: Any, square: Any
+) -> Fluctuation:
+    """Behind a normalisation, and a gain of that square.
+
+    Args:
+        signal: before it.
+        kernel, normal: of what is divided by its norm, and of what that leaves.
+        epsilon: added to the variance under the root.
+        square: of the gain.
+    """
+    fixed = normal.scaled(0.0)
+    overlaps = followed(signal)
+    if signal.fluctuation is None or overlaps is None:
+        return Fluctuation(fixed)
     one, _ = kernel.lift(epsilon)
     size = ratio_or_zero(square, kernel.diagonal + one)
     first, second = kernel.over_tokens(size)
     both = first * second
-
-    overlaps, norms, shared = signal.realised
-    norms = signal.spread if norms is None else norms
-    assert norms is not None
+    shared = signal.fluctuation.shared
     if shared is not None:
         moved = shared[0].at_pairs(second)
         shared = moved, moved.scaled(0.0)
-    return Realised(overlaps.at_pairs(both), norms.at_pairs(both), shared)
+    free = signal.fluctuation.before_norms.at_pairs(both)
+    return Fluctuation(fixed, overlaps.at_pairs(both), free, shared)
 
 
-def entrywise(signal: Signal, output: Signal, fresh: Array, moved: Array) -> Realised | None:
+def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> Fluctuation:
     """Behind a function of independent entries.
+
+    Its features fluctuate by themselves; what the input's overlaps had beyond independence passes
+    on, in proportion where a squared norm does (exact for functions of degree 1).
 
     Args:
         signal, output: before and behind.
-        fresh: of `signal`'s overlaps, the part over C o C that varies as entries are drawn.
-        moved: mean relative change of an overlap.
+        kurtosis: of an entry behind it.
+        slope: mean change of a covariance per change of the input's.
     """
-    if signal.realised is None:
-        return None
-    before, moment = signal.kernel * signal.kernel, output.second_moment()
-    passed = signal.realised.overlaps.mixed(1.0, before, -fresh)
-    overlaps = (moment * moment).mixed(2 / output.width, passed, moved * moved)
+    assert signal.fluctuation is not None
+    moment = output.second_moment()
     ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
-    return Realised(overlaps, None, scaled_shared(signal, moved, ratio))
+    before, own = signal.kernel * signal.kernel, moment * moment
+
+    def passed(kernel: Kernel, fresh: Array, moved: Array) -> Kernel:
+        more = kernel.mixed(1.0, before, -2 / signal.width)
+        return own.mixed(fresh / output.width, more, moved * moved)
+
+    norms, overlaps, _, _ = signal.fluctuation
+    norms = passed(norms, kurtosis - 1, ratio)
+    if overlaps is None:
+        return Fluctuation(norms)
+    shared = scaled_shared(signal, slope, ratio)
+    return Fluctuation(norms, passed(overlaps, 2, slope), shared=shared)
+
+
+def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:
+    """Behind dropout, whose masks are fresh for every token and entry.
+
+    |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the masks'
+    variance, p/q^3 times the fourth moment. E o o = (C_ii C_jj/q^2 + ...)/width.
+    """
+    assert signal.fluctuation is not None
+    kept = 1 - drop_prob
+    moment = signal.second_moment().diagonal
+
+    def masked(kernel: Kernel, factor: Array) -> Kernel:
+        more, _ = kernel.lift(factor)
+        return kernel.with_diagonal(kernel.diagonal + more * moment * moment)
+
+    norms, overlaps, _, _ = signal.fluctuation
+    masks = drop_prob / kept**3 * signal.kurtosis / signal.width
+    norms = masked(norms.scaled(1 / kept**2), masks)
+    if overlaps is None:
+        return Fluctuation(norms)
+    overlaps = masked(overlaps, 2 / signal.width * (1 / kept**2 - 1))
+    return Fluctuation(norms, overlaps, shared=scaled_shared(signal, 1.0, 1 / kept))
