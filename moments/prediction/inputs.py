@@ -265,7 +265,9 @@ def last_kernel(
             return one
         if isinstance(resolved, PositionClasses):
             size = len(resolved.inside.nodes)
-            return Kernel(one.diagonal, one.pairs * resolved.within(np.ones((size, size))), resolved)
+            return Kernel(
+                one.diagonal, one.pairs * resolved.within(np.ones((size, size))), resolved
+            )
         return Kernel.of_matrix(np.kron(np.eye(sequences), one.pairs))
     if variance is not None or correlation is not None:
         raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")
