@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import MOST_WINDOWS, PER_OCTAVE, PositionClasses, documents_on
+from ..engine.classes import (
+    MOST_WINDOWS,
+    PER_OCTAVE,
+    DocumentClasses,
+    PositionClasses,
+    documents_on,
+)
 from ..engine.layout import Layout
 from ..engine.state import Gradient, Kernel
 from ..engine.trace import Trace
@@ -171,10 +177,28 @@ def predict(
             _read_by, stacks[0].model, model, stack.layout, stack.trace, outcome.output
         )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
-    found = stack.prediction(batch, outcome, encoder)
+    alone = None
+    if isinstance(stack.classes, DocumentClasses):
+        given = grad_variance, grad_correlation
+        alone = functools.partial(_of_one_document, stack, stack.classes.lengths, given, batch)
+    found = stack.prediction(batch, outcome, encoder, alone=alone)
     for note in found.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
     return found
+
+
+def _of_one_document(
+    stack: Stack, lengths: tuple[int, ...], given: tuple[Any, Any], batch: int
+) -> Prediction:
+    """The prediction of one of the documents of a stack, of which there are as many as share the
+    weights."""
+    one = stack.alone()
+    many = batch * sum(lengths) ** 2 / sum(length**2 for length in lengths)
+    with computing(stack.theory, [one.run], one.rows):
+        signal = one.forward()
+        outcome = last_gradient(one, signal, *given, None, None, batch)
+        one.backward(outcome)
+    return one.prediction(max(1, round(many)), outcome, None)
 
 
 def _read_by(
@@ -324,8 +348,11 @@ def _lengths(model: Transformer, own: Inputs) -> tuple[int, ...] | None:
     lengths = tuple(int(length) for length in where[:, 2])
     if own.token_ids is None:
         return lengths if max(lengths) >= LEAST_LENGTH or sum(lengths) > LONGEST_TEXT else None
-    if _padded(model, own.token_ids) or (len(set(where[:, 1])) > 1 and own.document_ids is None):
-        return None  # left of a text positions count on, and rows of their table are not shared
+    if _padded(model, own.token_ids):
+        return None
+    placed = getattr(model.embedding, "position_variance", 0.0) > 0.0
+    if placed and own.document_ids is None and len(set(where[:, 1].tolist())) > 1:
+        return None  # behind padding tokens of one place do not share a row of the table
     least = SHORTEST_MEANS if _faint(model) else LONGEST_TEXT + 1
     return lengths if max(lengths) >= least else None
 

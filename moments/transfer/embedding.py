@@ -269,7 +269,7 @@ def embedding_gradients(
         length = seq_len if classes is None else classes.length
         own = length * gradient.mean_diagonal()
         pairs = gradient.total(seq_len) - own
-        repeated, shared = token * pairs, 0.0
+        repeated, shared = token * pairs, 0.0 * own
         if classes is not None:
             shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
             if ids is not None:

@@ -724,7 +724,7 @@ class ClassHeads:
     @property
     def across(self) -> ClassHeads | None:
         layers = [layer.across for layer in self._layers if layer.across is not None]
-        return ClassHeads(layers, self._shares, self._sight) if layers else None
+        return ClassHeads(layers, np.array(self._shares), self._sight) if layers else None
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
