@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.classes import ClassRows, Matrix, OneClass, one_class
+from ...engine.fluctuation import norm_variance
 from ...engine.packing import one_document, places
 from ...engine.state import Array, Kernel, Repeats, Signal, ratio_or_zero
 from ...errors import DomainError
@@ -501,7 +502,7 @@ def layer_of(
         signal, memory: the tokens that ask and those attended to, which may be the same.
         kernels: of both, likewise.
     """
-    (queries, tokens), spread = kernels, mean_spread(memory)
+    (queries, tokens), spread = kernels, norm_variance(memory)
     if memory.resolved is True:
         return TokenLayer(leaf, law, queries, tokens, spread)
     if memory.resolved:
@@ -569,12 +570,3 @@ def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any
 def flat(kernel: Kernel) -> Array:
     """(matrices, n, n)."""
     return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
-
-
-def mean_spread(signal: Signal) -> Array:
-    """Var |x|^2 / E^2 |x|^2 of every configuration, averaged over its tokens; 0 where it is not
-    followed."""
-    if signal.fluctuation is None:
-        return 0.0
-    relative = ratio_or_zero(signal.fluctuation.norms.diagonal, signal.kernel.diagonal**2)
-    return signal.kernel.average(relative)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine.evaluation import evaluate
-from ...engine.state import Array, Fluctuation, Kernel, Signal, ratio_or_zero
+from ...engine.fluctuation import norm_variance
+from ...engine.state import Array, Fluctuation, Kernel, Signal
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from ...formulas.recording import whole
 from .by_token import variance_notes
@@ -45,9 +46,7 @@ def _statistics(
 ) -> AttentionStatistics:
     """Softmax statistics at the wanted logit scale, or at the most that is validated."""
     own = 1 - correlation
-    spread = 0.0
-    if signal.fluctuation is not None:
-        spread = ratio_or_zero(signal.fluctuation.norms.diagonal, signal.kernel.diagonal**2)
+    spread = norm_variance(signal)
     if signal.algebra.scalar:
         # Tokens that are all but equal have logits without variance at any scale.
         scale = min(wanted, THETA_PEAKED / max(own, 1e-12))
