@@ -236,25 +236,7 @@ class Prediction:
         """What first steps of all rates share."""
         from ..step.result import Stepping
 
-        return Stepping.of(self._by_token())
-
-    def _by_token(self) -> Prediction:
-        """The same of a text, token by token."""
-        read = self.read
-        if self.layout.classes is None or read is None or read.inputs.token_ids is None:
-            return self
-        from .predict import predict
-
-        marks = read.inputs.attention_mask, read.inputs.document_ids
-        return predict(
-            self.model,
-            tokens=True,
-            token_ids=read.inputs.token_ids,
-            targets=read.targets,
-            attention_mask=marks[0],
-            document_ids=marks[1],
-            batch=self.batch,
-        )
+        return Stepping.of(self)
 
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """The network after the first step of an optimizer on the batch that was predicted.

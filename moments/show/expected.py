@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..engine.state import Kernel
+from ..engine.trace import Point
 from ..errors import MomentsError
 from ..noise.band import NORMAL_95
 from ..prediction.measurement import Measurement
@@ -115,19 +116,21 @@ def signal_log_variance(prediction: Prediction) -> np.ndarray:
 
     Averaged over the `batch` sequences of the prediction, whose fluctuations count as independent.
     """
-    found = []
-    layout, batch = prediction.layout, max(1, prediction.batch)
+    return np.array([point_log_variance(prediction, p) for p in prediction.trace.stream()])
+
+
+def point_log_variance(prediction: Prediction, point: Point) -> float:
+    """The same at one point inside the network."""
+    signal, layout, batch = point.signal, prediction.layout, max(1, prediction.batch)
     length = prediction.model.seq_len
-    for point, variance in zip(prediction.trace.stream(), prediction.variance, strict=True):
-        if point.signal.fluctuation is None:
-            found.append(np.nan)
-            continue
-        norms = point.signal.fluctuation.norms
-        tokens = layout.sequences * length if norms.resolved else length
-        sequences = max(1, batch // layout.sequences)
-        total = _total(norms, tokens, layout.real) / sequences
-        found.append(float(np.log1p(max(total, 0.0) / variance**2)))
-    return np.array(found)
+    variance = float(layout.moments(point)[1])
+    if signal.fluctuation is None or not variance:
+        return math.nan
+    norms = signal.fluctuation.norms
+    tokens = layout.sequences * length if norms.resolved else length
+    sequences = max(1, batch // layout.sequences)
+    total = _total(norms, tokens, layout.real) / sequences
+    return float(np.log1p(max(total, 0.0) / variance**2))
 
 
 def _total(norms: Kernel, tokens: int, real: np.ndarray | None) -> float:
