@@ -823,7 +823,7 @@ class _Sums(NamedTuple):
     def over_first(self, joint: Matrix, values: Array) -> Array:
         """(c, k, ...) of values (c, n, ...)."""
         first, one = (_lifted(weights, values) for weights in (self.first, self.one))
-        total = _times(np.swapaxes(joint[1], -1, -2), values * first)
+        total = _before(joint[1], values * first)
         part = _lifted(joint[0], values) * (values * one)[:, self.tile.own_left]
         total[:, self.tile.own_right] += part
         return total
@@ -865,13 +865,16 @@ class _Sums(NamedTuple):
             own -= tile.diagonal(pairs)
             rows = self.over_second((own, pairs), np.ones_like(self.second))
             sums.append((rows, self.over_first((own, pairs), np.ones_like(self.first))))
-        rows, columns = (np.stack(part, -1) for part in zip(*sums, strict=True))
+        several = len(sums) > 1
+        rows, columns = (
+            np.stack(part, -1) if several else part[0] for part in zip(*sums, strict=True)
+        )
         left, right = -rows, np.zeros_like(columns)
         for _ in range(TANGENT_SWEEPS):
             left = -rows - self.over_second(joint, right)
             right = -columns - self.over_first(joint, left)
         for k, (own, pairs) in enumerate(directions):
-            first, second = left[..., k], right[..., k]
+            first, second = (left[..., k], right[..., k]) if several else (left, right)
             pairs += joint[1] * (first[:, :, None] + second[:, None, :])
             own += joint[0] * (first[:, tile.own_left] + second[:, tile.own_right])
         return list(directions)
@@ -887,6 +890,13 @@ def _times(matrices: Array, values: Array) -> Array:
     if values.ndim == 3:
         return np.asarray(matrices @ values)
     return np.asarray((matrices @ values[:, :, None])[..., 0])
+
+
+def _before(matrices: Array, values: Array) -> Array:
+    """(c, k) or (c, k, d) of values (c, n) or (c, n, d) times matrices (c, n, k)."""
+    if values.ndim == 3:
+        return np.asarray(np.swapaxes(matrices, -1, -2) @ values)
+    return np.asarray((values[:, None, :] @ matrices)[:, 0])
 
 
 def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
