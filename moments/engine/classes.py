@@ -93,8 +93,8 @@ class PositionClasses:
         return self
 
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
-        """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each other:
-        of one document, and where there are several of two."""
+        """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
+        other: of one document, and where there are several of two."""
         return ((own, pairs),)
 
     def joined(self, *blocks: Matrix) -> Matrix:
@@ -117,7 +117,7 @@ class PositionClasses:
 
     def shares_of(self, ids: NDArray[np.int64]) -> Array:
         """(L,), or as `ids`: the share of the text that is of each token."""
-        known, where, count = np.unique(ids, return_inverse=True, return_counts=True)
+        _, where, count = np.unique(ids, return_inverse=True, return_counts=True)
         return np.asarray((count / ids.size)[np.reshape(where, ids.shape)])
 
     @property
@@ -125,6 +125,10 @@ class PositionClasses:
         """How many documents, or pairs of two, reach a class or two; None where all reach all: a
         gradient that attention sends is summed over rows, which not every key has."""
         return None
+
+    def everywhere(self, matrix: Matrix) -> Matrix:
+        """Of what any two places have in common, be they of one document or of two."""
+        return matrix
 
     def in_one(self, sums: Array) -> Array:
         """(..., P) sums over tokens of each class, as if there were one document."""
@@ -265,7 +269,7 @@ class DocumentClasses(PositionClasses):
     @functools.cached_property
     def present(self) -> Array:
         """(P,) documents that reach a class, on average over its positions."""
-        return self.one.cell_means(self._reaching + 0.0)
+        return self.one.cell_means(self._reaching.astype(np.float64))
 
     @functools.cached_property
     def _reaching(self) -> NDArray[np.intp]:
@@ -299,25 +303,39 @@ class DocumentClasses(PositionClasses):
         return found
 
     @functools.cached_property
+    def _counts(self) -> tuple[Array, Array]:
+        """(n, P) tokens of a class up to the end of a document, and (n,) documents that end there,
+        the shortest first."""
+        ends, many = np.unique(self.lengths, return_counts=True)
+        sums, last = _Sums(self.one.nodes, self.one.length), len(self.one.nodes) - 1
+        return np.array([sums(0, int(end), 0, last) for end in ends]), many.astype(float)
+
+    @functools.cached_property
     def count(self) -> Array:  # type: ignore[override]
-        tokens = self.one.count * self.present
-        return np.tile(tokens * (0.5 * self.length / tokens.sum()), 2)
+        counts, many = self._counts
+        return np.tile(0.5 * (many @ counts), 2)
 
     @functools.cached_property
     def inside_count(self) -> Array:
         """(P, P) ordered pairs of different tokens of one document."""
-        pairs = self.one.pair_count * self.together[0]
+        counts, many = self._counts
+        pairs = (many @ counts)[:, None] * (self.one.seen().keys - np.eye(len(self.one.nodes)))
         lengths = np.array(self.lengths, float)
-        return np.asarray(pairs * (float(lengths @ (lengths - 1.0)) / max(pairs.sum(), 1e-300)))
+        pairs = pairs + pairs.T
+        return np.asarray(pairs * _to_total(pairs, float(lengths @ (lengths - 1.0))))
 
     @functools.cached_property
     def across_count(self) -> Matrix:
         """Of two documents: those at one place (P,), and others (P, P)."""
-        own, pairs = self.one.count * self._at_place, self.one.pair_count * self.together[1]
-        lengths = np.sort(self.lengths)[::-1].astype(float)
-        met = 2.0 * float(lengths @ np.arange(len(lengths)))  # of the shorter of every two
-        others = float(lengths.sum() ** 2 - lengths @ lengths) - met
-        return own * _to_total(own, met), np.asarray(pairs * _to_total(pairs, others))
+        counts, many = self._counts
+        # Of two documents as many as the shorter one has places, and then the rest of the longer.
+        longer = many.sum() - np.cumsum(many)
+        met = (many * (many - 1.0 + 2.0 * longer)) @ counts
+        pairs = met[:, None] * (self.one.seen().keys - np.eye(len(met)))
+        rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
+        rest = rest - (longer + many)[:, None] * counts
+        pairs += np.einsum("n,np,nq->pq", many, rest, counts)
+        return met, np.asarray(pairs + pairs.T)
 
     @functools.cached_property
     def pair_count(self) -> Array:  # type: ignore[override]
@@ -355,6 +373,9 @@ class DocumentClasses(PositionClasses):
             return None
         inside, across = self.together
         return self.joined((self.present, inside), (self._at_place, across))
+
+    def everywhere(self, matrix: Matrix) -> Matrix:
+        return self.joined(matrix, matrix)
 
     def in_one(self, sums: Array) -> Array:
         half = sums[..., : len(self.one.nodes)]
@@ -417,7 +438,8 @@ class DocumentClasses(PositionClasses):
 
         def sums(which: NDArray[np.intp], by: Array) -> Array:
             flat = (held + which).ravel()
-            return np.bincount(flat, (hats * by).ravel(), size * values).reshape(size, values)
+            found = np.bincount(flat, (hats * by).ravel(), size * values)
+            return np.asarray(found.reshape(size, values), np.float64)
 
         every = [np.zeros((size, values)), np.zeros((size, values))]
         inside, places = np.zeros((size, size)), np.zeros((size, size))
@@ -451,7 +473,7 @@ class DocumentClasses(PositionClasses):
             _as_many(share, count, expects)
             for share, count, expects in zip(shares, counts, expected, strict=True)
         )
-        return self.joined((np.diagonal(inner), inner), (own, outer))[1]
+        return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
 
     def spread_out(self, values: Array) -> Array:
         """(..., longest) mean squares at every place."""

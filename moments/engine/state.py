@@ -262,6 +262,10 @@ class Repeats(NamedTuple):
     scatter: Array
     excess: Array
 
+    def of_first(self, classes: int) -> Repeats:
+        """Of so many classes alone."""
+        return Repeats(*(part[..., :classes, :classes] for part in self))
+
     @property
     def variance(self) -> Array:
         """(P, P) of covariances within cells, which take two values, less rows' averages."""

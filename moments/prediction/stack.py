@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ..transfer.embedding import (
     check_ids,
     class_repeats,
     embedding_gradients,
-    fixed_positions,
+    placed_repeats,
     text_ids,
 )
 from ..transfer.head.output import OutputMoments, output_moments
@@ -40,6 +41,7 @@ from .inputs import (
     gaussian,
     given_shape,
     last_kernel,
+    placed_positions,
 )
 from .result import Prediction, Read
 from .validity import validity_warnings
@@ -130,6 +132,7 @@ class Stack:
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.documents = _documents(model, inputs, real)
         self.classes = resolved if isinstance(resolved, PositionClasses) else None
+        self.counted = self.classes
         self.ids = inputs.token_ids
         if self.classes is not None and self.ids is not None:
             self.ids = self._texts(real if self.documents is None else self.documents)
@@ -150,6 +153,19 @@ class Stack:
         if isinstance(self.classes, DocumentClasses):
             sequences = inputs.sequences
         self.layout = Layout(sequences, real, self.documents, self.classes)
+
+    def alone(self) -> Stack:
+        """Of several documents, the stack of one that is like them on average."""
+        several = self.classes
+        assert isinstance(several, DocumentClasses)
+        inside, _ = several.blocks(self.first.diagonal, self.first.pairs)
+        found = copy.copy(self)
+        found.resolved = found.classes = several.one
+        found.first = Kernel(*inside, several.one)
+        found.layout = Layout(classes=several.one)
+        found.run = Run()
+        found._embedding = found._layers = found._ending = found._logits = None
+        return found
 
     def _texts(self, numbers: np.ndarray | None) -> np.ndarray:
         """The text as classes of positions take it: document by document, where there are several.
@@ -189,14 +205,19 @@ class Stack:
         fixed = None
         read = model.embedding is not None and not self.inputs.moments
         if read and isinstance(model.embedding, Embedding):
-            sequences = self.layout.sequences if self.resolved else None
-            length, width, packed = model.seq_len, model.d_model, self.documents
-            fixed = fixed_positions(model.embedding, length, width, sequences, packed)
+            sequences = self.layout.sequences
+            fixed = placed_positions(model, self.resolved, sequences, self.documents)
         signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
         classes = self.layout.classes
-        if read and classes is not None and self.inputs.token_ids is not None:
+        if read and classes is not None and self.inputs.token_ids is None:
             assert isinstance(model.embedding, Embedding)
-            repeats = class_repeats(model.embedding, classes, self.ids)
+            signal = signal.replace(repeats=placed_repeats(model.embedding, classes, model.d_model))
+        elif read and classes is not None:
+            assert isinstance(model.embedding, Embedding)
+            assert self.counted is not None
+            repeats = class_repeats(model.embedding, self.counted, self.ids)
+            if self.counted is not classes:
+                repeats = repeats.of_first(len(classes.nodes))
             signal = signal.replace(repeats=repeats)
         if model.embedding is not None and read:
             rest = declare_embedding(model.embedding, model, theory)
@@ -277,9 +298,15 @@ class Stack:
         return found
 
     def prediction(
-        self, batch: int, outcome: Outcome, encoder: Prediction | None, top: Any = None
+        self,
+        batch: int,
+        outcome: Outcome,
+        encoder: Prediction | None,
+        top: Any = None,
+        alone: Any = None,
     ) -> Prediction:
-        """What both passes found, the gradient at the last layer coming from `top` if any."""
+        """What both passes found, the gradient at the last layer coming from `top` if any; `alone`
+        as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.gradient_sent
         stream = trace.stream()
@@ -341,6 +368,7 @@ class Stack:
             ),
             top=top if output is None else functools.partial(head_top, output),
             read=_read(self.inputs, outcome),
+            alone=alone,
         )
 
 
@@ -410,6 +438,7 @@ def last_gradient(
             run=stack.run,
             stack=stack.trace.stack,
             token_ids=stack.ids,
+            counted=stack.counted,
             targets=targets,
             real=layout.numbers,
             batch=batch,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.classes import PositionClasses
+from ...engine.classes import DocumentClasses, PositionClasses
 from ...engine.state import Array, ratio_or_zero
 from ...errors import DomainError, domain_error
 from ...formulas.algebra import NUMPY
@@ -44,6 +44,16 @@ class Targets:
     hit: Array
     own: Array
     both_hit: Array
+
+    def of_one(self, classes: DocumentClasses) -> Targets:
+        """Of one of several documents, on average."""
+        size, number = len(classes.one.nodes), len(classes.lengths)
+        each = {
+            name: value[(slice(0, size),) * np.ndim(value)]
+            for name, value in vars(self).items()
+            if name != "count"
+        }
+        return Targets(self.count / number, **each)
 
     def repeated(self, batch: int) -> Targets:
         """The same, where the loss averages over `batch` times as many sequences."""
