@@ -231,8 +231,7 @@ class _Checking:
         if ids is None and isinstance(embedding, Embedding):
             ids = ids_read(self.module, few, embedding.vocab_size)
         known = None if ids is None else np.asarray(ids)
-        sites = None if self.parts.reading is None else self.parts.sites
-        return sees_ahead(self.module, few, sites, self.described.layers, known)
+        return sees_ahead(self.module, few, self.parts.sites, self.described.layers, known)
 
     def _compared(self) -> Comparison:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
