@@ -654,7 +654,8 @@ class _Weights:
         names = tuple(dict.fromkeys(f.role for group in groups for f in group))
         layers = tuple(sorted({f.layer for group in groups for f in group}))
         yield Trouble(
-            "warning",
+            # nn.Transformer draws its copies' matrices again, and leaves them their biases.
+            "note" if all(name.endswith(".bias") for name in names) else "warning",
             "copied layers",
             gathered_names([f.parameter for group in groups for f in group]),
             layers,
