@@ -227,7 +227,7 @@ class PositionAttention:
             response = (1.0 - found, -inside)
             projected = product(product(response, kernel, keys), transposed(response), keys)
             whole = projected[0] + diagonal(projected[1]) - 2.0 * excess * kernel[0]
-            joint = _bounded_exp((whole, projected[1]), exponent, away)
+            joint = _bounded_exp((exponent[..., 0] * whole, exponent * projected[1]), away)
             joint = joint[0] - diagonal(joint[1]), joint[1]
             joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
             joint = _balanced(joint, (weights, weights), (keys, keys), SELF_SWEEPS)
@@ -288,50 +288,59 @@ class PositionAttention:
         exponent = exponent * logits.scale * temperature[:, None]
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
-        moved = []
+        moved, unturned = [], []
         turn = np.ones(len(bare))
         for tile in pairs.tiles:
             own, kernel = logits.keys[0][tile.own], logits.keys[1][tile.left, tile.right]
             if tile.turned is None:
                 moved.append(self._projected(tile, (own, kernel)))
                 continue
-            assert turning is not None
-            of_keys, of_rows = tile.turned
+            of_keys, of_rows, still = tile.turned
             moved.append(self._projected(tile, (own * of_rows[:, None], kernel * of_keys)))
-            still = turning.within[tile.long, tile.left, tile.right]
-            still = self._gathered(tile, self._projected(tile, (own, kernel * still)))
-            turn[tile.pairs] = _ratio(self._gathered(tile, moved[-1]), still, of_rows)
+            unturned.append(self._projected(tile, (own, kernel * still)))
+            met = self._gathered(tile, moved[-1]), self._gathered(tile, unturned[-1])
+            turn[tile.pairs] = _ratio(*met, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
-        if turning is not None:  # per unit of what the kernel already holds of the correlation
-            apart = np.abs(rho) > RHO_MIN
-            factor = np.where(apart, factor / np.where(apart, rho, 1.0), slope) * bare
         self._slope = slope
+        weighed: list[Matrix] = []
+        if turning is None:
+            for tile, one in zip(pairs.tiles, moved, strict=True):
+                weighed.append(_plus((one, factor[tile.pairs])))
+        else:
+            # What comes of fluctuating products does not know how far apart the rows are; the rest
+            # is per unit of what the kernel holds of the correlation.
+            alone = exponent @ nodes.basis(np.zeros(1))[0][:, 0]
+            apart = np.abs(rho) > RHO_MIN
+            along = np.where(apart, (factor - alone) / np.where(apart, rho, 1.0), slope) * bare
+            for tile, one, other in zip(pairs.tiles, moved, unturned, strict=True):
+                held = (one, along[tile.pairs]), (other, alone[tile.pairs])
+                weighed.append(_plus(*held))
         self._laws = [
-            self._law(tile, one, factor[tile.pairs], slope[tile.pairs])
-            for tile, one in zip(pairs.tiles, moved, strict=True)
+            self._law(tile, one, two, factor[tile.pairs], slope[tile.pairs])
+            for tile, one, two in zip(pairs.tiles, moved, weighed, strict=True)
         ]
 
         shared_part = 2.0 / self._widths.d_model
         sharp = sharpening(rows, pairs.long, pairs.short, rho)
         self._growth = self._over_pairs(calibration.growth)
         self._query = self._over_pairs(calibration.query) * sharp
+        cross = shared_part * self._growth * sharp
+        # of the derivative as keys turn with their rows, and as they turn alone
+        self._driven: tuple[Array, ...]
         if turning is None:
-            self._key = self._over_pairs(calibration.key) * sharp
-            self._cross = shared_part * self._growth * sharp
+            self._driven = (np.stack([self._over_pairs(calibration.key) * sharp, cross]),)
             return
-        apart = np.abs(nodes.rho) > RHO_MIN
-        divided = np.where(apart, nodes.rho, 1.0)
-        self._key, growth = (
-            self._over_pairs(np.where(apart, values / divided, 1.0)) * sharp * bare
-            for values in (calibration.key, calibration.growth)
-        )
-        self._cross = shared_part * growth
+        along = self._over_pairs(calibration.along) * bare * sharp
+        beside = self._over_pairs(calibration.key - nodes.rho * calibration.along) * sharp
+        self._driven = np.stack([along, 0.0 * cross]), np.stack([beside, cross])
 
-    def _law(self, tile: Tile, moved: Matrix, factor: Array, slope: Array) -> _Laws:
-        """The joint law of pairs of rows, of exponents `factor` of the projected kernel, with its
-        derivatives."""
+    def _law(
+        self, tile: Tile, moved: Matrix, exponent: Matrix, factor: Array, slope: Array
+    ) -> _Laws:
+        """The joint law of pairs of rows of some exponents, about `factor` times the projected
+        kernel `moved`, and its derivatives."""
         logits, sight, weights = self.logits, self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         seen = sight.seen[long, left], sight.seen[short, right]
@@ -344,8 +353,8 @@ class PositionAttention:
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, left)
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
-        whole = moved[0] + tile.diagonal(moved[1])
-        own, pairs = _bounded_exp((whole, moved[1]), factor[:, None, None], away)
+        whole = exponent[0] + tile.diagonal(exponent[1])
+        own, pairs = _bounded_exp((whole, exponent[1]), away)
         own -= tile.diagonal(pairs)
         own[~shared], pairs[~both] = 0.0, 0.0
         # the longer row's keys behind the shorter one's last lack what that row's own terms add
@@ -578,9 +587,10 @@ class PositionAttention:
 
     # --- backward ------------------------------------------------------------------------------
 
-    def _at_keys(self, tile: Tile, laws: _Laws) -> tuple[Any, Any]:
+    def _at_keys(self, tile: Tile, laws: _Laws) -> list[Matrix]:
         """What every pair of rows sends to their keys per unit of its gradient, by the joint law
-        and by its derivative along the values: (c, o) and (c, n k) of each."""
+        and by its derivative along the values as its rows turn, and as they do not: (c, o) and
+        (c, n k) of each."""
         sight, weights = self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         sent, beside = sight.rows.T * weights, (long == short) & ~self._pairs.alone[tile.pairs]
@@ -596,14 +606,17 @@ class PositionAttention:
             both[alone], alike[alone] = once, twice_met
             both[beside] -= once
             alike[beside] -= twice_met
-        found = []
-        for law, turned in ((laws.joint, None), (laws.keyed, tile.turned)):
-            own, pairs = (law[0] + tile.diagonal(law[1])) * alike, law[1] * both
-            if turned is not None:
-                own, pairs = own * turned[1][:, None], pairs * turned[0]
-            pairs = pairs.reshape(len(pairs), -1).astype(np.float32)
-            found.append((own.astype(np.float32), pairs))
-        return found[0], found[1]
+        found: list[Matrix] = []
+        for law in (laws.joint, laws.keyed):
+            found.append(((law[0] + tile.diagonal(law[1])) * alike, law[1] * both))
+        if tile.turned is not None:
+            own, pairs = found.pop()
+            of_keys, of_rows, still = tile.turned
+            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * still)]
+        return [
+            (own.astype(np.float32), pairs.reshape(len(pairs), -1).astype(np.float32))
+            for own, pairs in found
+        ]
 
     def backward(self, own: Array, pairs: Array) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
@@ -613,12 +626,12 @@ class PositionAttention:
         """
         size, tiles = len(self.weights), self._pairs.tiles
         scale, given = single(self._pairs.joined(own, pairs))
-        driven = np.stack([given * self._key, given * self._cross]).astype(np.float32)
+        driven = [(slice(0, 1), given[None])]
+        driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
         total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
         for tile, sent in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
-            paths = (slice(0, 1), given[None]), (slice(1, 3), driven)
-            for (path, of_law), law in zip(paths, sent, strict=True):
+            for (path, of_law), law in zip(driven, sent, strict=True):
                 total_own[path, tile.own] += of_law[:, tile.pairs] @ law[0]
                 found = of_law[:, tile.pairs] @ law[1]
                 total[path, tile.left, tile.right] += found.reshape(-1, *shape)
@@ -767,13 +780,17 @@ def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
 
 
-def _bounded_exp(exponent: Matrix, factor: Array, away: Array | None) -> tuple[Array, Array]:
-    """exp of a token's and of pairs' exponents times a factor per matrix; pairs' vary by `away`."""
-    inside = factor * exponent[1]
-    if away is not None:
-        inside += away
-    inside = np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-    return np.exp(np.minimum(factor[..., 0] * exponent[0], EXPONENT_MAX)), inside
+def _plus(*parts: tuple[Matrix, Array]) -> tuple[Array, Array]:
+    """The sum of matrices, each times a factor per pair of rows."""
+    own = sum(factor[:, None] * one for (one, _), factor in parts)
+    pairs = sum(factor[:, None, None] * many for (_, many), factor in parts)
+    return np.asarray(own), np.asarray(pairs)
+
+
+def _bounded_exp(exponent: tuple[Array, Array], away: Array | None) -> tuple[Array, Array]:
+    """exp of a token's and of pairs' exponents; pairs' vary by `away`."""
+    inside = exponent[1] if away is None else exponent[1] + away
+    return np.exp(np.minimum(exponent[0], EXPONENT_MAX)), np.exp(np.minimum(inside, EXPONENT_MAX))
 
 
 class _Laws(NamedTuple):

@@ -34,8 +34,8 @@ class Tile:
         long, short: (c,) their rows; the last are every row with itself where both ranges are one.
         left, right: keys of either.
         own: keys of both, in all; `own_left` and `own_right` within those of either.
-        turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
-            without rotary positions.
+        turned: (c, n, k), (c,) and (c, n, k): means of rho of two rows and a key of each or one of
+            both, and of the keys alone; None without rotary positions.
     """
 
     pairs: slice
@@ -46,7 +46,7 @@ class Tile:
     own: slice
     own_left: slice
     own_right: slice
-    turned: tuple[Array, Array] | None
+    turned: tuple[Array, Array, Array] | None
 
     def diagonal(self, pairs: Array) -> Array:
         """(..., o) entries of keys of both."""
@@ -137,7 +137,8 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 together[alone] = 1.0
                 between = turning.between(long, short, together, left, right)
                 between[alone] = turning.within[long[alone]][:, left, right]
-                turned = between, (together @ turning.shares).real
+                of_keys = turning.within[long, left, right]
+                turned = between, (together @ turning.shares).real, of_keys
                 phases.append(together)
             pairs = slice(count, count + len(long))
             tiles.append(Tile(pairs, long, short, left, right, own, own_left, own_right, turned))
