@@ -104,6 +104,7 @@ def _fading(classes: PositionClasses, slope: float) -> dict[str, Array]:
             cubic = False
             found = sums(of, least, end, 0, p, cubic=cubic)
         keys[p], squares[p], met[p], cubes[p] = found
+        split[p + 1 :, p] = keys[p]
         for s in range(p + 1):
             at = int(nodes[s])
             split[s, p] = sums(of, least, at, 0, s, cubic=cubic)[0]

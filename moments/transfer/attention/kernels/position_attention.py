@@ -357,11 +357,11 @@ class PositionAttention:
         own, pairs = _bounded_exp((whole, exponent[1]), away)
         own -= tile.diagonal(pairs)
         own[~shared], pairs[~both] = 0.0, 0.0
-        # the longer row's keys behind the shorter one's last lack what that row's own terms add
+        # keys that the other row does not see lack what that row's own terms add
         sums = _Sums(
             tile,
             sight.split[short, long, left] * weights[long, left],
-            self.counted[short, right],
+            sight.split[long, short, right] * weights[short, right],
             weights[long, left] * self._met(tile, long, short, left),
             weights[short, right] * self._met(tile, short, long, right),
         )
@@ -408,7 +408,7 @@ class PositionAttention:
         sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
         kernel = self.logits.values[1][tile.left, tile.right]
         left = sight.split[short, long, tile.left] * weights[long, tile.left]
-        right = self.counted[short, tile.right]
+        right = sight.split[long, short, tile.right] * weights[short, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         alone = self._pairs.alone[tile.pairs]
         once[alone] = self.counted[long[alone], tile.own]
@@ -434,7 +434,7 @@ class PositionAttention:
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             long, short, left, right = tile.long, tile.short, tile.left, tile.right
             first = sight.split[short, long, left] * weights[long, left] * own[long, left]
-            second = self.counted[short, right] * own[short, right]
+            second = sight.split[long, short, right] * weights[short, right] * own[short, right]
             met = ((law.joint[1] * variance[left, right]) @ second[:, :, None])[..., 0]
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
