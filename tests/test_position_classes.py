@@ -293,7 +293,7 @@ def test_counts_of_windows_are_sums_over_every_token() -> None:
             at_nodes = np.where(nodes > node - 150, 1.0, 2.0) * held
             jumps = jumps[(positions > other - 150) & (positions <= other)].sum()
             if other > node - 150 and np.any((inner > other - 150) & (inner <= node - 150)):
-                np.testing.assert_allclose(sight.split[p, s] @ at_nodes, jumps, rtol=2e-2)
+                np.testing.assert_allclose(sight.split[p, s] @ at_nodes, jumps, rtol=3e-2)
 
 
 def test_means_over_cells_are_those_of_the_pairs_of_a_text() -> None:

@@ -227,8 +227,8 @@ class Sight:
     """What the rows of a causal mask see, in counts.
 
     A row at node p sees the keys x_p - window < j <= x_p, and sums over them or over the rows that
-    see a key are sums over nodes of an interpolant. Its nodes are on the summed side of both ends,
-    where what is summed may jump.
+    see a key are sums over nodes of an interpolant. Its nodes are on the summed side of an end
+    where that may jump; what is of one row alone goes on beyond the first key of its window.
 
     Attributes:
         classes: of positions.
@@ -243,6 +243,7 @@ class Sight:
         later: (P, P, P) counts [q, r, p] of those that see both, of what falls like 1/size^2.
         later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
+        begins: (P,) its first node that is a key.
     """
 
     classes: PositionClasses
@@ -256,6 +257,7 @@ class Sight:
     later: Array = field(init=False)
     later_own: Array = field(init=False)
     seen: NDArray[np.bool_] = field(init=False)
+    begins: NDArray[np.intp] = field(init=False)
 
     def __post_init__(self) -> None:
         nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
@@ -266,19 +268,22 @@ class Sight:
         keys, rows = np.zeros((total, total)), np.zeros((total, total))
         shared, split, later = (np.zeros((total,) * 3) for _ in range(3))
         for p in range(total):
-            split[p, p] = keys[p] = sums(starts[p], nodes[p], first[p], p)
+            split[p, p] = keys[p] = sums(starts[p], nodes[p], 0, p)
             rows[p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, last[p], 1)
             for s in range(p + 1):
                 both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], first[p], s)
                 seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, last[s], 2)
                 later[p, s] = later[s, p] = seeing
-                if s < p:
+                if s == p:
+                    shared[p, p] = keys[p]
+                else:
                     behind = max(nodes[s], starts[p]), nodes[p], max(s + 1, first[p]), p
                     split[s, p] = both + sums(*behind)
                     before = starts[s], min(nodes[s], starts[p]), first[s], min(s, first[p] - 1)
                     alone = before[0] < before[1] and before[2] > before[3]  # no node among them
                     split[p, s] = keys[s] if alone else both + sums(*before)
-        found = {"starts": starts, "size": np.minimum(nodes, reach).astype(float), "keys": keys}
+        found = {"starts": starts, "begins": first, "keys": keys}
+        found |= {"size": np.minimum(nodes, reach).astype(float)}
         found |= {"shared": shared, "split": split, "rows": rows, "later": later}
         found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
         for name, value in (found | {"seen": keys != 0.0}).items():
@@ -291,6 +296,7 @@ class _Everything(Sight):
     def __post_init__(self) -> None:
         size = float(self.classes.length)
         found = {"starts": np.zeros(1, np.intp), "size": np.array([size])}
+        found |= {"begins": np.zeros(1, np.intp)}
         found |= {name: np.full((1, 1), size) for name in ("keys", "rows", "later_own")}
         found |= {name: np.full((1, 1, 1), size) for name in ("shared", "split", "later")}
         for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():

@@ -36,6 +36,7 @@ class Tile:
         own: keys of both, in all; `own_left` and `own_right` within those of either.
         turned: (c, n, k), (c,) and (c, n, k): means of rho of two rows and a key of each or one of
             both, and of the keys alone; None without rotary positions.
+        met: (c, o) whether both rows see a node; None where all begin with the first.
     """
 
     pairs: slice
@@ -47,6 +48,7 @@ class Tile:
     own_left: slice
     own_right: slice
     turned: tuple[Array, Array, Array] | None
+    met: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
         """(..., o) entries of keys of both."""
@@ -57,6 +59,8 @@ class Tile:
         """X C X'^T of matrices X over the keys of either row and a kernel C of its own and pairs'
         entries, by the counts of the keys of either."""
         apart = kernel[0] - self.diagonal(kernel[1])
+        if self.met is not None:
+            apart = apart * self.met
         middle = one[0][:, :, None] * kernel[1]
         middle += one[1] @ (counts[0][:, :, None] * kernel[1])
         middle[:, :, self.own_right] += one[1][:, :, self.own_left] * apart[..., None, :]
@@ -141,7 +145,14 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 turned = between, (together @ turning.shares).real, of_keys
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(Tile(pairs, long, short, left, right, own, own_left, own_right, turned))
+            met = None
+            if sight.begins.any():
+                place = np.arange(own.start, own.stop)
+                begin = np.where(long > short, sight.begins[long], 0)
+                met = np.asarray(place >= begin[:, None], np.float64)
+            tiles.append(
+                Tile(pairs, long, short, left, right, own, own_left, own_right, turned, met)
+            )
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
