@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,10 @@ class Tile:
         long, short: (c,) their rows; the last are every row with itself where both ranges are one.
         left, right: keys of either.
         own: keys of both, in all; `own_left` and `own_right` within those of either.
-        turned: (c, n, k), (c,) and (c, n, k): means of rho of two rows and a key of each or one of
-            both, and of the keys alone; None without rotary positions.
-        met: (c, o) whether both rows see a node; None where all begin with the first.
+        met, met_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
+        turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
+            without rotary positions.
+        begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
     pairs: slice
@@ -47,29 +48,75 @@ class Tile:
     own: slice
     own_left: slice
     own_right: slice
-    turned: tuple[Array, Array, Array] | None
-    met: Array | None
+    met: Array
+    met_own: Array
+    turned: tuple[Array, Array] | None
+    begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
         """(..., o) entries of keys of both."""
         offset = self.left.start - self.right.start
         return np.diagonal(pairs, offset, axis1=-2, axis2=-1)
 
-    def projected(self, one: Matrix, kernel: Matrix, other: Matrix, counts: Any) -> Matrix:
-        """X C X'^T of matrices X over the keys of either row and a kernel C of its own and pairs'
-        entries, by the counts of the keys of either."""
+    @property
+    def rows(self) -> slice:
+        """The range of the longer rows."""
+        return slice(int(self.long[0]), int(self.long[-1]) + 1)
+
+    def projected(self, maps: RowMaps, kernel: Matrix, by_pair: bool) -> Matrix:
+        """X C X'^T of rows' maps and a kernel C of its own and pairs' entries.
+
+        Args:
+            maps: of all rows.
+            kernel: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or of pairs.
+            by_pair: whether it is (c, o) and (c, n, k) of pairs.
+        """
+        if self.begun is not None:
+            kernel, by_pair = self._of_pairs(kernel, by_pair), True
+        first = self.long if by_pair else self.rows
+        own, pairs = maps.own[first, self.own], maps.pairs[first, self.left, self.own]
         apart = kernel[0] - self.diagonal(kernel[1])
-        if self.met is not None:
-            apart = apart * self.met
-        middle = one[0][:, :, None] * kernel[1]
-        middle += one[1] @ (counts[0][:, :, None] * kernel[1])
-        middle[:, :, self.own_right] += one[1][:, :, self.own_left] * apart[..., None, :]
-        own = one[0][:, self.own_left] * apart
-        turned = np.swapaxes(other[1], -1, -2)
-        found = middle * other[0][:, None, :]
-        found += middle @ (counts[1][:, :, None] * turned)
-        found[:, self.own_left, :] += own[:, :, None] * turned[:, self.own_right, :]
-        return own * other[0][:, self.own_right], found
+        if self.begun is not None:
+            apart = apart * self.begun
+        middle, own = maps.whole[first, self.left, self.left] @ kernel[1], own * apart
+        middle[:, :, self.own_right] += pairs * apart[..., None, :]
+        if not by_pair:
+            where = self.long - self.long[0]
+            middle, own = middle[where], own[where]
+        found = middle @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
+        turned = np.swapaxes(maps.pairs[self.short, self.right, self.own], -1, -2)
+        found[:, self.own_left, :] += own[:, :, None] * turned
+        return own * maps.own[self.short, self.own], found
+
+    def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
+        """(c, n, k) of what is of all rows, or of the longer ones."""
+        own, pairs = kernel
+        if by_pair:
+            return kernel
+        if pairs.ndim == 3:
+            return own, pairs[self.long - self.long[0]]
+        return own, np.broadcast_to(pairs, (len(self.long), *pairs.shape))
+
+
+class RowMaps(NamedTuple):
+    """A map of kernels over keys for every row, X = (own, pairs), and all of it by the counts of
+    the second key.
+
+    Attributes:
+        own, pairs: (P, P) and (P, P, P).
+        whole: (P, P, P) pairs times counts, and own on the diagonal.
+    """
+
+    own: Array
+    pairs: Array
+    whole: Array
+
+    @classmethod
+    def of(cls, own: Array, pairs: Array, counts: Array) -> RowMaps:
+        whole = pairs * counts[:, None, :]
+        each = np.arange(len(own))
+        whole[:, each, each] += own
+        return cls(own, pairs, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,18 +188,17 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 together[alone] = 1.0
                 between = turning.between(long, short, together, left, right)
                 between[alone] = turning.within[long[alone]][:, left, right]
-                of_keys = turning.within[long, left, right]
-                turned = between, (together @ turning.shares).real, of_keys
+                turned = between, (together @ turning.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            met = None
-            if sight.begins.any():
-                place = np.arange(own.start, own.stop)
-                begin = np.where(long > short, sight.begins[long], 0)
-                met = np.asarray(place >= begin[:, None], np.float64)
-            tiles.append(
-                Tile(pairs, long, short, left, right, own, own_left, own_right, turned, met)
-            )
+            looks = sight.seen[long, left], sight.seen[short, right]
+            met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
+            met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
+            begin = np.where(long > short, sight.begins[long], 0)
+            begun = np.arange(own.start, own.stop) >= begin[:, None]
+            where = left, right, own, own_left, own_right
+            several = None if begun.all() else begun.astype(float)
+            tiles.append(Tile(pairs, long, short, *where, met, met_own, turned, several))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
