@@ -213,7 +213,7 @@ class Sum:
             sum_of([step.sensitivity for step in steps]),
             [step.exposure for step in steps],
             np.sum([step.noise for step in steps], axis=0),
-            sum(share * step.coherence for share, step in shared),  # type: ignore[arg-type]
+            sum(share * step.coherence for share, step in shared),
         )
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
