@@ -126,6 +126,10 @@ class PositionClasses:
         gradient that attention sends is summed over rows, which not every key has."""
         return None
 
+    def everywhere(self, matrix: Matrix) -> Matrix:
+        """Of what any two places have in common, be they of one document or of two."""
+        return matrix
+
     def in_one(self, sums: Array) -> Array:
         """(..., P) sums over tokens of each class, as if there were one document."""
         return sums
@@ -369,6 +373,9 @@ class DocumentClasses(PositionClasses):
             return None
         inside, across = self.together
         return self.joined((self.present, inside), (self._at_place, across))
+
+    def everywhere(self, matrix: Matrix) -> Matrix:
+        return self.joined(matrix, matrix)
 
     def in_one(self, sums: Array) -> Array:
         half = sums[..., : len(self.one.nodes)]
