@@ -304,6 +304,8 @@ def explain(
 ) -> Explanation:
     """The recursion at one layer: every law, the numbers in it, and where it comes from.
 
+    docs/theory/index.md has what ties the laws together.
+
     Args:
         model: the declaration.
         layer: its number, from 1.
