@@ -18,6 +18,7 @@ from moments import Transformer
 from moments.engine.classes import (
     ClassMatrix,
     PositionClasses,
+    both_sides,
     documents_on,
     one_class,
     product,
@@ -38,6 +39,13 @@ from moments.transfer.attention.kernels.position_attention import (
 from moments.transfer.attention.kernels.turning import Turning
 
 LENGTH = 96
+
+
+@pytest.fixture
+def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By token, a class for every row and its iteration run to its end."""
+    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
 
 
 def predicted(model: Transformer, **arguments: Any) -> moments.Prediction:
@@ -606,8 +614,8 @@ def test_what_classes_do_not_cover_is_resolved_by_token() -> None:
     text = np.arange(40) % 7
     embedded = plain.replace(embedding=moments.Embedding(50, 1.0))
     assert predicted(embedded, token_ids=text).layout.classes is None
-    sinusoidal = moments.Embedding(50, 1.0, positions="sinusoidal")
-    assert predicted(plain.replace(embedding=sinusoidal)).layout.classes is None
+    mostly = moments.Embedding(50, 0.1, positions="sinusoidal")
+    assert predicted(plain.replace(embedding=mostly)).layout.classes is None
     assert predicted(plain.replace(causal=False)).token_variance is None
     assert predicted(plain.replace(seq_len=16)).layout.classes is None
 
@@ -770,3 +778,55 @@ def test_a_padded_row_is_the_shorter_one() -> None:
     np.testing.assert_allclose(found.variance, alone.variance, rtol=1e-12)
     np.testing.assert_allclose(found.grad_variance, alone.grad_variance, rtol=1e-12)
     np.testing.assert_array_equal(found.token_grad_variance[:, 60:], 0.0)
+
+
+# --- sinusoidal positions, and windows without a mask ---------------------------------------------
+
+
+def as_by_token(
+    model: Transformer, inputs: dict[str, Any], without: tuple[str, ...] = ()
+) -> moments.Prediction:
+    """A prediction on classes within the bounds of all, against one by token."""
+    by_token, by_class = (predicted(model, tokens=t, **inputs) for t in (True, None))
+    assert by_class.layout.classes is not None
+    np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=1e-3)
+    np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=2e-3)
+    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=5e-3)
+    both = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
+    ratio = both[0].squared_norm / both[1].squared_norm
+    ratio = ratio[~ratio.index.get_level_values("weight").isin(without)]
+    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.02)
+    return by_class
+
+
+def test_sinusoidal_positions_by_means_over_cells(own_rows: None) -> None:
+    tables = moments.Embedding(1000, 1.0, positions="sinusoidal")
+    model = Transformer(2, 128, 4, 64, causal=True, embedding=tables)
+    # By token the tokens of an unknown text differ, on classes they follow Zipf's law.
+    as_by_token(model, {}, without=("token",))
+
+
+def test_windows_without_a_mask(own_rows: None) -> None:
+    model = Transformer(2, 128, 4, 48, window=(12, None), dropout=0.1, rotary=moments.Rotary())
+    found = as_by_token(model, {"correlation": 0.2})
+    # Nothing tells the two sides apart.
+    by_place = found.token_variance
+    np.testing.assert_allclose(by_place, by_place[:, ::-1], rtol=0.01)
+
+
+@pytest.mark.parametrize("window", [16, 128])
+def test_sums_over_what_rows_see_on_both_sides(window: int) -> None:
+    classes = both_sides(PositionClasses.of(128, 16))
+    sight, place = classes.seen(window), np.arange(1, 129)
+    values = np.log(place + 10.0)
+    held = values[classes.nodes - 1]
+    seen = np.abs(np.subtract.outer(classes.nodes, place)) < window
+    np.testing.assert_array_equal(sight.size, seen.sum(1))
+    np.testing.assert_allclose(sight.keys @ held, seen @ values, rtol=1e-3)
+    sizes = (np.abs(np.subtract.outer(place, place)) < window).sum(1)
+    sums = sight.rows @ (held / sight.size)
+    np.testing.assert_allclose(sums, seen @ (values / sizes), rtol=2e-3)
+    both = np.einsum("pi,qi->pqi", seen, seen)
+    np.testing.assert_allclose(sight.shared @ held, both @ values, rtol=0.01, atol=0.1)
+    sums = np.einsum("pqr,r->pq", sight.later, held / sight.size**2)
+    np.testing.assert_allclose(sums, both @ (values / sizes**2), rtol=0.02, atol=2e-3)

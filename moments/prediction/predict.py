@@ -15,6 +15,7 @@ from ..engine.classes import (
     PER_OCTAVE,
     DocumentClasses,
     PositionClasses,
+    both_sides,
     documents_on,
 )
 from ..engine.layout import Layout
@@ -314,13 +315,16 @@ def _resolution(
         )
     if not resolved or tokens is not None or grad_kernel is not None or targets is not None:
         return bool(resolved)
-    if own.given_by_token or other.by_token or not by_position(model):
+    unknown = model.causal or not own.by_token
+    if own.given_by_token or other.by_token or not unknown or not by_position(model):
         return bool(resolved)
     lengths = (model.seq_len,) if not own.by_token else _lengths(model, own)
     if lengths is None:
         return bool(resolved)
     density = DENSE_PER_OCTAVE if _falls_steeply(model) or _waves(model) else PER_OCTAVE
     one = PositionClasses.of(max(lengths), _least_window(model), per_octave=density)
+    if not model.causal:
+        return both_sides(one)
     return one if len(lengths) == 1 else documents_on(one, lengths)
 
 
@@ -386,14 +390,15 @@ def _mostly_waves(model: Transformer) -> bool:
 
 def by_position(model: Transformer) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve."""
-    encoder = model.encoder
+    encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
+    around = any(model.windows) and model.relative_bias is None  # rows that see both sides
     return (
-        model.causal
+        (model.causal or around)
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
         and not (model.alibi and any(model.windows))  # penalties are counted over whole rows
         and (model.seq_len > LONGEST_TEXT or not _mostly_waves(model))
         and (encoder is None or not positional(encoder))
-        and (model.head is None or model.head.loss in (None, "causal"))
+        and (model.head is None or model.head.loss in losses)
     )
 
 

@@ -130,6 +130,7 @@ def _fading(classes: PositionClasses, slope: float) -> dict[str, Array]:
     counts = np.where(seen, keys / prior, 0.0)
     return {
         "starts": np.zeros(size, np.intp),
+        "ends": nodes,
         "size": nodes.astype(float),
         "shared": np.where(together, shared / (prior[:, None, :] * prior[None, :, :]), 0.0),
         "split": np.where(seen[None, :, :], split / prior, 0.0),
