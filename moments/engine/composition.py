@@ -112,6 +112,19 @@ class Component(abc.ABC):
         """What it does to how much the overlap of what tokens have of their own varies."""
         return at
 
+    @property
+    def by_entry(self) -> bool:
+        """Whether an entry's mean and variance behind it follow from those before (`of_entry`)."""
+        return False
+
+    def of_entry(self, mean: Array, variance: Array, algebra: Any) -> tuple[Array, Array]:
+        """Mean and variance of an entry that leaves, of one that enters with these."""
+        raise NotImplementedError
+
+    def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
+        """Share of its laws' domain that an entry's variance takes up; 0 of one without end."""
+        return 0.0
+
     def addition(self, record: Record) -> Addition | None:
         """What it adds to what it keeps, where it is a sum of the two."""
         return None

@@ -354,22 +354,23 @@ class OfModes:
         mean, difference = (per_mode[..., i, None, None] for i in range(2))
         like = 0.0 * sensitivity
         found = diagonal(own_entries(like) + difference[..., 0], like)
-        found = found + (mean - difference) / self.modes.seq_len * self._same(like)
+        same = _same_sequence(like, self.modes.seq_len)
+        found = found + (mean - difference) / self.modes.seq_len * same
         none = np.zeros(sensitivity.shape[:-2])
         return SignalAdjoint(sensitivity + found.astype(SINGLE), none, none)
-
-    def _same(self, like: Matrix) -> Matrix:
-        """Whether two tokens are of one sequence."""
-        if isinstance(like, ClassMatrix):
-            return like * 0.0 + 1.0
-        count, length = like.shape[-1], self.modes.seq_len
-        return np.kron(np.eye(count // length), np.ones((length, length)))
 
     def _relative(self, kernel: Matrix) -> Array:
         """(..., 2) modes over the variance."""
         mean = _means(kernel, self.modes.seq_len) / trace_of(kernel)
         sizes = np.stack([mean, 1 - mean], axis=-1)
         return sizes * self.modes.seq_len / self.modes.count
+
+
+def _same_sequence(like: Matrix, length: int) -> Matrix:
+    """Whether two tokens are of one sequence."""
+    if isinstance(like, ClassMatrix):
+        return like * 0.0 + 1.0
+    return np.kron(np.eye(like.shape[-1] // length), np.ones((length, length)))
 
 
 def _means(kernel: Matrix, seq_len: int) -> Array:
@@ -408,12 +409,7 @@ class OfAverages:
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         each = 0.0 * self.like
         own, pairs = sensitivity.own, sensitivity.pairs
-        same: Array = 1.0
-        if not isinstance(self.like, ClassMatrix):
-            length = self.kind.length
-            count = self.like.shape[-1] // length
-            same = np.kron(np.eye(count), np.ones((length, length)))
-        by_token = off_diagonal(each + pairs * same)
+        by_token = off_diagonal(each + _same_sequence(self.like, self.kind.length) * pairs)
         by_token = by_token + diagonal(own_entries(0.0 * by_token) + own, by_token)
         step = self.inner.gradient_adjoint(by_token.astype(SINGLE))
         return step._replace(sensitivity=sensitivity, noise=step.noise * self.sequences)

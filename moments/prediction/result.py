@@ -249,10 +249,10 @@ class Prediction:
             optimizer: "sgd", "adam", "adamw", "lion", "sign" (signum's and Adam's without eps) or
                 "muon" (every hidden matrix by itself; all else by Adam at the same rate).
             learning_rate: positive.
-            options: betas (which a first step does not depend on), eps, weight_decay (of every
-                parameter, beside the step), momentum and nesterov (SGD), adjust (of Muon:
-                "original", "match_rms_adamw" or "spectral"), steps (of "sgd", "adam", "adamw" and
-                "sign": that many steps, each on as many of the prediction's sequences, in order;
+            options: betas (of Adam and Lion; a first step does not depend on them), eps,
+                weight_decay (of every parameter, beside the step), momentum and nesterov (SGD),
+                adjust (of Muon: "original", "match_rms_adamw" or "spectral"), steps (of all but
+                "muon": that many steps, each on as many of the prediction's sequences, in order;
                 the loss and its slope are then the last one's, weights' slopes nan, and gradients
                 those before the first), and multipliers of the learning rate,
                 by parameter ("query", "token", "ffn_in.bias", ...) or by group: "matrices"

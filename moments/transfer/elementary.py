@@ -45,6 +45,17 @@ class Lawful(Leaf):
     parameters: Mapping[str, Any] = field(default_factory=dict)
     width: Any = None
 
+    by_entry: ClassVar[bool] = True
+
+    def of_entry(self, mean: Array, variance: Array, algebra: Any) -> tuple[Array, Array]:
+        laws = self.laws.under(self.theory)
+        values = {**self.parameters, "x_mean": mean, "x_variance": variance}
+        of_mean, of_variance = laws["mean"], laws["variance"]
+        return (
+            of_mean.formula(algebra, *of_mean.pick(values)),
+            of_variance.formula(algebra, *of_variance.pick(values)),
+        )
+
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         laws = self.laws.under(self.theory)
         algebra, kernel = signal.algebra, signal.kernel
@@ -212,6 +223,9 @@ class Activation(Lawful):
     """A function applied to every entry of a centred Gaussian input."""
 
     hidden: ClassVar[Hidden] = Hidden(2, 2.0)
+
+    def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
+        return variance / self.laws.under(self.theory)["variance"].domain["x_variance"].upper
 
     def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         return entrywise_overlap(self, record, at)

@@ -56,6 +56,7 @@ class GatedLinear(Leaf):
     has_bias: bool = False
 
     reads_realised: ClassVar[bool] = True
+    by_entry: ClassVar[bool] = True
     matrices: ClassVar[tuple[str, ...]] = ("gate", "ffn_in")
     hidden: ClassVar[Hidden] = Hidden(1, 1.0)
 
@@ -63,9 +64,18 @@ class GatedLinear(Leaf):
         held = {name: getattr(self, name) * factor for name in self.matrices if name in names}
         return replace(self, **held)
 
+    def of_entry(self, mean: Array, variance: Array, algebra: Any) -> tuple[Array, Array]:
+        law = gated(self.activation).under("refined")["variance"]
+        gate, factor = (one.of_entry(mean, variance, algebra) for one in self._maps())
+        values = {"x_mean": 0.0, "x_variance": gate[1], "factor_variance": factor[1]}
+        return 0.0, law.formula(algebra, *law.pick(values))
+
+    def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
+        upper = gated(self.activation).under("refined")["variance"].domain["x_variance"].upper
+        return self._maps()[0].of_entry(mean, variance, algebra)[1] / upper
+
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        inner, gate_back = self._map("gate", self.gate, self.gate_bias).forward(signal)
-        factor, factor_back = self._map("ffn_in", self.ffn_in, self.bias).forward(signal)
+        (inner, gate_back), (factor, factor_back) = (one.forward(signal) for one in self._maps())
         laws, algebra = gated(self.activation).under("refined"), signal.algebra
         one, two = bind(inner, {})
         one = one | {"factor_variance": factor.kernel.diagonal}
@@ -134,6 +144,11 @@ class GatedLinear(Leaf):
             for side in (1.0, -1.0)
         )
         return (above, below), step
+
+    def _maps(self) -> tuple[Linear, Linear]:
+        """To the gate and to the other factor."""
+        gate = self._map("gate", self.gate, self.gate_bias)
+        return gate, self._map("ffn_in", self.ffn_in, self.bias)
 
     def _map(self, weight: str, variance: Any, bias: Any) -> Linear:
         parameters = {
