@@ -395,7 +395,7 @@ def by_position(model: Transformer) -> bool:
     return (
         (model.causal or around)
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
-        and not (model.alibi and any(model.windows))  # penalties are counted over whole rows
+        and not (model.alibi and not model.causal)  # penalties are counted over what is before
         and (model.seq_len > LONGEST_TEXT or not _mostly_waves(model))
         and (encoder is None or not positional(encoder))
         and (model.head is None or model.head.loss in losses)
