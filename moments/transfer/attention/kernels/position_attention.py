@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, Sight, diagonal, product, transposed
+from ....engine.classes import Matrix, Sight, diagonal
 from ..softmax.chebyshev import THETA_MAX
 from . import exact_rows
 from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS, TANGENT_SWEEPS
@@ -37,7 +37,7 @@ from .finite_rows import Widths
 from .independent_noise import MARGINAL_SWEEPS
 from .pair_weights import RHO_MIN, geometric_mean, sharpening
 from .reference import annealed_moments, matched
-from .row_pairs import RowPairs, Tile
+from .row_pairs import RowMaps, RowPairs, Tile
 from .row_statistics import RowStatistics, log_weights, reference_scale, statistics_of
 from .turning import Turning
 from .width_terms import fixed_norms, unshared_part
@@ -190,7 +190,7 @@ class PositionAttention:
             self.weights = self.weights * lighter
         self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
-        self._response = self._self_response()
+        self._response = RowMaps.of(*self._self_response(), logits.sight.keys)
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
         own, inside = self._alone
@@ -239,7 +239,8 @@ class PositionAttention:
         logits, rows = self.logits, self._rows
         keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
         weights, own = self.weights[of, among], logits.keys[0][among]
-        both = seen[:, :, None] & seen[:, None, :]
+        held = seen.astype(float)
+        both = held[:, :, None] * held[:, None, :]
         temperature = logits.scale * logits.queries[0]
         pull = (rows.own_response * temperature * rows.softening)[of, None, None]
         within, away = logits.among(of, among)
@@ -249,51 +250,65 @@ class PositionAttention:
         prior = logits.prior[of, among]
         total = np.einsum("pr,pqr->pq", keys * prior, of_pairs) + prior * of_own
         found = np.where(seen, prior * of_own / total, 0.0)
-        inside = np.where(both, prior[:, None, :] * of_pairs / total[:, :, None], 0.0)
+        inside = both * (prior[:, None, :] * of_pairs / total[:, :, None])
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        kernel, away = (own - diagonal(within), within), logits.log_mean(away, exponent)
+        away = logits.log_mean(away, exponent)
+        apart, each = own - diagonal(within), np.arange(len(own))
+        counted = keys[:, :, None] * within  # C by its counts
+        counted[:, each, each] += apart
         excess: Array | float = 0.0
         if isinstance(logits.sight, FadingSight):
             excess = self._excess_weight(of, among)
         step, last = np.full(len(keys), 0.5), None
+        sent = keys * weights
         for _ in range(ITERATIONS):
-            response = (1.0 - found, -inside)
-            projected = product(product(response, kernel, keys), transposed(response), keys)
-            whole = projected[0] + diagonal(projected[1]) - 2.0 * excess * kernel[0]
-            joint = _bounded_exp((whole, projected[1]), exponent, away)
-            joint = joint[0] - diagonal(joint[1]), joint[1]
-            joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
-            joint = _balanced(joint, (weights, weights), (keys, keys), SELF_SWEEPS)
-            change = joint[0] * (weights + excess) - found, joint[1] * weights[:, None, :] - inside
+            # (1 - A) C (1 - A)^T, of A = (found, inside): `product` twice, in place
+            response = 1.0 - found
+            middle = response[:, :, None] * within
+            middle -= inside @ counted
+            middle_own = response * apart
+            projected = middle * keys[:, None, :]
+            projected[:, each, each] += middle_own
+            projected = projected @ np.swapaxes(inside, -1, -2)
+            middle *= response[:, None, :]
+            projected = np.subtract(middle, projected, out=projected)
+            whole = middle_own * response + diagonal(projected) - 2.0 * excess * apart
+            joint_own, joint = _bounded_exp((whole, projected), exponent, away)
+            joint_own -= diagonal(joint)
+            joint_own *= held
+            joint *= both
+            left, right = _balances((joint_own, joint), weights, sent, SELF_SWEEPS)
+            joint *= left[:, :, None]
+            joint *= (right * weights)[:, None, :]
+            joint -= inside
+            change = joint_own * left * right * (weights + excess) - found
             if last is not None:  # the step that would have cancelled the last change
-                turned = last - change[0]
+                turned = last - change
                 size = (keys * turned**2).sum(1)
                 moved = step * (keys * last * turned).sum(1) / np.maximum(size, 1e-30)
                 step = np.clip(moved, 0.25, 1.0)
-            last = change[0]
-            found = found + step[:, None] * change[0]
-            inside = inside + step[:, None, None] * change[1]
-            if max(np.abs(change[0]).max(), np.abs(change[1]).max()) < TOLERANCE:
+            last = change
+            largest = max(np.abs(change).max(), joint.max(), -joint.min())
+            found = found + step[:, None] * change
+            joint *= step[:, None, None]
+            inside += joint
+            if largest < TOLERANCE:
                 break
-        return np.where(seen, 1.0 - found, 0.0), np.where(both, -inside, 0.0)
+        return held * (1.0 - found), both * -inside
 
     # --- pairs of rows -------------------------------------------------------------------------
 
-    def _projected(self, tile: Tile, kernel: Matrix) -> Matrix:
-        """(1 - A) C (1 - A')^T of pairs of rows, of one kernel or of one for every pair."""
-        own, pairs = self._response
-        long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        keys = self.logits.sight.keys
-        found = tile.projected(
-            (own[long, left], pairs[long, left, left]),
-            kernel,
-            (own[short, right], pairs[short, right, right]),
-            (keys[long, left], keys[short, right]),
-        )
+    def _projected(self, tile: Tile, kernel: Matrix, by_pair: bool = False) -> Matrix:
+        """(1 - A) C (1 - A')^T of pairs of rows; `kernel` as in `Tile.projected`."""
+        found = tile.projected(self._response, kernel, by_pair)
         if isinstance(self.logits.sight, FadingSight):
+            long, short = tile.long, tile.short
             heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
             heavier[long != short] = 0.0
-            found[0][...] -= heavier * (kernel[0] - tile.diagonal(kernel[1]))
+            apart = kernel[0] - tile.diagonal(kernel[1])
+            if not by_pair and apart.ndim > 1:
+                apart = apart[long - long[0]]
+            found[0][...] -= heavier * apart
         return found
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
@@ -331,8 +346,9 @@ class PositionAttention:
                 continue
             assert turning is not None
             of_keys, of_rows = tile.turned
-            moved.append(self._projected(tile, (own * of_rows[:, None], kernel * of_keys)))
-            still = turning.within[tile.long, tile.left, tile.right]
+            turned = own * of_rows[:, None], kernel * of_keys
+            moved.append(self._projected(tile, turned, True))
+            still = turning.within[tile.rows, tile.left, tile.right]
             still = self._gathered(tile, self._projected(tile, (own, kernel * still)))
             turn[tile.pairs] = _ratio(self._gathered(tile, moved[-1]), still, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
@@ -368,9 +384,6 @@ class PositionAttention:
         derivatives."""
         logits, sight, weights = self.logits, self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        seen = sight.seen[long, left], sight.seen[short, right]
-        shared = seen[0][:, tile.own_left] & seen[1][:, tile.own_right]
-        both = seen[0][:, :, None] & seen[1][:, None, :]
         alone = self._pairs.alone[tile.pairs]
         away = None
         if logits.turning is not None and alone.any():
@@ -381,7 +394,8 @@ class PositionAttention:
         whole = moved[0] + tile.diagonal(moved[1])
         own, pairs = _bounded_exp((whole, moved[1]), factor[:, None, None], away)
         own -= tile.diagonal(pairs)
-        own[~shared], pairs[~both] = 0.0, 0.0
+        own *= tile.met_own
+        pairs *= tile.met
         # the longer row's keys behind the shorter one's last lack what that row's own terms add
         sums = _Sums(
             tile,
@@ -392,15 +406,16 @@ class PositionAttention:
         )
         joint = sums.balanced((own, pairs), JOINT_SWEEPS)
 
-        def along(direction: Matrix) -> Matrix:
-            own = slope[:, None] * (direction[0] + tile.diagonal(direction[1]))
-            return sums.tangent(joint, own, slope[:, None, None] * direction[1])
-
-        slopes = along(moved)
-        if logits.aligned:
-            return _Laws(joint, slopes, slopes)
-        values = self._kernels.values[0][tile.own], self._kernels.values[1][left, right]
-        return _Laws(joint, slopes, along(self._projected(tile, values)))
+        directions = [moved]
+        if not logits.aligned:
+            values = self._kernels.values[0][tile.own], self._kernels.values[1][left, right]
+            directions.append(self._projected(tile, values))
+        for own, pairs in directions:
+            own += tile.diagonal(pairs)
+            own *= slope[:, None]
+            pairs *= slope[:, None, None]
+        tangents = sums.tangents(joint, directions)
+        return _Laws(joint, tangents[0], tangents[-1])
 
     def _met(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
@@ -454,7 +469,7 @@ class PositionAttention:
 
         To first order in the logits, of keys that are projected alone.
         """
-        sight, weights, own = self.logits.sight, self.weights, self._response[0]
+        sight, weights, own = self.logits.sight, self.weights, self._response.own
         found = []
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             long, short, left, right = tile.long, tile.short, tile.left, tile.right
@@ -576,13 +591,14 @@ class PositionAttention:
 
     def _respond_to_noise(self) -> None:
         logits = self.logits
-        keys, weights, seen = logits.sight.keys, self.weights, logits.sight.seen
+        weights, seen = self.weights, logits.sight.seen
         own = logits.values[0] + self._value_bias
         beside, inside = self._alone
         response = self._response
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
         trace = trace * np.sqrt(self._rows.softening) * (self.counted @ own)
-        moved = product((response[0] * own, response[1] * own), transposed(response), keys)
+        moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
+        moved[1][...] += response.pairs * (own * response.own)[:, None, :]
         if isinstance(logits.sight, FadingSight):
             every = slice(0, len(own))
             moved[0][...] -= 2.0 * self._excess_weight(every, every) * own
@@ -603,19 +619,22 @@ class PositionAttention:
         self._noise_left = np.einsum("pq,pqr->pr", self.counted, pairs) + weights * self._noise[0]
         self._noise_both = (self.counted * self._noise_left).sum(1)
         self._noise_scale = np.ones(len(own))
-        bare = self._noise_overlap(np.ones(len(own)), np.zeros_like(logits.keys[1]))
+        bare = self._noise_overlap(np.ones(len(own)), None)
         usable = bare > 1e-300
         self._noise_scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
 
-    def _noise_overlap(self, own: Array, pairs: Array) -> Array:
-        """(P,) tr(E[J D J] X) of every row, of one kernel X or of one for every row."""
+    def _noise_overlap(self, own: Array, pairs: Array | None) -> Array:
+        """(P,) tr(E[J D J] X) of every row, of one kernel X, of one for every row, or of what
+        different keys do not share."""
         counted, weights = self.counted, self.weights
         a, inside = self._noise
-        pairs = np.broadcast_to(pairs, inside.shape)
-        apart = own - diagonal(pairs)
-        mapped = np.einsum("pq,pqr->pr", counted, pairs) + weights * apart
-        total = np.einsum("pq,pqr,pqr,pr->p", counted, inside, pairs, counted, optimize=True)
-        beside = (a + diagonal(inside)) * own - diagonal(inside) * diagonal(pairs)
+        beside, total = (a + diagonal(inside)) * own, np.zeros(len(own))
+        mapped = weights * own
+        if pairs is not None:
+            apart = diagonal(pairs)
+            mapped = weights * (own - apart) + _times(np.broadcast_to(pairs, inside.shape), counted)
+            total += (_times(inside * pairs, counted) * counted).sum(1)
+            beside -= diagonal(inside) * apart
         total += (counted * weights * beside).sum(1)
         total -= 2.0 * (self.logits.sight.keys * self._noise_left * mapped * weights).sum(1)
         total += self._noise_both * (counted * mapped).sum(1)
@@ -684,12 +703,13 @@ class PositionAttention:
         a, noise = self._noise
         left = self._noise_left
         shape = noise - left[:, None, :] - left[:, :, None] + self._noise_both[:, None, None]
-        whole, once = a + diagonal(shape), np.einsum("pq,pr,qrp->pqr", weights, weights, later)
+        whole, once = a + diagonal(shape), weights[:, :, None] * weights[:, None, :]
+        once *= np.moveaxis(later, -1, 0)
         turned = shape if logits.turning is None else shape * logits.turning.within
         calibration = self._calibration
         paths = (calibration.noise_key, turned), (calibration.noise_cross, shape)
         for path, (factor, law) in enumerate(paths, start=1):
-            total[path] += np.einsum("p,pqr,pqr->qr", factor * driven, law, once, optimize=True)
+            total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
@@ -851,58 +871,92 @@ class _Sums(NamedTuple):
     two: Array
 
     def over_first(self, joint: Matrix, values: Array) -> Array:
-        """(c, k)."""
-        total = ((values * self.first)[:, None, :] @ joint[1])[:, 0]
-        part = joint[0] * (values * self.one)[:, self.tile.own_left]
+        """(c, k, ...) of values (c, n, ...)."""
+        first, one = (_lifted(weights, values) for weights in (self.first, self.one))
+        total = _before(joint[1], values * first)
+        part = _lifted(joint[0], values) * (values * one)[:, self.tile.own_left]
         total[:, self.tile.own_right] += part
-        return np.asarray(total)
+        return total
 
     def over_second(self, joint: Matrix, values: Array) -> Array:
-        """(c, n)."""
-        total = (joint[1] @ (values * self.second)[:, :, None])[..., 0]
-        part = joint[0] * (values * self.two)[:, self.tile.own_right]
+        """(c, n, ...) of values (c, k, ...)."""
+        second, two = (_lifted(weights, values) for weights in (self.second, self.two))
+        total = _times(joint[1], values * second)
+        part = _lifted(joint[0], values) * (values * two)[:, self.tile.own_right]
         total[:, self.tile.own_left] += part
-        return np.asarray(total)
+        return total
 
     def balanced(self, joint: Matrix, sweeps: int) -> Matrix:
-        """Scaled so that its means over either key are 1; see `balance.balanced`."""
+        """Scaled, in place, so that its means over either key are 1; see `balance.balanced`."""
+        own, pairs = joint
         left, right = np.ones_like(self.first), np.ones_like(self.second)
         for _ in range(sweeps):
             right = 1.0 / np.maximum(self.over_first(joint, left), 1e-300)
             left = 1.0 / np.maximum(self.over_second(joint, right), 1e-300)
-        own = joint[0] * left[:, self.tile.own_left] * right[:, self.tile.own_right]
-        return own, joint[1] * left[:, :, None] * right[:, None, :]
+        own *= left[:, self.tile.own_left]
+        own *= right[:, self.tile.own_right]
+        pairs *= left[:, :, None]
+        pairs *= right[:, None, :]
+        return own, pairs
 
-    def tangent(self, joint: Matrix, whole: Array, direction: Array) -> Matrix:
-        """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0; see
-        `balance.tangent`.
+    def tangents(self, joint: Matrix, directions: Sequence[Matrix]) -> list[Matrix]:
+        """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0, made of each
+        direction in its place; see `balance.tangent`.
 
         Args:
             joint: of means 1.
-            whole, direction: of a key of both, and of two keys.
+            directions: of a key of both, and of two keys.
         """
-        tile, moved = self.tile, joint[1] * direction
-        own = (joint[0] + tile.diagonal(joint[1])) * whole - tile.diagonal(moved)
-        rows = self.over_second((own, moved), np.ones_like(self.second))
-        columns = self.over_first((own, moved), np.ones_like(self.first))
+        tile, sums = self.tile, []
+        whole = joint[0] + tile.diagonal(joint[1])
+        for own, pairs in directions:
+            pairs *= joint[1]
+            own *= whole
+            own -= tile.diagonal(pairs)
+            rows = self.over_second((own, pairs), np.ones_like(self.second))
+            sums.append((rows, self.over_first((own, pairs), np.ones_like(self.first))))
+        several = len(sums) > 1
+        rows, columns = (
+            np.stack(part, -1) if several else part[0] for part in zip(*sums, strict=True)
+        )
         left, right = -rows, np.zeros_like(columns)
         for _ in range(TANGENT_SWEEPS):
             left = -rows - self.over_second(joint, right)
             right = -columns - self.over_first(joint, left)
-        moved += joint[1] * (left[:, :, None] + right[:, None, :])
-        return own + joint[0] * (left[:, tile.own_left] + right[:, tile.own_right]), moved
+        for k, (own, pairs) in enumerate(directions):
+            first, second = (left[..., k], right[..., k]) if several else (left, right)
+            pairs += joint[1] * (first[:, :, None] + second[:, None, :])
+            own += joint[0] * (first[:, tile.own_left] + second[:, tile.own_right])
+        return list(directions)
 
 
-def _balanced(
-    joint: Matrix, weights: tuple[Array, Array], counts: tuple[Array, Array], sweeps: int
-) -> Matrix:
-    """The same for a row with itself, over its own keys."""
+def _lifted(weights: Array, values: Array) -> Array:
+    """Weights (c, n) that meet values (c, n) or (c, n, d)."""
+    return weights if values.ndim == 2 else weights[..., None]
+
+
+def _times(matrices: Array, values: Array) -> Array:
+    """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
+    if values.ndim == 3:
+        return np.asarray(matrices @ values)
+    return np.asarray((matrices @ values[:, :, None])[..., 0])
+
+
+def _before(matrices: Array, values: Array) -> Array:
+    """(c, k) or (c, k, d) of values (c, n) or (c, n, d) times matrices (c, n, k)."""
+    if values.ndim == 3:
+        return np.asarray(np.swapaxes(matrices, -1, -2) @ values)
+    return np.asarray((values[:, None, :] @ matrices)[:, 0])
+
+
+def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
+    """Factors that balance the law of every row with itself, over its own keys of these weights."""
     own, pairs = joint
-    left, right = np.ones_like(pairs[..., 0]), np.ones_like(pairs[..., 0, :])
-    first, second = counts[0] * weights[0], counts[1] * weights[1]
+    met = own * weights
+    left, right = np.ones_like(own), np.ones_like(own)
     for _ in range(sweeps):
-        total = ((left * first)[..., None, :] @ pairs)[..., 0, :] + own * left * weights[0]
+        total = ((left * counted)[:, None, :] @ pairs)[:, 0] + met * left
         right = 1.0 / np.maximum(total, 1e-300)
-        total = (pairs @ (right * second)[..., None])[..., 0] + own * right * weights[1]
+        total = (pairs @ (right * counted)[:, :, None])[..., 0] + met * right
         left = 1.0 / np.maximum(total, 1e-300)
-    return own * left * right, pairs * left[..., :, None] * right[..., None, :]
+    return left, right
