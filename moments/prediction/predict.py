@@ -80,12 +80,13 @@ def predict(
             and 2).
         tokens: how finely tokens are told apart under the refined theory. True: each by itself,
             at a cost that grows with the cube of the length. False: not at all. None: by classes
-            of positions (`moments.engine.classes`) where the mask is causal and nothing else but
-            dropout, windows, rotary positions, penalties and biases by distance tells tokens
-            apart, at any length, an encoder's tokens being alike; not at all without a mask, long
-            sequences of rotary positions included; token by token for a text of up to 256 tokens
-            (of fewer than 64 where logits are as faint as GPT-2's) or of several sequences, an
-            image, a mask or a kernel. Of a longer text classes hold means over their cells.
+            of positions (`moments.engine.classes`) where the mask is causal, or there are windows,
+            and nothing else but dropout, positions of any kind, penalties and biases by distance
+            tells tokens apart, at any length (of up to 72 windows), an encoder's tokens being
+            alike, and those of several sequences or documents likewise, however long each; not at
+            all without a mask, long sequences of rotary positions included; token by token for a
+            text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's), an
+            image or a kernel. Of a longer text classes hold means over their cells and sequences.
             `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
