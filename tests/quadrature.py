@@ -95,7 +95,7 @@ def _gaussian_integral(integrand: Callable[[Any], Any], *marks: Any) -> Any:
     """Integral over a standard normal, split at 0 and symmetrically at `marks`."""
     inside = sorted({mp.mpf(mark) for mark in (*marks, 2) if 0 < mark < CUT})
     edges = [-CUT, *(-mark for mark in reversed(inside)), 0, *inside, CUT]
-    return mp.quad(lambda z: mp.npdf(z) * integrand(z), edges)
+    return mp.quad(lambda z: mp.npdf(z) * integrand(z), edges, method="gauss-legendre")
 
 
 @functools.cache

@@ -47,7 +47,7 @@ from ..engine.sensitivity import (
     trace_of,
     transposed,
 )
-from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
 from ..transfer.attention.logits import logit_law
 from ..transfer.attention.softmax import SquareTable
@@ -208,7 +208,9 @@ class _Reading(NamedTuple):
         axes = (1,) * (base.ndim - 1)
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
         kernel = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
-        entering = Signal(kernel, modes.seq_len, width=signal.width, spread=kernel.scaled(0.0))
+        entering = Signal(
+            kernel, modes.seq_len, width=signal.width, fluctuation=Fluctuation.fixed(kernel)
+        )
         memory, record = forward(read, entering)
         basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
         pulled = modes.of(record.backward(Gradient(basis, modes.seq_len)).gradient_sent.kernel)
@@ -227,7 +229,9 @@ def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
     axes = (1,) * (base.ndim - 1)
     steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
     nudged = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
-    signal = Signal(nudged, modes.seq_len, width=record.input.width, spread=nudged.scaled(0.0))
+    signal = Signal(
+        nudged, modes.seq_len, width=record.input.width, fluctuation=Fluctuation.fixed(nudged)
+    )
     basis = Gradient(modes.kernel(np.eye(2).reshape(2, 1, *axes, 2)), modes.seq_len)
     addition, scale, node = record.component.addition(record), 1.0, record.component
     if addition is not None:
@@ -350,22 +354,23 @@ class OfModes:
         mean, difference = (per_mode[..., i, None, None] for i in range(2))
         like = 0.0 * sensitivity
         found = diagonal(own_entries(like) + difference[..., 0], like)
-        found = found + (mean - difference) / self.modes.seq_len * self._same(like)
+        same = _same_sequence(like, self.modes.seq_len)
+        found = found + (mean - difference) / self.modes.seq_len * same
         none = np.zeros(sensitivity.shape[:-2])
         return SignalAdjoint(sensitivity + found.astype(SINGLE), none, none)
-
-    def _same(self, like: Matrix) -> Matrix:
-        """Whether two tokens are of one sequence."""
-        if isinstance(like, ClassMatrix):
-            return like * 0.0 + 1.0
-        count, length = like.shape[-1], self.modes.seq_len
-        return np.kron(np.eye(count // length), np.ones((length, length)))
 
     def _relative(self, kernel: Matrix) -> Array:
         """(..., 2) modes over the variance."""
         mean = _means(kernel, self.modes.seq_len) / trace_of(kernel)
         sizes = np.stack([mean, 1 - mean], axis=-1)
         return sizes * self.modes.seq_len / self.modes.count
+
+
+def _same_sequence(like: Matrix, length: int) -> Matrix:
+    """Whether two tokens are of one sequence."""
+    if isinstance(like, ClassMatrix):
+        return like * 0.0 + 1.0
+    return np.kron(np.eye(like.shape[-1] // length), np.ones((length, length)))
 
 
 def _means(kernel: Matrix, seq_len: int) -> Array:
@@ -404,12 +409,7 @@ class OfAverages:
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         each = 0.0 * self.like
         own, pairs = sensitivity.own, sensitivity.pairs
-        same: Array = 1.0
-        if not isinstance(self.like, ClassMatrix):
-            length = self.kind.length
-            count = self.like.shape[-1] // length
-            same = np.kron(np.eye(count), np.ones((length, length)))
-        by_token = off_diagonal(each + pairs * same)
+        by_token = off_diagonal(each + _same_sequence(self.like, self.kind.length) * pairs)
         by_token = by_token + diagonal(own_entries(0.0 * by_token) + own, by_token)
         step = self.inner.gradient_adjoint(by_token.astype(SINGLE))
         return step._replace(sensitivity=sensitivity, noise=step.noise * self.sequences)

@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.state import Array, Kernel, Realised, Signal
+from ..engine.state import Array, Fluctuation, Kernel, Signal
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_array, check_in
 from ..formulas.law import Theory
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, Interval
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..transfer.embedding import FixedPart, check_ids, class_kernel, embedded_alike, joint_kernel
+from ..transfer.embedding import (
+    FixedPart,
+    check_ids,
+    class_kernel,
+    drawn_alike,
+    embedded_alike,
+    fixed_positions,
+    joint_kernel,
+)
 
 
 def check_moments(
@@ -81,7 +89,7 @@ def gaussian(
     if spread:
         drawn = kernel * kernel if fixed is None else kernel * kernel - fixed.kernel * fixed.kernel
         norms = drawn.scaled(2 / d_model)
-        signal = signal.replace(spread=norms, realised=Realised(norms))
+        signal = signal.replace(fluctuation=Fluctuation(norms, norms))
     if spread and fixed is not None:
         # What is not centred counts d times its mean's square.
         signal = signal.replace(centred=fixed.kernel - fixed.common.scaled(float(d_model)))
@@ -228,13 +236,33 @@ def first_kernel(
             "moments.transfer.images.photograph), or variance and correlation"
         )
     if token_ids is not None and isinstance(resolved, PositionClasses):
-        return class_kernel(embedding, resolved, token_ids)
+        return class_kernel(embedding, resolved, token_ids, model.d_model)
     if token_ids is not None and resolved:
         return joint_kernel(
             embedding, model.seq_len, token_ids, segment_ids, model.d_model, documents
         )
-    tables = embedded_alike(embedding, model.seq_len, theory, token_ids, segment_ids, model.d_model)
-    return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
+    if not resolved:
+        alone = embedding, model.seq_len, theory, token_ids, segment_ids, model.d_model
+        tables = embedded_alike(*alone)
+        return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, False)
+    tables = drawn_alike(embedding, model.seq_len, theory, token_ids, segment_ids)
+    found = alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
+    fixed = placed_positions(model, resolved, 1, documents)
+    return found if fixed is None else found + fixed.kernel
+
+
+def placed_positions(
+    model: Transformer,
+    resolved: bool | PositionClasses,
+    sequences: int,
+    documents: np.ndarray | None,
+) -> FixedPart | None:
+    """Sinusoidal positions in any resolution; None where there are none."""
+    assert isinstance(model.embedding, Embedding)
+    classes = resolved if isinstance(resolved, PositionClasses) else None
+    several = sequences if resolved else None
+    length, width = model.seq_len, model.d_model
+    return fixed_positions(model.embedding, length, width, several, documents, classes)
 
 
 def last_kernel(
@@ -263,6 +291,11 @@ def last_kernel(
         one = alike(v, r, model.seq_len, resolved)
         if sequences == 1:
             return one
+        if isinstance(resolved, PositionClasses):
+            size = len(resolved.inside.nodes)
+            return Kernel(
+                one.diagonal, one.pairs * resolved.within(np.ones((size, size))), resolved
+            )
         return Kernel.of_matrix(np.kron(np.eye(sequences), one.pairs))
     if variance is not None or correlation is not None:
         raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")

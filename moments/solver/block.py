@@ -17,10 +17,6 @@ from ..engine.composition import Chain, Component, Leaf, Pullback, forward
 from ..engine.layout import Layout
 from ..engine.state import Signal
 from ..errors import DomainError
-from ..formulas.gated import gated
-from ..formulas.linear import BIASED_LINEAR
-from ..transfer.elementary import Activation, Lawful
-from ..transfer.gated import GatedLinear
 from .factor import LIMIT
 
 MATRICES = {
@@ -98,10 +94,8 @@ class Block:
         parts, signal = self.tail, self.entering
         if self.heads is not None and self._proportional:
             heads = self.heads
-            spread = None if heads.spread is None else heads.spread.scaled(factor * factor)
-            realised = None if heads.realised is None else heads.realised.scaled(factor)
-            kernel = heads.kernel.scaled(factor)
-            signal = heads.replace(kernel=kernel, spread=spread, realised=realised)
+            varies = None if heads.fluctuation is None else heads.fluctuation.scaled(factor)
+            signal = heads.replace(kernel=heads.kernel.scaled(factor), fluctuation=varies)
             parts = parts[1:]
         whole = Chain(tuple(part.with_variances(self.own, factor) for part in parts) + self.rest)
         return forward(whole, signal, self.memory)[0]
@@ -117,17 +111,13 @@ class Block:
 
     def _resolved(self) -> float:
         """Logarithm of the factor up to which an activation's laws are resolved."""
-        moments = self._start
+        moments, algebra = self._start, self.entering.algebra
+        part: Any
         for part, stage in zip(self.tail, self._stages, strict=True):
-            laws = None
-            if isinstance(part, Activation):
-                laws, variance = part.laws.under(part.theory), moments[1]
-            elif isinstance(part, GatedLinear):
-                laws = gated(part.activation).under("refined")
-                variance = mapped(part, moments, self.entering.algebra, part.gate, part.gate_bias)
-            if laws is not None:
-                upper = laws["variance"].domain["x_variance"].upper
-                return math.log(upper / float(np.max(variance))) if upper < math.inf else LIMIT
+            if part.by_entry:
+                share = float(np.max(part.domain_share(*moments, algebra)))
+                if share > 0.0:
+                    return -math.log(share)
             moments = stage(moments, 1.0)
         return LIMIT
 
@@ -143,60 +133,19 @@ class Block:
             self._slope = more.kernel.diagonal - self.heads.kernel.diagonal
             self._constant = self.heads.kernel.diagonal - self._slope
 
-    def _stage(self, part: Component) -> Stage:
+    def _stage(self, part: Any) -> Stage:
         if part.mixes_tokens and part.matrices:
             return lambda _, factor: (0.0, self._slope * factor + self._constant)
-        algebra = self.entering.algebra
-        if isinstance(part, GatedLinear):
-            return lambda moments, f: (
-                0.0,
-                _gated(part.with_variances(self.own, f), moments, algebra),
-            )
-        if not isinstance(part, Lawful):
+        if not part.by_entry:
             raise DomainError(f"{part.label} has no inversion: solve for another objective")
-        laws = part.laws.under(part.theory)
-        mean, variance = laws["mean"], laws["variance"]
-        free = holds(part, self.own)
-        values: dict[str, Any] = dict(part.parameters)
-        given = values.get("weight_variance", 0.0)
-
-        def stage(moments: Moments, factor: float) -> Moments:
-            values["x_mean"], values["x_variance"] = moments
-            if free:
-                values["weight_variance"] = given * factor
-            return (
-                mean.formula(algebra, *mean.pick(values)),
-                variance.formula(algebra, *variance.pick(values)),
-            )
-
-        return stage
-
-
-def mapped(part: GatedLinear, moments: Moments, algebra: Any, weight: Any, bias: Any) -> Any:
-    """Variance behind one of a gated block's two maps."""
-    law = BIASED_LINEAR.law("variance")
-    values = {
-        "fan_in": part.fan_in,
-        "x_mean": moments[0],
-        "x_variance": moments[1],
-        "weight_variance": weight,
-        "bias_variance": bias,
-    }
-    return law.formula(algebra, *law.pick(values))
-
-
-def _gated(part: GatedLinear, moments: Moments, algebra: Any) -> Any:
-    product = gated(part.activation).under("refined")["variance"]
-    both = {
-        "x_variance": mapped(part, moments, algebra, part.gate, part.gate_bias),
-        "factor_variance": mapped(part, moments, algebra, part.ffn_in, part.bias),
-        "x_mean": 0.0,
-    }
-    return product.formula(algebra, *product.pick(both))
+        algebra = self.entering.algebra
+        if not holds(part, self.own):
+            return lambda moments, _: part.of_entry(*moments, algebra)
+        return lambda moments, f: part.with_variances(self.own, f).of_entry(*moments, algebra)
 
 
 def average(layout: Layout, diagonal: Any) -> float:
-    """Of a number per token: over the real ones of a sequence, then over sequences."""
+    """Of a number per token: over the real ones."""
     if np.ndim(diagonal) == 0:
         return float(diagonal)
     if layout.classes is not None:
@@ -205,7 +154,7 @@ def average(layout: Layout, diagonal: Any) -> float:
     if layout.real is None:
         return float(np.mean(tokens))
     real = np.reshape(layout.real, (-1, np.shape(tokens)[-1]))
-    return float(np.mean((tokens * real).sum(-1) / real.sum(-1)))
+    return float((tokens * real).sum() / real.sum())
 
 
 # --- components -----------------------------------------------------------------------------------

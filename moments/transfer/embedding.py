@@ -13,6 +13,7 @@ from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import ComponentLaws, Theory
 from ..model.embedding import Embedding
+from .attention.kernels.turning import CHUNK, Hats, of_pairs
 
 WIDEST = 2**16
 """Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
@@ -62,6 +63,19 @@ def embedded_alike(
     Without `token_ids` the text follows Zipf's law and segments split it uniformly; with them the
     repetitions are counted, and a text without `segment_ids` is one segment.
     """
+    total = drawn_alike(embedding, seq_len, theory, token_ids, segment_ids)
+    fixed = fixed_positions(embedding, seq_len, d_model)
+    return total if fixed is None else total + fixed.kernel
+
+
+def drawn_alike(
+    embedding: Embedding,
+    seq_len: int,
+    theory: Theory,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+) -> Kernel:
+    """The same without what no weight is drawn for: sinusoidal positions."""
     token, segment = _patterns(embedding, seq_len, theory, token_ids, segment_ids)
     tables = [
         (TOKEN_EMBEDDING, embedding.scale**2 * embedding.token_variance, token),
@@ -75,8 +89,7 @@ def embedded_alike(
             float(laws.law("variance", theory).of(values)),
             float(laws.law("covariance", theory).of(values)),
         )
-    fixed = fixed_positions(embedding, seq_len, d_model)
-    return total if fixed is None else total + fixed.kernel
+    return total
 
 
 def joint_kernel(
@@ -114,29 +127,56 @@ def joint_kernel(
     return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
 
 
-def class_kernel(embedding: Embedding, classes: PositionClasses, token_ids: Any) -> Kernel:
-    """The same of one text on classes of positions: means over their cells.
+def class_kernel(
+    embedding: Embedding, classes: PositionClasses, ids: np.ndarray, d_model: int | None = None
+) -> Kernel:
+    """The same of a text on classes of positions: means over their cells.
 
-    The text is one segment without padding, and has no sinusoidal positions.
+    The text is one segment without padding.
+
+    Args:
+        embedding: the tables.
+        classes: of positions.
+        ids: (L,) tokens, or (documents, longest) where `classes` are of several documents, whose
+            positions begin alike.
+        d_model: width; needed for sinusoidal positions.
     """
-    ids = _text_ids(embedding, classes.length, token_ids).reshape(-1)
     token = embedding.scale**2 * embedding.token_variance
     pairs = token * classes.pair_means(ids, ids) + embedding.segment_variance
+    pairs = pairs + embedding.position_variance * classes.at_one_place
     own = token + embedding.segment_variance + embedding.position_variance
-    return Kernel(np.full(len(classes.nodes), own), pairs, classes)
+    found = Kernel(np.full(len(classes.nodes), own), pairs, classes)
+    fixed = fixed_positions(embedding, classes.length, d_model, classes=classes)
+    return found if fixed is None else found + fixed.kernel
 
 
-def class_repeats(embedding: Embedding, classes: PositionClasses, token_ids: Any) -> Repeats:
+def class_repeats(embedding: Embedding, classes: PositionClasses, ids: np.ndarray) -> Repeats:
     """Beside `class_kernel`: which pairs are of one token, which share its row of the table."""
-    ids = _text_ids(embedding, classes.length, token_ids).reshape(-1)
     share = np.clip(classes.pair_means(ids, ids), 0.0, 1.0)
     # With u_j the share of the text that is of token j, and 1 where a pair is of one: the mean of
     # (1 - f) (1 - u_j - u_l), both about their means over the cells.
-    common = np.bincount(ids)[ids] / len(ids)
+    common = classes.shares_of(ids)
     met, of_cell = classes.pair_means(ids, ids, common), classes.cell_means(common)
     scatter = share - 2 * met - share * (share - of_cell[:, None] - of_cell)
     excess = embedding.scale**2 * embedding.token_variance * (1.0 - share)
     return Repeats(share, np.maximum(scatter, 0.0), excess)
+
+
+def placed_repeats(embedding: Embedding, classes: PositionClasses, d_model: int) -> Repeats | None:
+    """Beside `fixed_positions` on classes: how what two places share varies inside cells, as if it
+    were as often above its mean as below; None without sinusoidal positions."""
+    if embedding.positions != "sinusoidal":
+        return None
+    frequencies = _frequencies(d_model)
+    share = np.full(len(frequencies), 0.5 / len(frequencies))
+    variance = Hats(classes.inside, frequencies).scatter(share)
+    _, variance = classes.everywhere((np.zeros(len(variance)), variance))
+    half = np.full(variance.shape, 0.5)
+    return Repeats(half, np.where(variance > 0.0, 0.25, 0.0), np.sqrt(variance))
+
+
+def _frequencies(d_model: int) -> np.ndarray:
+    return np.asarray(10000.0 ** (-2 * np.arange(d_model // 2) / d_model))
 
 
 class FixedPart(NamedTuple):
@@ -157,6 +197,7 @@ def fixed_positions(
     d_model: int | None,
     sequences: int | None = None,
     documents: np.ndarray | None = None,
+    classes: PositionClasses | None = None,
 ) -> FixedPart | None:
     """Sinusoidal positions; None where there are none.
 
@@ -169,6 +210,7 @@ def fixed_positions(
         d_model: width.
         sequences: B for kernels of shape (B L, B L); None: tokens alike.
         documents: of packed rows, (L,) or (B, L); None: each row is one.
+        classes: of positions, for means over their cells; None: none.
 
     Raises:
         DomainError: sinusoidal positions of unknown or odd width.
@@ -181,7 +223,9 @@ def fixed_positions(
     if d_model is None or d_model % 2 or d_model > WIDEST:
         allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
         raise domain_error("d_model", d_model, allowed)
-    frequencies = 10000.0 ** (-2 * np.arange(d_model // 2) / d_model)
+    frequencies = _frequencies(d_model)
+    if classes is not None:
+        return _fixed_on(frequencies, classes)
     if sequences is None:
         return _fixed_alike(frequencies, seq_len)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
@@ -190,6 +234,30 @@ def fixed_positions(
     both = rows @ rows.T / d_model, means[:, None] * means[None, :]
     place = _places(seq_len, sequences, documents)
     return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
+
+
+def _fixed_on(frequencies: np.ndarray, classes: PositionClasses) -> FixedPart:
+    """Means over cells, of one place or of two: the same in every document."""
+    one, count = classes.inside, len(frequencies)
+    hats = Hats(one, frequencies)
+    phases, mass, twice = hats.sums(0, len(one.nodes) - 1)
+    cosines = (phases @ phases.conj().T).real / count
+    pairs = mass[:, None] * mass
+    near = float(np.cos(frequencies).mean())
+    kernel = 0.5 * of_pairs(cosines / pairs, pairs, twice, 1.0, near)
+    # A token's mean over features is sum_m (sin + cos)(w_m t)/d, t counted from 0.
+    means = np.empty(one.length)
+    for start in range(0, one.length, CHUNK):
+        angles = np.multiply.outer(np.arange(start, min(start + CHUNK, one.length)), frequencies)
+        means[start : start + CHUNK] = (np.sin(angles) + np.cos(angles)).sum(1) / (2 * count)
+    sums, squares = one.hats @ means, (one.hats * means**2) @ one.hats.T
+    own = one.cell_means(means**2)
+    common = np.outer(sums, sums) - squares
+    rest = pairs - twice
+    usable = rest > 0.5
+    common = np.where(usable, common / np.where(usable, rest, 1.0), 0.0)
+    blocks = (np.full(len(mass), 0.5), kernel), (own, common)
+    return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
 
 
 def _fixed_alike(frequencies: np.ndarray, seq_len: int) -> FixedPart:
@@ -232,6 +300,7 @@ def embedding_gradients(
     token_ids: Any = None,
     segment_ids: Any = None,
     documents: np.ndarray | None = None,
+    ids: np.ndarray | None = None,
 ) -> dict[str, Array]:
     """Squared gradient norms of the tables that have parameters.
 
@@ -247,6 +316,8 @@ def embedding_gradients(
             of tokens alike, one sequence of them.
         token_ids, segment_ids: the text; required where the gradient is resolved, unless it is of
             one sequence, whose tokens then are taken to differ.
+        documents: of packed rows, (L,) or (B, L), see `packing`.
+        ids: on classes of positions, the text as `class_kernel` takes it.
 
     Returns:
         "token", and "position" and "segment" where there are such tables.
@@ -257,14 +328,16 @@ def embedding_gradients(
     scale = embedding.scale**2
     if gradient.resolved is not True:
         token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
-        own = seq_len * gradient.mean_diagonal()
-        pairs = seq_len * (seq_len - 1) * gradient.mean_pairs()
-        repeated = token * pairs
-        if gradient.classes is not None and token_ids is not None:
-            ids, classes = _text_ids(embedding, seq_len, token_ids)[0], gradient.classes
-            same = gradient.pairs * classes.pair_means(ids, ids)
-            repeated = (same * classes.pair_count).sum((-2, -1))
-        found = {"token": scale * (own + repeated), "position": own}
+        classes = gradient.classes
+        length = seq_len if classes is None else classes.length
+        own = length * gradient.mean_diagonal()
+        pairs = gradient.total(seq_len) - own
+        repeated, shared = token * pairs, 0.0 * own
+        if classes is not None:
+            shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
+            if ids is not None:
+                repeated = classes.sum_of_pairs(gradient.pairs * classes.pair_means(ids, ids))
+        found = {"token": scale * (own + repeated), "position": own + shared}
         found["segment"] = own + segment * pairs
     else:
         count = gradient.pairs.shape[-1]
@@ -299,7 +372,7 @@ def table_rows(
     documents: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of the three tables that every token of a batch looks up, each (B L,)."""
-    ids = _text_ids(embedding, seq_len, token_ids)
+    ids = text_ids(embedding, seq_len, token_ids)
     segments = np.zeros_like(ids)
     if segment_ids is not None:
         segments = np.broadcast_to(check_ids(segment_ids, seq_len, "segment_ids"), ids.shape)
@@ -328,13 +401,18 @@ def _patterns(
             _pattern(TOKEN_EMBEDDING, theory, vocab_size=vocab_size, seq_len=seq_len),
             _pattern(SEGMENT_EMBEDDING, theory, seq_len=seq_len),
         )
-    token = repeated_pairs(_text_ids(embedding, seq_len, token_ids), seq_len, "token_ids")
+    token = repeated_pairs(text_ids(embedding, seq_len, token_ids), seq_len, "token_ids")
     if segment_ids is None:
         return token, 1.0
     return token, repeated_pairs(segment_ids, seq_len, "segment_ids")
 
 
-def _text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
+def text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
+    """(B, L) rows of the token table.
+
+    Raises:
+        DomainError: as `check_ids`, or a row that the table does not have.
+    """
     ids = check_ids(token_ids, seq_len, "token_ids")
     if ids.max() >= embedding.vocab_size:
         raise domain_error(

@@ -18,6 +18,7 @@ See docs/theory/state.md, Classes of positions.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, Sight, diagonal, product, transposed
+from ....engine.classes import Matrix, Sight, diagonal
 from ..softmax.chebyshev import THETA_MAX
 from . import exact_rows
 from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS, TANGENT_SWEEPS
@@ -36,7 +37,7 @@ from .finite_rows import Widths
 from .independent_noise import MARGINAL_SWEEPS
 from .pair_weights import RHO_MIN, geometric_mean, sharpening
 from .reference import annealed_moments, matched
-from .row_pairs import RowPairs, Tile
+from .row_pairs import RowMaps, RowPairs, Tile
 from .row_statistics import RowStatistics, log_weights, reference_scale, statistics_of
 from .turning import Turning
 from .width_terms import fixed_norms, unshared_part
@@ -48,6 +49,15 @@ TOLERANCE = 2e-5
 """Largest change of an overlap at which its iteration ends; rows are few, so below `balance`'s."""
 
 
+class Across(NamedTuple):
+    """`queries`, `keys`, `values` and `repeats` of `ClassLogits`, of tokens of two documents."""
+
+    queries: Matrix
+    keys: Matrix
+    values: Matrix
+    repeats: Array | None = None
+
+
 class ClassLogits(NamedTuple):
     """`logits.Logits` on classes.
 
@@ -57,6 +67,8 @@ class ClassLogits(NamedTuple):
         sight: which keys rows see.
         turning: rotary positions; None: none.
         repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
+        across: the same kernels of tokens of two documents, own parts being those of two tokens at
+            one place; None: there is one document.
     """
 
     queries: Matrix
@@ -66,6 +78,7 @@ class ClassLogits(NamedTuple):
     sight: Sight
     turning: Turning | None = None
     repeats: Array | None = None
+    across: Across | None = None
 
     @property
     def prior(self) -> Array:
@@ -142,7 +155,10 @@ class PositionAttention:
         overlap_path: what the query path gains per unit of G and of the relative variance of two
             tokens' overlap.
         repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
+        across: the same rows where two of them are of different documents; None: there is one.
     """
+
+    across: PositionAttention | None = None
 
     def __init__(
         self,
@@ -161,6 +177,7 @@ class PositionAttention:
             drop_prob, d_model, d_head, norm_spread, value_bias: as in `attention.KernelAttention`.
         """
         self.logits = logits
+        self._kernels: Across | ClassLogits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
         sight = logits.sight
@@ -169,10 +186,11 @@ class PositionAttention:
         if isinstance(sight, FadingSight):
             lighter = _lighter(logits, rows, sight)
             self.logits = logits = logits._replace(sight=sight.lighter(lighter))
+            self._kernels = logits
             self.weights = self.weights * lighter
         self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
-        self._response = self._self_response()
+        self._response = RowMaps.of(*self._self_response(), logits.sight.keys)
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
         own, inside = self._alone
@@ -181,10 +199,25 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
-        # What the way back needs of the laws, in single precision: the rest is given back.
+        if logits.across is not None:
+            self.across = self._of_two_documents(logits.across)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Keep what the way back needs of the laws, in single precision, and not the rest."""
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
         del self._laws, self._response, self._slope
+
+    def _of_two_documents(self, met: Across) -> PositionAttention:
+        """These rows, met by those of another document, which sees other tokens at the same places:
+        what a row has with itself is what two at one place have."""
+        found = copy.copy(self)
+        found._kernels, found._dropped, found.across = met, 0.0, None
+        found._joint_laws()
+        found._forward()
+        found._give_back()
+        return found
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -206,7 +239,8 @@ class PositionAttention:
         logits, rows = self.logits, self._rows
         keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
         weights, own = self.weights[of, among], logits.keys[0][among]
-        both = seen[:, :, None] & seen[:, None, :]
+        held = seen.astype(float)
+        both = held[:, :, None] * held[:, None, :]
         temperature = logits.scale * logits.queries[0]
         pull = (rows.own_response * temperature * rows.softening)[of, None, None]
         within, away = logits.among(of, among)
@@ -216,51 +250,65 @@ class PositionAttention:
         prior = logits.prior[of, among]
         total = np.einsum("pr,pqr->pq", keys * prior, of_pairs) + prior * of_own
         found = np.where(seen, prior * of_own / total, 0.0)
-        inside = np.where(both, prior[:, None, :] * of_pairs / total[:, :, None], 0.0)
+        inside = both * (prior[:, None, :] * of_pairs / total[:, :, None])
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        kernel, away = (own - diagonal(within), within), logits.log_mean(away, exponent)
+        away = logits.log_mean(away, exponent)
+        apart, each = own - diagonal(within), np.arange(len(own))
+        counted = keys[:, :, None] * within  # C by its counts
+        counted[:, each, each] += apart
         excess: Array | float = 0.0
         if isinstance(logits.sight, FadingSight):
             excess = self._excess_weight(of, among)
         step, last = np.full(len(keys), 0.5), None
+        sent = keys * weights
         for _ in range(ITERATIONS):
-            response = (1.0 - found, -inside)
-            projected = product(product(response, kernel, keys), transposed(response), keys)
-            whole = projected[0] + diagonal(projected[1]) - 2.0 * excess * kernel[0]
-            joint = _bounded_exp((whole, projected[1]), exponent, away)
-            joint = joint[0] - diagonal(joint[1]), joint[1]
-            joint = np.where(seen, joint[0], 0.0), np.where(both, joint[1], 0.0)
-            joint = _balanced(joint, (weights, weights), (keys, keys), SELF_SWEEPS)
-            change = joint[0] * (weights + excess) - found, joint[1] * weights[:, None, :] - inside
+            # (1 - A) C (1 - A)^T, of A = (found, inside): `product` twice, in place
+            response = 1.0 - found
+            middle = response[:, :, None] * within
+            middle -= inside @ counted
+            middle_own = response * apart
+            projected = middle * keys[:, None, :]
+            projected[:, each, each] += middle_own
+            projected = projected @ np.swapaxes(inside, -1, -2)
+            middle *= response[:, None, :]
+            projected = np.subtract(middle, projected, out=projected)
+            whole = middle_own * response + diagonal(projected) - 2.0 * excess * apart
+            joint_own, joint = _bounded_exp((whole, projected), exponent, away)
+            joint_own -= diagonal(joint)
+            joint_own *= held
+            joint *= both
+            left, right = _balances((joint_own, joint), weights, sent, SELF_SWEEPS)
+            joint *= left[:, :, None]
+            joint *= (right * weights)[:, None, :]
+            joint -= inside
+            change = joint_own * left * right * (weights + excess) - found
             if last is not None:  # the step that would have cancelled the last change
-                turned = last - change[0]
+                turned = last - change
                 size = (keys * turned**2).sum(1)
                 moved = step * (keys * last * turned).sum(1) / np.maximum(size, 1e-30)
                 step = np.clip(moved, 0.25, 1.0)
-            last = change[0]
-            found = found + step[:, None] * change[0]
-            inside = inside + step[:, None, None] * change[1]
-            if max(np.abs(change[0]).max(), np.abs(change[1]).max()) < TOLERANCE:
+            last = change
+            largest = max(np.abs(change).max(), joint.max(), -joint.min())
+            found = found + step[:, None] * change
+            joint *= step[:, None, None]
+            inside += joint
+            if largest < TOLERANCE:
                 break
-        return np.where(seen, 1.0 - found, 0.0), np.where(both, -inside, 0.0)
+        return held * (1.0 - found), both * -inside
 
     # --- pairs of rows -------------------------------------------------------------------------
 
-    def _projected(self, tile: Tile, kernel: Matrix) -> Matrix:
-        """(1 - A) C (1 - A')^T of pairs of rows, of one kernel or of one for every pair."""
-        own, pairs = self._response
-        long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        keys = self.logits.sight.keys
-        found = tile.projected(
-            (own[long, left], pairs[long, left, left]),
-            kernel,
-            (own[short, right], pairs[short, right, right]),
-            (keys[long, left], keys[short, right]),
-        )
+    def _projected(self, tile: Tile, kernel: Matrix, by_pair: bool = False) -> Matrix:
+        """(1 - A) C (1 - A')^T of pairs of rows; `kernel` as in `Tile.projected`."""
+        found = tile.projected(self._response, kernel, by_pair)
         if isinstance(self.logits.sight, FadingSight):
+            long, short = tile.long, tile.short
             heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
             heavier[long != short] = 0.0
-            found[0][...] -= heavier * (kernel[0] - tile.diagonal(kernel[1]))
+            apart = kernel[0] - tile.diagonal(kernel[1])
+            if not by_pair and apart.ndim > 1:
+                apart = apart[long - long[0]]
+            found[0][...] -= heavier * apart
         return found
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
@@ -273,9 +321,10 @@ class PositionAttention:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
         it."""
         logits, rows, pairs = self.logits, self._rows, self._pairs
-        turning, (temperature, between) = logits.turning, logits.queries
+        turning, met, temperature = logits.turning, self._kernels, logits.queries[0]
+        own, between = met.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
-        bare = pairs.joined(np.ones(len(temperature)), bare)
+        bare = pairs.joined(np.clip(own / temperature, -1.0, 1.0), bare)
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
         nodes = nodes_for(lowest, float(rows.theta.max()))
@@ -291,14 +340,15 @@ class PositionAttention:
         moved = []
         turn = np.ones(len(bare))
         for tile in pairs.tiles:
-            own, kernel = logits.keys[0][tile.own], logits.keys[1][tile.left, tile.right]
+            own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
             if tile.turned is None:
                 moved.append(self._projected(tile, (own, kernel)))
                 continue
             assert turning is not None
             of_keys, of_rows = tile.turned
-            moved.append(self._projected(tile, (own * of_rows[:, None], kernel * of_keys)))
-            still = turning.within[tile.long, tile.left, tile.right]
+            turned = own * of_rows[:, None], kernel * of_keys
+            moved.append(self._projected(tile, turned, True))
+            still = turning.within[tile.rows, tile.left, tile.right]
             still = self._gathered(tile, self._projected(tile, (own, kernel * still)))
             turn[tile.pairs] = _ratio(self._gathered(tile, moved[-1]), still, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
@@ -334,9 +384,6 @@ class PositionAttention:
         derivatives."""
         logits, sight, weights = self.logits, self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        seen = sight.seen[long, left], sight.seen[short, right]
-        shared = seen[0][:, tile.own_left] & seen[1][:, tile.own_right]
-        both = seen[0][:, :, None] & seen[1][:, None, :]
         alone = self._pairs.alone[tile.pairs]
         away = None
         if logits.turning is not None and alone.any():
@@ -347,7 +394,8 @@ class PositionAttention:
         whole = moved[0] + tile.diagonal(moved[1])
         own, pairs = _bounded_exp((whole, moved[1]), factor[:, None, None], away)
         own -= tile.diagonal(pairs)
-        own[~shared], pairs[~both] = 0.0, 0.0
+        own *= tile.met_own
+        pairs *= tile.met
         # the longer row's keys behind the shorter one's last lack what that row's own terms add
         sums = _Sums(
             tile,
@@ -358,15 +406,16 @@ class PositionAttention:
         )
         joint = sums.balanced((own, pairs), JOINT_SWEEPS)
 
-        def along(direction: Matrix) -> Matrix:
-            own = slope[:, None] * (direction[0] + tile.diagonal(direction[1]))
-            return sums.tangent(joint, own, slope[:, None, None] * direction[1])
-
-        slopes = along(moved)
-        if logits.aligned:
-            return _Laws(joint, slopes, slopes)
-        values = logits.values[0][tile.own], logits.values[1][left, right]
-        return _Laws(joint, slopes, along(self._projected(tile, values)))
+        directions = [moved]
+        if not logits.aligned:
+            values = self._kernels.values[0][tile.own], self._kernels.values[1][left, right]
+            directions.append(self._projected(tile, values))
+        for own, pairs in directions:
+            own += tile.diagonal(pairs)
+            own *= slope[:, None]
+            pairs *= slope[:, None, None]
+        tangents = sums.tangents(joint, directions)
+        return _Laws(joint, tangents[0], tangents[-1])
 
     def _met(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
@@ -397,14 +446,14 @@ class PositionAttention:
     def _gathered(self, tile: Tile, law: Matrix) -> Array:
         """(c,) tr(F C) of two rows, of the values' kernel."""
         sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
-        kernel = self.logits.values[1][tile.left, tile.right]
+        values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
         left = sight.split[short, long, tile.left] * weights[long, tile.left]
         right = self.counted[short, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         alone = self._pairs.alone[tile.pairs]
         once[alone] = self.counted[long[alone], tile.own]
         inside = tile.diagonal(law[1])
-        beside = (law[0] + inside) * self.logits.values[0][tile.own]
+        beside = (law[0] + inside) * values[tile.own]
         beside -= inside * tile.diagonal(kernel)
         met = ((law[1] * kernel) @ right[:, :, None])[..., 0]
         return np.asarray((met * left).sum(1) + (beside * once * weights[short, tile.own]).sum(1))
@@ -420,7 +469,7 @@ class PositionAttention:
 
         To first order in the logits, of keys that are projected alone.
         """
-        sight, weights, own = self.logits.sight, self.weights, self._response[0]
+        sight, weights, own = self.logits.sight, self.weights, self._response.own
         found = []
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             long, short, left, right = tile.long, tile.short, tile.left, tile.right
@@ -434,32 +483,29 @@ class PositionAttention:
 
     def _forward(self) -> None:
         logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
+        met, one_document = self._kernels, self._kernels is logits
         own, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
         mean = pairs.joined(*whole)
         excess, slope = self._gather(0) - mean, self._gather(1)
-        shift = self.counted @ own - whole[0] - excess[alone]
-        shift = shift * np.sqrt(rows.softening)
-        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved = self._apart(logits.values)
-            usable = moved > 1e-9 * (self.counted @ own)
-            ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
-            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
-        looking = logits.scale * self._looking(shift)
-        temperature, between = logits.queries
-        of_queries = pairs.joined(temperature, between)
+        if one_document:
+            self._shift = self._shifted(whole[0] + excess[alone])
+        looking = logits.scale * self._looking(self._shift)
+        temperature, of_queries = logits.queries[0], pairs.joined(*met.queries)
         of_joint, of_query = (
             self._over_pairs(one) for one in (calibration.joint_shift, calibration.query_shift)
         )
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
-            apart = self.counted @ own - whole[0]
-            unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
-            held = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
-            held = pairs.joined((self.counted * weights).sum(1), held)
-            held = held * np.sqrt(unshared[long] * unshared[short])
+            held = np.zeros(len(long))  # of the same tokens, which two documents do not have
+            if one_document:
+                apart = self.counted @ own - whole[0]
+                unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
+                shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
+                held = pairs.joined((self.counted * weights).sum(1), shared)
+                held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
                 (long, short),
@@ -478,13 +524,14 @@ class PositionAttention:
 
         def sent(slope: Array) -> Array:
             found = self._query * slope / (norm[long] * norm[short])
-            found[alone] += calibration.common * slope[alone] / temperature
+            if one_document:
+                found[alone] += calibration.common * slope[alone] / temperature
             return np.asarray(found)
 
         query = sent(slope) + path / width
         self.repeated = None
-        if logits.repeats is not None:
-            repeated = sent(self._repeated(logits.repeats))
+        if met.repeats is not None:
+            repeated = sent(self._repeated(met.repeats))
             self.repeated = pairs.split(repeated)
             query = query + repeated
         if self._dropped > 0.0:
@@ -494,6 +541,19 @@ class PositionAttention:
             query[alone] += self._dropped * logits.scale * noise
         self.output, self.response = pairs.split(output), pairs.split(query)
         self.overlap_path = pairs.split(path)
+
+    def _shifted(self, output: Array) -> Array:
+        """(P,) what a row's direction adds to the tokens that it attends to, whose average has that
+        variance."""
+        logits = self.logits
+        own = logits.values[0]
+        shift = (self.counted @ own - output) * np.sqrt(self._rows.softening)
+        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
+            moved = self._apart(logits.values)
+            usable = moved > 1e-9 * (self.counted @ own)
+            ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
+            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
+        return np.asarray(shift)
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -520,7 +580,7 @@ class PositionAttention:
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
-        own, pairs = self.logits.values
+        own, pairs = self._kernels.values
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
@@ -531,13 +591,14 @@ class PositionAttention:
 
     def _respond_to_noise(self) -> None:
         logits = self.logits
-        keys, weights, seen = logits.sight.keys, self.weights, logits.sight.seen
+        weights, seen = self.weights, logits.sight.seen
         own = logits.values[0] + self._value_bias
         beside, inside = self._alone
         response = self._response
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
         trace = trace * np.sqrt(self._rows.softening) * (self.counted @ own)
-        moved = product((response[0] * own, response[1] * own), transposed(response), keys)
+        moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
+        moved[1][...] += response.pairs * (own * response.own)[:, None, :]
         if isinstance(logits.sight, FadingSight):
             every = slice(0, len(own))
             moved[0][...] -= 2.0 * self._excess_weight(every, every) * own
@@ -558,19 +619,22 @@ class PositionAttention:
         self._noise_left = np.einsum("pq,pqr->pr", self.counted, pairs) + weights * self._noise[0]
         self._noise_both = (self.counted * self._noise_left).sum(1)
         self._noise_scale = np.ones(len(own))
-        bare = self._noise_overlap(np.ones(len(own)), np.zeros_like(logits.keys[1]))
+        bare = self._noise_overlap(np.ones(len(own)), None)
         usable = bare > 1e-300
         self._noise_scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
 
-    def _noise_overlap(self, own: Array, pairs: Array) -> Array:
-        """(P,) tr(E[J D J] X) of every row, of one kernel X or of one for every row."""
+    def _noise_overlap(self, own: Array, pairs: Array | None) -> Array:
+        """(P,) tr(E[J D J] X) of every row, of one kernel X, of one for every row, or of what
+        different keys do not share."""
         counted, weights = self.counted, self.weights
         a, inside = self._noise
-        pairs = np.broadcast_to(pairs, inside.shape)
-        apart = own - diagonal(pairs)
-        mapped = np.einsum("pq,pqr->pr", counted, pairs) + weights * apart
-        total = np.einsum("pq,pqr,pqr,pr->p", counted, inside, pairs, counted, optimize=True)
-        beside = (a + diagonal(inside)) * own - diagonal(inside) * diagonal(pairs)
+        beside, total = (a + diagonal(inside)) * own, np.zeros(len(own))
+        mapped = weights * own
+        if pairs is not None:
+            apart = diagonal(pairs)
+            mapped = weights * (own - apart) + _times(np.broadcast_to(pairs, inside.shape), counted)
+            total += (_times(inside * pairs, counted) * counted).sum(1)
+            beside -= diagonal(inside) * apart
         total += (counted * weights * beside).sum(1)
         total -= 2.0 * (self.logits.sight.keys * self._noise_left * mapped * weights).sum(1)
         total += self._noise_both * (counted * mapped).sum(1)
@@ -639,12 +703,13 @@ class PositionAttention:
         a, noise = self._noise
         left = self._noise_left
         shape = noise - left[:, None, :] - left[:, :, None] + self._noise_both[:, None, None]
-        whole, once = a + diagonal(shape), np.einsum("pq,pr,qrp->pqr", weights, weights, later)
+        whole, once = a + diagonal(shape), weights[:, :, None] * weights[:, None, :]
+        once *= np.moveaxis(later, -1, 0)
         turned = shape if logits.turning is None else shape * logits.turning.within
         calibration = self._calibration
         paths = (calibration.noise_key, turned), (calibration.noise_cross, shape)
         for path, (factor, law) in enumerate(paths, start=1):
-            total[path] += np.einsum("p,pqr,pqr->qr", factor * driven, law, once, optimize=True)
+            total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
@@ -675,6 +740,11 @@ class ClassHeads:
         counted = self._mean([layer.counted for layer in self._layers])
         keys = self._sight.keys
         return np.where(self._sight.seen, counted / np.where(self._sight.seen, keys, 1.0), 0.0)
+
+    @property
+    def across(self) -> ClassHeads | None:
+        layers = [layer.across for layer in self._layers if layer.across is not None]
+        return ClassHeads(layers, np.array(self._shares), self._sight) if layers else None
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -801,58 +871,92 @@ class _Sums(NamedTuple):
     two: Array
 
     def over_first(self, joint: Matrix, values: Array) -> Array:
-        """(c, k)."""
-        total = ((values * self.first)[:, None, :] @ joint[1])[:, 0]
-        part = joint[0] * (values * self.one)[:, self.tile.own_left]
+        """(c, k, ...) of values (c, n, ...)."""
+        first, one = (_lifted(weights, values) for weights in (self.first, self.one))
+        total = _before(joint[1], values * first)
+        part = _lifted(joint[0], values) * (values * one)[:, self.tile.own_left]
         total[:, self.tile.own_right] += part
-        return np.asarray(total)
+        return total
 
     def over_second(self, joint: Matrix, values: Array) -> Array:
-        """(c, n)."""
-        total = (joint[1] @ (values * self.second)[:, :, None])[..., 0]
-        part = joint[0] * (values * self.two)[:, self.tile.own_right]
+        """(c, n, ...) of values (c, k, ...)."""
+        second, two = (_lifted(weights, values) for weights in (self.second, self.two))
+        total = _times(joint[1], values * second)
+        part = _lifted(joint[0], values) * (values * two)[:, self.tile.own_right]
         total[:, self.tile.own_left] += part
-        return np.asarray(total)
+        return total
 
     def balanced(self, joint: Matrix, sweeps: int) -> Matrix:
-        """Scaled so that its means over either key are 1; see `balance.balanced`."""
+        """Scaled, in place, so that its means over either key are 1; see `balance.balanced`."""
+        own, pairs = joint
         left, right = np.ones_like(self.first), np.ones_like(self.second)
         for _ in range(sweeps):
             right = 1.0 / np.maximum(self.over_first(joint, left), 1e-300)
             left = 1.0 / np.maximum(self.over_second(joint, right), 1e-300)
-        own = joint[0] * left[:, self.tile.own_left] * right[:, self.tile.own_right]
-        return own, joint[1] * left[:, :, None] * right[:, None, :]
+        own *= left[:, self.tile.own_left]
+        own *= right[:, self.tile.own_right]
+        pairs *= left[:, :, None]
+        pairs *= right[:, None, :]
+        return own, pairs
 
-    def tangent(self, joint: Matrix, whole: Array, direction: Array) -> Matrix:
-        """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0; see
-        `balance.tangent`.
+    def tangents(self, joint: Matrix, directions: Sequence[Matrix]) -> list[Matrix]:
+        """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0, made of each
+        direction in its place; see `balance.tangent`.
 
         Args:
             joint: of means 1.
-            whole, direction: of a key of both, and of two keys.
+            directions: of a key of both, and of two keys.
         """
-        tile, moved = self.tile, joint[1] * direction
-        own = (joint[0] + tile.diagonal(joint[1])) * whole - tile.diagonal(moved)
-        rows = self.over_second((own, moved), np.ones_like(self.second))
-        columns = self.over_first((own, moved), np.ones_like(self.first))
+        tile, sums = self.tile, []
+        whole = joint[0] + tile.diagonal(joint[1])
+        for own, pairs in directions:
+            pairs *= joint[1]
+            own *= whole
+            own -= tile.diagonal(pairs)
+            rows = self.over_second((own, pairs), np.ones_like(self.second))
+            sums.append((rows, self.over_first((own, pairs), np.ones_like(self.first))))
+        several = len(sums) > 1
+        rows, columns = (
+            np.stack(part, -1) if several else part[0] for part in zip(*sums, strict=True)
+        )
         left, right = -rows, np.zeros_like(columns)
         for _ in range(TANGENT_SWEEPS):
             left = -rows - self.over_second(joint, right)
             right = -columns - self.over_first(joint, left)
-        moved += joint[1] * (left[:, :, None] + right[:, None, :])
-        return own + joint[0] * (left[:, tile.own_left] + right[:, tile.own_right]), moved
+        for k, (own, pairs) in enumerate(directions):
+            first, second = (left[..., k], right[..., k]) if several else (left, right)
+            pairs += joint[1] * (first[:, :, None] + second[:, None, :])
+            own += joint[0] * (first[:, tile.own_left] + second[:, tile.own_right])
+        return list(directions)
 
 
-def _balanced(
-    joint: Matrix, weights: tuple[Array, Array], counts: tuple[Array, Array], sweeps: int
-) -> Matrix:
-    """The same for a row with itself, over its own keys."""
+def _lifted(weights: Array, values: Array) -> Array:
+    """Weights (c, n) that meet values (c, n) or (c, n, d)."""
+    return weights if values.ndim == 2 else weights[..., None]
+
+
+def _times(matrices: Array, values: Array) -> Array:
+    """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
+    if values.ndim == 3:
+        return np.asarray(matrices @ values)
+    return np.asarray((matrices @ values[:, :, None])[..., 0])
+
+
+def _before(matrices: Array, values: Array) -> Array:
+    """(c, k) or (c, k, d) of values (c, n) or (c, n, d) times matrices (c, n, k)."""
+    if values.ndim == 3:
+        return np.asarray(np.swapaxes(matrices, -1, -2) @ values)
+    return np.asarray((values[:, None, :] @ matrices)[:, 0])
+
+
+def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
+    """Factors that balance the law of every row with itself, over its own keys of these weights."""
     own, pairs = joint
-    left, right = np.ones_like(pairs[..., 0]), np.ones_like(pairs[..., 0, :])
-    first, second = counts[0] * weights[0], counts[1] * weights[1]
+    met = own * weights
+    left, right = np.ones_like(own), np.ones_like(own)
     for _ in range(sweeps):
-        total = ((left * first)[..., None, :] @ pairs)[..., 0, :] + own * left * weights[0]
+        total = ((left * counted)[:, None, :] @ pairs)[:, 0] + met * left
         right = 1.0 / np.maximum(total, 1e-300)
-        total = (pairs @ (right * second)[..., None])[..., 0] + own * right * weights[1]
+        total = (pairs @ (right * counted)[:, :, None])[..., 0] + met * right
         left = 1.0 / np.maximum(total, 1e-300)
-    return own * left * right, pairs * left[..., :, None] * right[..., None, :]
+    return left, right

@@ -16,7 +16,7 @@ See docs/theory/attention.md, The closure.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,47 +67,64 @@ def _annealed(theta: Array, keys: Array) -> Array:
     return np.asarray(np.logaddexp(np.log1p(-1.0 / keys), theta - np.log(keys)) - theta / keys)
 
 
-def _theta_of(keys: Array, target: Array, theta: Array) -> Array:
+NEWTON_STEPS = 30
+"""More than were ever needed to the last digits: 12 on rows of all shipped models."""
+
+
+def _theta_of(keys: Array, target: Array, theta: Array, steps: int = NEWTON_STEPS) -> Array:
     """Root of `_annealed(theta, keys) = target`, convex and increasing in theta: Newton's method.
 
     One step from anywhere lands at or above the root, after which the descent is monotone.
     """
-    bound = (target + np.log(keys)) / (1.0 - 1.0 / keys)
+    share = 1.0 / keys
+    bound = (target + np.log(keys)) / (1.0 - share)
     theta = np.minimum(np.maximum(theta, 1e-12), bound)
-    for _ in range(6):
+    for _ in range(steps):
         value = _annealed(theta, keys)
-        occupied = np.exp(theta - np.log(keys) - value - theta / keys)
-        slope = np.maximum(occupied - 1.0 / keys, 1e-12)
+        slope = np.maximum(share * np.exp(theta - value - theta * share) - share, 1e-12)
         before = theta
         theta = np.minimum(np.maximum(theta - (value - target) / slope, 1e-12), bound)
-        if np.all(np.abs(theta - before) <= 1e-14 * theta):
+        if (np.abs(theta - before) <= 1e-12 * theta).all():
             break
     return theta
 
 
-def _false_position(
-    function: Callable[[Array], Array],
-    ends: tuple[Array, Array],
-    values: tuple[Array, Array],
-    where: NDArray[np.bool_],
-) -> Array:
-    """Roots between ends with values of opposite signs, by the Illinois rule; an end elsewhere."""
-    (low, high), (low_value, high_value) = ends, values
-    side, at = np.zeros(low.shape), low
-    while True:
-        gap = np.where(where, high_value - low_value, 1.0)
-        before, at = at, np.where(where, (low * high_value - high * low_value) / gap, low)
-        if np.all(np.abs(at - before) <= 1e-13 * (1.0 + np.abs(at))):
-            return at
-        value = function(at)
-        above = (value > 0.0) == (high_value > 0.0)
-        # An end that stays twice counts half, or the other would creep.
-        low_value, high_value = (
-            np.where(above, np.where(side > 0, 0.5 * low_value, low_value), value),
-            np.where(above, value, np.where(side < 0, 0.5 * high_value, high_value)),
-        )
-        low, high = np.where(above, low, at), np.where(above, at, high)
-        side = np.where(above, 1.0, -1.0)
+def _roots(first: Array, second: Array, low: Array, high: Array) -> tuple[Array, Array]:
+    """theta and log n of rows with both moments, log n held between two ends: Newton's method.
+
+    It starts where third cumulants of few keys, or the last key of peaked rows, put the root, and
+    corrects theta alone before every step: from there it met all of 28,000 roots, of logit
+    variances from .02 to 40 and of 3 to 10^5 keys, in 5 steps mostly.
+    """
+    size = np.maximum(first, 1e-300)
+    small = 0.75 * np.maximum(second / size - 4.0, 1e-3)
+    logs = np.log(np.maximum(0.5 * small * small / size, 1.0))
+    logs = np.minimum(np.maximum(np.maximum(logs, second - 2.0 * first), low), high)
+    share = np.exp(-logs)
+    theta = np.sqrt(2.0 * first / (share * (1.0 - share)))
+    theta = _theta_of(1.0 / share, first, theta, 3)
+    for _ in range(NEWTON_STEPS):
+        share = np.exp(-logs)
+        theta = _theta_of(1.0 / share, first, theta, 1)
+        rest, odds = np.log1p(-share), share / (1.0 - share)
+        errors, by_theta, by_logs = [], [], []
+        for times, target in ((1.0, first), (2.0, second)):
+            scaled = times * theta
+            value = np.logaddexp(rest, scaled - logs) - scaled * share
+            met = np.exp(scaled - logs - value - scaled * share)  # the share of equal keys
+            errors.append(value - target)
+            by_theta.append(times * np.maximum(met - share, 1e-12))
+            by_logs.append(scaled * share + odds * (1.0 - met) - met)
+        whole = by_theta[0] * by_logs[1] - by_theta[1] * by_logs[0]
+        step = by_theta[0] * errors[1] - by_theta[1] * errors[0]
+        step = -step / np.where(whole == 0.0, 1.0, whole)
+        before, last = logs, theta
+        logs = np.minimum(np.maximum(logs + step, low), high)
+        theta = theta - (errors[0] + by_logs[0] * (logs - before)) / by_theta[0]
+        theta = np.maximum(theta, 1e-12)
+        if (np.abs(logs - before) + np.abs(theta - last) / last <= 1e-8).all():
+            break  # quadratic: the next step would be nothing
+    return theta, logs
 
 
 def reference_rows(kernel: Array, prior: Array, tau: float) -> ReferenceRow:
@@ -139,20 +156,28 @@ def matched(first: Array, second: Array, count: Array) -> ReferenceRow:
     ceiling = np.where(several, count, 2.0)
     floor = np.minimum(FEWEST_KEYS, ceiling)
 
-    def excess(keys: Array, theta: Array) -> tuple[Array, Array]:
-        theta = _theta_of(keys, first, theta)
-        return second - _annealed(2.0 * theta, keys), theta
+    def excess(keys: Array, of: Any, theta: Array) -> tuple[Array, Array]:
+        theta = _theta_of(keys, first[of], theta)
+        return np.abs(second[of] - _annealed(2.0 * theta, keys)), theta
 
     # above the root: by the last key alone, and by second order where theta is small
     theta = (first + np.log(ceiling)) / (1.0 - 1.0 / ceiling)
     theta = np.minimum(theta, np.sqrt(2.0 * first / (1.0 - 1.0 / ceiling) * ceiling))
-    high_value, theta_high = excess(ceiling, theta)
-    low_value, theta_low = excess(floor, theta_high)
-    resolved = np.abs(high_value) > 1e-6 * second  # else exchangeable to rounding: all keys count
-    bracketed = (low_value * high_value < 0.0) & resolved
-    nearer_low = ~bracketed & resolved & (np.abs(low_value) < np.abs(high_value))
-    ends, values = (np.log(floor), np.log(ceiling)), (low_value, high_value)
-    root = _false_position(lambda log: excess(np.exp(log), theta_high)[0], ends, values, bracketed)
-    keys = np.where(bracketed, np.exp(root), np.where(nearer_low, floor, ceiling))
-    theta = _theta_of(keys, first, np.maximum(theta_high, theta_low))
+    all_keys, theta = excess(ceiling, ..., theta)
+    keys = ceiling.copy()
+    # else exchangeable to rounding: all keys count
+    inside = np.flatnonzero((all_keys > 1e-6 * second) & (ceiling > floor) & several)
+    if inside.size:
+        ends = np.log(floor[inside]), np.log(ceiling[inside])
+        moved, logs = _roots(first[inside], second[inside], *ends)
+        found = np.exp(logs)
+        between = (logs > ends[0]) & (logs < ends[1])
+        between &= np.abs(second[inside] - _annealed(2.0 * moved, found)) <= 1e-9 * second[inside]
+        if not between.all():  # no such row: the nearer end
+            rest = inside[~between]
+            few_keys, fewer = excess(floor[rest], rest, theta[rest])
+            nearer = few_keys < all_keys[rest]
+            found[~between] = np.where(nearer, floor[rest], ceiling[rest])
+            moved[~between] = np.where(nearer, fewer, theta[rest])
+        keys[inside], theta[inside] = found, moved
     return ReferenceRow(np.where(several, theta, 0.0), np.where(several, keys, 1.0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ class Tile:
         long, short: (c,) their rows; the last are every row with itself where both ranges are one.
         left, right: keys of either.
         own: keys of both, in all; `own_left` and `own_right` within those of either.
+        met, met_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
     """
@@ -46,6 +47,8 @@ class Tile:
     own: slice
     own_left: slice
     own_right: slice
+    met: Array
+    met_own: Array
     turned: tuple[Array, Array] | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -53,19 +56,52 @@ class Tile:
         offset = self.left.start - self.right.start
         return np.diagonal(pairs, offset, axis1=-2, axis2=-1)
 
-    def projected(self, one: Matrix, kernel: Matrix, other: Matrix, counts: Any) -> Matrix:
-        """X C X'^T of matrices X over the keys of either row and a kernel C of its own and pairs'
-        entries, by the counts of the keys of either."""
+    @property
+    def rows(self) -> slice:
+        """The range of the longer rows."""
+        return slice(int(self.long[0]), int(self.long[-1]) + 1)
+
+    def projected(self, maps: RowMaps, kernel: Matrix, by_pair: bool) -> Matrix:
+        """X C X'^T of rows' maps and a kernel C of its own and pairs' entries.
+
+        Args:
+            maps: of all rows.
+            kernel: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or of pairs.
+            by_pair: whether it is (c, o) and (c, n, k) of pairs.
+        """
+        first = self.long if by_pair else self.rows
+        own, pairs = maps.own[first, self.own], maps.pairs[first, self.left, self.own]
         apart = kernel[0] - self.diagonal(kernel[1])
-        middle = one[0][:, :, None] * kernel[1]
-        middle += one[1] @ (counts[0][:, :, None] * kernel[1])
-        middle[:, :, self.own_right] += one[1][:, :, self.own_left] * apart[..., None, :]
-        own = one[0][:, self.own_left] * apart
-        turned = np.swapaxes(other[1], -1, -2)
-        found = middle * other[0][:, None, :]
-        found += middle @ (counts[1][:, :, None] * turned)
-        found[:, self.own_left, :] += own[:, :, None] * turned[:, self.own_right, :]
-        return own * other[0][:, self.own_right], found
+        middle, own = maps.whole[first, self.left, self.left] @ kernel[1], own * apart
+        middle[:, :, self.own_right] += pairs * apart[..., None, :]
+        if not by_pair:
+            where = self.long - self.long[0]
+            middle, own = middle[where], own[where]
+        found = middle @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
+        turned = np.swapaxes(maps.pairs[self.short, self.right, self.own], -1, -2)
+        found[:, self.own_left, :] += own[:, :, None] * turned
+        return own * maps.own[self.short, self.own], found
+
+
+class RowMaps(NamedTuple):
+    """A map of kernels over keys for every row, X = (own, pairs), and all of it by the counts of
+    the second key.
+
+    Attributes:
+        own, pairs: (P, P) and (P, P, P).
+        whole: (P, P, P) pairs times counts, and own on the diagonal.
+    """
+
+    own: Array
+    pairs: Array
+    whole: Array
+
+    @classmethod
+    def of(cls, own: Array, pairs: Array, counts: Array) -> RowMaps:
+        whole = pairs * counts[:, None, :]
+        each = np.arange(len(own))
+        whole[:, each, each] += own
+        return cls(own, pairs, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +176,11 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 turned = between, (together @ turning.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(Tile(pairs, long, short, left, right, own, own_left, own_right, turned))
+            looks = sight.seen[long, left], sight.seen[short, right]
+            met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
+            met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
+            where = left, right, own, own_left, own_right
+            tiles.append(Tile(pairs, long, short, *where, met, met_own, turned))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)

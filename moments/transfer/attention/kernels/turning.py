@@ -86,14 +86,14 @@ class Turning:
         total = (first @ np.swapaxes(self.keys[short, right], -1, -2)).real
         mass = self._mass[long, left][:, :, None] * self._mass[short, right][:, None, :]
         own = (rows @ self.shares).real[:, None, None]
-        return _of_pairs(total, mass, self._same[short][:, left, right], own, own)
+        return of_pairs(total, mass, self._same[short][:, left, right], own, own)
 
 
 LEAST_PAIRS = 1e-6
 """Share of two different tokens in two cells' pairs below which there are none."""
 
 
-def _of_pairs(mean: Array, pairs: Array, itself: Array, own: Any, beside: Any) -> Array:
+def of_pairs(mean: Array, pairs: Array, itself: Array, own: Any, beside: Any) -> Array:
     """Mean over two different tokens, from one over all pairs of which `itself` are one token
     twice; `own` is what those have, `beside` what stands in where there are no others."""
     rest = pairs - itself
@@ -106,19 +106,19 @@ def _of_pairs(mean: Array, pairs: Array, itself: Array, own: Any, beside: Any) -
 def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, ...]) -> Turning:
     speed, share = np.array(frequencies), np.array(shares)
     size = len(sight.classes.nodes)
-    hats = (_OneHat if isinstance(sight.classes, OneClass) else _Hats)(sight.classes, speed)
+    hats = (OneHat if isinstance(sight.classes, OneClass) else Hats)(sight.classes, speed)
     found = [hats.sums(int(sight.starts[p]), p) for p in range(size)]
     sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
     total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
     near = float(np.cos(speed) @ share)
-    within = _of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
+    within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
     rows = hats.sums(0, size - 1)
     varying = hats.deviation(share), hats.rule(share)
     return Turning(within, *varying, keys, share, mass, same, rows, speed)
 
 
-class _Hats:
+class Hats:
     """Sums over positions weighed by functions that are linear in log position between nodes."""
 
     def __init__(self, classes: PositionClasses, speed: Array) -> None:
@@ -189,6 +189,27 @@ class _Hats:
         """As likely as much above the mean as below."""
         return (1.0, -1.0), (0.5, 0.5)
 
+    def scatter(self, share: Array) -> Array:
+        """(P, P) variance of rho inside two cells, less that of its means over either."""
+        size, table = len(self._nodes), self._table(share)
+        every = [self._sample(cell, True) for cell in range(size)]
+        found = np.zeros((size, size))
+        for q in range(size):
+            for r in range(q + 1):
+                (one, left), (other, right) = every[q], every[r]
+                offset = np.abs(np.subtract.outer(one, other)).astype(np.intp)
+                weight = np.outer(left, right) * (offset > 0)
+                mass, rho = weight.sum(), table[offset]
+                if mass <= 0.0:
+                    continue
+                apart = rho - (weight * rho).sum() / mass
+                for axis in (0, 1):
+                    sums = weight.sum(axis, keepdims=True)
+                    means = (weight * apart).sum(axis, keepdims=True)
+                    apart = apart - means / np.where(sums > 0.0, sums, 1.0)
+                found[q, r] = found[r, q] = (weight * apart**2).sum() / mass
+        return found
+
     def deviation(self, share: Array) -> Array:
         """See `Turning.deviation`; that of a window's first cell is that of all of it."""
         size, table = len(self._nodes), self._table(share)
@@ -214,7 +235,7 @@ class _Hats:
         return np.sqrt(whole)
 
 
-class _OneHat(_Hats):
+class OneHat(Hats):
     """Sums over all positions alike."""
 
     def sums(self, start: int, last: int) -> tuple[Phases, Array, Array]:
