@@ -54,6 +54,8 @@ class HandGPT(nn.Module):
         for part in self.modules():
             if isinstance(part, nn.Linear | nn.Embedding):
                 nn.init.normal_(part.weight, std=0.02)
+            if isinstance(part, nn.Linear) and part.bias is not None:
+                nn.init.zeros_(part.bias)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.drop(self.tok_emb(idx) + self.pos_emb[:, : idx.size(1)])

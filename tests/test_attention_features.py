@@ -9,7 +9,7 @@ import pytest
 from attention_sampling import Layer, sample
 from numpy.typing import NDArray
 
-from moments.engine.state import Gradient, Kernel, Realised, Signal
+from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.model.positions import RelativeBias, Rotary, alibi_slopes
 from moments.transfer.attention.cross import CrossAttention
@@ -31,13 +31,13 @@ def resolved(kernel: Array, width: int = D_MODEL) -> Signal:
         Kernel.of_matrix(kernel),
         len(kernel),
         width=width,
-        spread=Kernel.of_matrix(0 * kernel),
+        fluctuation=Fluctuation(Kernel.of_matrix(0 * kernel)),
     )
 
 
 def exchangeable(length: int, variance: float, covariance: float, width: int = D_MODEL) -> Signal:
     kernel = Kernel(variance, covariance)
-    return Signal(kernel, length, width=width, spread=Kernel(0.0, 0.0))
+    return Signal(kernel, length, width=width, fluctuation=Fluctuation(Kernel(0.0, 0.0)))
 
 
 def text(length: int, seed: int = 0) -> Array:
@@ -133,9 +133,9 @@ def test_shared_keys_spread_the_norms() -> None:
         variance, error = sample(layer, kernel, np.eye(LENGTH), 500)["spread"]
         leaf = SelfAttention("a", D_MODEL, HEADS, D_HEAD, scale, scale, scale, 0.0, kv_heads=groups)
         for signal in (resolved(kernel), exchangeable(LENGTH, 1.0, 0.5)):
-            spread = leaf.forward(signal)[0].spread
-            assert spread is not None
-            mean = spread.total(LENGTH) / LENGTH**2
+            varies = leaf.forward(signal)[0].fluctuation
+            assert varies is not None
+            mean = varies.norms.total(LENGTH) / LENGTH**2
             assert abs(mean - variance) < 4 * error + 0.06 * variance
 
 
@@ -152,9 +152,9 @@ def test_a_memory_shared_by_heads_spreads_the_norms(groups: int) -> None:
         (exchangeable(8, 1.0, 0.3), exchangeable(12, 1.0, 0.5)),
     )
     for signal, read in sides:
-        spread = leaf.attend(signal, read)[0].spread
-        assert spread is not None
-        assert abs(spread.total(8) / 64 - variance) < 4 * error + 0.06 * variance
+        varies = leaf.attend(signal, read)[0].fluctuation
+        assert varies is not None
+        assert abs(varies.norms.total(8) / 64 - variance) < 4 * error + 0.06 * variance
 
 
 @pytest.mark.parametrize("common", [0.0, 0.5])
@@ -190,8 +190,7 @@ def test_a_memory_is_attended_to_as_own_tokens_are() -> None:
         Kernel.of_matrix(kernel),
         10,
         width=D_MODEL,
-        spread=Kernel.of_matrix(0 * kernel),
-        realised=Realised(Kernel.of_matrix(2 * kernel**2 / D_MODEL)),
+        fluctuation=Fluctuation(*map(Kernel.of_matrix, (0 * kernel, 2 * kernel**2 / D_MODEL))),
     )
     settings: dict[str, Any] = {"kv_heads": 2, "query_bias": 0.2, "has_bias": True}
     settings |= {"qk_norm": "layernorm", "norm_affine": True}
@@ -199,15 +198,18 @@ def test_a_memory_is_attended_to_as_own_tokens_are() -> None:
     cross = CrossAttention("a", D_MODEL, D_MODEL, HEADS, D_HEAD, *scales, **settings)
     output, back = own.forward(tokens)
     read, back_read = cross.attend(tokens, tokens.replace())
-    for name in ("kernel", "spread"):
-        np.testing.assert_allclose(getattr(read, name).pairs, getattr(output, name).pairs)
-    assert read.realised is not None
-    assert output.realised is not None
-    np.testing.assert_allclose(read.realised.overlaps.pairs, output.realised.overlaps.pairs)
-    assert read.realised.shared is not None
-    assert output.realised.shared is not None
-    assert not np.any(read.realised.shared[0].pairs)
-    assert np.all(output.realised.shared[0].diagonal > 0)
+    np.testing.assert_allclose(read.kernel.pairs, output.kernel.pairs)
+    other, one = read.fluctuation, output.fluctuation
+    assert other is not None
+    assert one is not None
+    np.testing.assert_allclose(other.norms.pairs, one.norms.pairs)
+    assert other.overlaps is not None
+    assert one.overlaps is not None
+    np.testing.assert_allclose(other.overlaps.pairs, one.overlaps.pairs)
+    assert other.shared is not None
+    assert one.shared is not None
+    assert not np.any(other.shared[0].pairs)
+    assert np.all(one.shared[0].diagonal > 0)
     received = Gradient(Kernel.of_matrix(alike(10, 1.0, 0.3)), 10)
     pulled, (across, _) = back(received), back_read(received)
     for one, other in ((pulled.weights, across.weights), (pulled.overlaps, across.overlaps)):

@@ -406,6 +406,28 @@ def test_parameters_of_unknown_role_are_listed(fresh):
     assert "extra.weight" in str(report)
 
 
+SCALED = {  # grouped and rotary; rotary in pairs, on a part; ALiBi in one fused matrix by heads
+    "llama": lambda layer: layer.self_attn.q_proj.register_forward_hook(lambda *a: 1.01 * a[2]),
+    "gptj": lambda layer: setattr(layer.attn, "scale_attn", layer.attn.scale_attn / 1.01),
+    "bloom": lambda layer: setattr(
+        layer.self_attention, "inv_norm_factor", 1.01 * layer.self_attention.inv_norm_factor
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_the_factor_on_q_k_is_measured_without_chance(kind):
+    """One draw of four random tokens and more tells a hundredth, whatever turns or biases them."""
+    module = small_modules.family_module(kind, 2, 48, seed=4)
+    own = architecture_of(module)
+    layers = [m for m in module.modules() if hasattr(m, "input_layernorm") or hasattr(m, "ln_1")]
+    assert audit(module, own).passed
+    SCALED[kind](layers[1])
+    (offender,) = audit(module, own).offenders
+    assert (offender.layer, offender.quantity) == (2, "temperature")
+    assert offender.measured == pytest.approx(1 / 1.01, rel=1e-5)
+
+
 def test_regression_recovers_slopes():
     generator = torch.Generator().manual_seed(0)
     x, f = torch.randn((2, 500), generator=generator, dtype=torch.float64)

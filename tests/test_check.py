@@ -184,6 +184,22 @@ def test_a_slip_in_a_foreign_style_is_named(name: str, style: str) -> None:
     assert any(check_modules.same(where, n) for f in hits for n in f.parameters), hits
 
 
+def test_one_draw_is_no_fault_where_the_expected_number_is_in_order() -> None:
+    """Branches of 1.05e-4 of the stream are no identity, though this draw's second is below 1e-4;
+    those of a quarter are one."""
+    module = foreign_slips.drawn("torchtune, scaled", "gpt2", 207)
+    report = moments.check(module)
+    assert report.healthy, str(report)
+    frame = report.comparison.measurement.to_frame().set_index(["layer", "site"])["variance"]
+    drawn = frame[2, "attention.projection"] + frame[2, "ffn.out"]
+    assert 0.3**2 * drawn < 1e-4 * frame[1, "stream"]  # the style scales branches by 0.3
+    parts = foreign_slips.Parts(module)
+    with torch.no_grad():
+        for block in parts.blocks("output", "ffn_out"):
+            block.mul_(0.5)
+    assert "identity layers" in {f.kind for f in moments.check(module).findings}
+
+
 STYLES = ("minGPT", "lecture", "x-transformers", "torchtune", "lit-gpt", "torchtitan", "timm")
 
 

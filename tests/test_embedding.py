@@ -98,9 +98,10 @@ def test_spread_of_squared_norms() -> None:
     kernel = joint_kernel(embedding, LENGTH, IDS, SEGMENTS, WIDTH)
     fixed = fixed_positions(embedding, LENGTH, WIDTH, len(IDS))
     signal = gaussian(kernel, LENGTH, WIDTH, True, fixed)
-    assert signal.spread is not None
-    largest = signal.spread.diagonal.max()
-    assert np.abs(np.cov(norms.T) - signal.spread.pairs).max() < 0.12 * largest
+    assert signal.fluctuation is not None
+    predicted = signal.fluctuation.norms
+    largest = predicted.diagonal.max()
+    assert np.abs(np.cov(norms.T) - predicted.pairs).max() < 0.12 * largest
     assert np.diagonal(2 * kernel.pairs**2 / WIDTH).max() > 1.1 * largest
 
 

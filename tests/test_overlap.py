@@ -238,7 +238,8 @@ def test_gradients_around_a_unit(gated: bool) -> None:
     plain = {name: value for one in done.leaves() for name, value in one.weights().items()}
     expected = np.array([plain[name] * growth[1, name] for name in names])
     assert np.abs(expected / mean - 1) == pytest.approx(0, abs=0.05 + 2 * (error / mean).max())
-    signal = signal.replace(realised=None)  # every overlap at its mean
+    assert signal.fluctuation is not None
+    signal = signal.replace(fluctuation=signal.fluctuation.of_norms())  # overlaps at their means
     done = forward(stack, signal)[1].backward(Gradient(Kernel(1.0, 0.5), TOKENS))
     plain = {name: value for one in done.leaves() for name, value in one.weights().items()}
     without = np.array([plain[name] for name in names])

@@ -15,7 +15,7 @@ from quadrature import Estimate, exchangeable, gridded_pair, token_moments
 import moments
 from moments.engine.composition import Leaf
 from moments.engine.short_vectors import expected_cosine, expected_pull, persistent_pull
-from moments.engine.state import Gradient, Kernel, Signal
+from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.formulas import named_activations as activations
 from moments.formulas.linear import BIASED_LINEAR, DROPOUT, LINEAR
@@ -43,7 +43,8 @@ TOKENS, VARIANCE, CORRELATION, GRAD, GRAD_CORRELATION = 4, 1.3, 0.4, 0.8, 0.3
 
 def _gaussian(width: int) -> Signal:
     kernel = Kernel(VARIANCE, CORRELATION * VARIANCE)
-    return Signal(kernel, TOKENS, width=float(width), spread=(kernel * kernel).scaled(2 / width))
+    varies = Fluctuation.of_gaussian(kernel, width)
+    return Signal(kernel, TOKENS, width=float(width), fluctuation=varies)
 
 
 def _gradient() -> Gradient:
@@ -56,19 +57,20 @@ def _resolved(signal: Signal) -> Signal:
         np.fill_diagonal(pairs, kernel.diagonal)
         return Kernel.of_matrix(pairs)
 
-    assert signal.spread is not None
-    return Signal(matrix(signal.kernel), TOKENS, width=signal.width, spread=matrix(signal.spread))
+    assert signal.fluctuation is not None
+    varies = Fluctuation(matrix(signal.fluctuation.norms))
+    return Signal(matrix(signal.kernel), TOKENS, width=signal.width, fluctuation=varies)
 
 
 def _predicted(leaf: Leaf, signal: Signal) -> dict[str, float]:
     output, back = leaf.forward(signal)
     pulled = back(_gradient())
     kernel, sent = output.kernel, pulled.gradient.kernel
-    assert output.spread is not None
+    assert output.fluctuation is not None
     return {
         "variance": kernel.diagonal,
         "covariance": kernel.pairs,
-        "spread": output.spread.diagonal,
+        "spread": output.fluctuation.norms.diagonal,
         "fourth": output.kurtosis * kernel.diagonal**2,
         "grad_variance": sent.diagonal,
         "grad_covariance": sent.pairs,
@@ -205,7 +207,8 @@ def test_gated_unit(name: str) -> None:
         return function(a) * u, at_gate @ gate.T + at_factor @ factor.T, parameters
 
     kernel = Kernel(VARIANCE, CORRELATION * VARIANCE)
-    signal = Signal(kernel, TOKENS, width=float(d_model), spread=Kernel(0.0, 0.0))
+    fixed = Fluctuation.fixed(kernel)
+    signal = Signal(kernel, TOKENS, width=float(d_model), fluctuation=fixed)
     # The gradient's part along the token is twice that of independent paths: 1/d_model or so.
     left_out = {"": 1 / d_model, "grad_variance": 1.5 / d_model, "grad_covariance": 2 / d_model}
     measured = _measured(draw, (d_model, d_ff), 1500, unit=True)
@@ -223,7 +226,7 @@ def test_gated_unit_resolved_by_token_equals_tokens_alike() -> None:
     resolved, resolved_back = leaf.forward(_resolved(signal))
     for one, two in (
         (alike.kernel, resolved.kernel),
-        (alike.spread, resolved.spread),
+        (alike.fluctuation.norms, resolved.fluctuation.norms),
         (
             back(_gradient()).gradient.kernel,
             resolved_back(
@@ -307,7 +310,9 @@ def test_what_a_gradient_has_lost_it_does_not_lose_again() -> None:
     _, once = _normalise(x, g, 0.0, centres=False, groups=1)
     _, twice = _normalise(x, once, 0.0, centres=False, groups=1)
     measured = Estimate.of((twice**2).mean(-1) / (once**2).mean())
-    signal = Signal(Kernel(1.0, 0.0), 2, width=float(width), spread=Kernel(2 / width, 0.0))
+    kernel = Kernel(1.0, 0.0)
+    varies = Fluctuation.of_gaussian(kernel, width)
+    signal = Signal(kernel, 2, width=float(width), fluctuation=varies)
     _, back = plain.forward(signal)
     kept = back(Gradient(Kernel(1.0, 0.0), 2, radial=0.0)).gradient
     lost = back(Gradient(Kernel(1.0, 0.0), 2)).gradient
@@ -521,8 +526,8 @@ def test_norms_behind_dropout(resolved: bool) -> None:
     if resolved:
         kernel = Kernel.of_matrix(common + (variance - common) * np.eye(3))
     leaf = Dropout(DROPOUT, "refined", "drop", {"drop_prob": drop_prob})
-    spread = leaf.forward(gaussian(kernel, 3, width, True))[0].spread
-    assert spread is not None
+    varies = leaf.forward(gaussian(kernel, 3, width, True))[0].fluctuation
+    assert varies is not None
     alone = (2 + drop_prob) * variance**2 / kept**3 / width
-    assert spread.mean_diagonal() == pytest.approx(alone, rel=1e-12)
-    assert spread.mean_pairs() == pytest.approx(2 * common**2 / width / kept**2, rel=1e-12)
+    assert varies.norms.mean_diagonal() == pytest.approx(alone, rel=1e-12)
+    assert varies.norms.mean_pairs() == pytest.approx(2 * common**2 / width / kept**2, rel=1e-12)

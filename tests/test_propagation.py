@@ -571,8 +571,8 @@ def test_norms_of_a_scaled_sum_of_gaussians(skip: float, branch: float) -> None:
     """Such a sum is Gaussian again, and Gaussian norms covary by 2 C o C/d."""
     width, kernels = 64, (Kernel(2.0, 0.6), Kernel(0.5, -0.05))
     first, second = (gaussian(kernel, 8, width, spread=True) for kernel in kernels)
-    spread = added(first, second, skip**2, branch**2).spread
+    varies = added(first, second, skip**2, branch**2).fluctuation
     total = kernels[0].mixed(skip**2, kernels[1], branch**2)
-    assert spread is not None
-    assert spread.diagonal == pytest.approx(2 * total.diagonal**2 / width, rel=1e-12)
-    assert spread.pairs == pytest.approx(2 * total.pairs**2 / width, rel=1e-12)
+    assert varies is not None
+    assert varies.norms.diagonal == pytest.approx(2 * total.diagonal**2 / width, rel=1e-12)
+    assert varies.norms.pairs == pytest.approx(2 * total.pairs**2 / width, rel=1e-12)

@@ -10,7 +10,7 @@ import pytest
 
 import moments
 from moments.engine.composition import Residual, forward
-from moments.engine.state import Gradient, Kernel
+from moments.engine.state import Fluctuation, Gradient, Kernel
 from moments.formulas.linear import LINEAR
 from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS
 from moments.formulas.normalization import LAYERNORM
@@ -249,7 +249,7 @@ def test_scale_invariance_takes_a_direction_from_the_gradient() -> None:
 
     realised = float((x[:, 0] * x[:, 1]).mean())
     kernel = Kernel(1.0, realised)
-    signal = gaussian(kernel, 2, d, True).replace(spread=kernel.scaled(0.0))
+    signal = gaussian(kernel, 2, d, True).replace(fluctuation=Fluctuation.fixed(kernel))
     parameters = {"fan_in": d, "fan_out": d, "weight_variance": gain / d}
     branch = Linear(LINEAR, "refined", "branch", parameters, d)
     layer = Residual(branch) >> FiniteNormalization(LAYERNORM, "norm")

@@ -142,7 +142,7 @@ def test_the_page_of_constants_has_the_code_s_values() -> None:
 THEORY = (
     "engine/classes",
     "engine/directions",
-    "engine/realised",
+    "engine/fluctuation",
     "engine/short_vectors",
     "engine/bottom_to_top",
     "engine/composition",

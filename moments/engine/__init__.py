@@ -2,7 +2,7 @@
 
 `state` are the moments that travel and `classes` their resolution; `composition` says what a
 component is, how components compose and how a signal passes them; `trace` is what a pass
-saw. `directions`, `realised` and `short_vectors` are what finite width adds.
+saw. `directions`, `fluctuation` and `short_vectors` are what finite width adds.
 
 Imports `model` and `formulas`. Start with `state`, then `composition`, then `trace`.
 """

@@ -24,7 +24,8 @@ import numpy as np
 
 from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
-from .overlap import Overlap, OverlapWalk
+from .fluctuation import followed
+from .own_overlap import OverlapWalk, OwnOverlap
 from .response import Around, Part
 from .sensitivity import (
     SINGLE,
@@ -41,7 +42,7 @@ from .sensitivity import (
     total,
     trace_of,
 )
-from .state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+from .state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
@@ -102,7 +103,7 @@ class BottomToTop(Component):
         carried = around.by_token(carried, record.input.kernel).astype(SINGLE)
         return bypassed((parts[0], parts[1], parts[2]), carried, around.kernels(record))
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         for child in record.children:
             at = walk.through(child, at)
         return at
@@ -150,7 +151,7 @@ class Sum(NamedTuple):
     def output(self) -> Signal:
         """The sum."""
         signal, inner = self.signal, self.inner
-        if signal.spread is None or inner.spread is None:
+        if signal.fluctuation is None or inner.fluctuation is None:
             kernel = inner.kernel + (signal.kernel + self.crossed(signal.kernel))
             return Signal(kernel, signal.seq_len, width=signal.width)
         cross = self.crossed(signal.kernel, self._norm_mean() - self._turned())
@@ -162,16 +163,15 @@ class Sum(NamedTuple):
             inner.kernel + signal.kernel + cross,
             signal.seq_len,
             width=signal.width,
-            spread=self._spread(),
-            realised=self._realised(),
+            fluctuation=Fluctuation(self._norms(), self._overlaps()),
             centred=centred,
         )
 
     def _norm_mean(self) -> Array:
         """E 1/|s| over 1/sqrt(E |s|^2)."""
-        assert self.between.spread is not None
+        assert self.between.fluctuation is not None
         size = self.between.kernel.diagonal
-        return 1 + 0.375 * ratio_or_zero(self.between.spread.diagonal, size * size)
+        return 1 + 0.375 * ratio_or_zero(self.between.fluctuation.norms.diagonal, size * size)
 
     def _turned(self) -> Array:
         """Half the relative covariance of x.s and |s|^2, which share x.A."""
@@ -180,46 +180,48 @@ class Sum(NamedTuple):
         added = total - skip * skip * self.signal.kernel.diagonal
         return ratio_or_zero(added, total) / self.signal.width
 
-    def _spread(self) -> Kernel:
+    def _norms(self) -> Kernel:
         """|out|^2 = |u|^2 + |x|^2 + 2 x.F + 2 k' x.y, where x.y = x.s/|s|.
 
         With e, f the relative deviations of x.s and of |A|^2 over |s|^2, and w the share of x in
         |s|^2, that of x.y is (1 - w) e - f/2.
         """
         signal, between, inner = self.signal, self.between, self.inner
-        assert signal.spread is not None
-        assert between.spread is not None
-        assert inner.spread is not None
+        assert signal.fluctuation is not None
+        assert between.fluctuation is not None
+        assert inner.fluctuation is not None
+        before, behind = signal.fluctuation.norms, between.fluctuation.norms
         width, tokens = signal.width, signal.kernel
         skip = square(self.node.attention.skip_scale)
         added = between.kernel - tokens.scaled(skip)
         fresh = inner.kernel - self.entering.kernel.scaled(square(self.node.ffn.skip_scale))
         met = tokens * added
-        sizes = between.spread - signal.spread.scaled(skip * skip) - met.scaled(4 * skip / width)
+        sizes = behind - before.scaled(skip * skip) - met.scaled(4 * skip / width)
         total = between.kernel.diagonal
         share = skip * tokens.diagonal / total
         turned = self._by_token(met, self.carried * (1 - share)).scaled(1 / (skip * width))
         sized = self._by_token(sizes, 0.5 * self.carried * tokens.diagonal / total)
         both = ((tokens + self.crossed(tokens)) * fresh).scaled(4 / width)
-        return inner.spread + signal.spread + both + (turned + sized).scaled(4.0)
+        return inner.fluctuation.norms + before + both + (turned + sized).scaled(4.0)
 
     def _by_token(self, kernel: Kernel, factor: Array) -> Kernel:
         first, second = kernel.over_tokens(factor)
         return kernel.weighted(factor * factor, first * second)
 
-    def _realised(self) -> Realised | None:
+    def _overlaps(self) -> Kernel | None:
         """Overlaps of (1 + a) x and the rest, of which `inner` holds those of a x and the rest."""
         signal, inner = self.signal, self.inner
-        if signal.realised is None or inner.realised is None:
+        before, behind = followed(signal), followed(inner)
+        if before is None or behind is None:
             return None
         tokens = signal.kernel
         held = self._by_token(tokens, self.carried)
         more = self._by_token(tokens, 1 + self.carried)
         rest = inner.kernel - held
-        squares = self._by_token(signal.realised.overlaps, (1 + self.carried) ** 2)
-        squares = squares - self._by_token(signal.realised.overlaps, self.carried**2)
+        squares = self._by_token(before, (1 + self.carried) ** 2)
+        squares = squares - self._by_token(before, self.carried**2)
         crossed = ((more - held) * rest).scaled(4 / signal.width)
-        return Realised(inner.realised.overlaps + squares + crossed)
+        return behind + squares + crossed
 
     # --- the way back -----------------------------------------------------------------------------
 
@@ -234,7 +236,7 @@ class Sum(NamedTuple):
         node = self.node.ffn
         kept = gradient.kernel.scaled(square(node.skip_scale))
         handed = gradient.kernel.scaled(square(node.branch_scale))
-        if self.signal.spread is None:
+        if self.signal.fluctuation is None:
             done = branch.backward(gradient.with_kernel(handed), run)
             merged = kept + done.gradient_sent.kernel
             return ffn.completed(above, Gradient(merged, gradient.seq_len), (done,))
@@ -261,7 +263,7 @@ class Sum(NamedTuple):
         """The gradient at the input, of what the sum received and what attention's side sends."""
         gradient = gradient.averaged()
         above = gradient.kernel
-        if self.signal.spread is None:
+        if self.signal.fluctuation is None:
             return Gradient(sent.kernel + (above + self.crossed(above)), gradient.seq_len)
         own, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
         skip = square(self.node.ffn.skip_scale)

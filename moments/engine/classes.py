@@ -87,6 +87,53 @@ class PositionClasses:
         """(P,) tokens that a node stands for."""
         return np.asarray(self.seen().keys[-1])
 
+    @property
+    def inside(self) -> PositionClasses:
+        """Classes of one sequence or document: these, where there are no others."""
+        return self
+
+    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+        """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
+        other: of one document, and where there are several of two."""
+        return ((own, pairs),)
+
+    def joined(self, *blocks: Matrix) -> Matrix:
+        """The same back."""
+        return blocks[0]
+
+    @property
+    def there(self) -> NDArray[np.bool_]:
+        """(L,), or (documents, longest): whether a document has that position."""
+        return np.ones(self.length, dtype=bool)
+
+    def within(self, pairs: Array) -> Array:
+        """The matrix of pairs of one document, and 0 where two are."""
+        return pairs
+
+    @property
+    def at_one_place(self) -> Array:
+        """1 for two tokens that are at one place of two documents, else 0."""
+        return np.zeros(())
+
+    def shares_of(self, ids: NDArray[np.int64]) -> Array:
+        """(L,), or as `ids`: the share of the text that is of each token."""
+        _, where, count = np.unique(ids, return_inverse=True, return_counts=True)
+        return np.asarray((count / ids.size)[np.reshape(where, ids.shape)])
+
+    @property
+    def documents(self) -> Matrix | None:
+        """How many documents, or pairs of two, reach a class or two; None where all reach all: a
+        gradient that attention sends is summed over rows, which not every key has."""
+        return None
+
+    def in_one(self, sums: Array) -> Array:
+        """(..., P) sums over tokens of each class, as if there were one document."""
+        return sums
+
+    def repeated(self, values: Array) -> Array:
+        """(..., nodes) of what one document's classes have."""
+        return values
+
     @functools.cached_property
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different tokens: as many as there are, so that what is the same
@@ -103,6 +150,14 @@ class PositionClasses:
     def mean(self, values: Array) -> Array:
         """(...) average over tokens of (..., P) values."""
         return np.asarray((values * self.count).sum(-1) / self.length)
+
+    def mean_of_pairs(self, pairs: Array) -> Array:
+        """(...) average over pairs of different tokens of one sequence, of (..., P, P)."""
+        return self.sum_of_pairs(pairs) / max(self.length * (self.length - 1), 1)
+
+    def sum_of_pairs(self, pairs: Array) -> Array:
+        """(...) sum over ordered pairs of different tokens."""
+        return np.asarray((pairs * self.pair_count).sum((-2, -1)))
 
     @functools.cached_property
     def hats(self) -> Array:
@@ -129,18 +184,7 @@ class PositionClasses:
         size = self.hats.sum(1)
         itself = (self.hats * (weights * (first == second))) @ self.hats.T
         count = np.outer(size, size) - self.hats @ self.hats.T
-        usable = count > 0.5  # a cell of one position has no pairs: those with the next stand in
-        found = np.where(usable, (sums[0] @ sums[1].T - itself) / np.where(usable, count, 1.0), 0.0)
-        for place in map(int, np.flatnonzero(~np.diagonal(usable))):
-            beside = [min(place + 1, len(size) - 1), max(place - 1, 0)]
-            found[place, place] = found[place, beside].mean()
-        counts = [
-            np.bincount(one, by, len(known))
-            for one, by in zip(np.split(where, 2), (weights, np.ones(len(second))), strict=True)
-        ]
-        total = float(counts[0] @ counts[1]) - float((weights * (first == second)).sum())
-        summed = float((found * self.pair_count).sum())
-        return np.asarray(found * (total / summed if summed > 0.0 else 1.0))
+        return _as_many(sums[0] @ sums[1].T - itself, count, self.pair_count)
 
     def spread_out(self, values: Array) -> Array:
         """(..., L) mean squares at every position, from (..., P).
@@ -187,6 +231,274 @@ class OneClass(PositionClasses):
 def one_class(length: int) -> OneClass:
     """The same for the same length."""
     return OneClass(length, np.array([length]))
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentClasses(PositionClasses):
+    """Several sequences or documents that share weights, each of which sees itself alone.
+
+    Under a causal mask what a token is depends on its place alone, however long its document: one
+    set of classes serves all. Two documents stand for every two, so that `nodes` are those of one
+    and then of the other, and a matrix of pairs has the blocks
+
+        [[inside, across], [across, inside]],
+
+    `across` having two tokens at one place of two documents on its diagonal, as a token with itself
+    is beside `inside`: they share a row of a table of positions. What two tokens near each other
+    share in two documents is read off both sides of it (`beside`).
+
+    A number of a class is its mean over the documents that reach it, whose shares are counts.
+
+    Attributes:
+        length: tokens of all documents.
+        one: classes of the longest.
+        lengths: of all documents.
+    """
+
+    one: PositionClasses
+    lengths: tuple[int, ...]
+
+    @property
+    def inside(self) -> PositionClasses:
+        return self.one
+
+    @functools.cached_property
+    def present(self) -> Array:
+        """(P,) documents that reach a class, on average over its positions."""
+        return self.one.cell_means(self._reaching.astype(np.float64))
+
+    @functools.cached_property
+    def _reaching(self) -> NDArray[np.intp]:
+        """(longest,) documents that reach a position."""
+        ends = np.bincount(self.lengths, minlength=self.one.length + 1)
+        return np.asarray(len(self.lengths) - np.cumsum(ends)[:-1])
+
+    @functools.cached_property
+    def together(self) -> tuple[Array, Array]:
+        """(P, P) documents that reach both positions, and ordered pairs of different ones of which
+        each reaches its own; (p, p) of the first is `present`."""
+        size = len(self.present)
+        inside = self.present[np.maximum.outer(np.arange(size), np.arange(size))]
+        across = np.maximum(np.outer(self.present, self.present) - inside, 0.0)
+        return inside, np.where(across > LEAST_SHARED * inside, across, 0.0)
+
+    @functools.cached_property
+    def _at_place(self) -> Array:
+        """(P,) ordered pairs of different documents that reach a position."""
+        return self.one.cell_means(self._reaching * (self._reaching - 1.0))
+
+    @functools.cached_property
+    def at_one_place(self) -> Array:  # type: ignore[override]
+        size = len(self.one.nodes)
+        return np.eye(2 * size, k=size) + np.eye(2 * size, k=-size)
+
+    def shares_of(self, ids: NDArray[np.int64]) -> Array:
+        shares = super().shares_of(ids[self.there])
+        found = np.zeros(ids.shape)
+        found[self.there] = shares
+        return found
+
+    @functools.cached_property
+    def _counts(self) -> tuple[Array, Array]:
+        """(n, P) tokens of a class up to the end of a document, and (n,) documents that end there,
+        the shortest first."""
+        ends, many = np.unique(self.lengths, return_counts=True)
+        sums, last = _Sums(self.one.nodes, self.one.length), len(self.one.nodes) - 1
+        return np.array([sums(0, int(end), 0, last) for end in ends]), many.astype(float)
+
+    @functools.cached_property
+    def count(self) -> Array:  # type: ignore[override]
+        counts, many = self._counts
+        return np.tile(0.5 * (many @ counts), 2)
+
+    @functools.cached_property
+    def inside_count(self) -> Array:
+        """(P, P) ordered pairs of different tokens of one document."""
+        counts, many = self._counts
+        pairs = (many @ counts)[:, None] * (self.one.seen().keys - np.eye(len(self.one.nodes)))
+        lengths = np.array(self.lengths, float)
+        pairs = pairs + pairs.T
+        return np.asarray(pairs * _to_total(pairs, float(lengths @ (lengths - 1.0))))
+
+    @functools.cached_property
+    def across_count(self) -> Matrix:
+        """Of two documents: those at one place (P,), and others (P, P)."""
+        counts, many = self._counts
+        # Of two documents as many as the shorter one has places, and then the rest of the longer.
+        longer = many.sum() - np.cumsum(many)
+        met = (many * (many - 1.0 + 2.0 * longer)) @ counts
+        pairs = met[:, None] * (self.one.seen().keys - np.eye(len(met)))
+        rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
+        rest = rest - (longer + many)[:, None] * counts
+        pairs += np.einsum("n,np,nq->pq", many, rest, counts)
+        return met, np.asarray(pairs + pairs.T)
+
+    @functools.cached_property
+    def pair_count(self) -> Array:  # type: ignore[override]
+        own, pairs = self.across_count
+        inner = np.diagonal(pairs)
+        # Those beside the diagonal are counted where they are read from.
+        across = pairs - np.diag(inner) + inner[:, None] * self._aside
+        across = 0.5 * (across + across.T) + np.diag(own)
+        return 0.5 * np.block([[self.inside_count, across], [across, self.inside_count]])
+
+    @functools.cached_property
+    def _aside(self) -> Array:
+        """(P, P) weights by which a row's other entries give that beside its diagonal: linear in
+        log position from either side, along which the rest is smooth, and their mean."""
+        logs, size = np.log(self.one.nodes), len(self.one.nodes)
+        found = np.zeros((size, size))
+        for node in range(size):
+            sides = [
+                range(node - 1, max(node - 3, -1), -1),
+                range(node + 1, min(node + 3, size - 1)),
+            ]
+            sides = [side for side in sides if len(side)] or [range(node - 1, node - 2, -1)]
+            for side in sides:
+                held = np.array(side)
+                found[node, held] += lagrange(logs[held], logs[[node]])[:, 0] / len(sides)
+        return found
+
+    def mean_of_pairs(self, pairs: Array) -> Array:
+        size, count = len(self.one.nodes), self.inside_count
+        return np.asarray((pairs[..., :size, :size] * count).sum((-2, -1)) / max(count.sum(), 1.0))
+
+    @functools.cached_property
+    def documents(self) -> Matrix | None:  # type: ignore[override]
+        if len(set(self.lengths)) == 1:
+            return None
+        inside, across = self.together
+        return self.joined((self.present, inside), (self._at_place, across))
+
+    def in_one(self, sums: Array) -> Array:
+        half = sums[..., : len(self.one.nodes)]
+        return np.asarray(2.0 * half)
+
+    def repeated(self, values: Array) -> Array:
+        return np.concatenate([values, values], axis=-1)
+
+    def mean(self, values: Array) -> Array:
+        """Of (..., 2 P), or of (..., P) numbers that both have."""
+        values = np.asarray(values)
+        return super().mean(values if values.shape[-1] == len(self.nodes) else np.tile(values, 2))
+
+    def seen(self, window: int | None = None) -> Sight:
+        return self.one.seen(window)
+
+    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+        size = len(self.one.nodes)
+        across, index = np.array(pairs[..., :size, size:]), np.arange(size)
+        at_one_place = np.array(across[..., index, index])
+        across[..., index, index] = 0.0
+        across[..., index, index] = (across * self._aside).sum(-1)
+        return (own[..., :size], pairs[..., :size, :size]), (at_one_place, across)
+
+    def joined(self, *blocks: Matrix) -> Matrix:
+        inside, across = blocks
+        index, other = np.arange(len(self.one.nodes)), np.array(across[1])
+        other[..., index, index] = across[0]
+        turned = np.swapaxes(other, -1, -2)
+        top, bottom = (
+            np.concatenate(np.broadcast_arrays(*both), axis=-1)
+            for both in ((inside[1], other), (turned, inside[1]))
+        )
+        return np.concatenate([inside[0]] * 2, axis=-1), np.concatenate([top, bottom], axis=-2)
+
+    def within(self, pairs: Array) -> Array:
+        none = np.zeros_like(pairs)
+        return np.block([[pairs, none], [none, pairs]])
+
+    @functools.cached_property
+    def there(self) -> NDArray[np.bool_]:  # type: ignore[override]
+        return np.asarray(np.arange(self.one.length) < np.array(self.lengths)[:, None])
+
+    def cell_means(self, values: Array) -> Array:
+        """(2 P,) means over cells of (documents, longest) values, each as far as it reaches."""
+        sums = self.one.hats @ np.where(self.there, values, 0.0).sum(0)
+        return np.tile(sums / (self.one.hats @ self._reaching), 2)
+
+    def pair_means(
+        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
+    ) -> Array:
+        """(2 P, 2 P) the same of (documents, longest) values, of which those that are not there do
+        not count."""
+        hats, there = self.one.hats, self.there
+        weights = np.where(there, 1.0 if weights is None else weights, 0.0)
+        known, where = np.unique(np.stack([first, second]), return_inverse=True)
+        one, two = np.reshape(where, (2, *there.shape))
+        size, values = len(hats), len(known)
+        held = np.arange(size)[:, None] * values
+
+        def sums(which: NDArray[np.intp], by: Array) -> Array:
+            flat = (held + which).ravel()
+            found = np.bincount(flat, (hats * by).ravel(), size * values)
+            return np.asarray(found.reshape(size, values), np.float64)
+
+        every = [np.zeros((size, values)), np.zeros((size, values))]
+        inside, places = np.zeros((size, size)), np.zeros((size, size))
+        for number in range(len(there)):
+            both = sums(one[number], weights[number]), sums(two[number], there[number] + 0.0)
+            inside += both[0] @ both[1].T
+            every = [total + part for total, part in zip(every, both, strict=True)]
+            cells = hats @ there[number]
+            places += np.outer(cells, cells)
+        itself = (weights * (one == two)).sum(0)
+        at_place = np.arange(there.shape[1])[None, :] * values
+        codes, found = np.unique(np.stack([at_place + one, at_place + two]), return_inverse=True)
+        left, right = np.reshape(found, (2, *there.shape))
+        met = np.bincount(left.ravel(), weights.ravel(), len(codes))
+        met *= np.bincount(right.ravel(), there.ravel() + 0.0, len(codes))
+        met = np.bincount(codes // values, met, there.shape[1]) - itself
+        others = self._reaching * (self._reaching - 1.0)
+        whole = np.outer(hats @ self._reaching, hats @ self._reaching)
+        counts = (
+            places - (hats * self._reaching) @ hats.T,
+            whole - places - (hats * others) @ hats.T,
+            hats @ others,
+        )
+        shares = (
+            inside - (hats * itself) @ hats.T,
+            every[0] @ every[1].T - inside - (hats * met) @ hats.T,
+            hats @ met,
+        )
+        expected = self.inside_count, self.across_count[1], self.across_count[0]
+        inner, outer, own = (
+            _as_many(share, count, expects)
+            for share, count, expects in zip(shares, counts, expected, strict=True)
+        )
+        return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
+
+    def spread_out(self, values: Array) -> Array:
+        """(..., longest) mean squares at every place."""
+        return self.one.spread_out(values[..., : len(self.one.nodes)])
+
+
+LEAST_SHARED = 1e-9
+"""Pairs of documents that reach two positions, of those that reach one, below which none do."""
+
+
+def _as_many(found: Array, count: Array, expected: Array) -> Array:
+    """Sums over their counts, such that weighed by what is counted elsewhere they are as many. A
+    cell of one position has no pairs: those with the next stand in."""
+    usable, total = count > 0.5, float(found.sum())
+    found = np.where(usable, found / np.where(usable, count, 1.0), 0.0)
+    if found.ndim == 2:
+        for place in map(int, np.flatnonzero(~np.diagonal(usable))):
+            beside = [min(place + 1, len(found) - 1), max(place - 1, 0)]
+            found[place, place] = found[place, beside].mean()
+    return found * _to_total(found * expected, total)
+
+
+def _to_total(counts: Array, total: float) -> float:
+    """The factor by which counts sum to what they should."""
+    found = float(counts.sum())
+    return total / found if found > 0.0 else 0.0
+
+
+@functools.lru_cache(maxsize=16)
+def documents_on(one: PositionClasses, lengths: tuple[int, ...]) -> DocumentClasses:
+    """The same for the same documents, of which there are two at least."""
+    return DocumentClasses(sum(lengths), np.tile(one.nodes, 2), one, lengths)
 
 
 @functools.cache

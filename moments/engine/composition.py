@@ -29,10 +29,9 @@ from .directions import (
     persistence,
     shared_persistence,
 )
-from .overlap import Overlap, OverlapWalk, own_variance
-from .overlap import summed as summed_overlap
+from .fluctuation import summed
+from .own_overlap import OverlapWalk, OwnOverlap, own_variance
 from .packing import Padding
-from .realised import summed
 from .response import Around, Elementwise, Part, Sequence, Sum
 from .sensitivity import Response
 from .state import Array, Gradient, Kernel, Repeats, Signal, ratio_or_zero
@@ -53,7 +52,7 @@ class Pulled:
         return {}
 
     def overlaps(self) -> Mapping[str, Array]:
-        """By how much those grow per unit of the variance of two tokens' overlap (`overlap`) in
+        """By how much those grow per unit of the variance of two tokens' overlap in
         what is attended to, beyond the 1/width they count with."""
         return {}
 
@@ -109,8 +108,8 @@ class Component(abc.ABC):
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         """Complete a record of this component with a gradient at its output, carried back."""
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
-        """What it does to how much two tokens' overlap varies over draws (`overlap`)."""
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+        """What it does to how much the overlap of what tokens have of their own varies."""
         return at
 
     def addition(self, record: Record) -> Addition | None:
@@ -324,8 +323,8 @@ class Leaf(Component):
 
     def response(self, record: Record, around: Around) -> Response:
         received, signal = around.received(record), record.input
-        if not self.reads_realised:
-            signal = signal.replace(realised=None)
+        if signal.fluctuation is not None and not self.reads_realised:
+            signal = signal.replace(fluctuation=signal.fluctuation.of_norms())
         return Elementwise.of(self, signal, record.gradient_received, received, self.scales_pairs)
 
     @abc.abstractmethod
@@ -415,7 +414,7 @@ class Chain(Component):
             sent = children[-1].gradient_sent
         return record.completed(gradient, sent, tuple(reversed(children)))
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         before = []
         for child in record.children:
             before.append(at)
@@ -497,23 +496,23 @@ class Parallel(Component):
         children, kernels = [], []
         for child in record.children:
             part = gradient.with_kernel(gradient.kernel)
-            if signal.spread is not None:
+            if signal.fluctuation is not None:
                 share = ratio_or_zero(child.output.kernel.diagonal, output.kernel.diagonal)
                 part = gradient.at_part(gradient.kernel, share, gradient.persistence)
             children.append(child.component.backpropagate(child, part, run))
             kernel = children[-1].gradient_sent.kernel
-            if signal.spread is not None:
+            if signal.fluctuation is not None:
                 kernel = returned(kernel, part, child.component, signal.width)
             kernels.append(kernel)
         sent = Gradient(sum_of(kernels), gradient.seq_len)
         return record.completed(gradient, sent, tuple(children))
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         total, own = at, 0.0
         for index, child in enumerate(record.children):
             inner, gained = walk.through(child, at), own_variance(child.output)
             width = child.output.width
-            total = summed_overlap(total, inner, (own, gained), at, width) if index else inner
+            total = total.added(inner, (own, gained), at, width) if index else inner
             own += gained
         return total
 
@@ -600,7 +599,7 @@ class Residual(Component):
         signal, output, branch = record.input, record.output, child.output
         skip, scale = square(self.skip_scale), square(self.branch_scale)
         kept, handed = gradient.kernel.scaled(skip), gradient.kernel.scaled(scale)
-        if signal.spread is None:
+        if signal.fluctuation is None:
             done = back(gradient.with_kernel(handed))
             merged = _merged(gradient, kept, done.gradient_sent.kernel, not self.branch.normalises)
             return record.completed(gradient, merged, (done,))
@@ -633,12 +632,12 @@ class Residual(Component):
         )
         return record.completed(gradient, merged, (done,))
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         (child,) = record.children
         inner, width = walk.through(child, at), record.input.width
         kept = own_variance(record.input) * self.skip_scale**2
         gained = own_variance(child.output) * self.branch_scale**2
-        return summed_overlap(at, inner, (kept, gained), at, width)
+        return at.added(inner, (kept, gained), at, width)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         branch = self.branch.two_sequences(signal, memory)
@@ -730,7 +729,7 @@ class Layer(Component):
         run.layer_done()
         return record.completed(gradient, done.gradient_sent, (done,))
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         return walk.through(record.children[0], at)
 
     def carried(self, record: Record, amplitude: Array) -> Array:
@@ -770,16 +769,9 @@ def added(
         keeps_mean: whether what the first has without its features' mean stays told apart.
     """
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
-    if signal.spread is None or branch.spread is None:
+    fluctuation = summed(signal, branch, skip, scale)
+    if fluctuation is None:
         return Signal(kernel, signal.seq_len, width=signal.width)
-    # |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
-    norms = signal.spread.mixed(skip * skip, branch.spread, scale * scale)
-    cross = 4 * skip * scale / signal.width
-    spread, realised = norms.mixed(1.0, signal.kernel * branch.kernel, cross), None
-    found = summed(signal, branch, skip, scale)
-    if found is not None:
-        realised, shared = found
-        spread = spread + shared
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
     repeats = None
     for of, factor in ((signal.repeats, skip), (branch.repeats, scale)):
@@ -790,8 +782,7 @@ def added(
         kernel,
         signal.seq_len,
         width=signal.width,
-        spread=spread,
-        realised=realised,
+        fluctuation=fluctuation,
         centred=centred,
         repeats=repeats,
     )

@@ -123,11 +123,14 @@ def shared_persistence(
     if not signal.resolved:
         return response * (single + (length - 1) * common) / length
     if signal.kernel.classes is not None:
-        counted = above.diagonal * signal.kernel.classes.count
+        classes = signal.kernel.classes
+        counted = above.diagonal * classes.count
         share = ratio_or_zero(counted, counted.sum(-1, keepdims=True) + 0.0 * counted) * response
-        apart = single - np.diagonal(common, axis1=-2, axis2=-1)
-        met = (share[..., None, :] @ common)[..., 0, :]
-        return met + share * apart / signal.kernel.classes.count
+        share, count = classes.in_one(share), classes.in_one(classes.count)
+        (own, inside), *_ = classes.blocks(single, common)
+        apart = own - np.diagonal(inside, axis1=-2, axis2=-1)
+        met = (share[..., None, :] @ inside)[..., 0, :]
+        return classes.repeated(met + share * apart / count)
     leading, count = common.shape[:-2], common.shape[-1]
     blocks = common.reshape(*leading, count // length, length, count // length, length)
     own = np.einsum("...bibj->...bij", blocks)
@@ -148,8 +151,8 @@ def relative_spread(signal: Signal, own: bool = True) -> tuple[Array, Array]:
 
     Without `own`, less what independent Gaussian features have of it, 2/width and 2 r^2/width.
     """
-    kernel, spread = signal.kernel, signal.spread
-    assert spread is not None
+    assert signal.fluctuation is not None
+    kernel, spread = signal.kernel, signal.fluctuation.norms
     if not own:
         spread = spread - (kernel * kernel).scaled(2 / signal.width)
     first, second = kernel.over_tokens(kernel.diagonal)

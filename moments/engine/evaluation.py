@@ -38,7 +38,7 @@ def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Value
         values["x_mean"] = values["x_other_mean"] = signal.mean
         values["x_variance"] = values["x_other_variance"] = kernel.diagonal
         values["x_correlation"] = signal.correlation()
-        if signal.spread is None:
+        if signal.fluctuation is None:
             values["x_hidden_correlation"] = ratio_or_zero(
                 signal.hidden_covariance, kernel.diagonal
             )

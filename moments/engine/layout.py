@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .classes import PositionClasses
-from .packing import Padding, one_document
+from .packing import Padding, one_document, spans
 from .state import Array, Kernel, Signal, ratio_or_zero
 from .trace import Point
 
@@ -48,7 +48,7 @@ class Layout:
 
     def split(self, kernel: Kernel) -> Kernel:
         """What tokens of one sequence share, (sequences, L, L); unchanged if there is only one."""
-        if self.sequences == 1 or not kernel.resolved:
+        if self.sequences == 1 or kernel.resolved is not True:
             return kernel
         length = kernel.pairs.shape[-1] // self.sequences
         blocks = np.reshape(kernel.pairs, (self.sequences, length, self.sequences, length))
@@ -57,19 +57,20 @@ class Layout:
 
     def token_average(self, kernel: Kernel) -> tuple[Array, Array]:
         """Variance of a token and covariance of two of one sequence, averaged."""
-        own, real = self.split(kernel), self._real
-        if own.resolved and real is not None and real.shape[-1] != own.pairs.shape[-1]:
-            real = None  # behind a pooling head every token is one sequence's
-        if self.documents is not None and own.resolved:
-            return self._of_documents(own)
-        found = own.mean_diagonal(real), own.mean_pairs(real)
+        if kernel.classes is not None:
+            return kernel.mean_diagonal(), kernel.mean_pairs()
+        own, numbers = self.split(kernel), self.numbers
+        # Behind a pooling head every token is one sequence's.
+        if own.resolved and numbers is not None and numbers.shape[-1] == own.pairs.shape[-1]:
+            return self._of_documents(own, numbers)
+        found = own.mean_diagonal(), own.mean_pairs()
         if self.sequences == 1 or not kernel.resolved:
             return found
         return np.mean(found[0], axis=0), np.mean(found[1], axis=0)
 
-    def _of_documents(self, kernel: Kernel) -> tuple[Array, Array]:
+    def _of_documents(self, kernel: Kernel, documents: np.ndarray) -> tuple[Array, Array]:
         """Averages over all tokens, and over all pairs of one document; 0 without any."""
-        documents = np.reshape(self.documents, (-1, kernel.pairs.shape[-1]))  # type: ignore[arg-type]
+        documents = documents.reshape(-1, kernel.pairs.shape[-1])
         axes: tuple[int, ...] = (-2, -1)
         if self.sequences == 1:
             documents = documents[0]
@@ -102,9 +103,35 @@ class Layout:
         return np.reshape(diagonal, (*np.shape(diagonal)[:-1], self.sequences, -1))
 
     def by_token(self, diagonal: Array) -> Array:
-        """(..., L): averaged over the sequences."""
+        """(..., L): averaged over the sequences, those that have a real token there if any has."""
         found = self.by_sequence(diagonal)
-        return found if self.sequences == 1 else found.mean(-2)
+        return found if self.sequences == 1 else self._over_rows(found)
+
+    def placed(self, values: Array, padding: float | None = None) -> Array:
+        """(..., L) averages over sequences of (..., longest) values by place in a document.
+
+        Args:
+            values: of every place.
+            padding: what stands where all tokens pad; None: the last place's.
+        """
+        if self.numbers is None:
+            return values
+        numbers = np.atleast_2d(self.numbers)
+        place = np.full(numbers.shape, -1)
+        where = spans(numbers)
+        assert where is not None
+        for row, first, length in where:
+            place[row, first : first + length] = np.arange(length)
+        found = values[..., place]
+        return self._over_rows(found if padding is None else np.where(place < 0, padding, found))
+
+    def _over_rows(self, values: Array) -> Array:
+        """(..., L) from (..., sequences, L)."""
+        if self.numbers is None:
+            return values.mean(-2)
+        real = np.broadcast_to(np.atleast_2d(self.numbers) > 0, values.shape[-2:]) + 0.0
+        real = np.where(real.any(0), real, 1.0)
+        return (values * real).sum(-2) / real.sum(0)
 
     def moments(self, point: Point) -> tuple[Any, ...]:
         """Mean, variance, correlation, gradient variance and gradient correlation of one point."""

@@ -56,6 +56,40 @@ def places(documents: np.ndarray) -> np.ndarray:
     return index - np.maximum.accumulate(index * begins, axis=-1)
 
 
+def spans(documents: Any) -> np.ndarray | None:
+    """(documents, 3): row, first token and length of every document, in order.
+
+    Args:
+        documents: (L,) or (B, L), the document of every token, 0 where it pads.
+
+    Returns:
+        None where a document is no run of tokens.
+    """
+    numbers = np.atleast_2d(np.asarray(documents, dtype=np.int64))
+    before = np.zeros_like(numbers)
+    before[:, 1:] = numbers[:, :-1]
+    row, first = np.nonzero((numbers > 0) & (numbers != before))
+    after = np.zeros_like(numbers)
+    after[:, :-1] = numbers[:, 1:]
+    _, last = np.nonzero((numbers > 0) & (numbers != after))
+    kinds = sum(len(np.unique(one[one > 0])) for one in numbers)
+    return np.stack([row, first, last - first + 1], axis=1) if kinds == len(row) else None
+
+
+def by_document(values: Any, where: np.ndarray) -> np.ndarray:
+    """(documents, longest) of (L,) or (B, L) values; -1 behind a document's end.
+
+    Args:
+        values: of every token.
+        where: as from `spans`.
+    """
+    every = np.atleast_2d(np.asarray(values))
+    found = np.full((len(where), int(where[:, 2].max())), -1, dtype=every.dtype)
+    for one, (row, first, length) in zip(found, where, strict=True):
+        one[:length] = every[row, first : first + length]
+    return found
+
+
 def one_document(documents: Any) -> np.ndarray:
     """(..., L, L) whether two tokens are of one document."""
     numbers = np.asarray(documents, dtype=np.int64)

@@ -31,10 +31,10 @@ from ..formulas.recording import (
     Unrecordable,
 )
 from .composition import Component
-from .state import Gradient, Kernel, Realised, Signal
+from .state import Fluctuation, Gradient, Kernel, Signal
 from .trace import Point, Record, Run
 
-_VALUES = (Kernel, Realised, Signal, Gradient)
+_VALUES = (Kernel, Fluctuation, Signal, Gradient)
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from .sensitivity import (
     total,
     transposed,
 )
-from .state import Array, Gradient, Kernel, Signal
+from .state import Array, Fluctuation, Gradient, Kernel, Signal
 from .trace import Record
 
 STEP = 1e-4
@@ -92,14 +92,13 @@ class Elementwise:
         kernel = signal.second_moment()
         if linear:
             return cls._linear(leaf, signal, gradient, received)
-        spread = signal.spread
         base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
         nearer = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
         risen = base.replace(
             kernel=kernel.scaled(1 + STEP),
-            spread=None if spread is None else spread.scaled((1 + STEP) ** 2),
+            fluctuation=_grown(signal.fluctuation),
         )
         even = _ones(gradient, kernel)
         values = []
@@ -434,9 +433,16 @@ def _own_fluctuation(path: Several[Record], entering: Signal, reached: Signal) -
 
 def _relative_spread(signal: Signal) -> Array:
     """Var |x|^2/E^2 |x|^2, averaged over tokens."""
-    assert signal.spread is not None
-    relative = ratio(signal.spread.diagonal, signal.second_moment().diagonal ** 2)
+    assert signal.fluctuation is not None
+    relative = ratio(signal.fluctuation.norms.diagonal, signal.second_moment().diagonal ** 2)
     return signal.kernel.average(relative)
+
+
+def _grown(fluctuation: Fluctuation | None) -> Fluctuation | None:
+    """Norms as of tokens whose kernel grew by a step; overlaps of different tokens as they are."""
+    if fluctuation is None:
+        return None
+    return fluctuation._replace(norms=fluctuation.norms.scaled((1 + STEP) ** 2))
 
 
 def in_units(kernel: Matrix, unit: Array) -> Matrix:

@@ -176,8 +176,7 @@ class Kernel:
         if not self.resolved:
             return self.pairs
         if self.classes is not None:
-            length = self.classes.length
-            return self._over_pairs() / max(length * (length - 1), 1)
+            return self.classes.mean_of_pairs(self.pairs)
         if real is None:
             length = self.pairs.shape[-1]
             total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
@@ -189,39 +188,64 @@ class Kernel:
     def total(self, seq_len: int) -> Array:
         """Sum over all tokens and ordered pairs."""
         if self.classes is not None:
-            return (self.diagonal * self.classes.count).sum(-1) + self._over_pairs()
+            own = (self.diagonal * self.classes.count).sum(-1)
+            return own + self.classes.sum_of_pairs(self.pairs)
         if self.resolved:
             return self.pairs.sum((-2, -1))
         return seq_len * (self.diagonal + (seq_len - 1) * self.pairs)
 
-    def _over_pairs(self) -> Array:
-        assert self.classes is not None
-        return (self.pairs * self.classes.pair_count).sum((-2, -1))
 
+class Fluctuation(NamedTuple):
+    """How realised overlaps o_ij = x_i.x_j/width vary over draws of the weights about their means.
 
-class Realised(NamedTuple):
-    """How overlaps o_ij = x_i.x_j/width vary over draws about their means (`realised`).
+    Everything at a point of the network that varies over draws is of these overlaps, a token's
+    squared norm being that with itself (`fluctuation`).
 
     Attributes:
+        norms: U, covariance of o_ii and o_jj; 0 behind a normalisation.
         overlaps: Y, with Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2 where y has the entries
             sqrt(Y) and the kernel's signs: 2 C o C/width for Gaussian features. What a
-            normalisation does to norms is left out.
-        norms: covariance of squared norms before a normalisation fixed them; None: `spread`.
+            normalisation does to norms is left out. None: not followed.
+        free_norms: U as it was before a normalisation fixed the norms; None: `norms`.
         shared: covariances of overlaps and of squared norms with those that the first token of a
             pair had where the branch begins, over its squared norm there; None: it begins here.
     """
 
-    overlaps: Kernel
-    norms: Kernel | None = None
+    norms: Kernel
+    overlaps: Kernel | None = None
+    free_norms: Kernel | None = None
     shared: tuple[Kernel, Kernel] | None = None
 
-    def scaled(self, factor: Array) -> Realised:
+    @classmethod
+    def of_gaussian(cls, kernel: Kernel, width: Array) -> Fluctuation:
+        """Of independent Gaussian features, whose overlaps are not followed: 2 C o C/width."""
+        return cls((kernel * kernel).scaled(2 / width))
+
+    @classmethod
+    def fixed(cls, kernel: Kernel) -> Fluctuation:
+        """Of tokens of fixed norms, whose overlaps are not followed."""
+        return cls(kernel.scaled(0.0))
+
+    @property
+    def before_norms(self) -> Kernel:
+        """U as no normalisation has touched it."""
+        return self.norms if self.free_norms is None else self.free_norms
+
+    def of_norms(self) -> Fluctuation:
+        """The same without overlaps of different tokens."""
+        return Fluctuation(self.norms)
+
+    def scaled(self, factor: Array) -> Fluctuation:
         """Of a tensor whose squares are `factor` times these, in the middle of a branch."""
-        square, shared = factor * factor, self.shared
-        norms = None if self.norms is None else self.norms.scaled(square)
+        square, (norms, overlaps, free, shared) = factor * factor, self
         if shared is not None:
             shared = shared[0].scaled(factor), shared[1].scaled(factor)
-        return Realised(self.overlaps.scaled(square), norms, shared)
+        return Fluctuation(
+            norms.scaled(square),
+            None if overlaps is None else overlaps.scaled(square),
+            None if free is None else free.scaled(square),
+            shared,
+        )
 
 
 class Repeats(NamedTuple):
@@ -237,6 +261,10 @@ class Repeats(NamedTuple):
     share: Array
     scatter: Array
     excess: Array
+
+    def of_first(self, classes: int) -> Repeats:
+        """Of so many classes alone."""
+        return Repeats(*(part[..., :classes, :classes] for part in self))
 
     @property
     def variance(self) -> Array:
@@ -255,9 +283,8 @@ class Signal:
         mean: ensemble mean, per token where resolved.
         width: number of features.
         hidden_covariance: covariance between two features of one token (published theory).
-        spread: covariance over weight draws of the squared norms |x_i|^2/width and |x_j|^2/width
-            (refined theory); None where not tracked.
-        realised: how overlaps vary besides (refined theory); None where not tracked.
+        fluctuation: how realised norms and overlaps vary over draws of the weights (refined
+            theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
         repeats: of a text on classes of positions; None: nothing repeats, or it is not followed.
@@ -270,8 +297,7 @@ class Signal:
     mean: Array = 0.0
     width: Array = 1.0
     hidden_covariance: Array = 0.0
-    spread: Kernel | None = None
-    realised: Realised | None = None
+    fluctuation: Fluctuation | None = None
     centred: Kernel | None = None
     kurtosis: Array = 3.0
     repeats: Repeats | None = None

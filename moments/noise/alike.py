@@ -15,7 +15,7 @@ import numpy as np
 from ..engine.composition import Component, Layer
 from ..engine.response import Around, Part
 from ..engine.sensitivity import matrix_of, trace_of
-from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run, Trace
 from .network import AllAtOnce, Group
 
@@ -179,4 +179,4 @@ def averaged(kernel: Kernel, seq_len: int) -> Kernel:
 
 def _of_signal(signal: Signal) -> Signal:
     kernel = averaged(signal.second_moment(), signal.seq_len)
-    return Signal(kernel, signal.seq_len, width=signal.width, spread=kernel.scaled(0.0))
+    return Signal(kernel, signal.seq_len, width=signal.width, fluctuation=Fluctuation.fixed(kernel))

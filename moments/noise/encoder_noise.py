@@ -47,7 +47,7 @@ from ..engine.sensitivity import (
     trace_of,
     transposed,
 )
-from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
 from ..transfer.attention.logits import logit_law
 from ..transfer.attention.softmax import SquareTable
@@ -208,7 +208,9 @@ class _Reading(NamedTuple):
         axes = (1,) * (base.ndim - 1)
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
         kernel = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
-        entering = Signal(kernel, modes.seq_len, width=signal.width, spread=kernel.scaled(0.0))
+        entering = Signal(
+            kernel, modes.seq_len, width=signal.width, fluctuation=Fluctuation.fixed(kernel)
+        )
         memory, record = forward(read, entering)
         basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
         pulled = modes.of(record.backward(Gradient(basis, modes.seq_len)).gradient_sent.kernel)
@@ -227,7 +229,9 @@ def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
     axes = (1,) * (base.ndim - 1)
     steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
     nudged = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
-    signal = Signal(nudged, modes.seq_len, width=record.input.width, spread=nudged.scaled(0.0))
+    signal = Signal(
+        nudged, modes.seq_len, width=record.input.width, fluctuation=Fluctuation.fixed(nudged)
+    )
     basis = Gradient(modes.kernel(np.eye(2).reshape(2, 1, *axes, 2)), modes.seq_len)
     addition, scale, node = record.component.addition(record), 1.0, record.component
     if addition is not None:

@@ -192,8 +192,8 @@ def _kappa(leaf: Component, output: Signal) -> Array:
         return 2.0
     if not isinstance(leaf, Activation):
         return 0.0
-    assert output.spread is not None
-    relative = output.spread.diagonal / output.second_moment().diagonal ** 2
+    assert output.fluctuation is not None
+    relative = output.fluctuation.norms.diagonal / output.second_moment().diagonal ** 2
     own = output.kernel.average(relative)
     return np.maximum(own * output.width - 2.0, 0.0)
 

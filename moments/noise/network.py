@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..engine.classes import ClassMatrix, PositionClasses
+from ..engine.fluctuation import has_fixed_norms
 from ..engine.response import Part
 from ..engine.sensitivity import (
     SINGLE,
@@ -382,7 +383,7 @@ class Network:
                 noise = noise + (1 - 1 / self.batch) * floor + self._across(given, group)
             found += group.summed(noise)
         kernel = matrix_of(self.first.kernel, self.first.seq_len).astype(SINGLE)
-        if self.first.spread is not None and not np.any(self.first.spread.diagonal):
+        if has_fixed_norms(self.first):
             # a norm has fixed every token's size
             lost = ratio(row_sums(sensitivity * kernel), own_entries(kernel))
             sensitivity = sensitivity - diagonal(lost, kernel)

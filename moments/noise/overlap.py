@@ -43,7 +43,7 @@ gradient G b(o) back to them (Price). The gradients of the matrices before and b
 gain of a norm before, sum o b(o) and F(o) over pairs of tokens, whose mean is not that at E o:
 gated units have both in proportion to o^2, so that L^2 pairs gain Var(o). The mean is taken of the
 two values at E o +- sqrt(Var o), exact to third order in o. Var o_ab is what the forward pass found
-(`realised`); where it followed none, nu (C_aa C_bb + C_ab^2), and nu C_aa C_bb (1 - r^2)^2 where
+(`fluctuation`); where it followed none, nu (C_aa C_bb + C_ab^2), and nu C_aa C_bb (1 - r^2)^2 where
 tokens have a fixed norm. A gated unit's kernels are such means already, an activation's are at E o.
 
 A gain's gradient sums x_ak x_bk g_ak g_bk feature by feature, and what a unit sends back has a part
@@ -65,8 +65,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.composition import Chain, forward
-from ..engine.overlap import Overlap, OverlapWalk
-from ..engine.realised import overlap_variance, step_within
+from ..engine.fluctuation import has_fixed_norms, overlap_variance, step_within
+from ..engine.own_overlap import OverlapWalk, OwnOverlap
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
 
@@ -100,7 +100,7 @@ def stack_overlaps(stack: Record, memory: float | None = None) -> Overlaps:
         memory: nu of what cross-attention reads; None: 1/width of that.
     """
     walk = OverlapWalk(memory)
-    last = walk.through(stack, Overlap(1.0 / stack.input.width))
+    last = walk.through(stack, OwnOverlap(1.0 / stack.input.width))
     for chain, before in walk.chains:
         for unit in units(chain):
             entering = before[unit.first].variance
@@ -160,7 +160,7 @@ def unit_growth(unit: Unit, variance: float) -> dict[str, float]:
     kernel = tokens.second_moment()
     first, second = kernel.over_tokens(kernel.diagonal)
     square = kernel.pairs * kernel.pairs
-    fixed = tokens.spread is not None and not np.any(tokens.spread.diagonal)
+    fixed = has_fixed_norms(tokens)
     product = first * second
     found = overlap_variance(tokens)
     if found is None:
@@ -197,8 +197,7 @@ def _norms(
         tokens.seq_len,
         mean=0.0 * kernel.diagonal,
         width=tokens.width,
-        spread=tokens.spread if averaged else None,
-        realised=tokens.realised if averaged else None,
+        fluctuation=tokens.fluctuation if averaged else None,
     )
     _, record = forward(Chain(tuple(one.component for one in unit.records)), signal)
     signal = record.output

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.state import Array, Kernel, Realised, Signal
+from ..engine.state import Array, Fluctuation, Kernel, Signal
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_array, check_in
 from ..formulas.law import Theory
@@ -81,7 +81,7 @@ def gaussian(
     if spread:
         drawn = kernel * kernel if fixed is None else kernel * kernel - fixed.kernel * fixed.kernel
         norms = drawn.scaled(2 / d_model)
-        signal = signal.replace(spread=norms, realised=Realised(norms))
+        signal = signal.replace(fluctuation=Fluctuation(norms, norms))
     if spread and fixed is not None:
         # What is not centred counts d times its mean's square.
         signal = signal.replace(centred=fixed.kernel - fixed.common.scaled(float(d_model)))
@@ -263,6 +263,11 @@ def last_kernel(
         one = alike(v, r, model.seq_len, resolved)
         if sequences == 1:
             return one
+        if isinstance(resolved, PositionClasses):
+            size = len(resolved.inside.nodes)
+            return Kernel(
+                one.diagonal, one.pairs * resolved.within(np.ones((size, size))), resolved
+            )
         return Kernel.of_matrix(np.kron(np.eye(sequences), one.pairs))
     if variance is not None or correlation is not None:
         raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")

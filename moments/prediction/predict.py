@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import MOST_WINDOWS, PER_OCTAVE, PositionClasses
+from ..engine.classes import (
+    MOST_WINDOWS,
+    PER_OCTAVE,
+    DocumentClasses,
+    PositionClasses,
+    documents_on,
+)
 from ..engine.layout import Layout
 from ..engine.state import Gradient, Kernel
 from ..engine.trace import Trace
@@ -23,7 +29,7 @@ from ..transfer.head.output import OutputMoments
 from .gate import computing
 from .inputs import configurations, given_shape
 from .result import Prediction
-from .stack import Inputs, Outcome, Stack, head_top, last_gradient
+from .stack import Inputs, Outcome, Stack, document_spans, head_top, last_gradient
 
 SoFar = Callable[[], np.ndarray]
 
@@ -171,10 +177,28 @@ def predict(
             _read_by, stacks[0].model, model, stack.layout, stack.trace, outcome.output
         )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
-    found = stack.prediction(batch, outcome, encoder)
+    alone = None
+    if isinstance(stack.classes, DocumentClasses):
+        given = grad_variance, grad_correlation
+        alone = functools.partial(_of_one_document, stack, stack.classes.lengths, given, batch)
+    found = stack.prediction(batch, outcome, encoder, alone=alone)
     for note in found.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
     return found
+
+
+def _of_one_document(
+    stack: Stack, lengths: tuple[int, ...], given: tuple[Any, Any], batch: int
+) -> Prediction:
+    """The prediction of one of the documents of a stack, of which there are as many as share the
+    weights."""
+    one = stack.alone()
+    many = batch * sum(lengths) ** 2 / sum(length**2 for length in lengths)
+    with computing(stack.theory, [one.run], one.rows):
+        signal = one.forward()
+        outcome = last_gradient(one, signal, *given, None, None, batch)
+        one.backward(outcome)
+    return one.prediction(max(1, round(many)), outcome, None)
 
 
 def _read_by(
@@ -281,15 +305,16 @@ def _resolution(
             "tokens=False: under a causal mask, a window or a penalty on distance tokens are not "
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
-    by_means = own.one_text and model.seq_len >= (
-        SHORTEST_MEANS if _faint(model) else LONGEST_TEXT + 1
-    )
-    by_means = by_means and not _padded(model, own.token_ids)
-    given = given and not (by_means and grad_kernel is None and targets is None)
-    if resolved and tokens is None and not given and by_position(model):
-        density = STEEP_PER_OCTAVE if _falls_steeply(model) else PER_OCTAVE
-        return PositionClasses.of(model.seq_len, _least_window(model), per_octave=density)
-    return bool(resolved)
+    if not resolved or tokens is not None or grad_kernel is not None or targets is not None:
+        return bool(resolved)
+    if own.given_by_token or other.by_token or not by_position(model):
+        return bool(resolved)
+    lengths = (model.seq_len,) if not own.by_token else _lengths(model, own)
+    if lengths is None:
+        return bool(resolved)
+    density = STEEP_PER_OCTAVE if _falls_steeply(model) else PER_OCTAVE
+    one = PositionClasses.of(max(lengths), _least_window(model), per_octave=density)
+    return one if len(lengths) == 1 else documents_on(one, lengths)
 
 
 LEAST_LENGTH = 32
@@ -310,6 +335,26 @@ DEEPEST_POST, STEEP_PER_OCTAVE = 12, 4.0
 magnitude from one position to the next. Of 96 such layers under doubled logits, at 40 positions,
 against every token with a row of its own: those of single tokens are off by 9 % at most and their
 mean by 2e-3, with as many classes as elsewhere by a factor of 3.7 and by 1e-2."""
+
+
+def _lengths(model: Transformer, own: Inputs) -> tuple[int, ...] | None:
+    """Of the sequences or documents of a batch; None where classes do not hold them."""
+    if model.encoder is not None and own.sequences > 1:
+        return None
+    marked = own.attention_mask is not None or own.document_ids is not None
+    where = document_spans(model, own) if marked or own.token_ids is not None else None
+    if where is None or where[:, 2].max() < 2:
+        return None
+    lengths = tuple(int(length) for length in where[:, 2])
+    if own.token_ids is None:
+        return lengths if max(lengths) >= LEAST_LENGTH or sum(lengths) > LONGEST_TEXT else None
+    if _padded(model, own.token_ids):
+        return None
+    placed = getattr(model.embedding, "position_variance", 0.0) > 0.0
+    if placed and own.document_ids is None and len(set(where[:, 1].tolist())) > 1:
+        return None  # behind padding tokens of one place do not share a row of the table
+    least = SHORTEST_MEANS if _faint(model) else LONGEST_TEXT + 1
+    return lengths if max(lengths) >= least else None
 
 
 def by_position(model: Transformer) -> bool:

@@ -73,6 +73,8 @@ class Prediction:
         top: gives what the band has to know of what sends the last gradient; None: nothing.
         read: what the loss was predicted on, which the first step of an optimizer needs; None
             without a loss.
+        alone: of several sequences or documents that are held together, gives the same of one of
+            them and how many such there are as its batch; None: there are none.
     """
 
     model: Transformer
@@ -94,13 +96,14 @@ class Prediction:
     outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     read: Read | None = field(default=None, repr=False)
+    alone: Callable[[], Prediction] | None = field(default=None, repr=False)
 
     @property
     def resolution(self) -> str:
         """How finely tokens were told apart: "tokens alike", "17 classes of positions", "by
         token"."""
         if self.layout.classes is not None:
-            return f"{len(self.layout.classes.nodes)} classes of positions"
+            return f"{len(self.layout.classes.inside.nodes)} classes of positions"
         return "tokens alike" if self.token_variance is None else "by token"
 
     @property
@@ -149,10 +152,11 @@ class Prediction:
         """Typical value, ends of the band, and notes on both."""
         from ..noise.band import band, first_order, log_variance
 
-        batch = max(self.batch, self.layout.sequences)
-        with computing(self.theory, [self.trace], self._rows):
-            top = None if self.top is None else self.top()
-            spread = log_variance(self._declaration(), self.trace, batch, top)
+        one = self if self.alone is None else self.alone()
+        batch = max(self.batch, self.layout.sequences) if one is self else one.batch
+        with computing(self.theory, [one.trace], one._rows):
+            top = None if one.top is None else one.top()
+            spread = log_variance(self._declaration(), one.trace, batch, top)
             spread, notes = first_order(spread)
             typical, ends = band(self.grad_variance, spread)
         for note in notes:

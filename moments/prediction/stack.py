@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import PositionClasses
+from ..engine.classes import DocumentClasses, PositionClasses
 from ..engine.composition import Chain, sum_of
 from ..engine.layout import Layout
-from ..engine.packing import check_documents
+from ..engine.packing import by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.trace import Point, Record, Run, Trace, with_top_gradient
@@ -22,7 +23,13 @@ from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare, declare_embedding, declare_output
-from ..transfer.embedding import check_ids, class_repeats, embedding_gradients, fixed_positions
+from ..transfer.embedding import (
+    check_ids,
+    class_repeats,
+    embedding_gradients,
+    fixed_positions,
+    text_ids,
+)
 from ..transfer.head.output import OutputMoments, output_moments
 from ..transfer.images import image_gradients, image_kernel
 from .gate import Gate, breakdown
@@ -59,11 +66,9 @@ class Inputs:
         return any(value is not None for value in given)
 
     @property
-    def one_text(self) -> bool:
-        """Whether a text of one sequence is all that is given."""
-        several = (self.segment_ids, self.pixels, self.kernel, self.attention_mask)
-        apart = any(value is not None for value in (*several, self.document_ids))
-        return self.token_ids is not None and self.sequences == 1 and not apart
+    def given_by_token(self) -> bool:
+        """Whether what is given tells single tokens apart: more than a text, and where it ends."""
+        return any(value is not None for value in (self.segment_ids, self.pixels, self.kernel))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,6 +130,11 @@ class Stack:
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.documents = _documents(model, inputs, real)
+        self.classes = resolved if isinstance(resolved, PositionClasses) else None
+        self.counted = self.classes
+        self.ids = inputs.token_ids
+        if self.classes is not None and self.ids is not None:
+            self.ids = self._texts(real if self.documents is None else self.documents)
         self.first = self._first()
         if resolved and self.first.pairs.shape[:-2] != shape:
             first = self.first
@@ -139,8 +149,37 @@ class Stack:
         sequences = 1
         if resolved is True and inputs.kernel is None:
             sequences = self.first.pairs.shape[-1] // model.seq_len
-        classes = resolved if isinstance(resolved, PositionClasses) else None
-        self.layout = Layout(sequences, real, self.documents, classes)
+        if isinstance(self.classes, DocumentClasses):
+            sequences = inputs.sequences
+        self.layout = Layout(sequences, real, self.documents, self.classes)
+
+    def alone(self) -> Stack:
+        """Of several documents, the stack of one that is like them on average."""
+        several = self.classes
+        assert isinstance(several, DocumentClasses)
+        inside, _ = several.blocks(self.first.diagonal, self.first.pairs)
+        found = copy.copy(self)
+        found.resolved = found.classes = several.one
+        found.first = Kernel(*inside, several.one)
+        found.layout = Layout(classes=several.one)
+        found.run = Run()
+        found._embedding = found._layers = found._ending = found._logits = None
+        return found
+
+    def _texts(self, numbers: np.ndarray | None) -> np.ndarray:
+        """The text as classes of positions take it: document by document, where there are several.
+
+        Args:
+            numbers: the document of every token; None: each row is one.
+        """
+        model, token_ids = self.model, self.inputs.token_ids
+        if not isinstance(model.embedding, Embedding):
+            return np.asarray(token_ids)
+        texts = text_ids(model.embedding, model.seq_len, token_ids)
+        where = spans(np.ones(texts.shape) if numbers is None else numbers)
+        assert where is not None
+        found = by_document(texts, where)
+        return found if isinstance(self.classes, DocumentClasses) else found[0]
 
     def _first(self) -> Kernel:
         """What the user, a text, an image or the embedding says of what enters the network."""
@@ -153,7 +192,7 @@ class Stack:
             self.resolved,
             inputs.variance,
             inputs.correlation,
-            inputs.token_ids,
+            self.ids,
             inputs.segment_ids,
             inputs.kernel,
             self.documents,
@@ -172,7 +211,10 @@ class Stack:
         classes = self.layout.classes
         if read and classes is not None and self.inputs.token_ids is not None:
             assert isinstance(model.embedding, Embedding)
-            repeats = class_repeats(model.embedding, classes, self.inputs.token_ids)
+            assert self.counted is not None
+            repeats = class_repeats(model.embedding, self.counted, self.ids)
+            if self.counted is not classes:
+                repeats = repeats.of_first(len(classes.nodes))
             signal = signal.replace(repeats=repeats)
         if model.embedding is not None and read:
             rest = declare_embedding(model.embedding, model, theory)
@@ -253,9 +295,15 @@ class Stack:
         return found
 
     def prediction(
-        self, batch: int, outcome: Outcome, encoder: Prediction | None, top: Any = None
+        self,
+        batch: int,
+        outcome: Outcome,
+        encoder: Prediction | None,
+        top: Any = None,
+        alone: Any = None,
     ) -> Prediction:
-        """What both passes found, the gradient at the last layer coming from `top` if any."""
+        """What both passes found, the gradient at the last layer coming from `top` if any; `alone`
+        as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.gradient_sent
         stream = trace.stream()
@@ -307,9 +355,17 @@ class Stack:
             loss_stderr=loss_stderr,
             logit_variance=logit_variance,
             encoder=encoder,
-            outer_weights=OuterWeights(model, self.inputs, embedded, output, self.documents),
+            outer_weights=OuterWeights(
+                model,
+                self.inputs,
+                embedded,
+                output,
+                self.documents,
+                None if self.classes is None else self.ids,
+            ),
             top=top if output is None else functools.partial(head_top, output),
             read=_read(self.inputs, outcome),
+            alone=alone,
         )
 
 
@@ -323,6 +379,7 @@ class OuterWeights:
         received: the gradient at the sum of the embedding's tables; None without one.
         output: of the head; None without one.
         documents: of every token; None where each row is one.
+        ids: the text as classes of positions take it.
     """
 
     model: Transformer
@@ -330,6 +387,7 @@ class OuterWeights:
     received: Gradient | None
     output: OutputMoments | None
     documents: np.ndarray | None
+    ids: np.ndarray | None
 
     def rows(self) -> list[tuple[int, str, Array]]:
         """(layer, name, squared norm); layer 0 and that above the last."""
@@ -349,6 +407,7 @@ class OuterWeights:
                 inputs.token_ids,
                 inputs.segment_ids,
                 self.documents,
+                self.ids,
             )
         if output is not None and "token" in norms:
             norms["token"] = norms["token"] + output.table()
@@ -375,7 +434,8 @@ def last_gradient(
             signal,
             run=stack.run,
             stack=stack.trace.stack,
-            token_ids=stack.inputs.token_ids,
+            token_ids=stack.ids,
+            counted=stack.counted,
             targets=targets,
             real=layout.numbers,
             batch=batch,
@@ -390,7 +450,7 @@ def last_gradient(
         own = np.broadcast_to(last.diagonal, (*leading, last.diagonal.shape[-1]))
         pairs = np.broadcast_to(last.pairs, (*leading, *last.pairs.shape[-2:]))
         last = Kernel(own, pairs, last.resolved)
-    if layout.real is not None:
+    if layout.real is not None and layout.classes is None:
         real = layout.real.reshape(-1) if layout.sequences > 1 else layout.real
         real = real[0] if real.ndim == 2 else real
         last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
@@ -411,6 +471,21 @@ def head_top(output: OutputMoments | None) -> Any:
     from ..noise.loss_noise import HeadTop
 
     return HeadTop(*output.ending)
+
+
+def document_spans(model: Transformer, inputs: Inputs) -> np.ndarray | None:
+    """Row, first token and length of every sequence or document; None where one is in pieces.
+
+    Raises:
+        DomainError: a mask, documents or ids of the wrong shape.
+    """
+    mask = inputs.attention_mask
+    real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
+    documents = _documents(model, inputs, real)
+    numbers = real if documents is None else documents
+    if numbers is None:
+        numbers = np.ones(check_ids(inputs.token_ids, model.seq_len, "token_ids").shape)
+    return spans(numbers)
 
 
 def _documents(model: Transformer, inputs: Inputs, real: np.ndarray | None) -> np.ndarray | None:
@@ -455,5 +530,8 @@ def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray
     for diagonals in ([point.signal.kernel.diagonal for point in stream], gradients):
         stacked = np.stack([np.broadcast_to(d, shape) for d in diagonals], axis=-2)
         classes = stream[0].signal.kernel.classes
-        both.append(layout.by_token(stacked) if classes is None else classes.spread_out(stacked))
+        if classes is None:
+            both.append(layout.by_token(stacked))
+        else:
+            both.append(layout.placed(classes.spread_out(stacked), 0.0 if both else None))
     return both[0], both[1]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..engine.state import Kernel
+from ..engine.trace import Point
 from ..errors import MomentsError
 from ..noise.band import NORMAL_95
 from ..prediction.measurement import Measurement
@@ -115,27 +116,29 @@ def signal_log_variance(prediction: Prediction) -> np.ndarray:
 
     Averaged over the `batch` sequences of the prediction, whose fluctuations count as independent.
     """
-    found = []
-    layout, batch = prediction.layout, max(1, prediction.batch)
+    return np.array([point_log_variance(prediction, p) for p in prediction.trace.stream()])
+
+
+def point_log_variance(prediction: Prediction, point: Point) -> float:
+    """The same at one point inside the network."""
+    signal, layout, batch = point.signal, prediction.layout, max(1, prediction.batch)
     length = prediction.model.seq_len
-    for point, variance in zip(prediction.trace.stream(), prediction.variance, strict=True):
-        spread = point.signal.spread
-        if spread is None:
-            found.append(np.nan)
-            continue
-        tokens = layout.sequences * length if spread.resolved else length
-        sequences = max(1, batch // layout.sequences)
-        total = _total(spread, tokens, layout.real) / sequences
-        found.append(float(np.log1p(max(total, 0.0) / variance**2)))
-    return np.array(found)
+    variance = float(layout.moments(point)[1])
+    if signal.fluctuation is None or not variance:
+        return math.nan
+    norms = signal.fluctuation.norms
+    tokens = layout.sequences * length if norms.resolved else length
+    sequences = max(1, batch // layout.sequences)
+    total = _total(norms, tokens, layout.real) / sequences
+    return float(np.log1p(max(total, 0.0) / variance**2))
 
 
-def _total(spread: Kernel, tokens: int, real: np.ndarray | None) -> float:
+def _total(norms: Kernel, tokens: int, real: np.ndarray | None) -> float:
     """Variance of the average over real tokens."""
-    if real is None or not spread.resolved:
-        return float(np.mean(spread.total(tokens))) / tokens**2
+    if real is None or not norms.resolved:
+        return float(np.mean(norms.total(tokens))) / tokens**2
     share = real.reshape(-1) if real.size == tokens else np.resize(real, tokens)
-    return float(share @ spread.pairs @ share) / float(share.sum()) ** 2
+    return float(share @ norms.pairs @ share) / float(share.sum()) ** 2
 
 
 def _gradient_log_variance(prediction: Prediction) -> np.ndarray:

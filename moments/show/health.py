@@ -27,7 +27,7 @@ from ..model.presets import preset
 from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
-from .expected import CLEAR
+from .expected import TOLERANCE, point_log_variance
 from .health_page import notebook, page
 from .precision import FORMATS, precision
 from .recognition import Reading, Weight, in_words, recognise, weights_of
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from .comparison import Comparison
 
 SEVERITIES = ("error", "warning", "note")
+
+BY_CHANCE = 1e-3
+"""Probability that the chance of one draw decides any rule on a right network: such numbers are
+judged by what is expected of these weights unless the draw is further from it than so many of them
+ever are together (Bonferroni)."""
 
 LOSS = 2.0
 """Nats by which a first loss may exceed log(vocabulary). Logits of variance v add v/2: published
@@ -402,7 +407,10 @@ def _loss(seen: Seen) -> Found:
     vocab = choices(model)
     if source.loss is None or vocab is None or model.head is None:
         return
-    loss, uniform = _settled(seen), math.log(vocab)
+    loss, uniform = float(source.loss), math.log(vocab)
+    if seen.prediction.loss is not None:
+        scatter = float(seen.prediction.loss_stderr or 0.0)
+        loss = float(settled(seen, loss, float(seen.prediction.loss), scatter))
     if loss - uniform <= LOSS:
         return
     logits = source.logit_variance
@@ -425,13 +433,19 @@ def _loss(seen: Seen) -> Found:
     )
 
 
-def _settled(seen: Seen) -> float:
-    """The loss of a right network of these weights where one small batch does not contradict it,
-    else that batch's."""
-    measured, expected = float(seen.source.loss), seen.prediction.loss
-    scatter = CLEAR * float(seen.prediction.loss_stderr or 0.0)
-    covered = expected is not None and abs(measured - float(expected)) <= scatter
-    return float(expected) if covered else measured
+def settled(seen: Seen, measured: Any, expected: Any, deviation: Any) -> np.ndarray:
+    """What a rule judges: expected numbers where one draw does not contradict them, else its own.
+
+    Args:
+        measured, expected: any shape.
+        deviation: of one draw's number from the expected one; nan where it is not known.
+    """
+    from scipy.special import ndtri
+
+    numbers = 1 + seen.prediction.model.layers  # the loss, and what every layer adds
+    far = -float(ndtri(BY_CHANCE / (2 * numbers))) * np.asarray(deviation)
+    near = np.abs(np.subtract(measured, expected)) <= far
+    return np.asarray(np.where(near, expected, measured))
 
 
 def _collapse(seen: Seen) -> Found:
@@ -459,29 +473,41 @@ def _collapse(seen: Seen) -> Found:
     )
 
 
+_OUTPUTS = ("post_norm", "dropout", "projection", "out")
+"""Sites behind which a block's output enters its sum, the last one first."""
+
+
 def added(seen: Seen) -> np.ndarray:
     """Variance that every layer's blocks add, over that of the layer's input, (N,); nan where the
     sites are not known."""
-    model, frame = seen.prediction.model, seen.source.to_frame()
-    skip, branch = (model.by_block(name) ** 2 for name in ("skip_scale", "branch_scale"))
-    found = np.full(model.layers, np.nan)
+    p, source = seen.prediction, seen.source
+    skip, branch = (p.model.by_block(name) ** 2 for name in ("skip_scale", "branch_scale"))
+    frame = source.to_frame()
     rows = {
         (int(r["layer"]), str(r["site"])): float(r["variance"]) for r in frame.to_dict("records")
     }
-    for n in range(1, model.layers + 1):
-        parts = []
+    points = {(point.layer, point.site): point for point in p.trace.points}
+    found = np.full((3, p.model.layers), np.nan)  # this draw's, as expected, and how sure that is
+    for n in range(1, p.model.layers + 1):
+        own, wanted, noise = 0.0, 0.0, 0.0
         for column, block in enumerate(("attention", "ffn")):
-            sites = (
-                f"{block}.post_norm",
-                f"{block}.dropout",
-                f"{block}.projection",
-                f"{block}.out",
-            )
-            value = next((rows[n, site] for site in sites if (n, site) in rows), math.nan)
-            parts.append(value * branch[n - 1, column] / max(skip[n - 1, column], 1e-300))
-        entering = float(seen.source.variance[n - 1])
-        found[n - 1] = sum(parts) / entering if entering else math.nan
-    return found
+            keys = [(n, f"{block}.{site}") for site in _OUTPUTS]
+            key = next((key for key in keys if key in rows), None)
+            factor = branch[n - 1, column] / max(skip[n - 1, column], 1e-300)
+            point = points.get(key) if key is not None else None
+            own += factor * (math.nan if key is None else rows[key])
+            mean = math.nan if point is None else factor * float(p.layout.moments(point)[1])
+            wanted += mean
+            if point is not None and mean:
+                noise += mean**2 * point_log_variance(p, point)
+        entering = p.trace.stream()[n - 1]
+        before = float(source.variance[n - 1]), float(p.variance[n - 1])
+        if before[0] and before[1]:
+            spread = noise / wanted**2 if wanted else 0.0
+            spread += point_log_variance(p, entering) + TOLERANCE**2
+            found[:, n - 1] = own / before[0], wanted / before[1], math.sqrt(spread)
+    measured, expected, deviation = found
+    return settled(seen, measured, expected, deviation * expected)
 
 
 def _identity(seen: Seen) -> Found:

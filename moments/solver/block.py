@@ -98,10 +98,8 @@ class Block:
         parts, signal = self.tail, self.entering
         if self.heads is not None and self._proportional:
             heads = self.heads
-            spread = None if heads.spread is None else heads.spread.scaled(factor * factor)
-            realised = None if heads.realised is None else heads.realised.scaled(factor)
-            kernel = heads.kernel.scaled(factor)
-            signal = heads.replace(kernel=kernel, spread=spread, realised=realised)
+            varies = None if heads.fluctuation is None else heads.fluctuation.scaled(factor)
+            signal = heads.replace(kernel=heads.kernel.scaled(factor), fluctuation=varies)
             parts = parts[1:]
         whole = Chain(tuple(part.with_variances(self.own, factor) for part in parts) + self.rest)
         return forward(whole, signal, self.memory)[0]
@@ -196,7 +194,7 @@ def _gated(part: GatedLinear, moments: Moments, algebra: Any) -> Any:
 
 
 def average(layout: Layout, diagonal: Any) -> float:
-    """Of a number per token: over the real ones of a sequence, then over sequences."""
+    """Of a number per token: over the real ones."""
     if np.ndim(diagonal) == 0:
         return float(diagonal)
     if layout.classes is not None:
@@ -205,7 +203,7 @@ def average(layout: Layout, diagonal: Any) -> float:
     if layout.real is None:
         return float(np.mean(tokens))
     real = np.reshape(layout.real, (-1, np.shape(tokens)[-1]))
-    return float(np.mean((tokens * real).sum(-1) / real.sum(-1)))
+    return float((tokens * real).sum() / real.sum())
 
 
 # --- components -----------------------------------------------------------------------------------

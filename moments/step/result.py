@@ -14,6 +14,7 @@ import numpy as np
 from ..formulas.checks import check_number
 from ..formulas.symbols import POSITIVE
 from ..prediction.gate import computing
+from ..prediction.predict import predict
 from .first import Stepped, named_optimizer, still
 from .rules import Optimizer
 from .sites import Reading
@@ -257,6 +258,22 @@ def _notes(
     return tuple(notes)
 
 
+def _by_token(prediction: Prediction) -> Prediction:
+    """The same of a text, token by token."""
+    read = prediction.read
+    if prediction.layout.classes is None or read is None or read.inputs.token_ids is None:
+        return prediction
+    return predict(
+        prediction.model,
+        tokens=True,
+        token_ids=read.inputs.token_ids,
+        targets=read.targets,
+        attention_mask=read.inputs.attention_mask,
+        document_ids=read.inputs.document_ids,
+        batch=prediction.batch,
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Stepping:
     """What steps of different rates share: kernels' eigenvalues, attention, the loss at rate 0."""
@@ -269,7 +286,8 @@ class Stepping:
         """Raises:
         DomainError: as `Reading.of`.
         """
-        return cls(Reading.of(prediction), prediction)
+        resolved = _by_token(prediction)
+        return cls(Reading.of(resolved), resolved)
 
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """See `Prediction.after`."""

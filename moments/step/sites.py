@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine.composition import Chain
-from ..engine.realised import has_fixed_norms
+from ..engine.fluctuation import has_fixed_norms
 from ..engine.state import Kernel, Signal
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
@@ -93,9 +93,10 @@ class Site:
         normalisation there is none.
         """
         signal = self.signal
-        if signal is None or has_fixed_norms(signal) or signal.spread is None:
+        if signal is None or has_fixed_norms(signal) or signal.fluctuation is None:
             return 0.0
-        varies = signal.spread if signal.realised is None else signal.realised.overlaps
+        norms, overlaps, _, _ = signal.fluctuation
+        varies = norms if overlaps is None else overlaps
         size = 2 * float((self.kernel**2).sum())
         if size == 0.0:
             return 0.0

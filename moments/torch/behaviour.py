@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,34 +15,20 @@ with optional("torch", "torch"):
     from torch import Tensor, nn
     from torch.overrides import TorchFunctionMode
 
-MASKED = 5e3
-"""A logit this far below the largest one of its row is a masked one."""
-
-
-class Softmax(NamedTuple):
-    """One softmax over keys.
-
-    Attributes:
-        logit_variance: of the logits within a row, averaged over rows with two keys at least.
-        over_keys: whether it ran over the last axis.
-    """
-
-    logit_variance: float
-    over_keys: bool
-
 
 class Behaviour(NamedTuple):
     """What two runs of a module in evaluation mode show.
 
     Attributes:
-        softmaxes: over L x L logits, fused or by hand, in order.
+        over_keys: of every softmax over L x L logits, fused or by hand, in order: whether it ran
+            over the last axis.
         random: the first submodule whose output differs from one run to the next, of the same
             input; None where none does.
         never_run: submodules with parameters of their own that were not called, and whose
             parameters nothing else took.
     """
 
-    softmaxes: tuple[Softmax, ...]
+    over_keys: tuple[bool, ...]
     random: str | None
     never_run: tuple[str, ...]
 
@@ -51,7 +36,7 @@ class Behaviour(NamedTuple):
 def behaviour(module: nn.Module, batch: Any) -> Behaviour:
     """Run a module twice on one batch, without dropout."""
     runs: list[list[tuple[str, Tensor | None]]] = []
-    watch = _watch()
+    watch = _watch([])
 
     def keep(path: str, seen: list[tuple[str, Tensor | None]]) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -80,7 +65,7 @@ def behaviour(module: nn.Module, batch: Any) -> Behaviour:
         and (own := list(part.parameters(recurse=False)))
         and not any(id(one) in watch.met for one in own)
     )
-    return Behaviour(tuple(watch.found), _first_apart(*runs), tuple(idle))
+    return Behaviour(tuple(watch.over_keys), _first_apart(*runs), tuple(idle))
 
 
 def _first_apart(
@@ -99,13 +84,22 @@ def _first_apart(
     return None
 
 
-def _watch() -> Any:
+def logits_with_itself(module: nn.Module, batch: Any) -> list[Tensor]:
+    """The logit of every token with itself, in every attention in order, each (..., L)."""
+    kept: list[Tensor] = []
+    with in_mode(module, False), torch.no_grad(), _watch(kept):
+        run(module, batch)
+    return kept
+
+
+def _watch(diagonals: list[Tensor]) -> Any:
+    """A mode that sees every softmax over L x L logits, and every parameter that is used."""
     by_hand = (nn.functional.softmax, torch.softmax, Tensor.softmax)
 
     class Watch(TorchFunctionMode):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.found: list[Softmax] = []
+            self.over_keys: list[bool] = []
             self.met: set[int] = set()
 
         def __torch_function__(
@@ -113,11 +107,12 @@ def _watch() -> Any:
         ) -> Any:
             kwargs = kwargs or {}
             if func is nn.functional.scaled_dot_product_attention:
-                self.found.append(Softmax(_row_variance(_fused(*args, **kwargs)), True))
+                self.over_keys.append(True)
+                diagonals.append(_fused(*args, **kwargs))
             elif func in by_hand and args and _square(args[0]):
                 axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-                last = axis in (-1, args[0].ndim - 1)
-                self.found.append(Softmax(_row_variance(args[0]), last))
+                self.over_keys.append(axis in (-1, args[0].ndim - 1))
+                diagonals.append(args[0].detach().diagonal(dim1=-2, dim2=-1).double())
             given = func(*args, **kwargs)
             if not isinstance(given, bool | int | torch.dtype | torch.device | torch.Size):
                 # A table's weight may be added, and a projection's given to a fused kernel.
@@ -154,30 +149,13 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The logits of scaled_dot_product_attention, -inf where masked."""
+    """The diagonal of the logits of scaled_dot_product_attention; empty where they have none."""
+    if query.shape[-2] != key.shape[-2]:
+        return query.new_empty(0)
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    logits = query.detach() @ key.detach().transpose(-2, -1) * factor
-    if is_causal:
-        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-        logits = logits.masked_fill(hidden, -math.inf)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            return logits.masked_fill(~attn_mask, -math.inf)
-        logits = logits + attn_mask
+    logits = (query.detach().double() * key.detach().double()).sum(-1) * factor
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        logits = logits + attn_mask.detach().double().diagonal(dim1=-2, dim2=-1)
     return logits
-
-
-def _row_variance(logits: Tensor) -> float:
-    """Mean over rows of the unbiased variance of the logits that are not masked."""
-    wide = logits.detach().double()
-    seen = wide > wide.amax(-1, keepdim=True) - MASKED
-    count = seen.sum(-1)
-    kept = torch.where(seen, wide, torch.zeros_like(wide))
-    mean = kept.sum(-1) / count
-    square = torch.where(seen, (wide - mean[..., None]).square(), torch.zeros_like(wide)).sum(-1)
-    rows = count > 1
-    if not bool(rows.any()):
-        return math.nan
-    return float((square[rows] / (count[rows] - 1)).mean())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -20,9 +21,11 @@ from ..model.head import Head
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..optional import optional
+from ..prediction.measured import last_gradient
 from ..prediction.measurement import Measurement
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
+from ..show.differences import Case
 from ..show.health import (
     CheckReport,
     Number,
@@ -38,11 +41,11 @@ from .advice import Advice, advise
 from .anatomy import Anatomy, anatomy_of, of_another_type
 from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
-from .behaviour import Softmax, behaviour
+from .behaviour import behaviour
 from .checkpoints import load
 from .describe import NO_ROLE, describe, described_as
-from .diagnose import Text, at_length, case_of
-from .entering import ids_read, sees_ahead
+from .diagnose import Text, at_length, case_of, tokens_entering
+from .entering import first_stream, ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
 from .hook_points import stacks_of
@@ -77,6 +80,9 @@ by token grows with the cube of their number; and how many sequences of either."
 FEW = 16
 """Tokens of the runs that look at sums, masks and dropout."""
 
+FEW_ROWS = 64
+"""Tokens up to which rows that are not alike are predicted one by one."""
+
 FAR = 6.0
 """Standard deviations, beyond the band and the theory's tolerance together, from which a measured
 point is a finding and not chance: 2e-9 for one point."""
@@ -85,10 +91,8 @@ UNEVEN = 10.0
 """Largest over least variance of what enters layer 1 up to which its tokens are taken as alike: one
 of 24 tokens that is this much shorter adds two fifths to the mean gradient."""
 
-APART, UNLIKE = 3.0, 12.0
-"""Factors between the measured and the predicted variance of attention logits: from which a known
-slip is looked for in all layers together, and from which one layer alone is taken for wrong. A few
-tokens in one draw scatter by up to two."""
+NEAR = 0.02
+"""Relative difference below which the factor on q k, which is read without chance, is a slip's."""
 
 OTHER_INPUTS = re.compile(
     r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox|entity).*"
@@ -231,10 +235,27 @@ class _Checking:
     def _compared(self) -> Comparison:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
         case, _ = case_of(self.described, text, self.measurement, None)
+        case = self._by_token(case)
         self.case = case
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
             return compare(predict(case.model, **case.inputs), self.measurement, same_weights=True)
+
+    def _by_token(self, case: Case) -> Case:
+        """The same on the kernel of what really enters, where its few tokens are not alike."""
+        entering = self.measurement.token_variance[0]
+        alike = float(np.max(entering)) <= UNEVEN * float(np.min(entering))
+        if alike or "variance" not in case.inputs or self.measurement.seq_len > FEW_ROWS:
+            return case
+        first = first_stream(self.module, self.inputs.batch, self.parts.sites)
+        found = tokens_entering(first, case, self.measurement)
+        if not found:
+            return case
+        case = found[0].apply(case)
+        given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
+        if len(given) < len(case.inputs):
+            given["grad_kernel"] = last_gradient(self.measurement)
+        return dataclasses.replace(case, inputs=given)
 
     # --- what is found ----------------------------------------------------------------------------
 
@@ -247,15 +268,13 @@ class _Checking:
         weights = _Weights(self, reading, target, advice, strict)
         offenders = [f for f in audited.offenders if self.random is None or f.quantity not in _SUMS]
         offenders = [f for f in offenders if not self._passed_by(f)]
-        if self.parts.reading is not None and self.scheme is None:
-            # One pass told the whole factor, of which an attribute may hold a part.
-            offenders = [f for f in offenders if f.quantity != "temperature"]
+        offenders = [f for f in offenders if f.quantity != "temperature"]
         troubles, notes = list(weights.troubles(offenders)), [*told, *weights.notes]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
         seen = Seen(self.comparison.prediction, self.comparison, self.names, meant, dtype)
         more, said = rules(seen)
-        troubles += [*self._behaviour({t.kind for t in troubles}), *more]
+        troubles += [*self._behaviour(), *self._attention(audited.findings), *more]
         troubles += self._mismatch(bool(troubles))
         notes += [*said, *self._kept_notes()]
         numbers = (*stream_numbers(self.comparison.prediction, self.comparison), *weights.numbers)
@@ -304,7 +323,7 @@ class _Checking:
             return reading, self.described, []
         return reading, reading.meant or reading.model, []
 
-    def _behaviour(self, known: set[str]) -> Iterator[Trouble]:
+    def _behaviour(self) -> Iterator[Trouble]:
         """What runs show that weights do not."""
         groups: dict[str, list[str]] = {}
         for path in () if self._other_inputs() else self._idle_parts():
@@ -353,8 +372,6 @@ class _Checking:
                 "mask attention: is_causal=True, or -inf above the diagonal before the softmax",
             )
         yield from self._odd()
-        yield from self._undivided()
-        yield from self._attention(known)
 
     def _odd(self) -> Iterator[Trouble]:
         """Blocks without the norms that all others have."""
@@ -371,32 +388,6 @@ class _Checking:
                 f"the {name} block of layer {layer} has no norm, where the other blocks have one",
                 "x = x + block(norm(x)) in every layer alike",
             )
-
-    def _undivided(self) -> Iterator[Trouble]:
-        """Logits without 1/sqrt(d_head), whose queries are drawn as if it were there."""
-        reading, model = self.parts.reading, self.described
-        if reading is None or reading.model is None or self.scheme is not None:
-            return
-        width = float(model.d_head or 1)
-        plain = np.isclose(np.atleast_1d(reading.model.temperature), width**-0.5, rtol=0.02)
-        layers = tuple(int(n) + 1 for n in np.flatnonzero(np.broadcast_to(plain, model.layers)))
-        if not layers or model.qk_norm is not None:
-            return
-        assert model.weights is not None
-        ratio = np.mean(np.asarray(model.weights.query) / np.asarray(model.weights.key))
-        if ratio < 0.5:  # drawn smaller in its stead, as T5 has it
-            return
-        yield Trouble(
-            "warning",
-            "attention scale",
-            self._of("query", "key", layers=layers),
-            layers,
-            width,
-            1.0,
-            f"q k is not divided by sqrt(d_head): logits have {width:.3g} times the variance, and "
-            "queries are drawn as if it were",
-            "multiply q k by d_head ** -0.5 once",
-        )
 
     def _idle_parts(self) -> list[str]:
         """The largest submodules in which nothing that has parameters was run."""
@@ -432,59 +423,11 @@ class _Checking:
         paths = finding.note.removeprefix(head).partition(":")[0].split(", ")
         return set(paths) <= set(self.idle)
 
-    def _attention(self, known: set[str]) -> Iterator[Trouble]:
-        """Logits of attention against those of the weights, and over which axis they sum to one."""
-        self.attention_why = ""
-        model = self.described
-        if model.encoder is not None or model.alibi or model.relative_bias:
-            self.attention_why = "two stacks" if model.encoder else "positions are added to them"
-            return
-        seen = self.seen.softmaxes
-        wanted = self.comparison.prediction.attention()
-        if len(seen) != self.described.layers or len(wanted) != len(seen):
-            self.attention_why = (
-                f"{len(seen)} softmaxes over tokens were seen in {self.described.layers} layers"
-            )
-            return
-        yield from self._axis(seen)
-        if (
-            known & {"norm gain", "norm placement", "skip scale", "attention scale"}
-            or self.random is not None
-        ):
-            return  # logits follow from those
-        expected = wanted["logit_variance"].to_numpy(float)
-        measured = np.array([s.logit_variance for s in seen])
-        usable = (expected > 0) & (measured > 0)
-        ratios = np.divide(measured, expected, out=np.ones_like(expected), where=usable)
-        for factor, words in self._slips():
-            off = np.log(ratios / factor)
-            near = np.abs(off) < abs(math.log(factor)) / 2
-            whole = abs(float(off.mean())) < abs(math.log(factor)) / 2 and near.mean() > 0.5
-            alone = near & (np.abs(np.log(ratios)) > math.log(UNLIKE))
-            if whole or alone.any():
-                layers = np.arange(len(ratios)) if whole else np.flatnonzero(alone)
-                yield self._scale(layers, ratios, measured, expected, words)
-                return
-        off = np.flatnonzero(np.abs(np.log(ratios)) > math.log(UNLIKE))
-        if off.size and not known:
-            words = "something else than 1/sqrt(d_head) multiplies q k"
-            yield self._scale(off, ratios, measured, expected, words)
-
-    def _slips(self) -> Iterator[tuple[float, str]]:
-        """What a known slip multiplies the variance of logits by, where it is told from chance."""
-        d_head, heads = float(self.described.d_head or 1), float(self.described.heads)
-        for factor, words in (
-            (d_head, "the division by sqrt(d_head) is missing"),
-            (1 / d_head, "q k is divided by d_head (as muP does), not by its root"),
-            (1 / heads, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
-            (heads, "q k is divided by less than sqrt(d_head)"),
-        ):
-            if abs(math.log(factor)) >= math.log(APART):
-                yield factor, words
-
-    def _axis(self, seen: Sequence[Softmax]) -> Iterator[Trouble]:
-        wrong = tuple(n for n, s in enumerate(seen, start=1) if not s.over_keys)
-        if wrong:
+    def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
+        """What multiplies q k, and over which axis the weights sum to one."""
+        over = self.seen.over_keys
+        wrong = tuple(n for n, right in enumerate(over, start=1) if not right)
+        if wrong and len(over) == self.described.layers:
             yield Trouble(
                 "error",
                 "softmax over the wrong axis",
@@ -496,28 +439,52 @@ class _Checking:
                 "1, and a mask does not hide what it should",
                 "softmax(..., dim=-1)",
             )
+        groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for stack, layer, factor in self._factors(audited):
+            words = next((w for by, w in self._slips() if abs(factor / by - 1) < NEAR), "")
+            if words or self.parts.reading is None:
+                groups.setdefault((stack, words), []).append((layer, factor))
+        for (stack, words), rows in groups.items():
+            layers, factor = tuple(layer for layer, _ in rows), rows[0][1]
+            yield Trouble(
+                "warning",
+                "attention scale",
+                self._of(f"{stack}query", f"{stack}key", layers=layers),
+                layers,
+                factor,
+                1.0,
+                f"q k is multiplied by {factor:.3g} times what it should be, so that logits have "
+                f"{factor**2:.3g} times the variance (d_head = {self.described.d_head}): "
+                f"{words or 'something else than 1/sqrt(d_head) multiplies q k'}",
+                "multiply q k by d_head ** -0.5 once",
+            )
 
-    def _scale(
-        self,
-        off: np.ndarray,
-        ratios: np.ndarray,
-        measured: np.ndarray,
-        expected: np.ndarray,
-        words: str,
-    ) -> Trouble:
-        layers = tuple(int(n) + 1 for n in off)
-        ratio = float(np.exp(np.mean(np.log(ratios[off]))))
-        return Trouble(
-            "warning",
-            "attention scale",
-            self._of("query", "key", layers=layers),
-            layers,
-            float(measured[off[0]]),
-            float(expected[off[0]]),
-            f"logits within a row have {ratio:.3g} times the variance that these weights give with "
-            f"1/sqrt(d_head), d_head = {self.described.d_head}: {words}",
-            "multiply q k by d_head ** -0.5 once",
-        )
+    def _factors(self, audited: Sequence[Finding]) -> Iterator[tuple[str, int, float]]:
+        """Stacks and layers in which q k is multiplied by too much, and by how much."""
+        reading, weights = self.parts.reading, self.described.weights
+        if reading is None or self.scheme is not None:
+            for f in audited:
+                if f.quantity == "temperature" and f.passed is False:
+                    yield f.role.removesuffix("attention"), f.layer, f.expected / f.measured
+            return
+        if weights is None or reading.model is None or reading.model.qk_norm is not None:
+            return
+        ratio = float(np.mean(np.asarray(weights.query) / np.asarray(weights.key)))
+        for layer, temperature in enumerate(reading.model.temperatures, start=1):
+            # Queries may be drawn smaller in its stead, as T5 has it.
+            if temperature > 1 or (temperature < 1 and ratio >= 0.5):
+                yield "", layer, 1 / float(temperature)
+
+    def _slips(self) -> Iterator[tuple[float, str]]:
+        """What a known slip multiplies q k by, beside 1/sqrt(d_head)."""
+        d_head, heads = float(self.described.d_head or 1), float(self.described.heads)
+        for square, words in (
+            (d_head, "the division by sqrt(d_head) is missing"),
+            (1 / d_head, "q k is divided by d_head (as muP does), not by its root"),
+            (1 / heads, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
+        ):
+            if abs(math.sqrt(square) - 1) > NEAR:
+                yield math.sqrt(square), words
 
     def _mismatch(self, explained: bool) -> Iterator[Trouble]:
         """Points of the stream that these weights and sums do not give."""
@@ -580,10 +547,9 @@ class _Checking:
         return sites.get((layer, "stream"), "")
 
     def _of(self, *roles: str, layers: tuple[int, ...] = ()) -> tuple[str, ...]:
-        wanted = [
-            r for name in roles for r in self.found.named(name) if not layers or r.layer in layers
-        ]
-        return gathered(wanted)
+        found = sorted(self.found.roles, key=lambda role: role.layer)
+        named = [r for name in roles for r in found if r.full_name == name]
+        return gathered([r for r in named if not layers or r.layer in layers])
 
     def _kept_notes(self) -> list[str]:
         """What describing it said, but for what is a finding already."""
@@ -592,7 +558,9 @@ class _Checking:
     def _unchecked(self, audited: Sequence[str]) -> tuple[str, ...]:
         strict = self.scheme is not None or self.promised is not None
         told = [p for p in audited if strict or "(the plan says nothing of it)" not in p]
-        told = [p for p in told if self.attention_why or not p.startswith("some temperatures")]
+        told = [p.replace("some temperatures", "the scale of attention logits") for p in told]
+        if self.parts.reading is not None and self.scheme is None:  # one pass told it
+            told = [p for p in told if not p.startswith("the scale of attention logits")]
         if self.described.embedding is None:
             told.append("the embedding (what enters layer 1 was measured, not predicted)")
         if self.uneven:
@@ -606,8 +574,6 @@ class _Checking:
             told.append(f"{parts} (not run without {' or '.join(waiting)}: pass batch=)")
         if self.ahead is None:
             told.append("the attention mask")
-        if self.attention_why:
-            told.append(f"the scale of attention logits ({self.attention_why})")
         return tuple(dict.fromkeys(told))
 
 
@@ -924,7 +890,7 @@ class _Weights:
 
 
 _VECTORS = ("gain", "mean square")
-_KINDS = {"unexplained share of the sum": "norm placement", "temperature": "attention scale"}
+_KINDS = {"unexplained share of the sum": "norm placement"}
 _SUMS = ("norm placement", "unexplained share of the sum")
 _SCALES = {
     "skip_scale": "the skip multiplier lambda",
@@ -932,7 +898,6 @@ _SCALES = {
     "norm_output_scale": "the norm's output scale",
     "norm_input_scale": "the norm's input scale",
     "output_scale": "the factor on the logits",
-    "temperature": "attention logits",
     "norm placement": "the norm",
     "unexplained share of the sum": "the sum",
 }
@@ -1183,7 +1148,8 @@ def _length(module: nn.Module, found: ModuleRoles) -> int:
     kept = 4 if hasattr(config, "to_dict") else 0
     rows = [TOKENS]
     if position:
-        rows.append(len(tensors_of(module)[position[0].parameter]) - kept)
+        table = tensors_of(module)[position[0].parameter]
+        rows.append(table.numel() // table.shape[-1] - kept)
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int):
         rows.append(most - kept)

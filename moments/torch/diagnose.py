@@ -157,7 +157,7 @@ def diagnose(
     else:
         unseen.insert(0, "its weights, scales and norms")
     if "token_ids" not in case.inputs and "pixels" not in case.inputs:
-        features += _tokens(first_stream(target, batch, sites), case, measurement)
+        features += tokens_entering(first_stream(target, batch, sites), case, measurement)
     if progress:
         say(f"predicting {declared.layers} layers at {declared.seq_len} tokens")
     return diagnose_case(
@@ -376,7 +376,9 @@ def _moments(given: Mapping[str, Any], measured: dict[str, Any]) -> list[Feature
     return [Feature("input", words, measured["variance"] / variance, (), apply)]
 
 
-def _tokens(first: np.ndarray | None, case: Case, measurement: Measurement) -> list[Feature]:
+def tokens_entering(
+    first: np.ndarray | None, case: Case, measurement: Measurement
+) -> list[Feature]:
     """Tokens that are not alike, as the kernel of what entered layer 1."""
     if first is None or "kernel" in case.inputs or first.shape[1] != measurement.seq_len:
         return []

@@ -146,7 +146,7 @@ def _random_ids(
             return None
     tensors = dict(module.named_parameters())
     rows = {
-        name: len(tensors[role.parameter])
+        name: tensors[role.parameter].numel() // tensors[role.parameter].shape[-1]
         for name in ("token", "position")
         for role in found.named(name)[:1]
     }

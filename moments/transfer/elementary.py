@@ -17,10 +17,9 @@ import numpy as np
 from ..engine.composition import Hidden, Leaf, Pullback, Pulled
 from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
 from ..engine.evaluation import Values, bind, evaluate
-from ..engine.overlap import Overlap, OverlapWalk, activated, dropped, elasticity, own_variance
-from ..engine.overlap import mapped as mapped_overlap
-from ..engine.realised import entrywise, mapped, scaled_shared
-from ..engine.state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+from ..engine.fluctuation import activated, dropped, followed, mapped
+from ..engine.own_overlap import OverlapWalk, OwnOverlap, elasticity, own_variance
+from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws, Law, Theory
@@ -67,7 +66,7 @@ class Lawful(Leaf):
         ):
             note = f"the input's variance is outside {limit}, where the laws are resolved"
             more["notes"] = (note,)
-        if signal.spread is not None:
+        if signal.fluctuation is not None:
             more |= self._over_draws(signal, output, one)
         elif not signal.resolved and "hidden_covariance" in laws:
             more["hidden_covariance"] = evaluate(laws["hidden_covariance"], algebra, one)
@@ -166,13 +165,8 @@ class Linear(Lawful):
         return replace(self, parameters={**self.parameters, "weight_variance": variance})
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
-        # Given x, y is Gaussian with covariance gain C + bias: |y_i|^2/width follows gain |x_i|^2
-        # and adds its own chi-square fluctuation, 2 B o B/width.
-        assert signal.spread is not None
         gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
-        own = output.kernel * output.kernel
-        spread = signal.spread.mixed(gain * gain, own, 2 / output.width)
-        return {"spread": spread, "realised": mapped(signal, output, gain)}
+        return {"fluctuation": mapped(signal, output, gain)}
 
     def _sent(
         self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
@@ -185,8 +179,8 @@ class Linear(Lawful):
     def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
         return LinearPulled(sent, self, signal, gradient)
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
-        return mapped_overlap(at, record.output.width)
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+        return at.mapped(record.output.width)
 
 
 @dataclass(slots=True, eq=False)
@@ -203,8 +197,8 @@ class LinearPulled(Pulled):
         leaf, signal, gradient = self.leaf, self.signal, self.received
         size = leaf.parameters["fan_in"] * leaf.parameters["fan_out"]
         tokens = signal.second_moment()
-        if signal.spread is not None:
-            tokens = shortened(tokens, signal.spread, gradient.norm_response)
+        if signal.fluctuation is not None:
+            tokens = shortened(tokens, signal.fluctuation.norms, gradient.norm_response)
         overlap = (tokens * gradient.kernel).total(signal.seq_len)
         norms = {leaf.weight: size * overlap}
         if leaf.has_bias:
@@ -219,24 +213,15 @@ class Activation(Lawful):
 
     hidden: ClassVar[Hidden] = Hidden(2, 2.0)
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         return entrywise_overlap(self, record, at)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
-        # Independent features fluctuate by their own kurtosis; what the input's norm had beyond
-        # independence passes on in proportion (exact for functions of degree 1).
-        assert signal.spread is not None
         kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
         if signal.resolved:
             kurtosis = signal.kernel.average(kurtosis)
-        moment = output.second_moment()
-        shared = signal.spread.mixed(1.0, signal.kernel * signal.kernel, -2 / signal.width)
-        ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
-        own = (kurtosis - 1) / output.width
-        spread, realised = (moment * moment).mixed(own, shared, ratio * ratio), None
-        if signal.realised is not None:
-            realised = entrywise(signal, output, 2 / signal.width, self._slope(signal, values))
-        return {"spread": spread, "realised": realised, "kurtosis": kurtosis}
+        slope = 0.0 if followed(signal) is None else self._slope(signal, values)
+        return {"fluctuation": activated(signal, output, kurtosis, slope), "kurtosis": kurtosis}
 
     def _slope(self, signal: Signal, values: Values) -> Array:
         """Change of a covariance per change of the input's, at the mean correlation."""
@@ -259,7 +244,7 @@ class Activation(Lawful):
         algebra: Any,
         values: Values,
     ) -> Gradient:
-        if output.spread is not None and knows_directions(gradient):
+        if output.fluctuation is not None and knows_directions(gradient):
             alignment = faintly(self.laws.under(self.theory)["alignment"], algebra, values)
             kernel = realigned(kernel, output, gradient, alignment)
         if not np.all(signal.kernel.diagonal):
@@ -289,10 +274,10 @@ class Activation(Lawful):
         return kernel.weighted(own, first * second)
 
 
-def entrywise_overlap(leaf: Leaf, record: Record, at: Overlap) -> Overlap:
+def entrywise_overlap(leaf: Leaf, record: Record, at: OwnOverlap) -> OwnOverlap:
     """Behind a function of every feature by itself."""
     before, after = record.input, record.output
-    return activated(at, elasticity(leaf, before, after), (before.width, after.width))
+    return at.activated(elasticity(leaf, before, after), (before.width, after.width))
 
 
 FAINT = 1e-30
@@ -313,28 +298,13 @@ class Dropout(Lawful):
     scales_pairs: ClassVar[bool] = True
     masks: ClassVar[bool] = True
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         own = own_variance(record.input), own_variance(record.output)
-        return dropped(at, *own, record.output.width)
+        return at.dropped(*own, record.output.width)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
-        # |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the
-        # masks' variance, p/q^3 times the fourth moment.
-        assert signal.spread is not None
-        drop_prob = self.parameters["drop_prob"]
-        kept = 1 - drop_prob
-        moment = signal.second_moment().diagonal
-        spread = signal.spread.scaled(1 / kept**2)
-        masks, _ = spread.lift(drop_prob / kept**3 * signal.kurtosis / signal.width)
-        spread = spread.with_diagonal(spread.diagonal + masks * moment * moment)
-        realised = None
-        if signal.realised is not None:
-            # Masks of different tokens are independent: E o o = (C_ii C_jj/q^2 + ...)/width.
-            overlaps = signal.realised.overlaps
-            one, _ = overlaps.lift(2 / signal.width * (1 / kept**2 - 1))
-            overlaps = overlaps.with_diagonal(overlaps.diagonal + one * moment * moment)
-            realised = Realised(overlaps, None, scaled_shared(signal, 1.0, 1 / kept))
-        return {"spread": spread, "realised": realised, "centred": signal.centred}
+        fluctuation = dropped(signal, self.parameters["drop_prob"])
+        return {"fluctuation": fluctuation, "centred": signal.centred}
 
     def _sent(
         self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
@@ -351,11 +321,10 @@ class Scale(Lawful):
     rescales: ClassVar[bool] = True
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
-        assert signal.spread is not None
+        assert signal.fluctuation is not None
         factor = self.parameters["weight_variance"]
         return {
-            "spread": signal.spread.scaled(factor * factor),
-            "realised": None if signal.realised is None else signal.realised.scaled(factor),
+            "fluctuation": signal.fluctuation.scaled(factor),
             "centred": None if signal.centred is None else signal.centred.scaled(factor),
             "kurtosis": signal.kurtosis,
         }

@@ -114,25 +114,30 @@ def joint_kernel(
     return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
 
 
-def class_kernel(embedding: Embedding, classes: PositionClasses, token_ids: Any) -> Kernel:
-    """The same of one text on classes of positions: means over their cells.
+def class_kernel(embedding: Embedding, classes: PositionClasses, ids: np.ndarray) -> Kernel:
+    """The same of a text on classes of positions: means over their cells.
 
     The text is one segment without padding, and has no sinusoidal positions.
+
+    Args:
+        embedding: the tables.
+        classes: of positions.
+        ids: (L,) tokens, or (documents, longest) where `classes` are of several documents, whose
+            positions begin alike.
     """
-    ids = _text_ids(embedding, classes.length, token_ids).reshape(-1)
     token = embedding.scale**2 * embedding.token_variance
     pairs = token * classes.pair_means(ids, ids) + embedding.segment_variance
+    pairs = pairs + embedding.position_variance * classes.at_one_place
     own = token + embedding.segment_variance + embedding.position_variance
     return Kernel(np.full(len(classes.nodes), own), pairs, classes)
 
 
-def class_repeats(embedding: Embedding, classes: PositionClasses, token_ids: Any) -> Repeats:
+def class_repeats(embedding: Embedding, classes: PositionClasses, ids: np.ndarray) -> Repeats:
     """Beside `class_kernel`: which pairs are of one token, which share its row of the table."""
-    ids = _text_ids(embedding, classes.length, token_ids).reshape(-1)
     share = np.clip(classes.pair_means(ids, ids), 0.0, 1.0)
     # With u_j the share of the text that is of token j, and 1 where a pair is of one: the mean of
     # (1 - f) (1 - u_j - u_l), both about their means over the cells.
-    common = np.bincount(ids)[ids] / len(ids)
+    common = classes.shares_of(ids)
     met, of_cell = classes.pair_means(ids, ids, common), classes.cell_means(common)
     scatter = share - 2 * met - share * (share - of_cell[:, None] - of_cell)
     excess = embedding.scale**2 * embedding.token_variance * (1.0 - share)
@@ -232,6 +237,7 @@ def embedding_gradients(
     token_ids: Any = None,
     segment_ids: Any = None,
     documents: np.ndarray | None = None,
+    ids: np.ndarray | None = None,
 ) -> dict[str, Array]:
     """Squared gradient norms of the tables that have parameters.
 
@@ -247,6 +253,8 @@ def embedding_gradients(
             of tokens alike, one sequence of them.
         token_ids, segment_ids: the text; required where the gradient is resolved, unless it is of
             one sequence, whose tokens then are taken to differ.
+        documents: of packed rows, (L,) or (B, L), see `packing`.
+        ids: on classes of positions, the text as `class_kernel` takes it.
 
     Returns:
         "token", and "position" and "segment" where there are such tables.
@@ -257,14 +265,16 @@ def embedding_gradients(
     scale = embedding.scale**2
     if gradient.resolved is not True:
         token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
-        own = seq_len * gradient.mean_diagonal()
-        pairs = seq_len * (seq_len - 1) * gradient.mean_pairs()
-        repeated = token * pairs
-        if gradient.classes is not None and token_ids is not None:
-            ids, classes = _text_ids(embedding, seq_len, token_ids)[0], gradient.classes
-            same = gradient.pairs * classes.pair_means(ids, ids)
-            repeated = (same * classes.pair_count).sum((-2, -1))
-        found = {"token": scale * (own + repeated), "position": own}
+        classes = gradient.classes
+        length = seq_len if classes is None else classes.length
+        own = length * gradient.mean_diagonal()
+        pairs = gradient.total(seq_len) - own
+        repeated, shared = token * pairs, 0.0 * own
+        if classes is not None:
+            shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
+            if ids is not None:
+                repeated = classes.sum_of_pairs(gradient.pairs * classes.pair_means(ids, ids))
+        found = {"token": scale * (own + repeated), "position": own + shared}
         found["segment"] = own + segment * pairs
     else:
         count = gradient.pairs.shape[-1]
@@ -299,7 +309,7 @@ def table_rows(
     documents: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of the three tables that every token of a batch looks up, each (B L,)."""
-    ids = _text_ids(embedding, seq_len, token_ids)
+    ids = text_ids(embedding, seq_len, token_ids)
     segments = np.zeros_like(ids)
     if segment_ids is not None:
         segments = np.broadcast_to(check_ids(segment_ids, seq_len, "segment_ids"), ids.shape)
@@ -328,13 +338,18 @@ def _patterns(
             _pattern(TOKEN_EMBEDDING, theory, vocab_size=vocab_size, seq_len=seq_len),
             _pattern(SEGMENT_EMBEDDING, theory, seq_len=seq_len),
         )
-    token = repeated_pairs(_text_ids(embedding, seq_len, token_ids), seq_len, "token_ids")
+    token = repeated_pairs(text_ids(embedding, seq_len, token_ids), seq_len, "token_ids")
     if segment_ids is None:
         return token, 1.0
     return token, repeated_pairs(segment_ids, seq_len, "segment_ids")
 
 
-def _text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
+def text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
+    """(B, L) rows of the token table.
+
+    Raises:
+        DomainError: as `check_ids`, or a row that the table does not have.
+    """
     ids = check_ids(token_ids, seq_len, "token_ids")
     if ids.max() >= embedding.vocab_size:
         raise domain_error(

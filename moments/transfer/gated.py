@@ -13,9 +13,9 @@ import numpy as np
 from ..engine.composition import Hidden, Leaf, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
 from ..engine.evaluation import Values, bind, evaluate, evaluate_sides
-from ..engine.overlap import Overlap, OverlapWalk, activated, elasticity, mapped
-from ..engine.realised import overlap_variance, shared_with, step_within
-from ..engine.state import Array, Gradient, Kernel, Realised, Signal, ratio_or_zero
+from ..engine.fluctuation import followed, overlap_variance, shared_with, step_within
+from ..engine.own_overlap import OverlapWalk, OwnOverlap, elasticity
+from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
@@ -28,7 +28,7 @@ from .elementary import Linear, faintly
 class GatedLinear(Leaf):
     """activation(x @ gate) * (x @ ffn_in): SwiGLU, GeGLU, ReGLU and the like.
 
-    Two tokens' realised overlap, which both maps see, is averaged over (`realised`): what hardly
+    Two tokens' realised overlap, which both maps see, is averaged over (`fluctuation`): what hardly
     correlates in the mean does so by 1/width, and the next attention averages many such pairs. The
     squared norm of a token, which scales both maps at once, is taken at its mean, where a
     normalisation puts it. Where none comes before, second moments are low by about the norm's
@@ -88,7 +88,7 @@ class GatedLinear(Leaf):
             notes = (f"the gate's variance is outside {limit}, where the laws are resolved",)
         output = Signal(kernel, signal.seq_len, width=self.fan_out, kurtosis=kurtosis, notes=notes)
         values = _Values(self.activation, signal, one, two, varied)
-        if signal.spread is not None:
+        if signal.fluctuation is not None:
             of_gate = values.both(
                 "grad_factor",
                 {"grad_variance": 1.0},
@@ -96,20 +96,19 @@ class GatedLinear(Leaf):
                 signal.resolved,
             )
             kurtosis = kernel.average(kurtosis)
+            norms = self._norms(signal, inner, factor, of_gate, kurtosis / 3)
             output = output.replace(
                 notes=notes + _unsteady(signal),
                 kurtosis=kurtosis,
-                spread=self._spread(signal, inner, factor, of_gate, kurtosis / 3),
+                fluctuation=_fluctuation(signal, output, norms, ends, step),
             )
-            if ends is not None:
-                output = output.replace(realised=_realised(signal, output, ends, step))
         return output, GatedPullback(output, values, gate_back, factor_back)
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after)
-        return activated(mapped(at, after.width), moved, (after.width, after.width))
+        return at.mapped(after.width).activated(moved, (after.width, after.width))
 
     def _two_points(
         self, signal: Signal, inner: Signal, factor: Signal
@@ -147,7 +146,7 @@ class GatedLinear(Leaf):
             LINEAR, "refined", weight, parameters, self.fan_out, weight, has_bias=self.has_bias
         )
 
-    def _spread(
+    def _norms(
         self, signal: Signal, inner: Signal, factor: Signal, of_gate: Kernel, kurtosis: Any
     ) -> Kernel:
         """Covariance of the squared norms of two tokens.
@@ -157,7 +156,7 @@ class GatedLinear(Leaf):
         norm had beyond its mean moves E f(a)^2 by its elasticity and E u^2 in proportion, as far as
         they are not their biases'.
         """
-        assert signal.spread is not None
+        assert signal.fluctuation is not None
         more, more_pairs = of_gate.lift(kurtosis - 1)
         gate, other = of_gate * of_gate, factor.kernel * factor.kernel
         alone = of_gate.over_tokens(of_gate.diagonal), other.over_tokens(factor.kernel.diagonal)
@@ -173,7 +172,7 @@ class GatedLinear(Leaf):
         moves = moves * of_gate.diagonal * factor.kernel.diagonal
         moves = ratio_or_zero(moves, signal.second_moment().diagonal)
         first, second = of_gate.over_tokens(moves)
-        shared = signal.spread.weighted(moves * moves, first * second)
+        shared = signal.fluctuation.norms.weighted(moves * moves, first * second)
         return shared + Kernel.joined(own, own_pairs, of_gate.resolved)
 
     def _elasticity(self, variance: Any, algebra: Any) -> Any:
@@ -190,7 +189,7 @@ class GatedLinear(Leaf):
 def _unsteady(signal: Signal) -> tuple[str, ...]:
     """A note where the tokens' norms, taken at their means, vary by much."""
     tokens = signal.second_moment().diagonal
-    varies = as_number(np.max(ratio_or_zero(signal.spread.diagonal, tokens * tokens)))  # type: ignore[union-attr]
+    varies = as_number(np.max(ratio_or_zero(signal.fluctuation.norms.diagonal, tokens * tokens)))  # type: ignore[union-attr]
     if varies <= 0.1:
         return ()
     return (
@@ -199,22 +198,26 @@ def _unsteady(signal: Signal) -> tuple[str, ...]:
     )
 
 
-def _realised(signal: Signal, output: Signal, ends: Array, step: Array) -> Realised:
-    """Behind the unit, whose covariance follows the realised overlap.
+def _fluctuation(
+    signal: Signal, output: Signal, norms: Kernel, ends: Any, step: Array
+) -> Fluctuation:
+    """Behind the unit, whose covariance follows the realised overlap where that is followed.
 
     The slope between the two points, squared and as it is, in the mean over pairs of tokens.
     """
-    assert signal.realised is not None
+    if ends is None:
+        return Fluctuation(norms)
+    overlaps, moment = followed(signal), output.second_moment()
+    assert overlaps is not None
     change = 0.5 * (ends[0] - ends[1])  # slope times step
-    overlaps, moment = signal.realised.overlaps, output.second_moment()
     root = overlaps.diagonal**0.5
     first, second = overlaps.over_tokens(root)
     size = _mean_pairs(overlaps, 0.5 * (first * second + overlaps.pairs))
     square = ratio_or_zero(_mean_pairs(overlaps, change * change), size)
     slope = ratio_or_zero(_mean_pairs(overlaps, change * step), size)
     mixed = overlaps.mixed(square, moment * moment, 2 / output.width)
-    kept, norms = shared_with(signal)
-    return Realised(mixed, None, (kept.scaled(slope), norms.scaled(0.0)))
+    kept, of_norms = shared_with(signal)
+    return Fluctuation(norms, mixed, shared=(kept.scaled(slope), of_norms.scaled(0.0)))
 
 
 def _mean_pairs(like: Kernel, pairs: Array) -> Array:
@@ -261,7 +264,7 @@ class GatedPullback:
         pair = {"grad_covariance": received.pairs}
         at_gate = values.both("grad_variance", single, pair, gradient.resolved)
         at_factor = values.both("grad_factor", single, pair, gradient.resolved)
-        if values.signal.spread is not None and knows_directions(gradient):
+        if values.signal.fluctuation is not None and knows_directions(gradient):
             # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
             law = values.activation.under("refined")["alignment"]
             slopes = faintly(law, values.signal.algebra, values.one)

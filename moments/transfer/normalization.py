@@ -15,8 +15,8 @@ import numpy as np
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.directions import at_tokens, of_pairs, relative_spread
 from ..engine.evaluation import Values, evaluate
-from ..engine.overlap import Overlap, OverlapWalk
-from ..engine.realised import rescaled, signed_root
+from ..engine.fluctuation import normalised, signed_root
+from ..engine.own_overlap import OverlapWalk, OwnOverlap
 from ..engine.short_vectors import expected_cosine, expected_pull
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.trace import Record
@@ -68,7 +68,7 @@ class FiniteNormalization(Leaf):
                 kernel = kernel - signal.second_moment().scaled((self.groups - 1) / width)
         inner = Signal(kernel, signal.seq_len)
         epsilon = self._epsilon(kernel)
-        one, two = self._bind(inner, self._spread(signal), epsilon)
+        one, two = self._bind(inner, self._norms(signal), epsilon)
         algebra = inner.algebra
         variance = evaluate(laws["variance"], algebra, one)
         spreads = two
@@ -92,8 +92,7 @@ class FiniteNormalization(Leaf):
             signal.seq_len,
             mean=0.0 * kernel.diagonal,
             width=width,
-            spread=normal.scaled(0.0),
-            realised=rescaled(signal, kernel, self.epsilon, square),
+            fluctuation=normalised(signal, kernel, normal, self.epsilon, square),
             centred=scaled if self.centres else None,
             kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
             notes=(_unexpandable(varies) if self.groups == 1 else ()) + _undefined(epsilon),
@@ -124,20 +123,24 @@ class FiniteNormalization(Leaf):
         scale = (first * second) ** 0.5
         variance = received.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + epsilon)
         pairs = received.pairs * expected_pull(n, signal.correlation()) / scale
-        if signal.spread is None:
+        if signal.fluctuation is None:
             return variance, pairs
         # what all groups' norms share
         own, common = relative_spread(signal, own=False)
         v, w = tokens.over_tokens(own)
         return variance * (1 + own), pairs * (1 + 0.375 * (v + w) + common / 4)
 
-    def _spread(self, signal: Signal) -> Kernel | None:
-        if signal.spread is None or not self.groups > 1:
-            return signal.spread
+    def _norms(self, signal: Signal) -> Kernel | None:
+        """Covariance of the squared norms that are divided by."""
+        if signal.fluctuation is None:
+            return None
+        norms = signal.fluctuation.norms
+        if not self.groups > 1:
+            return norms
         # Given the overlaps of earlier layers, features are independent: a group's norm has as
         # many times the fluctuation 2 C o C/width as there are groups.
         own = signal.kernel * signal.kernel
-        return signal.spread.mixed(1.0, own, 2 * (self.groups - 1) / signal.width)
+        return norms.mixed(1.0, own, 2 * (self.groups - 1) / signal.width)
 
     def _bind(
         self, inner: Signal, spread: Kernel | None, eps: Array
@@ -290,16 +293,15 @@ class DynamicTanh(Leaf):
         if not limit.contains(self.alpha * self.alpha * signal.kernel.mean_diagonal()):
             notes = (f"the variance of alpha x is outside {limit}, where laws are resolved",)
         normal, square = output.kernel, self.gain * self.gain
-        spread, realised = output.spread, output.realised
+        varies = output.fluctuation
         output = output.replace(
             kernel=normal.scaled(square),
-            spread=None if spread is None else spread.scaled(square * square),
-            realised=None if realised is None else realised.scaled(square),
+            fluctuation=None if varies is None else varies.scaled(square),
             notes=notes,
         )
         return output, _TanhPullback(self, back, signal.width, normal)
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         return entrywise_overlap(self, record, at)
 
 

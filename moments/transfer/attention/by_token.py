@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.classes import ClassRows, OneClass, one_class
+from ...engine.classes import ClassRows, Matrix, OneClass, one_class
 from ...engine.packing import one_document, places
 from ...engine.state import Array, Kernel, Repeats, Signal, ratio_or_zero
 from ...errors import DomainError
@@ -18,7 +19,7 @@ from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, 
 from .kernels.class_bias import ClassBiasNoise
 from .kernels.exact_rows import THETA_PEAKED
 from .kernels.fading import fading
-from .kernels.position_attention import ClassHeads, ClassLogits, PositionAttention
+from .kernels.position_attention import Across, ClassHeads, ClassLogits, PositionAttention
 from .kernels.turning import Turning
 from .logits import LogitLaw
 
@@ -295,17 +296,18 @@ class ClassLayer:
         repeats: Repeats | None = None,
     ) -> None:
         assert tokens.classes is not None
-        self._classes, self._shape = tokens.classes, tokens.pairs.shape
-        self._sight = sight = tokens.classes.seen(leaf.window)
+        self._classes = classes = tokens.classes
+        self._lead = tokens.pairs.shape[:-2]
+        self._sight = sight = classes.seen(leaf.window)
         scales, self.wanted = logit_scales(law)
-        lead = self._shape[:-2]
+        lead = self._lead
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
         turning, sights, shares = None, [sight], np.ones(1)
         if leaf.rotary is not None:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
         if leaf.alibi:
             slopes, shares = head_slopes(leaf)
-            sights = [fading(tokens.classes, float(slope)) for slope in slopes]
+            sights = [fading(classes.inside, float(slope)) for slope in slopes]
         self._rows: list[Any] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
         for query_tokens, key_tokens, values, scale, spread in zip(
@@ -315,9 +317,13 @@ class ClassLayer:
             plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
-            logits = ClassLogits(queries, keys, values, float(scale), sight, turning)
-            if repeats is not None and logits.aligned:
-                logits = logits._replace(repeats=repeats.variance)
+            (inside, *across), varying = zip(queries, keys, values, strict=True), [None, None]
+            if repeats is not None and turning is None and plain:
+                own = np.zeros(repeats.variance.shape[-1])
+                varying = [pairs for _, pairs in classes.blocks(own, repeats.variance)]
+            logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
+            if across:
+                logits = logits._replace(across=Across(*across[0], varying[1]))
             heads = [
                 PositionAttention(
                     logits._replace(sight=seen),
@@ -335,78 +341,95 @@ class ClassLayer:
         table, self._d_model = leaf.relative_bias, leaf.d_model
         self._biases: list[ClassBiasNoise] = []
         if table is not None and table.variance > 0.0:
-            self._tokens = self._flat(tokens)
+            self._tokens = tokens
             self._biases = [ClassBiasNoise(sight, table, one.weights) for one in self._rows]
 
-    def _flat(self, kernel: Kernel) -> list[tuple[Array, Array]]:
-        size = self._shape[-1]
-        own = np.broadcast_to(kernel.diagonal, self._shape[:-1]).reshape(-1, size)
-        pairs = np.broadcast_to(kernel.pairs, self._shape).reshape(-1, size, size)
-        return list(zip(own, pairs, strict=True))
+    def _flat(self, kernel: Kernel) -> list[tuple[Matrix, ...]]:
+        """Of every configuration, its kernel by what two tokens have to do with each other."""
+        size = len(self._classes.nodes)
+        own = np.broadcast_to(kernel.diagonal, (*self._lead, size)).reshape(-1, size)
+        pairs = np.broadcast_to(kernel.pairs, (*self._lead, size, size)).reshape(-1, size, size)
+        return [self._classes.blocks(*one) for one in zip(own, pairs, strict=True)]
 
     def _kernel(self, kernels: list[Any]) -> Kernel:
         own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
-        return Kernel(own.reshape(self._shape[:-1]), pairs.reshape(self._shape), self._classes)
+        shape = own.shape[1:], pairs.shape[1:]
+        own, pairs = own.reshape(*self._lead, *shape[0]), pairs.reshape(*self._lead, *shape[1])
+        return Kernel(own, pairs, self._classes)
+
+    def _of_rows(self, function: Callable[..., Matrix], *kernels: Kernel) -> Kernel:
+        """A kernel that rows make of others, those of one document and those of two."""
+        found = []
+        for one, *given in zip(self._rows, *map(self._flat, kernels), strict=True):
+            rows = [one] if one.across is None else [one, one.across]
+            blocks = zip(rows, *given, strict=True)
+            found.append(self._classes.joined(*(function(*block) for block in blocks)))
+        return self._kernel(found)
 
     def _numbers(self, name: str) -> Array:
-        return np.stack([getattr(one, name) for one in self._rows]).reshape(self._shape[:-1])
+        found = np.stack([getattr(one, name) for one in self._rows])
+        return self._classes.repeated(found.reshape(*self._lead, *found.shape[1:]))
 
     def forward(self) -> Kernel:
-        found = self._kernel([one.output for one in self._rows])
-        if not self._biases:
-            return found
-        met = zip(self._biases, self._tokens, strict=True)
-        return found + self._kernel([bias.forward(tokens) for bias, tokens in met])
+        found = self._of_rows(lambda one: one.output)
+        return found + self._biased("forward", self._tokens) if self._biases else found
+
+    def _biased(self, name: str, kernel: Kernel) -> Kernel:
+        found = [
+            self._classes.joined(*(getattr(bias, name)(block) for block in blocks))
+            for bias, blocks in zip(self._biases, self._flat(kernel), strict=True)
+        ]
+        return self._kernel(found)
 
     def mean_output(self) -> Kernel:
-        return self._kernel([one.mean_output() for one in self._rows])
+        return self._of_rows(lambda one: one.mean_output())
 
     def weights(self) -> ClassRows:
-        found = np.stack([one.weights for one in self._rows]).reshape(self._shape)
-        return ClassRows(found, self._sight)
+        found = np.stack([one.weights for one in self._rows])
+        return ClassRows(found.reshape(*self._lead, *found.shape[1:]), self._sight)
 
     @functools.cached_property
     def sum_square(self) -> Array:
         return self._numbers("sum_square")
 
     def diagnostics(self) -> dict[str, Array]:
-        keys = self._sight.size
+        keys = self._classes.repeated(self._sight.size)
         numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
         return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
 
     def backward(self, gained: Kernel) -> Paths:
-        given = self._flat(gained)
-        parts = [one.backward(*kernel) for one, kernel in zip(self._rows, given, strict=True)]
-        paths = Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
-        if not self._biases:
+        found: list[list[Matrix]] = [[] for _ in Paths._fields]
+        counts = self._classes.documents
+        totals = gained if counts is None else gained.weighted(*counts)
+        for one, given in zip(self._rows, self._flat(totals), strict=True):
+            rows = [one] if one.across is None else [one, one.across]
+            parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
+            for of_path, blocks in zip(found, zip(*parts, strict=True), strict=True):
+                of_path.append(self._classes.joined(*blocks))
+        paths = Paths(*map(self._kernel, found))
+        if self._biases:
+            paths = paths._replace(value=paths.value + self._biased("backward", totals))
+        if counts is None:
             return paths
-        met = zip(self._biases, given, strict=True)
-        added = self._kernel([bias.backward(kernel) for bias, kernel in met])
-        return paths._replace(value=paths.value + added)
+        each = [ratio_or_zero(1.0, count) for count in counts]
+        return Paths(*(path.weighted(*each) for path in paths))
 
     def overlap_path(self, gained: Kernel) -> Kernel:
-        given = zip(self._rows, self._flat(gained), strict=True)
-        found = [
-            (one.overlap_path[0] * own, one.overlap_path[1] * pairs) for one, (own, pairs) in given
-        ]
-        return self._kernel(found)
+        return self._of_rows(lambda one: one.overlap_path) * gained
 
     def repeated(self, gained: Kernel) -> Kernel | None:
         """The part of the query path that comes of tokens that repeat within cells."""
-        parts = [one.repeated for one in self._rows if one.repeated is not None]
-        if not parts:
+        if self._rows[0].repeated is None:
             return None
-        given = zip(parts, self._flat(gained), strict=True)
-        return self._kernel([(one * own, two * pairs) for (one, two), (own, pairs) in given])
+        return self._of_rows(lambda one: one.repeated) * gained
 
     def response(self) -> Kernel:
-        return self._kernel([one.response for one in self._rows])
+        return self._of_rows(lambda one: one.response)
 
     def table_gradient(self, gained: Kernel) -> Array | None:
         if not self._biases:
             return None
-        met = zip(self._biases, self._tokens, strict=True)
-        overlaps = self._kernel([bias.overlaps(tokens) for bias, tokens in met])
+        overlaps = self._biased("overlaps", self._tokens)
         return np.asarray(self._d_model * (overlaps * gained).total(self._classes.length))
 
 
@@ -524,7 +547,7 @@ def flat(kernel: Kernel) -> Array:
 def mean_spread(signal: Signal) -> Array:
     """Var |x|^2 / E^2 |x|^2 of every configuration, averaged over its tokens; 0 where it is not
     followed."""
-    if signal.spread is None:
+    if signal.fluctuation is None:
         return 0.0
-    relative = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
+    relative = ratio_or_zero(signal.fluctuation.norms.diagonal, signal.kernel.diagonal**2)
     return signal.kernel.average(relative)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ...engine.composition import Pulled, Reader, ReaderPullback
-from ...engine.overlap import Overlap, OverlapWalk
+from ...engine.own_overlap import OverlapWalk, OwnOverlap
 from ...engine.packing import Padding
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...engine.trace import Record
@@ -104,7 +104,7 @@ class CrossAttention(Reader):
         )
         return output, _Pullback(self, law, signal, output, mixed, seen.layer, memory)
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         return through_attention(self, record, at, walk)
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> CrossAttention:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine.evaluation import evaluate
-from ...engine.state import Array, Kernel, Signal, ratio_or_zero
+from ...engine.state import Array, Fluctuation, Kernel, Signal, ratio_or_zero
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from ...formulas.recording import whole
 from .by_token import attention_diagnostics, variance_notes
@@ -41,8 +41,8 @@ def _statistics(
     """Softmax statistics at the wanted logit scale, or at the most that is validated."""
     own = 1 - correlation
     spread = 0.0
-    if signal.spread is not None:
-        spread = ratio_or_zero(signal.spread.diagonal, signal.kernel.diagonal**2)
+    if signal.fluctuation is not None:
+        spread = ratio_or_zero(signal.fluctuation.norms.diagonal, signal.kernel.diagonal**2)
     if signal.algebra.scalar:
         # Tokens that are all but equal have logits without variance at any scale.
         scale = min(wanted, THETA_PEAKED / max(own, 1e-12))
@@ -153,16 +153,16 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
         statistics.entropy,
         float(signal.seq_len),
     )
-    spread = None
-    if signal.spread is not None:
+    fluctuation = None
+    if signal.fluctuation is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
-        spread = (heads * heads).scaled(2 / width)
+        fluctuation = Fluctuation.of_gaussian(heads, width)
     output = Signal(
         heads,
         signal.seq_len,
         mean=0.0 * kernel.diagonal,
         width=width,
-        spread=spread,
+        fluctuation=fluctuation,
         diagnostics=diagnostics,
         notes=variance_notes((1 - correlation) * wanted),
     )

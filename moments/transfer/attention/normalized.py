@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Chain, Leaf, Pullback, Pulled
-from ...engine.overlap import Overlap, OverlapWalk
+from ...engine.own_overlap import OverlapWalk, OwnOverlap
 from ...engine.packing import Padding
 from ...engine.response import Around, Elementwise, Sequence
 from ...engine.sensitivity import SINGLE, Response, kernel_of
@@ -69,7 +69,7 @@ class NormalizedAttention(Leaf):
         both = expected_pull(freedom, inner.correlation())
         return output, _Pullback(back, back_norm, factor, both, gain)
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         # norms are no overlaps of their own
         return through_attention(self.attention, record, at, walk, fixed=True)
 

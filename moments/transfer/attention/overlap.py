@@ -8,16 +8,16 @@ import numpy as np
 
 from ...engine.classes import ClassRows
 from ...engine.composition import Pulled
-from ...engine.overlap import Overlap, OverlapWalk, own_variance
-from ...engine.realised import between_rows, has_fixed_norms, met_by
+from ...engine.fluctuation import between_rows, followed, has_fixed_norms, met_by
+from ...engine.own_overlap import OverlapWalk, OwnOverlap, own_variance
 from ...engine.state import Kernel, Signal
 from ...engine.trace import Record
 from .by_token import self_masks
 
 
 def through_attention(
-    leaf: Any, record: Record, at: Overlap, walk: OverlapWalk, fixed: bool = False
-) -> Overlap:
+    leaf: Any, record: Record, at: OwnOverlap, walk: OverlapWalk, fixed: bool = False
+) -> OwnOverlap:
     """Behind a `SelfAttention` or `CrossAttention`.
 
     Args:
@@ -49,7 +49,7 @@ def through_attention(
     kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
     fresh = 1.0 / (kept * output.width)
     fresh += min(by_queries, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
-    return Overlap(attended + fresh, at.response * (averaged + by_queries))
+    return OwnOverlap(attended + fresh, at.response * (averaged + by_queries))
 
 
 def uniform_rows(leaf: Any, tokens: Signal) -> Any:
@@ -79,7 +79,7 @@ def averaging_elasticity(weights: Any, tokens: Signal) -> float:
 
 
 def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> float:
-    """As `overlap.elasticity`, of rows that differ because their queries do.
+    """As `fluctuation.elasticity`, of rows that differ because their queries do.
 
     0 where nothing was pulled.
     """
@@ -95,9 +95,10 @@ def own_spread(tokens: Signal) -> float:
     """Relative variance over draws of what tokens have of their own, their norms made equal.
 
     They share a part whose squared norm c varies by y_kl^2, and the norms leave u = 1 - c to each:
-    of two disjoint pairs, Cov(d o - c d q, d o' - c d q') = (1 - c)^2 y_kl^2 (`realised`).
+    of two disjoint pairs, Cov(d o - c d q, d o' - c d q') = (1 - c)^2 y_kl^2 (`fluctuation`).
     """
-    if tokens.realised is None:
+    overlaps = followed(tokens)
+    if overlaps is None:
         return 0.0
     size = float(tokens.second_moment().mean_diagonal())
-    return float(tokens.realised.overlaps.mean_pairs()) / size**2 if size > 0.0 else 0.0
+    return float(overlaps.mean_pairs()) / size**2 if size > 0.0 else 0.0

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Leaf, Pullback, Pulled
-from ...engine.overlap import Overlap, OverlapWalk
+from ...engine.fluctuation import of_averages
+from ...engine.own_overlap import OverlapWalk, OwnOverlap
 from ...engine.packing import Padding
-from ...engine.realised import averaged_overlaps
 from ...engine.response import Around
 from ...engine.sensitivity import Response
-from ...engine.state import Array, Gradient, Kernel, Realised, Signal
+from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...errors import domain_error
 from ...model.positions import RelativeBias, Rotary
@@ -216,7 +216,7 @@ class SelfAttention(Leaf):
         )
         return output, _Alike(self, law, signal, output, mixed, layer)
 
-    def overlap(self, record: Record, at: Overlap, walk: OverlapWalk) -> Overlap:
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         return through_attention(self, record, at, walk)
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> SelfAttention:
@@ -431,31 +431,30 @@ def concatenated(
     kernel = _with_bias(leaf, mixed.scaled(gain), squares)
     own = kernel if heads is None else _with_bias(leaf, heads, squares)
     mean = 0.0 * kernel.diagonal
-    spread: Kernel | None = None
-    realised: Realised | None = None
-    if signal.spread is not None:
+    fluctuation: Fluctuation | None = None
+    if signal.fluctuation is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
         # with one key and value in common overlap besides, by what their rows share.
-        spread = (kernel * kernel).scaled(2 / width)
+        alone = (kernel * kernel).scaled(2 / width)
         together = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
         if together > 1:
             common = shared().scaled(gain).resolved_as(kernel)
-            spread += (common * common).scaled(2 * (together - 1) / width)
+            alone += (common * common).scaled(2 * (together - 1) / width)
         row = None if weights is None else weights()
-        found = averaged_overlaps(memory, row, gain)
-        if found is not None and found.norms is not None:  # the averages' own vary too
+        found = of_averages(memory, row, gain)
+        fluctuation = Fluctuation(alone)
+        if found is not None and found.overlaps is not None:  # the averages' own vary too
             # Of another stack's tokens, those that ask are taken to know nothing; what the layers
             # before read of them, and thus have in common with this one, is left out.
-            known = found.shared if memory is signal else (spread.scaled(0.0),) * 2
-            realised = Realised(spread + found.overlaps.resolved_as(kernel), None, known)
-            spread = spread + found.norms.resolved_as(kernel)
+            known = found.shared if memory is signal else (alone.scaled(0.0),) * 2
+            norms, overlaps = (one.resolved_as(kernel) for one in (found.norms, found.overlaps))
+            fluctuation = Fluctuation(alone + norms, alone + overlaps, shared=known)
     return Signal(
         own,
         signal.seq_len,
         mean=mean,
         width=width,
-        spread=spread,
-        realised=realised,
+        fluctuation=fluctuation,
         diagnostics=diagnostics,
         notes=notes,
     )

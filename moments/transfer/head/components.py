@@ -14,7 +14,7 @@ from ...engine.classes import ClassMatrix, one_class
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
 from ...engine.response import Around
 from ...engine.sensitivity import SINGLE, GradientAdjoint, Response, SignalAdjoint
-from ...engine.state import Array, Gradient, Kernel, Signal
+from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...formulas.activation import gelu_function, gelu_tanh_function
 from ...formulas.algebra import NUMPY
@@ -137,14 +137,14 @@ class HiddenNormalization(FiniteNormalization):
         if not self.centres:
             return super().forward(signal)
         kernel = signal.kernel
-        spread = (kernel * kernel).scaled((signal.kurtosis - 1) / signal.width)
+        norms = (kernel * kernel).scaled((signal.kurtosis - 1) / signal.width)
         return super().forward(
             Signal(
                 kernel,
                 signal.seq_len,
                 mean=0.0 * kernel.diagonal,
                 width=signal.width,
-                spread=spread,
+                fluctuation=Fluctuation(norms),
             )
         )
 
@@ -219,7 +219,7 @@ def _gaussian(pooled: Kernel, signal: Signal) -> Signal:
         1,
         mean=0.0 * pooled.diagonal,
         width=signal.width,
-        spread=(pooled * pooled).scaled(2 / signal.width),
+        fluctuation=Fluctuation.of_gaussian(pooled, signal.width),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...engine.classes import DocumentClasses, PositionClasses
 from ...engine.composition import Chain
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...engine.trace import Point, Record, Run
@@ -108,6 +109,7 @@ def output_moments(
     run: Run | None = None,
     stack: Record | None = None,
     token_ids: Any = None,
+    counted: PositionClasses | None = None,
     targets: Any = None,
     real: Any = None,
     batch: int = 1,
@@ -121,7 +123,10 @@ def output_moments(
         run: the pass under way; None: one of its own.
         stack: of the layers, which tells how much of the token's row the stream carries; a tied
             head without hidden layer needs it where the stream is rescaled on its way.
-        token_ids: integers (L,) or (B, L), the text; None: unknown, by Zipf's law.
+        token_ids: integers (L,) or (B, L), the text; None: unknown, by Zipf's law. On classes of
+            positions as `position_text` takes it.
+        counted: the classes of that text, where the signal is of one of several documents; None:
+            the signal's.
         targets: shaped as token_ids, -100 for no target; for a classification labels (B,). None:
             the next token where the loss is causal, else drawn at random.
         real: (L,) or (B, L), the document of every token of packed rows, or 1, and 0 for padding.
@@ -147,7 +152,18 @@ def output_moments(
         read.kernel,
         read.seq_len,
         model.d_model,
-        _targets(model, head, signal, vocab_size, token_ids, targets, real, batch, sequences),
+        _targets(
+            model,
+            head,
+            signal,
+            vocab_size,
+            token_ids,
+            targets,
+            real,
+            batch,
+            sequences,
+            signal.kernel.classes if counted is None else counted,
+        ),
         vocab_size,
         variance,
         head.output_scale,
@@ -268,6 +284,7 @@ def _targets(
     real: Any,
     batch: int,
     sequences: int,
+    counted: Any,
 ) -> Targets:
     if head.loss == "classification":
         if signal.resolved:
@@ -277,11 +294,16 @@ def _targets(
     if signal.resolved is not True:
         if targets is not None:
             raise DomainError("targets are resolved by token: leave tokens=False out")
-        if signal.kernel.classes is not None:
-            classes = signal.kernel.classes
-            if token_ids is not None:
-                return position_text(classes, token_ids).repeated(batch)
-            return position_targets(head, vocab_size, classes, batch)
+        classes = signal.kernel.classes
+        if classes is not None:
+            found = (
+                position_targets(head, vocab_size, counted)
+                if token_ids is None
+                else position_text(counted, token_ids)
+            )
+            if isinstance(counted, DocumentClasses) and counted is not classes:
+                found = found.of_one(counted)
+            return found.repeated(batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)
     every = np.ones(sequences * model.seq_len)
     if real is not None:

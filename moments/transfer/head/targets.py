@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.classes import PositionClasses
+from ...engine.classes import DocumentClasses, PositionClasses
 from ...engine.state import Array, ratio_or_zero
 from ...errors import DomainError, domain_error
 from ...formulas.algebra import NUMPY
@@ -44,6 +44,16 @@ class Targets:
     hit: Array
     own: Array
     both_hit: Array
+
+    def of_one(self, classes: DocumentClasses) -> Targets:
+        """Of one of several documents, on average."""
+        size, number = len(classes.one.nodes), len(classes.lengths)
+        each = {
+            name: value[(slice(0, size),) * np.ndim(value)]
+            for name, value in vars(self).items()
+            if name != "count"
+        }
+        return Targets(self.count / number, **each)
 
     def repeated(self, batch: int) -> Targets:
         """The same, where the loss averages over `batch` times as many sequences."""
@@ -181,33 +191,46 @@ def position_targets(
     """
     check_count("batch", batch)
     collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
-    size = len(classes.nodes)
-    active = np.ones(size)
-    active[-1] = 0.0  # the last token has no target
-    beside = np.diff(classes.nodes) == 1
+    one, size = classes.inside, len(classes.nodes)
+    active = classes.cell_means(_followed(classes))
+    beside = np.diff(one.nodes) == 1
     following = np.diag(beside.astype(float), 1)
     inside = np.append(~beside, False)
     inside[-2] = True
-    pairs = np.diagonal(classes.pair_count)
+    pairs = np.diagonal(one.pair_count)
     following[inside, inside] = np.clip(
-        ratio_or_zero(classes.count, np.maximum(pairs, 0.0))[inside], 0.0, 1.0
+        ratio_or_zero(one.count, np.maximum(pairs, 0.0))[inside], 0.0, 1.0
     )
+    following = classes.within(following)
     hit = following + (1.0 - following) * collision
     both_hit = following.T * collision + (1.0 - following.T) * triple
-    count = batch * (classes.length - 1.0)
+    count = batch * float(_followed(classes).sum())
     even = np.full((size, size), collision)
     own = np.full(size, collision)
     return Targets(count, active, np.outer(active, active), even, even, hit, own, both_hit)
 
 
-def position_text(classes: PositionClasses, token_ids: Any) -> Targets:
-    """Targets of one text on classes of positions, the next token of each: means over cells."""
-    read = check_ids(token_ids, classes.length, "token_ids")[0].astype(np.int64)
-    chosen = np.append(read[1:], NO_TARGET)
-    active = np.ones(classes.length)
-    active[-1] = 0.0
+def _followed(classes: PositionClasses) -> Array:
+    """(L,) or (documents, longest): 1 for a token that another of its document follows."""
+    there = classes.there + 0.0
+    found = np.zeros(there.shape)
+    found[..., :-1] = there[..., 1:]
+    return found
+
+
+def position_text(classes: PositionClasses, ids: np.ndarray) -> Targets:
+    """Targets of a text on classes of positions, the next token of each: means over cells.
+
+    Args:
+        classes: of positions.
+        ids: (L,), or (documents, longest) where they are of several.
+    """
+    read, active = ids.astype(np.int64), _followed(classes)
+    # None has none in common with another's.
+    none = NO_TARGET - np.arange(read.size).reshape(read.shape)
+    chosen = np.where(active > 0.0, np.roll(read, -1, axis=-1), none)
     itself = chosen == read
-    repeated = np.where(itself, read, NO_TARGET - 1)
+    repeated = np.where(itself, read, none - read.size)
     share = classes.cell_means(active)
     return Targets(
         float(active.sum()),

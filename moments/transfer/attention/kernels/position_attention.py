@@ -18,6 +18,7 @@ See docs/theory/state.md, Classes of positions.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -48,6 +49,15 @@ TOLERANCE = 2e-5
 """Largest change of an overlap at which its iteration ends; rows are few, so below `balance`'s."""
 
 
+class Across(NamedTuple):
+    """`queries`, `keys`, `values` and `repeats` of `ClassLogits`, of tokens of two documents."""
+
+    queries: Matrix
+    keys: Matrix
+    values: Matrix
+    repeats: Array | None = None
+
+
 class ClassLogits(NamedTuple):
     """`logits.Logits` on classes.
 
@@ -57,6 +67,8 @@ class ClassLogits(NamedTuple):
         sight: which keys rows see.
         turning: rotary positions; None: none.
         repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
+        across: the same kernels of tokens of two documents, own parts being those of two tokens at
+            one place; None: there is one document.
     """
 
     queries: Matrix
@@ -66,6 +78,7 @@ class ClassLogits(NamedTuple):
     sight: Sight
     turning: Turning | None = None
     repeats: Array | None = None
+    across: Across | None = None
 
     @property
     def prior(self) -> Array:
@@ -142,7 +155,10 @@ class PositionAttention:
         overlap_path: what the query path gains per unit of G and of the relative variance of two
             tokens' overlap.
         repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
+        across: the same rows where two of them are of different documents; None: there is one.
     """
+
+    across: PositionAttention | None = None
 
     def __init__(
         self,
@@ -161,6 +177,7 @@ class PositionAttention:
             drop_prob, d_model, d_head, norm_spread, value_bias: as in `attention.KernelAttention`.
         """
         self.logits = logits
+        self._kernels: Across | ClassLogits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
         sight = logits.sight
@@ -169,6 +186,7 @@ class PositionAttention:
         if isinstance(sight, FadingSight):
             lighter = _lighter(logits, rows, sight)
             self.logits = logits = logits._replace(sight=sight.lighter(lighter))
+            self._kernels = logits
             self.weights = self.weights * lighter
         self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
@@ -181,10 +199,25 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
-        # What the way back needs of the laws, in single precision: the rest is given back.
+        if logits.across is not None:
+            self.across = self._of_two_documents(logits.across)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Keep what the way back needs of the laws, in single precision, and not the rest."""
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
         del self._laws, self._response, self._slope
+
+    def _of_two_documents(self, met: Across) -> PositionAttention:
+        """These rows, met by those of another document, which sees other tokens at the same places:
+        what a row has with itself is what two at one place have."""
+        found = copy.copy(self)
+        found._kernels, found._dropped, found.across = met, 0.0, None
+        found._joint_laws()
+        found._forward()
+        found._give_back()
+        return found
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -288,9 +321,10 @@ class PositionAttention:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
         it."""
         logits, rows, pairs = self.logits, self._rows, self._pairs
-        turning, (temperature, between) = logits.turning, logits.queries
+        turning, met, temperature = logits.turning, self._kernels, logits.queries[0]
+        own, between = met.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
-        bare = pairs.joined(np.ones(len(temperature)), bare)
+        bare = pairs.joined(np.clip(own / temperature, -1.0, 1.0), bare)
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
         nodes = nodes_for(lowest, float(rows.theta.max()))
@@ -306,7 +340,7 @@ class PositionAttention:
         moved = []
         turn = np.ones(len(bare))
         for tile in pairs.tiles:
-            own, kernel = logits.keys[0][tile.own], logits.keys[1][tile.left, tile.right]
+            own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
             if tile.turned is None:
                 moved.append(self._projected(tile, (own, kernel)))
                 continue
@@ -374,7 +408,8 @@ class PositionAttention:
 
         directions = [moved]
         if not logits.aligned:
-            values = logits.values[0][tile.own], logits.values[1][left, right]
+            of_values, between = self._kernels.values
+            values = of_values[tile.own], between[left, right]
             directions.append(self._projected(tile, values))
         for own, pairs in directions:
             own += tile.diagonal(pairs)
@@ -412,14 +447,14 @@ class PositionAttention:
     def _gathered(self, tile: Tile, law: Matrix) -> Array:
         """(c,) tr(F C) of two rows, of the values' kernel."""
         sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
-        kernel = self.logits.values[1][tile.left, tile.right]
+        values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
         left = sight.split[short, long, tile.left] * weights[long, tile.left]
         right = self.counted[short, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         alone = self._pairs.alone[tile.pairs]
         once[alone] = self.counted[long[alone], tile.own]
         inside = tile.diagonal(law[1])
-        beside = (law[0] + inside) * self.logits.values[0][tile.own]
+        beside = (law[0] + inside) * values[tile.own]
         beside -= inside * tile.diagonal(kernel)
         met = ((law[1] * kernel) @ right[:, :, None])[..., 0]
         return np.asarray((met * left).sum(1) + (beside * once * weights[short, tile.own]).sum(1))
@@ -449,32 +484,29 @@ class PositionAttention:
 
     def _forward(self) -> None:
         logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
+        met, one_document = self._kernels, self._kernels is logits
         own, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
         mean = pairs.joined(*whole)
         excess, slope = self._gather(0) - mean, self._gather(1)
-        shift = self.counted @ own - whole[0] - excess[alone]
-        shift = shift * np.sqrt(rows.softening)
-        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved = self._apart(logits.values)
-            usable = moved > 1e-9 * (self.counted @ own)
-            ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
-            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
-        looking = logits.scale * self._looking(shift)
-        temperature, between = logits.queries
-        of_queries = pairs.joined(temperature, between)
+        if one_document:
+            self._shift = self._shifted(whole[0] + excess[alone])
+        looking = logits.scale * self._looking(self._shift)
+        temperature, of_queries = logits.queries[0], pairs.joined(*met.queries)
         of_joint, of_query = (
             self._over_pairs(one) for one in (calibration.joint_shift, calibration.query_shift)
         )
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
-            apart = self.counted @ own - whole[0]
-            unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
-            held = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
-            held = pairs.joined((self.counted * weights).sum(1), held)
-            held = held * np.sqrt(unshared[long] * unshared[short])
+            held = np.zeros(len(long))  # of the same tokens, which two documents do not have
+            if one_document:
+                apart = self.counted @ own - whole[0]
+                unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
+                shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
+                held = pairs.joined((self.counted * weights).sum(1), shared)
+                held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
                 (long, short),
@@ -493,13 +525,14 @@ class PositionAttention:
 
         def sent(slope: Array) -> Array:
             found = self._query * slope / (norm[long] * norm[short])
-            found[alone] += calibration.common * slope[alone] / temperature
+            if one_document:
+                found[alone] += calibration.common * slope[alone] / temperature
             return np.asarray(found)
 
         query = sent(slope) + path / width
         self.repeated = None
-        if logits.repeats is not None:
-            repeated = sent(self._repeated(logits.repeats))
+        if met.repeats is not None:
+            repeated = sent(self._repeated(met.repeats))
             self.repeated = pairs.split(repeated)
             query = query + repeated
         if self._dropped > 0.0:
@@ -509,6 +542,19 @@ class PositionAttention:
             query[alone] += self._dropped * logits.scale * noise
         self.output, self.response = pairs.split(output), pairs.split(query)
         self.overlap_path = pairs.split(path)
+
+    def _shifted(self, output: Array) -> Array:
+        """(P,) what a row's direction adds to the tokens that it attends to, whose average has that
+        variance."""
+        logits = self.logits
+        own = logits.values[0]
+        shift = (self.counted @ own - output) * np.sqrt(self._rows.softening)
+        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
+            moved = self._apart(logits.values)
+            usable = moved > 1e-9 * (self.counted @ own)
+            ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
+            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
+        return np.asarray(shift)
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -535,7 +581,7 @@ class PositionAttention:
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
-        own, pairs = self.logits.values
+        own, pairs = self._kernels.values
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
@@ -695,6 +741,11 @@ class ClassHeads:
         counted = self._mean([layer.counted for layer in self._layers])
         keys = self._sight.keys
         return np.where(self._sight.seen, counted / np.where(self._sight.seen, keys, 1.0), 0.0)
+
+    @property
+    def across(self) -> ClassHeads | None:
+        layers = [layer.across for layer in self._layers if layer.across is not None]
+        return ClassHeads(layers, np.array(self._shares), self._sight) if layers else None
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:

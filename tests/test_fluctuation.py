@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moments.engine.composition import Chain, Layer, Residual, forward
-from moments.engine.realised import overlap_variance
+from moments.engine.fluctuation import overlap_variance
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.engine.trace import Record
 from moments.formulas.linear import LINEAR, SCALE
@@ -102,9 +102,9 @@ def test_spread_of_squared_norms(site: str, causal: bool) -> None:
     """Averages of tokens of fixed norm have norms that vary, beyond the values' 2/width."""
     mean, variance, _ = drawn(causal)[site]
     signal = predicted(causal)[0][site]
-    assert signal.spread is not None
+    assert signal.fluctuation is not None
     seen = float(np.mean(np.diag(variance) / np.diag(mean) ** 2))
-    found = float(np.mean(signal.spread.diagonal / signal.kernel.diagonal**2))
+    found = float(np.mean(signal.fluctuation.norms.diagonal / signal.kernel.diagonal**2))
     assert found == pytest.approx(seen, rel=0.06)
     if site == "heads":
         assert seen > 1.15 * 2 / WIDTH
@@ -134,7 +134,9 @@ def test_gated_units_see_realised_overlaps(causal: bool) -> None:
     mean, _, error = drawn(causal)["gated"]
     signal = predicted(causal)[0]["gated"]
     assert pairs_of(signal.kernel.pairs) == pytest.approx(off(mean), rel=0.02, abs=off(error))
-    entering = predicted(causal)[0]["norm"].replace(realised=None)
+    entering = predicted(causal)[0]["norm"]
+    assert entering.fluctuation is not None
+    entering = entering.replace(fluctuation=entering.fluctuation.of_norms())
     gated = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
     without, _ = gated.forward(entering)
     assert pairs_of(without.kernel.pairs) < 0.985 * off(mean)
@@ -151,6 +153,7 @@ def test_a_scale_in_front_of_attention_scales_the_values_overlaps() -> None:
     signal = gaussian(Kernel(1.0, 0.1), TOKENS, WIDTH, True)
     plain, _ = forward(Chain((norm, attend)), signal)
     scaled, _ = forward(Chain((norm, reduced, attend)), signal)
-    assert plain.spread is not None
-    assert scaled.spread is not None
-    assert scaled.spread.diagonal == pytest.approx(factor**2 * plain.spread.diagonal, rel=1e-6)
+    assert plain.fluctuation is not None
+    assert scaled.fluctuation is not None
+    found, whole = scaled.fluctuation.norms.diagonal, plain.fluctuation.norms.diagonal
+    assert found == pytest.approx(factor**2 * whole, rel=1e-6)

@@ -1,0 +1,368 @@
+"""What varies over draws: realised overlaps about their means, and what that does to means.
+
+A `Fluctuation` travels with the signal; `own_overlap` is what it does not know of.
+
+o_ij = x_i.x_j/width has mean C_ij and, over draws of the weights before, covariances of order
+1/width. Of a network's features these are not those of independent ones: a block's output is turned
+by matrices of its own, the residual sum adds fluctuations up, attention averages them. They are
+closed as those of a Wishart matrix,
+
+    Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2,
+
+with y = sqrt(2/width) C for Gaussian features. Where all tokens share a part whose size varies
+otherwise than what each has of its own, y is no multiple of C, and the closure still gives the
+variance of o_ij as it is; Cov(o_ij, |x_i|^2/width) = y_ii y_ij comes within 6 percent.
+
+    residual sum        Y = Y_T + Y_B + K + K' + 4 T o B/width, K what branch and stream share
+    linear map          gain^2 Y + 2 B o B/width
+    attention           (W y W')^2, and (W y)_ji^2 shared
+    normalisation       Y over the squared norms
+
+Y o = y^2 throughout. The squared norms themselves (`Fluctuation.norms`) differ in one thing: where
+a normalisation has fixed those of the tokens, what attention averages is
+
+    d o_kl - C_kl (d q_k/C_kk + d q_l/C_ll)/2,       q_k = o_kk,
+
+and a common part of all tokens then varies by less. Y leaves that out, since it is not so between
+tokens that share little, and enters it for each pair in `overlap_variance`.
+
+Two things come of it. A correlation behind a normalisation is E o_ij/sqrt(q_i q_j)
+(`laws.normalization`), and a gated unit's covariance, in proportion to o^2 at small o, is a mean
+over o. Left out: what varies because attention weights do, and how overlaps move where a unit is
+even in them.
+
+See docs/theory/norms.md, Realised overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..formulas.recording import is_number
+from .classes import ClassRows, diagonal
+from .state import Array, Fluctuation, Kernel, Signal, ratio_or_zero
+
+
+def has_fixed_norms(signal: Signal) -> bool:
+    """Whether a normalisation put all tokens on one sphere."""
+    if signal.fluctuation is None:
+        return False
+    own = signal.fluctuation.norms.diagonal
+    return own == 0.0 if is_number(own) else not np.any(own)
+
+
+def signed_root(square: Kernel, like: Kernel) -> Kernel:
+    """Square roots with the signs of another kernel."""
+    if is_number(square.diagonal):
+        pairs = max(square.pairs, 0.0) ** 0.5
+        return Kernel(max(square.diagonal, 0.0) ** 0.5, -pairs if like.pairs < 0 else pairs)
+    pairs = np.copysign(np.sqrt(np.maximum(square.pairs, 0.0)), like.pairs)
+    return Kernel(np.sqrt(np.maximum(square.diagonal, 0.0)), pairs, square.resolved)
+
+
+def followed(signal: Signal) -> Kernel | None:
+    """Y of a signal; None where it is not followed."""
+    return None if signal.fluctuation is None else signal.fluctuation.overlaps
+
+
+def overlap_variance(signal: Signal) -> Array | None:
+    """Var o_ij for every pair of different tokens; None where it is not followed."""
+    square = followed(signal)
+    if square is None:
+        return None
+    kernel = signal.second_moment()
+    root = signed_root(square, kernel)
+    first, second = root.over_tokens(root.diagonal)
+    variance = 0.5 * (first * second + square.pairs)
+    if not has_fixed_norms(signal):
+        return variance
+    own, other = kernel.over_tokens(kernel.diagonal)
+    one = ratio_or_zero(first * kernel.pairs, own)
+    two = ratio_or_zero(second * kernel.pairs, other)
+    # d o - (r d q_i + r' d q_j)/2, r = C_ij/C_ii
+    fixed = variance - (one + two) * root.pairs
+    fixed = fixed + 0.25 * (one * one + two * two)
+    fixed = fixed + 0.5 * ratio_or_zero(kernel.pairs**2, own * other) * square.pairs
+    return np.maximum(fixed, 0.0) if np.ndim(fixed) else max(fixed, 0.0)
+
+
+def step_within(kernel: Kernel, variance: Array) -> Array:
+    """sqrt(Var o_ij), no further than to where two tokens are parallel or opposite."""
+    first, second = kernel.over_tokens(kernel.diagonal)
+    room = (first * second) ** 0.5 - abs(kernel.pairs)
+    if is_number(room):
+        return min(variance**0.5, max(room, 0.0))
+    return np.minimum(variance**0.5, np.maximum(room, 0.0))
+
+
+# --- through components --------------------------------------------------------------------------
+
+
+def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
+    """What overlaps and squared norms share with those where the branch begins."""
+    assert signal.fluctuation is not None
+    norms, overlaps, _, shared = signal.fluctuation
+    if shared is not None:
+        return shared
+    assert overlaps is not None
+    first, _ = overlaps.over_tokens(ratio_or_zero(1.0, signal.second_moment().diagonal))
+    return overlaps.at_pairs(first), norms.at_pairs(first)
+
+
+def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) -> Any:
+    """`shared_with`, times what an overlap and a squared norm move by."""
+    overlaps, norms = shared_with(signal)
+    return overlaps.scaled(gain), norms.scaled(gain if of_norms is None else of_norms)
+
+
+def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
+    """Behind a linear map whose output is of that gain.
+
+    Given x, y is Gaussian with covariance gain C + bias: overlaps follow those of x and add their
+    own, 2 B o B/width.
+    """
+    assert signal.fluctuation is not None
+    moment, added = output.second_moment(), 2 / output.width
+    own, square = moment * moment, gain * gain
+    norms, overlaps, _, _ = signal.fluctuation
+    norms = norms.mixed(square, own, added)
+    if overlaps is None:
+        return Fluctuation(norms)
+    return Fluctuation(
+        norms, overlaps.mixed(square, own, added), shared=scaled_shared(signal, gain)
+    )
+
+
+def summed(signal: Signal, branch: Signal, skip: Any, scale: Any) -> Fluctuation | None:
+    """Of a residual sum, the kernels of which count with these factors.
+
+    |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
+    """
+    kept, gained = signal.fluctuation, branch.fluctuation
+    if kept is None or gained is None:
+        return None
+    both = signal.kernel * branch.kernel
+    cross = both.scaled(4 * skip * scale / signal.width)
+    square, branch_square = skip * skip, scale * scale
+    norms = kept.norms.mixed(square, gained.norms, branch_square) + cross
+    if kept.overlaps is None:
+        return Fluctuation(norms)
+    if gained.overlaps is None:
+        added = (branch.kernel * branch.kernel).scaled(2 / signal.width)
+        return Fluctuation(norms, kept.overlaps.mixed(square, added, branch_square) + cross)
+    overlaps = kept.overlaps.mixed(square, gained.overlaps, branch_square) + cross
+    if gained.shared is None:
+        return Fluctuation(norms, overlaps)
+    size, _ = signal.kernel.over_tokens(signal.second_moment().diagonal)
+    moved, of_norms = (_both_ways(one, size, skip * scale) for one in gained.shared)
+    if not has_fixed_norms(signal):
+        norms = norms + of_norms
+    return Fluctuation(norms, overlaps + moved)
+
+
+def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
+    moved = shared.at_pairs(size).scaled(factor)
+    return moved + moved.transposed()
+
+
+def of_averages(signal: Signal, weights: Array | None, gain: Any) -> Fluctuation | None:
+    """Of attention's averages times a gain; None where the tokens' overlaps are not followed.
+
+    Args:
+        signal: the tokens attended to.
+        weights: (..., L, L) mean attention, or (..., P, P) to one token of a class; None: uniform,
+            tokens alike.
+        gain: from an average's overlap to that of values.
+    """
+    overlaps = followed(signal)
+    if signal.fluctuation is None or overlaps is None:
+        return None
+    tokens, fixed = signal.second_moment(), has_fixed_norms(signal)
+    average = _alike if weights is None else _by_token if tokens.classes is None else _by_class
+    mixed, shared, _, _ = average(tokens, overlaps, weights, False, signal.seq_len)
+    norms = signal.fluctuation.before_norms
+    _, _, mixed_norms, shared_norms = average(tokens, norms, weights, fixed, signal.seq_len)
+    found = shared.scaled(gain), shared_norms.scaled(gain)
+    square = gain * gain
+    return Fluctuation(mixed_norms.scaled(square), mixed.scaled(square), shared=found)
+
+
+_Averages = tuple[Kernel, Kernel, Kernel, Kernel]
+
+
+def _by_token(
+    tokens: Kernel, square: Kernel, weights: Array, fixed: bool, _seq_len: int
+) -> _Averages:
+    root = signed_root(square, tokens).pairs
+    turned = np.swapaxes(weights, -1, -2)
+    met = weights @ root
+    mixed = (met @ turned) ** 2
+    met = met * met
+    size = tokens.diagonal[..., :, None]
+    own = ratio_or_zero(1.0, size)
+    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * own)
+    if not fixed:
+        return (*free, *free)
+    lost = weights * ratio_or_zero(weights @ tokens.pairs, tokens.diagonal[..., None, :])
+    back = np.swapaxes(lost, -1, -2)
+    cross = met @ back
+    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.pairs @ back
+    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) * own
+    return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
+
+
+def _by_class(
+    tokens: Kernel, square: Kernel, weights: Any, fixed: bool, _seq_len: int
+) -> _Averages:
+    root = signed_root(square, tokens)
+    met = met_by(weights, root)
+    met = met * met
+    mixed = between_rows(weights, root)
+    mixed = mixed * mixed
+    own, _ = tokens.over_tokens(1.0 / tokens.diagonal)
+
+    def shared(of_rows: Kernel) -> Kernel:
+        pairs = np.swapaxes(of_rows.pairs, -1, -2) * own
+        return Kernel(diagonal(pairs), pairs, tokens.resolved)
+
+    free = mixed, shared(met)
+    if not fixed:
+        return (*free, *free)
+    # A row loses to the keys of its own document alone.
+    size = tokens.diagonal[..., : len(tokens.resolved.inside.nodes)]  # type: ignore[union-attr]
+    inside = met_by(weights, tokens).pairs[..., : size.shape[-1], : size.shape[-1]]
+    lost = ClassRows(weights.weights * inside / size[..., None, :], weights.sight)
+
+    def crossed(pairs: Array, _own: Array) -> Array:
+        found: Array = pairs @ np.swapaxes(lost.counted, -1, -2)
+        return found
+
+    cross = _of_rows(crossed, met)
+    mixed = mixed - cross - cross.transposed() + between_rows(lost, square)
+    return (*free, mixed, shared(met - met_by(lost, square)))
+
+
+def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kernel:
+    """A function of a kernel on classes, its pairs and what a token has besides, inside documents
+    and across them; what belongs to one place is that beside it: the rows are the same."""
+    classes = kernel.classes
+    assert classes is not None
+    found = []
+    for own, pairs in classes.blocks(kernel.diagonal, kernel.pairs):
+        of_pairs = function(pairs, own - diagonal(pairs))
+        found.append((diagonal(of_pairs), of_pairs))
+    return Kernel(*classes.joined(*found), classes)
+
+
+def met_by(rows: ClassRows, kernel: Kernel) -> Kernel:
+    """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
+    key at its own position what it has with one beside that."""
+    return _of_rows(
+        lambda pairs, apart: rows.counted @ pairs + rows.weights * apart[..., None, :], kernel
+    )
+
+
+def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
+    """W K W^T on classes."""
+    counted, each, shared = rows.counted, rows.weights, rows.sight.shared
+
+    def between(pairs: Array, apart: Array) -> Array:
+        own = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
+        return np.asarray(counted @ pairs @ np.swapaxes(counted, -1, -2) + own)
+
+    return _of_rows(between, kernel)
+
+
+def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
+    root = signed_root(square, tokens)
+    met = ((root.diagonal + (seq_len - 1) * root.pairs) / seq_len) ** 2
+    own = ratio_or_zero(1.0, tokens.diagonal)
+    free = Kernel(met, met), Kernel(met * own, met * own)
+    if not fixed:
+        return (*free, *free)
+    lost = (1 + (seq_len - 1) * tokens.pairs * own) / seq_len
+    mean = (square.diagonal + (seq_len - 1) * square.pairs) / seq_len
+    mixed = met - 2 * lost * met + lost * lost * mean
+    shared = (met - lost * mean) * own
+    return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
+
+
+def normalised(
+    signal: Signal, kernel: Kernel, normal: Kernel, epsilon: Any, square: Any
+) -> Fluctuation:
+    """Behind a normalisation, and a gain of that square.
+
+    Args:
+        signal: before it.
+        kernel, normal: of what is divided by its norm, and of what that leaves.
+        epsilon: added to the variance under the root.
+        square: of the gain.
+    """
+    fixed = normal.scaled(0.0)
+    overlaps = followed(signal)
+    if signal.fluctuation is None or overlaps is None:
+        return Fluctuation(fixed)
+    one, _ = kernel.lift(epsilon)
+    size = ratio_or_zero(square, kernel.diagonal + one)
+    first, second = kernel.over_tokens(size)
+    both = first * second
+    shared = signal.fluctuation.shared
+    if shared is not None:
+        moved = shared[0].at_pairs(second)
+        shared = moved, moved.scaled(0.0)
+    free = signal.fluctuation.before_norms.at_pairs(both)
+    return Fluctuation(fixed, overlaps.at_pairs(both), free, shared)
+
+
+def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> Fluctuation:
+    """Behind a function of independent entries.
+
+    Its features fluctuate by themselves; what the input's overlaps had beyond independence passes
+    on, in proportion where a squared norm does (exact for functions of degree 1).
+
+    Args:
+        signal, output: before and behind.
+        kurtosis: of an entry behind it.
+        slope: mean change of a covariance per change of the input's.
+    """
+    assert signal.fluctuation is not None
+    moment = output.second_moment()
+    ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
+    before, own = signal.kernel * signal.kernel, moment * moment
+
+    def passed(kernel: Kernel, fresh: Array, moved: Array) -> Kernel:
+        more = kernel.mixed(1.0, before, -2 / signal.width)
+        return own.mixed(fresh / output.width, more, moved * moved)
+
+    norms, overlaps, _, _ = signal.fluctuation
+    norms = passed(norms, kurtosis - 1, ratio)
+    if overlaps is None:
+        return Fluctuation(norms)
+    shared = scaled_shared(signal, slope, ratio)
+    return Fluctuation(norms, passed(overlaps, 2, slope), shared=shared)
+
+
+def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:
+    """Behind dropout, whose masks are fresh for every token and entry.
+
+    |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the masks'
+    variance, p/q^3 times the fourth moment. E o o = (C_ii C_jj/q^2 + ...)/width.
+    """
+    assert signal.fluctuation is not None
+    kept = 1 - drop_prob
+    moment = signal.second_moment().diagonal
+
+    def masked(kernel: Kernel, factor: Array) -> Kernel:
+        more, _ = kernel.lift(factor)
+        return kernel.with_diagonal(kernel.diagonal + more * moment * moment)
+
+    norms, overlaps, _, _ = signal.fluctuation
+    masks = drop_prob / kept**3 * signal.kurtosis / signal.width
+    norms = masked(norms.scaled(1 / kept**2), masks)
+    if overlaps is None:
+        return Fluctuation(norms)
+    overlaps = masked(overlaps, 2 / signal.width * (1 / kept**2 - 1))
+    return Fluctuation(norms, overlaps, shared=scaled_shared(signal, 1.0, 1 / kept))
