@@ -153,13 +153,15 @@ class Prediction:
     @functools.cached_property
     def _draws(self) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
         """Typical value, ends of the band, and notes on both."""
-        from ..noise.band import band, first_order, log_variance
+        from ..noise.band import band, between_documents, first_order, log_variance
 
-        one = self if self.alone is None else self.alone()
+        one, across = self, None
+        if self.alone is not None:
+            one, across = self.alone(), between_documents(self.trace)
         batch = max(self.batch, self.layout.sequences) if one is self else one.batch
         with computing(self.theory, [one.trace], one._rows):
             top = None if one.top is None else one.top()
-            spread = log_variance(self._declaration(), one.trace, batch, top)
+            spread = log_variance(self._declaration(), one.trace, batch, top, across)
             spread, notes = first_order(spread)
             typical, ends = band(self.grad_variance, spread)
         for note in notes:
