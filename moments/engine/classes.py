@@ -236,7 +236,7 @@ class BothSides(PositionClasses):
         return self.causal.count
 
     @functools.cached_property
-    def pair_count(self) -> Array:  # type: ignore[override]
+    def pair_count(self) -> Array:
         return self.causal.pair_count
 
 
