@@ -82,7 +82,7 @@ class PositionClasses:
             per_window = PER_WINDOW if length <= FEW_WINDOWS * window else LEAST_PER_WINDOW
         return _spaced(int(length), window / per_window, int(exact), float(per_octave))
 
-    @property
+    @functools.cached_property
     def count(self) -> Array:
         """(P,) tokens that a node stands for."""
         return np.asarray(self.seen().keys[-1])

@@ -376,7 +376,8 @@ class Reader(Component):
         # As it meets the tokens that ask: every one alone, of a memory as it is.
         assert record.memory is not None
         reading, received = _Reading(self, record.memory), around.received(record)
-        return Elementwise.of(reading, record.input, record.gradient_received, received, False)
+        sent = record.gradient_received
+        return Elementwise.of(reading, record.input, sent, received, False, at_once=False)
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = run.memory
