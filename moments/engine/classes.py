@@ -82,7 +82,7 @@ class PositionClasses:
             per_window = PER_WINDOW if length <= FEW_WINDOWS * window else LEAST_PER_WINDOW
         return _spaced(int(length), window / per_window, int(exact), float(per_octave))
 
-    @property
+    @functools.cached_property
     def count(self) -> Array:
         """(P,) tokens that a node stands for."""
         return np.asarray(self.seen().keys[-1])
@@ -236,7 +236,7 @@ class BothSides(PositionClasses):
         return self.causal.count
 
     @functools.cached_property
-    def pair_count(self) -> Array:  # type: ignore[override]
+    def pair_count(self) -> Array:
         return self.causal.pair_count
 
 
@@ -325,7 +325,7 @@ class DocumentClasses(PositionClasses):
         return self.one.cell_means(self._reaching * (self._reaching - 1.0))
 
     @functools.cached_property
-    def at_one_place(self) -> Array:  # type: ignore[override]
+    def at_one_place(self) -> Array:
         size = len(self.one.nodes)
         return np.eye(2 * size, k=size) + np.eye(2 * size, k=-size)
 
@@ -344,7 +344,7 @@ class DocumentClasses(PositionClasses):
         return np.array([sums(0, int(end), 0, last) for end in ends]), many.astype(float)
 
     @functools.cached_property
-    def count(self) -> Array:  # type: ignore[override]
+    def count(self) -> Array:
         counts, many = self._counts
         return np.tile(0.5 * (many @ counts), 2)
 
@@ -371,7 +371,7 @@ class DocumentClasses(PositionClasses):
         return met, np.asarray(pairs + pairs.T)
 
     @functools.cached_property
-    def pair_count(self) -> Array:  # type: ignore[override]
+    def pair_count(self) -> Array:
         own, pairs = self.across_count
         inner = np.diagonal(pairs)
         # Those beside the diagonal are counted where they are read from.
@@ -401,7 +401,7 @@ class DocumentClasses(PositionClasses):
         return np.asarray((pairs[..., :size, :size] * count).sum((-2, -1)) / max(count.sum(), 1.0))
 
     @functools.cached_property
-    def documents(self) -> Matrix | None:  # type: ignore[override]
+    def documents(self) -> Matrix | None:
         if len(set(self.lengths)) == 1:
             return None
         inside, across = self.together
@@ -449,7 +449,7 @@ class DocumentClasses(PositionClasses):
         return np.block([[pairs, none], [none, pairs]])
 
     @functools.cached_property
-    def there(self) -> NDArray[np.bool_]:  # type: ignore[override]
+    def there(self) -> NDArray[np.bool_]:
         return np.asarray(np.arange(self.one.length) < np.array(self.lengths)[:, None])
 
     def cell_means(self, values: Array) -> Array:

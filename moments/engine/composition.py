@@ -63,6 +63,7 @@ class Pulled:
 
 
 Pullback = Callable[[Gradient], Pulled]
+OfEntry = Callable[[tuple[Array, Array], float], tuple[Array, Array]]
 ReaderPullback = Callable[[Gradient], tuple[Pulled, Gradient]]
 
 
@@ -112,14 +113,10 @@ class Component(abc.ABC):
         """What it does to how much the overlap of what tokens have of their own varies."""
         return at
 
-    @property
-    def by_entry(self) -> bool:
-        """Whether an entry's mean and variance behind it follow from those before (`of_entry`)."""
-        return False
-
-    def of_entry(self, mean: Array, variance: Array, algebra: Any) -> tuple[Array, Array]:
-        """Mean and variance of an entry that leaves, of one that enters with these."""
-        raise NotImplementedError
+    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry | None:
+        """Mean and variance of an entry that leaves, from those of one that enters and a factor on
+        the variances of the `matrices` of these names; None: they follow from more than that."""
+        return None
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
         """Share of its laws' domain that an entry's variance takes up; 0 of one without end."""
@@ -379,7 +376,8 @@ class Reader(Component):
         # As it meets the tokens that ask: every one alone, of a memory as it is.
         assert record.memory is not None
         reading, received = _Reading(self, record.memory), around.received(record)
-        return Elementwise.of(reading, record.input, record.gradient_received, received, False)
+        sent = record.gradient_received
+        return Elementwise.of(reading, record.input, sent, received, False, at_once=False)
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = run.memory
@@ -474,11 +472,11 @@ class Chain(Component):
         return found
 
     @functools.cached_property
-    def mixes_tokens(self) -> bool:  # type: ignore[override]
+    def mixes_tokens(self) -> bool:
         return any(part.mixes_tokens for part in self.parts)
 
     @functools.cached_property
-    def normalises(self) -> bool:  # type: ignore[override]
+    def normalises(self) -> bool:
         return any(part.normalises for part in self.parts)
 
     @property
@@ -554,11 +552,11 @@ class Parallel(Component):
         return tuple(path for branch in self.branches for path in branch.paths())
 
     @functools.cached_property
-    def mixes_tokens(self) -> bool:  # type: ignore[override]
+    def mixes_tokens(self) -> bool:
         return any(branch.mixes_tokens for branch in self.branches)
 
     @functools.cached_property
-    def normalises(self) -> bool:  # type: ignore[override]
+    def normalises(self) -> bool:
         return any(branch.normalises for branch in self.branches)
 
     @property

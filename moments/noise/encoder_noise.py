@@ -49,9 +49,8 @@ from ..engine.sensitivity import (
 )
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
+from ..transfer.attention.kernels.exact_rows import AlikeRows
 from ..transfer.attention.logits import logit_law
-from ..transfer.attention.softmax import SquareTable
-from ..transfer.attention.softmax.chebyshev import THETA_MAX
 from .alike import Alike, averaged, stacked
 from .band import End, Fresh, shared
 from .network import AllAtOnce, Group, Inflow, Network, times
@@ -268,9 +267,9 @@ def _noise(
     tokens = _first(of_memory.memory.second_moment())
     law = logit_law(attention, query_tokens, tokens, (attention.d_model, width))
     own = law.keys.kernel.diagonal - law.keys.kernel.pairs
-    # Squared weights are those of doubled logits, of four times their variance, which stops at 8.
-    theta = np.clip(4 * law.scale * law.queries.kernel.diagonal * own, 0.0, THETA_MAX)
-    squares = SquareTable.load().at_length(of_memory.modes.seq_len).single(theta).sum_square
+    # Squared weights are those of doubled logits, of four times their variance.
+    theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * own, 0.0)
+    squares = AlikeRows(of_memory.modes.seq_len).single(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
     noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
     return noise

@@ -53,6 +53,8 @@ POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_corre
 class Prediction:
     """Moments of the residual stream and of every site inside the network.
 
+    docs/theory/state.md has the state, docs/theory/index.md what every formula is from.
+
     Stream arrays have shape (..., N + 1): index 0 enters layer 1, index n leaves layer n. Leading
     axes are those of the moments given to `predict`.
 
@@ -63,8 +65,9 @@ class Prediction:
         grad_variance, grad_correlation: of dLoss/dx, means over draws of the weights.
         token_variance, token_grad_variance: by token, (..., N + 1, L) where resolved, else None.
         warnings: where a formula left its validity.
-        loss, loss_stderr: at initialisation, and the deviation of one draw of the weights from it;
-            None without a head. Where several configurations are predicted, arrays of their shape.
+        loss, loss_stderr: at initialisation, and the deviation of one draw of the weights from it,
+            in nats; None without a head. Where several configurations are predicted, arrays of
+            their shape.
         logit_variance: likewise, mean square of the output logits.
         encoder: the encoder's own prediction; None without one.
         trace, layout: what both passes saw at every site, and how its tokens lie.

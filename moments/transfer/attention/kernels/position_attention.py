@@ -408,7 +408,8 @@ class PositionAttention:
 
         directions = [moved]
         if not logits.aligned:
-            values = self._kernels.values[0][tile.own], self._kernels.values[1][left, right]
+            of_values, between = self._kernels.values
+            values = of_values[tile.own], between[left, right]
             directions.append(self._projected(tile, values))
         for own, pairs in directions:
             own += tile.diagonal(pairs)
