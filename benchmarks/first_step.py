@@ -73,6 +73,42 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "ViT": ENCODER | {"model_type": "vit", "image_size": 32, "patch_size": 8},
 }
+LIKE_LLAMA = LLAMA | {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 6}
+# Families, widths and depths that the theory was not looked at on, with draws of their own.
+HELD: dict[str, dict[str, Any]] = {
+    "OPT": {
+        "model_type": "opt",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "ffn_dim": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+    },
+    "Pythia, 6 layers": ENCODER
+    | {"model_type": "gpt_neox", "vocab_size": 512, "rotary_pct": 0.25, "num_hidden_layers": 6},
+    "Qwen2, width 192": LIKE_LLAMA | {"model_type": "qwen2", "num_hidden_layers": 3},
+    "Gemma, width 192": LIKE_LLAMA
+    | {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 3},
+    "BLOOM": {
+        "model_type": "bloom",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "n_layer": 4,
+        "n_head": 4,
+    },
+    "Phi, width 64": ENCODER
+    | {"model_type": "phi", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 256},
+    "Starcoder2": LLAMA | {"model_type": "starcoder2", "intermediate_size": 512},
+    "RoBERTa, 6 layers": ENCODER
+    | {
+        "model_type": "roberta",
+        "vocab_size": 512,
+        "num_hidden_layers": 6,
+        "max_position_embeddings": 40,
+    },
+}
 ADAM, MUON, SGD = (1e-5, 1e-4, 3e-4, 1e-3), (3e-4, 3e-3), (3e-3, 3e-2)
 FAMILIES = [
     *((name, "adam", ADAM) for name in CONFIGS),
@@ -86,7 +122,18 @@ SEVERAL = [
         ("adam", (1e-5, 1e-4, 3e-4), {}),
         ("sgd", (3e-3, 3e-2), {"momentum": 0.9}),
     )
+] + [
+    (name, optimizer, (1e-5, 1e-4, 3e-4), {})
+    for optimizer, names in (
+        ("adam", ("GPT-2", "BERT")),  # under dropout
+        ("lion", ("GPT-2, untied, no dropout", "BERT, no dropout")),
+    )
+    for name in names
 ]
+HELD_STEPS = [
+    (name, *run) for name in HELD for run in (("adam", ADAM), ("muon", MUON), ("sgd", SGD))
+]
+HELD_SEED, HELD_DRAWS = 100, 30
 DROPLESS = {
     "GPT-2, no dropout": GPT2 | WIDTH | DRY,
     "BERT, no dropout": CONFIGS["BERT"]
@@ -181,6 +228,8 @@ def cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, optimizer, rates in FAMILIES:
         found[f"family/{name}/{optimizer}"] = (name, optimizer, rates)
+    for name, optimizer, rates in HELD_STEPS:
+        found[f"held/{name}/{optimizer}"] = (name, optimizer, rates)
     for name, optimizer, rates, options in SEVERAL:
         for steps in STEPS:
             found[f"steps/{name}/{optimizer}/{steps}"] = (name, optimizer, rates, options, steps)
@@ -206,15 +255,17 @@ def measure(chosen: list[str]) -> None:
         if key in data or (chosen and not any(part in key for part in chosen)):
             continue
         began = time.process_time()
-        if key.startswith("family"):
+        if key.startswith(("family", "held")):
             name, optimizer, rates = case
-            config = CONFIGS[name]
+            config = (CONFIGS | HELD)[name]
             batch, _ = batch_of(config)
 
             def factory(seed: int, config: Any = config) -> Any:
                 return build_module(config, seed)
 
-            measured = measure_step(factory, batch, optimizer, list(rates), seeds=10)
+            first = HELD_SEED if key.startswith("held") else 0
+            draws = HELD_DRAWS if key.startswith("held") else 10
+            measured = measure_step(factory, batch, optimizer, list(rates), seeds=draws, seed=first)
         elif key.startswith("steps"):
             name, optimizer, rates, options, steps = case
             config = (CONFIGS | DROPLESS)[name]
@@ -254,10 +305,10 @@ def predict(chosen: list[str]) -> None:
         if key not in data or (chosen and not any(part in key for part in chosen)):
             continue
         options: dict[str, Any] = {}
-        if key.startswith("family"):
+        if key.startswith(("family", "held")):
             name, optimizer, _ = case
             if name not in known:
-                known[name] = batch_of(CONFIGS[name])[1]
+                known[name] = batch_of((CONFIGS | HELD)[name])[1]
             prediction = known[name]
         elif key.startswith("steps"):
             name, optimizer, _, options, steps = case

@@ -126,6 +126,10 @@ class PositionClasses:
         gradient that attention sends is summed over rows, which not every key has."""
         return None
 
+    def everywhere(self, matrix: Matrix) -> Matrix:
+        """Of what any two places have in common, be they of one document or of two."""
+        return matrix
+
     def in_one(self, sums: Array) -> Array:
         """(..., P) sums over tokens of each class, as if there were one document."""
         return sums
@@ -214,6 +218,39 @@ def _spaced(length: int, step: float, exact: int, per_octave: float) -> Position
 
 
 @dataclass(frozen=True, eq=False)
+class BothSides(PositionClasses):
+    """Positions of sequences without a mask, whose rows see those less than a window away on both
+    sides: nodes as under a mask, since what differs at either end does so over a window."""
+
+    def seen(self, window: int | None = None) -> Sight:
+        return _seen_both(self, self.length if window is None else min(window, self.length))
+
+    @property
+    def causal(self) -> PositionClasses:
+        """The same nodes under a mask, by which tokens and their pairs are counted."""
+        return _nodes(self.length, tuple(self.nodes.tolist()))
+
+    @property
+    def count(self) -> Array:
+        return self.causal.count
+
+    @functools.cached_property
+    def pair_count(self) -> Array:
+        return self.causal.pair_count
+
+
+@functools.lru_cache(maxsize=16)
+def _nodes(length: int, nodes: tuple[int, ...]) -> PositionClasses:
+    return PositionClasses(length, np.array(nodes))
+
+
+@functools.lru_cache(maxsize=16)
+def both_sides(one: PositionClasses) -> BothSides:
+    """The same for the same classes."""
+    return BothSides(one.length, one.nodes)
+
+
+@dataclass(frozen=True, eq=False)
 class OneClass(PositionClasses):
     """All tokens of a sequence as one class, whose rows see every key: what a node holds are means
     over tokens and over pairs of different ones."""
@@ -287,7 +324,7 @@ class DocumentClasses(PositionClasses):
         return self.one.cell_means(self._reaching * (self._reaching - 1.0))
 
     @functools.cached_property
-    def at_one_place(self) -> Array:  # type: ignore[override]
+    def at_one_place(self) -> Array:
         size = len(self.one.nodes)
         return np.eye(2 * size, k=size) + np.eye(2 * size, k=-size)
 
@@ -306,7 +343,7 @@ class DocumentClasses(PositionClasses):
         return np.array([sums(0, int(end), 0, last) for end in ends]), many.astype(float)
 
     @functools.cached_property
-    def count(self) -> Array:  # type: ignore[override]
+    def count(self) -> Array:
         counts, many = self._counts
         return np.tile(0.5 * (many @ counts), 2)
 
@@ -333,7 +370,7 @@ class DocumentClasses(PositionClasses):
         return met, np.asarray(pairs + pairs.T)
 
     @functools.cached_property
-    def pair_count(self) -> Array:  # type: ignore[override]
+    def pair_count(self) -> Array:
         own, pairs = self.across_count
         inner = np.diagonal(pairs)
         # Those beside the diagonal are counted where they are read from.
@@ -363,11 +400,14 @@ class DocumentClasses(PositionClasses):
         return np.asarray((pairs[..., :size, :size] * count).sum((-2, -1)) / max(count.sum(), 1.0))
 
     @functools.cached_property
-    def documents(self) -> Matrix | None:  # type: ignore[override]
+    def documents(self) -> Matrix | None:
         if len(set(self.lengths)) == 1:
             return None
         inside, across = self.together
         return self.joined((self.present, inside), (self._at_place, across))
+
+    def everywhere(self, matrix: Matrix) -> Matrix:
+        return self.joined(matrix, matrix)
 
     def in_one(self, sums: Array) -> Array:
         half = sums[..., : len(self.one.nodes)]
@@ -408,7 +448,7 @@ class DocumentClasses(PositionClasses):
         return np.block([[pairs, none], [none, pairs]])
 
     @functools.cached_property
-    def there(self) -> NDArray[np.bool_]:  # type: ignore[override]
+    def there(self) -> NDArray[np.bool_]:
         return np.asarray(np.arange(self.one.length) < np.array(self.lengths)[:, None])
 
     def cell_means(self, values: Array) -> Array:
@@ -544,6 +584,7 @@ class Sight:
         classes: of positions.
         window: keys that a row sees at most.
         starts: (P,) the last position that a row no longer sees.
+        ends: (P,) the last that it does.
         size: (P,) keys of a row.
         keys: (P, P) counts of a row's keys.
         shared: (P, P, P) counts [p, s, q] of the keys that rows p and s both see.
@@ -557,6 +598,7 @@ class Sight:
     classes: PositionClasses
     window: int
     starts: NDArray[np.intp] = field(init=False)
+    ends: NDArray[np.intp] = field(init=False)
     size: Array = field(init=False)
     keys: Array = field(init=False)
     shared: Array = field(init=False)
@@ -580,7 +622,8 @@ class Sight:
                 split[s, p] = both + sums(max(nodes[s], starts[p]), nodes[p], s + 1, p)
                 seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, total - 1, 2)
                 later[p, s] = later[s, p] = seeing
-        found = {"starts": starts, "size": np.minimum(nodes, reach).astype(float), "keys": keys}
+        found = {"starts": starts, "ends": nodes, "keys": keys}
+        found["size"] = np.minimum(nodes, reach).astype(float)
         found |= {"shared": shared, "split": split, "rows": rows, "later": later}
         found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
         for name, value in (found | {"seen": keys != 0.0}).items():
@@ -592,11 +635,46 @@ class _Everything(Sight):
 
     def __post_init__(self) -> None:
         size = float(self.classes.length)
-        found = {"starts": np.zeros(1, np.intp), "size": np.array([size])}
+        found = {"starts": np.zeros(1, np.intp), "ends": self.classes.nodes}
+        found["size"] = np.array([size])
         found |= {name: np.full((1, 1), size) for name in ("keys", "rows", "later_own")}
         found |= {name: np.full((1, 1, 1), size) for name in ("shared", "split", "later")}
         for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():
             object.__setattr__(self, name, value)
+
+
+class _AroundRows(Sight):
+    """Of rows that see both sides: nothing jumps at a node, since no row ends there."""
+
+    def __post_init__(self) -> None:
+        nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
+        length, last = self.classes.length, len(self.classes.nodes) - 1
+        starts, ends = np.maximum(nodes - reach, 0), np.minimum(nodes + reach - 1, length)
+
+        def size(place: Any) -> Any:
+            return np.minimum(place + reach - 1.0, length) - np.maximum(place - reach, 0.0)
+
+        sums = _Sums(nodes, reach, size)
+        found = {"starts": starts, "ends": ends, "size": size(nodes.astype(float))}
+        spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
+        keys, rows = (
+            np.array([sums(low, high, 0, last, power) for low, high in spans]) for power in (0, 1)
+        )
+        shared, later = (np.zeros((total,) * 3) for _ in range(2))
+        for p, s in np.ndindex(total, total):
+            low, high = max(spans[p][0], spans[s][0]), min(spans[p][1], spans[s][1])
+            shared[p, s] = sums(low, high, 0, last)
+            later[p, s] = sums(low, high, 0, last, 2)
+        split = np.broadcast_to(keys, (total, total, total))
+        found |= {"keys": keys, "shared": shared, "split": split, "rows": rows, "later": later}
+        found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
+        for name, value in (found | {"seen": keys != 0.0}).items():
+            object.__setattr__(self, name, value)
+
+
+@functools.lru_cache(maxsize=16)
+def _seen_both(classes: BothSides, window: int) -> Sight:
+    return _AroundRows(classes, window)
 
 
 @functools.lru_cache(maxsize=64)
@@ -610,10 +688,14 @@ def _seen(classes: PositionClasses, window: int) -> Sight:
 
 
 class _Sums:
-    """Counts of sums over ranges of positions, for one window."""
+    """Counts of sums over ranges of positions, for one window.
 
-    def __init__(self, nodes: NDArray[np.intp], window: int) -> None:
-        self._nodes, self._logs, self._window = nodes, np.log(nodes), window
+    `size` gives how many keys the rows at some positions see; None: those up to their own.
+    """
+
+    def __init__(self, nodes: NDArray[np.intp], window: int, size: Any = None) -> None:
+        self._nodes, self._logs = nodes, np.log(nodes)
+        self._size = size or functools.partial(np.minimum, window)
         self._places: list[int] = nodes.tolist()
         self._cells: dict[tuple[int, ...], Array] = {}
         self._sums: dict[tuple[int, ...], Array] = {}
@@ -644,8 +726,8 @@ class _Sums:
                 points, masses = positions_between(*ends)
                 basis = lagrange(self._logs[held], np.log(points)) * masses
                 if power:
-                    sizes = np.minimum(self._nodes[held], self._window)[:, None]
-                    basis = basis * (sizes / np.minimum(points, self._window)) ** power
+                    sizes = self._size(self._nodes[held])[:, None]
+                    basis = basis * (sizes / self._size(points)) ** power
                 self._cells[key] = basis.sum(1)
             counts[held] += self._cells[key]
         return counts

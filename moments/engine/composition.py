@@ -63,6 +63,7 @@ class Pulled:
 
 
 Pullback = Callable[[Gradient], Pulled]
+OfEntry = Callable[[tuple[Array, Array], float], tuple[Array, Array]]
 ReaderPullback = Callable[[Gradient], tuple[Pulled, Gradient]]
 
 
@@ -111,6 +112,15 @@ class Component(abc.ABC):
     def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         """What it does to how much the overlap of what tokens have of their own varies."""
         return at
+
+    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry | None:
+        """Mean and variance of an entry that leaves, from those of one that enters and a factor on
+        the variances of the `matrices` of these names; None: they follow from more than that."""
+        return None
+
+    def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
+        """Share of its laws' domain that an entry's variance takes up; 0 of one without end."""
+        return 0.0
 
     def addition(self, record: Record) -> Addition | None:
         """What it adds to what it keeps, where it is a sum of the two."""
@@ -462,11 +472,11 @@ class Chain(Component):
         return found
 
     @functools.cached_property
-    def mixes_tokens(self) -> bool:  # type: ignore[override]
+    def mixes_tokens(self) -> bool:
         return any(part.mixes_tokens for part in self.parts)
 
     @functools.cached_property
-    def normalises(self) -> bool:  # type: ignore[override]
+    def normalises(self) -> bool:
         return any(part.normalises for part in self.parts)
 
     @property
@@ -542,11 +552,11 @@ class Parallel(Component):
         return tuple(path for branch in self.branches for path in branch.paths())
 
     @functools.cached_property
-    def mixes_tokens(self) -> bool:  # type: ignore[override]
+    def mixes_tokens(self) -> bool:
         return any(branch.mixes_tokens for branch in self.branches)
 
     @functools.cached_property
-    def normalises(self) -> bool:  # type: ignore[override]
+    def normalises(self) -> bool:
         return any(branch.normalises for branch in self.branches)
 
     @property

@@ -63,6 +63,14 @@ def signed_root(square: Kernel, like: Kernel) -> Kernel:
     return Kernel(np.sqrt(np.maximum(square.diagonal, 0.0)), pairs, square.resolved)
 
 
+def norm_variance(signal: Signal) -> Array:
+    """Var |x|^2/E^2 |x|^2 of a token, averaged over tokens; 0 where it is not followed."""
+    if signal.fluctuation is None:
+        return 0.0
+    square = signal.second_moment().diagonal ** 2
+    return signal.kernel.average(ratio_or_zero(signal.fluctuation.norms.diagonal, square))
+
+
 def followed(signal: Signal) -> Kernel | None:
     """Y of a signal; None where it is not followed."""
     return None if signal.fluctuation is None else signal.fluctuation.overlaps

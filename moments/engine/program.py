@@ -17,7 +17,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from ..formulas.recording import (
 from .composition import Component
 from .state import Fluctuation, Gradient, Kernel, Signal
 from .trace import Point, Record, Run
+
+_Found = TypeVar("_Found")
 
 _VALUES = (Kernel, Fluctuation, Signal, Gradient)
 
@@ -413,6 +415,17 @@ class Library:
             self._met[layer.shape] = self._met.get(layer.shape, 0) + met
         return all(self._met[layer.shape] >= WORTH for layer in layers)
 
+    def tried(self, replay: Callable[[], _Found | None]) -> _Found | None:
+        """What that finds; None where layers cannot be replayed, or another thread does so."""
+        if not self.busy.acquire(blocking=False):
+            return None
+        try:
+            return replay()
+        except NOT_REPLAYED:
+            return None
+        finally:
+            self.busy.release()
+
     def step(self, layer: Apart, entering: Told, read: Reader) -> Told:
         """One layer up.
 
@@ -459,14 +472,10 @@ class Replayed(Record):
             self.received, self.sent = built(gradients[-1]), built(gradients[0])
 
     def backward(self, gradient: Gradient, run: Run | None = None) -> Record:
-        if self._passage is not None and LIBRARY.busy.acquire(blocking=False):
-            try:
-                gradients = self._passage.down(gradient)
+        if (passage := self._passage) is not None:
+            gradients = LIBRARY.tried(lambda: passage.down(gradient))
+            if gradients is not None:
                 return Replayed(self.component, self._signals, gradients)
-            except NOT_REPLAYED:
-                pass
-            finally:
-                LIBRARY.busy.release()
         run = Run() if run is None else run
         return self._plain().backward(gradient, run)
 
@@ -582,27 +591,23 @@ def _taker(structure: Any) -> Callable[[Any], list[float] | None]:
 
 def replayed(stack: Component, signal: Signal) -> Record | None:
     """The record of a signal's way up through a chain of layers; None where the plain way is."""
-    if signal.resolved or not LIBRARY.busy.acquire(blocking=False):
-        return None
-    try:
+
+    def replay() -> Record | None:
         layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
         passage = Passage(LIBRARY, signal)
         if not LIBRARY.worth(layers, passage.configurations):
             return None
         passage.up(layers)
         return Replayed(stack, passage.signals, passage=passage)
-    except NOT_REPLAYED:
-        return None
-    finally:
-        LIBRARY.busy.release()
+
+    return None if signal.resolved else LIBRARY.tried(replay)
 
 
 def told(stack: Component, signal: Signal, read: Reader) -> list[Told] | None:
     """What `read` finds in the layers of a chain on a signal's way up; None where they are not
     replayed."""
-    if signal.resolved or not LIBRARY.busy.acquire(blocking=False):
-        return None
-    try:
+
+    def replay() -> list[Told] | None:
         layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
         if not LIBRARY.worth(layers):
             return None
@@ -612,10 +617,8 @@ def told(stack: Component, signal: Signal, read: Reader) -> list[Told] | None:
         for layer in layers:
             found.append(LIBRARY.step(layer, found[-1], read))
         return found[1:]
-    except NOT_REPLAYED:
-        return None
-    finally:
-        LIBRARY.busy.release()
+
+    return None if signal.resolved else LIBRARY.tried(replay)
 
 
 def _first(numbers: Iterable[Any]) -> list[float]:

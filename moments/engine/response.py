@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .fluctuation import norm_variance
 from .sensitivity import (
     SINGLE,
     GradientAdjoint,
@@ -223,7 +224,7 @@ class Sum:
             sum_of([step.sensitivity for step in steps]),
             [step.exposure for step in steps],
             np.sum([step.noise for step in steps], axis=0),
-            sum(share * step.coherence for share, step in shared),  # type: ignore[arg-type]
+            sum(share * step.coherence for share, step in shared),
         )
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
@@ -438,15 +439,8 @@ def _own_fluctuation(path: Several[Record], entering: Signal, reached: Signal) -
     """d_model times the relative variance of |branch|^2 that its own matrices add."""
     # What a norm divides by, and what attention averages, is tracked anew.
     anew = any(leaf.component.normalises or leaf.component.mixes_tokens for leaf in path)
-    inherited = 0.0 if anew else _relative_spread(entering)
-    return reached.width * np.maximum(_relative_spread(reached) - inherited, 0.0)
-
-
-def _relative_spread(signal: Signal) -> Array:
-    """Var |x|^2/E^2 |x|^2, averaged over tokens."""
-    assert signal.fluctuation is not None
-    relative = ratio(signal.fluctuation.norms.diagonal, signal.second_moment().diagonal ** 2)
-    return signal.kernel.average(relative)
+    inherited = 0.0 if anew else norm_variance(entering)
+    return reached.width * np.maximum(norm_variance(reached) - inherited, 0.0)
 
 
 def _grown(fluctuation: Fluctuation | None) -> Fluctuation | None:

@@ -68,6 +68,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..engine.classes import ClassMatrix
 from ..engine.composition import Chain, Layer
 from ..engine.response import Around, Part
 from ..engine.sensitivity import (
@@ -80,6 +81,7 @@ from ..engine.sensitivity import (
     matrix_of,
     paired,
     per_unit,
+    total,
     trace_of,
 )
 from ..engine.state import Array
@@ -116,7 +118,13 @@ class End(Protocol):
         """
 
 
-def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: End | None = None) -> Array:
+def log_variance(
+    declaration: Chain,
+    trace: Trace,
+    batch: int = 1,
+    top: End | None = None,
+    across: Sequence[Matrix] | None = None,
+) -> Array:
     """Var log g of the gradient variance at every point of the stream, shape (..., N + 1).
 
     To first order in the fluctuations, however large it says that they are (`first_order`).
@@ -127,6 +135,8 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: End | No
         batch: sequences of independent input and gradient that share the weights, those that one
             kernel by token holds side by side included.
         top: where the gradient at the last layer comes from; None: it is a fresh Gaussian tensor.
+        across: of two sequences, what their tokens share before every part and behind all, where
+            that is known (`between_documents`); None: what two texts do.
     """
     layers = [part for part in declaration.parts if isinstance(part, Layer)]
     first = trace.entering
@@ -135,9 +145,27 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: End | No
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         walk = OneByOne(_by_token(trace)) if first.resolved else Alike.of(trace).walk(layers)
         end = Fresh.of(trace) if top is None else top.met(trace, batch)
-        network = Network(walk, first, batch, shared(layers, trace, walk, batch), end)
+        common = shared(layers, trace, walk, batch) if across is None else _means(across)
+        network = Network(walk, first, batch, common, end, across)
         variance = _at_points(network, part_starts(layers), bool(first.resolved))
     return _where_it_arrives(variance, trace)
+
+
+def between_documents(trace: Trace) -> list[Matrix]:
+    """What tokens of two documents share before every part of every layer, and behind the last, of
+    a trace on `classes.DocumentClasses`."""
+    records = [one for layer in trace.layers for one in layer.children[0].in_order()]
+    found = []
+    for signal in (*(one.input for one in records), records[-1].output):
+        kernel = signal.second_moment()
+        assert kernel.classes is not None
+        _, across = kernel.classes.blocks(kernel.diagonal, kernel.pairs)
+        found.append(ClassMatrix(*across, kernel.classes.inside).astype(SINGLE))
+    return found
+
+
+def _means(matrices: Sequence[Matrix]) -> list[Array]:
+    return [total(one) / count_of(one) ** 2 for one in matrices]
 
 
 def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: int) -> Sequence[Array]:

@@ -49,9 +49,8 @@ from ..engine.sensitivity import (
 )
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
+from ..transfer.attention.kernels.exact_rows import AlikeRows
 from ..transfer.attention.logits import logit_law
-from ..transfer.attention.softmax import SquareTable
-from ..transfer.attention.softmax.chebyshev import THETA_MAX
 from .alike import Alike, averaged, stacked
 from .band import End, Fresh, shared
 from .network import AllAtOnce, Group, Inflow, Network, times
@@ -268,9 +267,9 @@ def _noise(
     tokens = _first(of_memory.memory.second_moment())
     law = logit_law(attention, query_tokens, tokens, (attention.d_model, width))
     own = law.keys.kernel.diagonal - law.keys.kernel.pairs
-    # Squared weights are those of doubled logits, of four times their variance, which stops at 8.
-    theta = np.clip(4 * law.scale * law.queries.kernel.diagonal * own, 0.0, THETA_MAX)
-    squares = SquareTable.load().at_length(of_memory.modes.seq_len).single(theta).sum_square
+    # Squared weights are those of doubled logits, of four times their variance.
+    theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * own, 0.0)
+    squares = AlikeRows(of_memory.modes.seq_len).single(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
     noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
     return noise
@@ -354,22 +353,23 @@ class OfModes:
         mean, difference = (per_mode[..., i, None, None] for i in range(2))
         like = 0.0 * sensitivity
         found = diagonal(own_entries(like) + difference[..., 0], like)
-        found = found + (mean - difference) / self.modes.seq_len * self._same(like)
+        same = _same_sequence(like, self.modes.seq_len)
+        found = found + (mean - difference) / self.modes.seq_len * same
         none = np.zeros(sensitivity.shape[:-2])
         return SignalAdjoint(sensitivity + found.astype(SINGLE), none, none)
-
-    def _same(self, like: Matrix) -> Matrix:
-        """Whether two tokens are of one sequence."""
-        if isinstance(like, ClassMatrix):
-            return like * 0.0 + 1.0
-        count, length = like.shape[-1], self.modes.seq_len
-        return np.kron(np.eye(count // length), np.ones((length, length)))
 
     def _relative(self, kernel: Matrix) -> Array:
         """(..., 2) modes over the variance."""
         mean = _means(kernel, self.modes.seq_len) / trace_of(kernel)
         sizes = np.stack([mean, 1 - mean], axis=-1)
         return sizes * self.modes.seq_len / self.modes.count
+
+
+def _same_sequence(like: Matrix, length: int) -> Matrix:
+    """Whether two tokens are of one sequence."""
+    if isinstance(like, ClassMatrix):
+        return like * 0.0 + 1.0
+    return np.kron(np.eye(like.shape[-1] // length), np.ones((length, length)))
 
 
 def _means(kernel: Matrix, seq_len: int) -> Array:
@@ -408,12 +408,7 @@ class OfAverages:
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         each = 0.0 * self.like
         own, pairs = sensitivity.own, sensitivity.pairs
-        same: Array = 1.0
-        if not isinstance(self.like, ClassMatrix):
-            length = self.kind.length
-            count = self.like.shape[-1] // length
-            same = np.kron(np.eye(count), np.ones((length, length)))
-        by_token = off_diagonal(each + pairs * same)
+        by_token = off_diagonal(each + _same_sequence(self.like, self.kind.length) * pairs)
         by_token = by_token + diagonal(own_entries(0.0 * by_token) + own, by_token)
         step = self.inner.gradient_adjoint(by_token.astype(SINGLE))
         return step._replace(sensitivity=sensitivity, noise=step.noise * self.sequences)

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.composition import Chain, Component
+from ..engine.fluctuation import norm_variance
 from ..engine.response import STEP, Around, Elementwise, Sequence, in_units
 from ..engine.sensitivity import (
     SINGLE,
@@ -57,7 +58,6 @@ from ..engine.sensitivity import (
 )
 from ..engine.state import Array, Kernel, Signal
 from ..engine.trace import Trace
-from ..transfer.elementary import Activation, Linear
 from ..transfer.head.components import Pool
 from ..transfer.head.cross_entropy import softmax_expectations
 from ..transfer.head.readout import Readout
@@ -73,7 +73,7 @@ def across(readout: Readout) -> Array:
     They agree by a common target alone.
     """
     targets, overlap = readout.targets, readout.overlap
-    common = (1 - readout.smoothing) ** 2 * _slope_square(readout) / targets.count**2
+    common = _common(readout)
     first, second = overlap.over_tokens(targets.active)
     agree = first * second * targets.same_target * common**2
     if overlap.resolved:
@@ -86,7 +86,7 @@ def across(readout: Readout) -> Array:
 def mean_square(readout: Readout) -> Kernel:
     """E (D_ij/T^2)^2 over texts; the square itself where the text is known."""
     targets, overlap = readout.targets, readout.overlap
-    common = (1 - readout.smoothing) ** 2 * _slope_square(readout) / targets.count**2
+    common = _common(readout)
     same = targets.same_target
     pairs = ratio(overlap.pairs**2, targets.both + 0 * overlap.pairs)
     pairs = pairs + targets.both * same * (1 - same) * common**2
@@ -94,11 +94,12 @@ def mean_square(readout: Readout) -> Kernel:
     return Kernel.joined(diagonal, pairs, overlap.resolved)
 
 
-def _slope_square(readout: Readout) -> Array:
-    """E f'^2 of a logit's cap f, averaged over tokens."""
-    slope = readout.softmax.other.slope_square
-    kernel = readout.kernel
-    return kernel.average(slope)[..., None, None] if kernel.resolved else slope
+def _common(readout: Readout) -> Array:
+    """What a common target adds to D_ij/T^2: its weight times E f'^2 of a logit's cap f, averaged
+    over tokens."""
+    slope, kernel = readout.softmax.other.slope_square, readout.kernel
+    slope = kernel.average(slope)[..., None, None] if kernel.resolved else slope
+    return (1 - readout.smoothing) ** 2 * slope / readout.targets.count**2
 
 
 def logit_agreement(readout: Readout) -> Matrix:
@@ -188,14 +189,9 @@ def _sent(readout: Readout) -> Kernel:
 
 def _kappa(leaf: Component, output: Signal) -> Array:
     """width times the relative variance of a squared norm that a hidden layer's parts add."""
-    if isinstance(leaf, Linear):
-        return 2.0
-    if not isinstance(leaf, Activation):
-        return 0.0
-    assert output.fluctuation is not None
-    relative = output.fluctuation.norms.diagonal / output.second_moment().diagonal ** 2
-    own = output.kernel.average(relative)
-    return np.maximum(own * output.width - 2.0, 0.0)
+    if leaf.hidden is None:
+        return 2.0 if leaf.matrices else 0.0
+    return np.maximum(norm_variance(output) * output.width - 2.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -287,6 +287,7 @@ class Network:
         batch: int,
         overlaps: Sequence[Array],
         end: tuple[Matrix, Response],
+        across: Sequence[Matrix] | None = None,
     ) -> None:
         """Arguments:
         walk: through all parts.
@@ -294,15 +295,18 @@ class Network:
         batch: sequences that share the weights.
         overlaps: covariance of tokens of different sequences before every part, and behind all.
         end: the gradient at the last part's output, and where it comes from.
+        across: the same as `overlaps`, place by place, where parts are met one by one; None: alike.
         """
         self.top, self.end = end
+        self.across = across
         self.walk, self.first, self.batch, self.overlaps = walk, first, batch, overlaps
         self.width = first.width
         self._coherence: dict[int, Array] = {}
 
     def along(self, walk: Walk) -> Network:
         """The same on another walk through the same parts."""
-        found = Network(walk, self.first, self.batch, self.overlaps, (self.top, self.end))
+        end = self.top, self.end
+        found = Network(walk, self.first, self.batch, self.overlaps, end, self.across)
         found._coherence = self._coherence
         return found
 
@@ -388,7 +392,10 @@ class Network:
             lost = ratio(row_sums(sensitivity * kernel), own_entries(kernel))
             sensitivity = sensitivity - diagonal(lost, kernel)
         found += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
-        across = (total(sensitivity) * self.overlaps[0]) ** 2
+        if self.across is None:
+            across = (total(sensitivity) * self.overlaps[0]) ** 2
+        else:
+            across = paired(sensitivity, self.across[0], self.across[0])
         return found + 2 / self.width * (1 - 1 / self.batch) * across
 
     def _signal_overlaps(self) -> dict[int, Array]:
@@ -425,10 +432,17 @@ class Network:
         return (1 - 1 / self.batch) * square
 
     def _across(self, sensitivity: Matrix, group: Group) -> Array:
-        """What tokens of other sequences share: the means of the activations."""
+        """What tokens of other sequences share: the means of the activations, and positions."""
         if self.batch == 1:
             return 0.0
         part = group.part
+        if self.across is not None:
+            (place,) = group.places
+            kept = part.skip * self.across[place]
+            added = self.across[place + 1] - kept
+            both = 4 * paired(sensitivity, kept, added)
+            both = both + part.kappa * paired(sensitivity, added, added)
+            return (1 - 1 / self.batch) * both / self.width
         kept = part.skip * group.gathered(self.overlaps)
         added = group.gathered(self.overlaps[1:]) - kept
         noise = (4 * kept + part.kappa * added) * added / self.width

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import PositionClasses
+from ..engine.classes import MOST_WINDOWS, PositionClasses
 from ..engine.state import Array, Fluctuation, Kernel, Signal
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_array, check_in
@@ -15,7 +15,15 @@ from ..formulas.law import Theory
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, Interval
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..transfer.embedding import FixedPart, check_ids, class_kernel, embedded_alike, joint_kernel
+from ..transfer.embedding import (
+    FixedPart,
+    check_ids,
+    class_kernel,
+    drawn_alike,
+    embedded_alike,
+    fixed_positions,
+    joint_kernel,
+)
 
 
 def check_moments(
@@ -153,6 +161,10 @@ def check_memory(model: Transformer, resolved: bool, configurations: int, tokens
     there = memory()
     if needed > there:
         what = f"{tokens} tokens, each with every other" if resolved else "tokens alike"
+        windows = [window for window in model.windows if window is not None]
+        most = MOST_WINDOWS * min(windows, default=model.seq_len)
+        if resolved and most < model.seq_len:
+            what += f" (classes of positions hold windows of {min(windows)} up to seq_len = {most})"
         raise DomainError(
             f"{model.layers} layers of {what} in {configurations} configurations need about "
             f"{needed / 2**30:.3g} GiB of memory, and {there / 2**30:.3g} GiB are there: use fewer "
@@ -228,13 +240,33 @@ def first_kernel(
             "moments.transfer.images.photograph), or variance and correlation"
         )
     if token_ids is not None and isinstance(resolved, PositionClasses):
-        return class_kernel(embedding, resolved, token_ids)
+        return class_kernel(embedding, resolved, token_ids, model.d_model)
     if token_ids is not None and resolved:
         return joint_kernel(
             embedding, model.seq_len, token_ids, segment_ids, model.d_model, documents
         )
-    tables = embedded_alike(embedding, model.seq_len, theory, token_ids, segment_ids, model.d_model)
-    return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
+    if not resolved:
+        alone = embedding, model.seq_len, theory, token_ids, segment_ids, model.d_model
+        tables = embedded_alike(*alone)
+        return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, False)
+    tables = drawn_alike(embedding, model.seq_len, theory, token_ids, segment_ids)
+    found = alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
+    fixed = placed_positions(model, resolved, 1, documents)
+    return found if fixed is None else found + fixed.kernel
+
+
+def placed_positions(
+    model: Transformer,
+    resolved: bool | PositionClasses,
+    sequences: int,
+    documents: np.ndarray | None,
+) -> FixedPart | None:
+    """Sinusoidal positions in any resolution; None where there are none."""
+    assert isinstance(model.embedding, Embedding)
+    classes = resolved if isinstance(resolved, PositionClasses) else None
+    several = sequences if resolved else None
+    length, width = model.seq_len, model.d_model
+    return fixed_positions(model.embedding, length, width, several, documents, classes)
 
 
 def last_kernel(

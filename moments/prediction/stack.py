@@ -27,7 +27,7 @@ from ..transfer.embedding import (
     check_ids,
     class_repeats,
     embedding_gradients,
-    fixed_positions,
+    placed_repeats,
     text_ids,
 )
 from ..transfer.head.output import OutputMoments, output_moments
@@ -41,6 +41,7 @@ from .inputs import (
     gaussian,
     given_shape,
     last_kernel,
+    placed_positions,
 )
 from .result import Prediction, Read
 from .validity import validity_warnings
@@ -204,12 +205,14 @@ class Stack:
         fixed = None
         read = model.embedding is not None and not self.inputs.moments
         if read and isinstance(model.embedding, Embedding):
-            sequences = self.layout.sequences if self.resolved else None
-            length, width, packed = model.seq_len, model.d_model, self.documents
-            fixed = fixed_positions(model.embedding, length, width, sequences, packed)
+            sequences = self.layout.sequences
+            fixed = placed_positions(model, self.resolved, sequences, self.documents)
         signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
         classes = self.layout.classes
-        if read and classes is not None and self.inputs.token_ids is not None:
+        if read and classes is not None and self.inputs.token_ids is None:
+            assert isinstance(model.embedding, Embedding)
+            signal = signal.replace(repeats=placed_repeats(model.embedding, classes, model.d_model))
+        elif read and classes is not None:
             assert isinstance(model.embedding, Embedding)
             assert self.counted is not None
             repeats = class_repeats(model.embedding, self.counted, self.ids)

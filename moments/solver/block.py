@@ -7,20 +7,15 @@ needed to find the factor; the accepted one is propagated in full, once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Leaf, Pullback, forward
+from ..engine.composition import Chain, Component, Leaf, OfEntry, Pullback, forward
 from ..engine.layout import Layout
 from ..engine.state import Signal
 from ..errors import DomainError
-from ..formulas.gated import gated
-from ..formulas.linear import BIASED_LINEAR
-from ..transfer.elementary import Activation, Lawful
-from ..transfer.gated import GatedLinear
 from .factor import LIMIT
 
 MATRICES = {
@@ -28,9 +23,6 @@ MATRICES = {
     "cross": ("cross_value", "cross_output"),
     "ffn": ("ffn_in", "gate", "ffn_out"),
 }
-
-Moments = tuple[Any, Any]  # mean and variance, per token where resolved
-Stage = Callable[[Moments, float], Moments]
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,7 @@ class Block:
 
     # --- means and variances -------------------------------------------------------------------
 
-    def _through(self, stages: list[Stage], factor: float) -> float:
+    def _through(self, stages: list[OfEntry], factor: float) -> float:
         moments = self._start
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for stage in stages:
@@ -115,17 +107,11 @@ class Block:
 
     def _resolved(self) -> float:
         """Logarithm of the factor up to which an activation's laws are resolved."""
-        moments = self._start
+        moments, algebra = self._start, self.entering.algebra
         for part, stage in zip(self.tail, self._stages, strict=True):
-            laws = None
-            if isinstance(part, Activation):
-                laws, variance = part.laws.under(part.theory), moments[1]
-            elif isinstance(part, GatedLinear):
-                laws = gated(part.activation).under("refined")
-                variance = mapped(part, moments, self.entering.algebra, part.gate, part.gate_bias)
-            if laws is not None:
-                upper = laws["variance"].domain["x_variance"].upper
-                return math.log(upper / float(np.max(variance))) if upper < math.inf else LIMIT
+            share = float(np.max(part.domain_share(*moments, algebra)))
+            if share > 0.0:
+                return -math.log(share)
             moments = stage(moments, 1.0)
         return LIMIT
 
@@ -141,56 +127,13 @@ class Block:
             self._slope = more.kernel.diagonal - self.heads.kernel.diagonal
             self._constant = self.heads.kernel.diagonal - self._slope
 
-    def _stage(self, part: Component) -> Stage:
+    def _stage(self, part: Component) -> OfEntry:
         if part.mixes_tokens and part.matrices:
             return lambda _, factor: (0.0, self._slope * factor + self._constant)
-        algebra = self.entering.algebra
-        if isinstance(part, GatedLinear):
-            return lambda moments, f: (
-                0.0,
-                _gated(part.with_variances(self.own, f), moments, algebra),
-            )
-        if not isinstance(part, Lawful):
+        stage = part.of_entry(self.entering.algebra, self.own)
+        if stage is None:
             raise DomainError(f"{part.label} has no inversion: solve for another objective")
-        laws = part.laws.under(part.theory)
-        mean, variance = laws["mean"], laws["variance"]
-        free = holds(part, self.own)
-        values: dict[str, Any] = dict(part.parameters)
-        given = values.get("weight_variance", 0.0)
-
-        def stage(moments: Moments, factor: float) -> Moments:
-            values["x_mean"], values["x_variance"] = moments
-            if free:
-                values["weight_variance"] = given * factor
-            return (
-                mean.formula(algebra, *mean.pick(values)),
-                variance.formula(algebra, *variance.pick(values)),
-            )
-
         return stage
-
-
-def mapped(part: GatedLinear, moments: Moments, algebra: Any, weight: Any, bias: Any) -> Any:
-    """Variance behind one of a gated block's two maps."""
-    law = BIASED_LINEAR.law("variance")
-    values = {
-        "fan_in": part.fan_in,
-        "x_mean": moments[0],
-        "x_variance": moments[1],
-        "weight_variance": weight,
-        "bias_variance": bias,
-    }
-    return law.formula(algebra, *law.pick(values))
-
-
-def _gated(part: GatedLinear, moments: Moments, algebra: Any) -> Any:
-    product = gated(part.activation).under("refined")["variance"]
-    both = {
-        "x_variance": mapped(part, moments, algebra, part.gate, part.gate_bias),
-        "factor_variance": mapped(part, moments, algebra, part.ffn_in, part.bias),
-        "x_mean": 0.0,
-    }
-    return product.formula(algebra, *product.pick(both))
 
 
 def average(layout: Layout, diagonal: Any) -> float:

@@ -22,10 +22,6 @@ from ..formulas.law import Law
 from ..formulas.named_activations import leaky_slope
 from ..formulas.symbols import SYMBOLS
 from ..transfer.architecture import declare
-from ..transfer.attention.cross import CrossAttention
-from ..transfer.attention.self_attention import SelfAttention
-from ..transfer.elementary import Activation, Dropout, Linear
-from ..transfer.gated import GatedLinear
 from .block import MATRICES, average, flat
 from .entering import entered
 from .layerwise import LAYERWISE
@@ -268,20 +264,20 @@ class Composed:
     def knows(self, name: str) -> bool:
         return any(symbol.name == name for symbol in self.variance.free_symbols)
 
-    def through(self, part: Component) -> None:
+    def through(self, part: Any) -> None:
         """Compose one more part's laws; those before the first matrix set what it reads."""
         if self.done:
             return
         self.done = part.label == f"{self.block}.dropout"
-        if isinstance(part, SelfAttention | CrossAttention):
+        if part.mixes_tokens and part.matrices:
             self._attention(part)
-        elif isinstance(part, GatedLinear):
+        elif part.hidden is not None and part.matrices:
             self._hidden(part.label)
-        elif isinstance(part, Linear):
+        elif part.matrices:
             self._linear(part)
-        elif self.variance is not None and isinstance(part, Activation):
+        elif self.variance is not None and part.hidden is not None:
             self._activation(part)
-        elif self.variance is not None and isinstance(part, Dropout):
+        elif self.variance is not None and part.masks:
             own = "drop_prob" if self.done else "activation_drop_prob"
             p = self.symbol(own, part.parameters["drop_prob"])
             self.dropped.append(p)
@@ -299,7 +295,7 @@ class Composed:
         )
 
     def _attention(self, part: Any) -> None:
-        numbers, cross = self.numbers, isinstance(part, CrossAttention)
+        numbers, cross = self.numbers, part.reads is not None
         heads = numbers.at(part.label)
         width = part.memory_width if cross else part.d_model
         read = numbers.memory if cross else numbers.before(part.label).signal
@@ -324,7 +320,7 @@ class Composed:
         square = self.numbers.square(self.numbers.at(label).signal)
         self.variance, self.mean = self.symbol("hidden_square", square), 0
 
-    def _linear(self, part: Linear) -> None:
+    def _linear(self, part: Any) -> None:
         if self.variance is None:
             self._enter(part.label)
         fans = {"ffn.in": "d_model", "ffn.out": "d_ff"}
@@ -342,7 +338,7 @@ class Composed:
         self._law(part.laws.law("variance"), bound)
         self.mean = 0
 
-    def _activation(self, part: Activation) -> None:
+    def _activation(self, part: Any) -> None:
         name = part.laws.name
         if name not in ("relu", "identity") and leaky_slope(name) is None:
             self.sources.clear()

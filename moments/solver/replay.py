@@ -16,10 +16,7 @@ from ..engine.composition import Component
 from ..engine.program import LIBRARY, NOT_REPLAYED, Apart, Told, site_variances, taken_apart
 from ..engine.state import Signal
 from ..engine.trace import Record
-from ..formulas.gated import gated
-from ..transfer.elementary import Activation
-from ..transfer.gated import GatedLinear
-from .block import MATRICES, mapped
+from .block import MATRICES
 from .factor import CLOSE, LIMIT, SECANTS
 
 Target = Callable[[int, str], float]
@@ -54,21 +51,13 @@ def _told(record: Record) -> dict[str, Any]:
     of its laws' domain an activation's input has."""
     found = site_variances(record)
     for one in record.walk():
-        part = one.component
+        part: Any = one.component
         if (total := part.addition(one)) is not None:
             found[f"{part.label} gained"] = total.added.output.kernel.diagonal * total.adding
-        elif isinstance(part, Activation):
-            found["ffn_in"] = _share(part.laws.under(part.theory), one.input.kernel.diagonal)
-        elif isinstance(part, GatedLinear):
-            moments = one.input.mean, one.input.kernel.diagonal
-            variance = mapped(part, moments, one.input.algebra, part.gate, part.gate_bias)
-            found["gate"] = _share(gated(part.activation).under("refined"), variance)
+        elif part.hidden is not None:
+            signal, before = one.input, "gate" if part.matrices else "ffn_in"
+            found[before] = part.domain_share(signal.mean, signal.kernel.diagonal, signal.algebra)
     return found
-
-
-def _share(laws: Any, variance: Any) -> Any:
-    upper = laws["variance"].domain["x_variance"].upper
-    return variance / upper if upper < math.inf else 0.0
 
 
 class Replay:

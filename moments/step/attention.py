@@ -50,7 +50,7 @@ class Rows:
         gain: of the value weights.
         keyed: what multiplies T's key path to give the package's.
         gradients: D at queries, keys and values, before any rotation.
-        sent: D at the heads.
+        received: D at the heads.
         sizes: variance of queries, keys and values over that of the tokens.
         heads: by draws, what their coherent changes do.
         sequences: that the tokens are, none of which sees another.
@@ -63,7 +63,7 @@ class Rows:
     gain: float
     keyed: float
     gradients: Three
-    sent: Array
+    received: Array
     sizes: Three
     heads: Heads
     sequences: int = 1
@@ -94,7 +94,7 @@ class Rows:
     @functools.cached_property
     def drawn(self) -> Three:
         """Draws of the gradients at queries, keys and values, (draws, T, features) each."""
-        found = self.heads.received(self.sent, self.gain, draws_of(len(self.kernel)))
+        found = self.heads.received(self.received, self.gain, draws_of(len(self.kernel)))
         sides = [np.stack(side) for side in zip(*found, strict=True)]
         return Three(
             *(
@@ -104,6 +104,16 @@ class Rows:
                 )
             )
         )
+
+    def sent(self, name: str) -> Array:
+        """`drawn`, of one of the three."""
+        return np.asarray(getattr(self.drawn, name))
+
+    @functools.cached_property
+    def given(self) -> Array:
+        """Draws of what heads give, (draws, T, features)."""
+        found = self.heads.given(draws_of(len(self.kernel)))
+        return np.asarray(np.stack(found) * self.gain**0.5)
 
     def _joint(self, keys: Array, values: Array) -> Array:
         """J, by averages over rows from either side."""
@@ -173,7 +183,14 @@ class Rows:
         """
         (query, key, value), gain = changes, self.gain
         q, c, product = self.asking, self.kernel, self._product
-        moved = value.each(self._both)
+        nothing = np.zeros_like(c)
+        moved = Change(
+            self._both(value.coherent),
+            self._both(value.overlap),
+            self._both(value.total),
+            nothing,
+            nothing,
+        )
         sent = query.sent(self.gradients.query, self.sizes.query)
         sent_keys = key.sent(self.gradients.key, self.sizes.key)
         share = np.trace(product(sent, c, c)) + self.keyed * np.trace(product(q, sent_keys, c))
@@ -205,7 +222,7 @@ class Rows:
         # the causes share delta; of means, the square of what tilts the weights once more
         cross = (parts[0] + (0.0 if drawn else 0.5) * moving) @ gradient @ moving.T
         total = gain * (moved.total + total + tilted) + cross + cross.T
-        return Change(parts[0] + moving, gain * (moved.overlap + overlap), total)
+        return Change(parts[0] + moving, gain * (moved.overlap + overlap), total, nothing, nothing)
 
 
 def _symmetric(first: Array, second: Array) -> bool:

@@ -74,17 +74,22 @@ def activated(
     change: Change,
     kernel: Array,
     output: Array,
-) -> Change:
-    """Behind an activation of Gaussian preactivations, whose kernel there is `output`."""
+) -> tuple[Change, Array]:
+    """Behind an activation of Gaussian preactivations, whose kernel there is `output`; and the
+    slopes E phi' phi' by which pairs follow."""
     pairs, old = Pairs.of(laws, parameters), np.diag(kernel)
     if _largest(change, kernel) < _SMALL:
-        return change.times(pairs.slope(old, old, kernel))
+        slope = pairs.slope(old, old, kernel)
+        return change.times(slope), slope
     met, new = change.met(kernel), change.new(kernel)
     grown = np.diag(new)
     between = pairs.moment(grown, old, met)
     overlap = between - output
     total = pairs.moment(grown, grown, new) - between - overlap.T
-    return Change(pairs.slope(grown, old, met) * change.coherent, overlap, total)
+    slope = pairs.slope(grown, old, met)
+    nothing = np.zeros_like(total)
+    found = Change(slope * change.coherent, overlap, total, slope * change.scattered, nothing)
+    return found, slope
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +127,9 @@ class Unit:
             between * factor.coherent,
         )
         cross = sides[0] @ gradient @ sides[1].T
-        return Change(sides[0] + sides[1], overlap, total + cross + cross.T)
+        scattered = pairs.slope(grown, old, met) * met_factor * gate.scattered
+        scattered = scattered + between * factor.scattered
+        return Change(sides[0] + sides[1], overlap, total + cross + cross.T, scattered, 0 * total)
 
 
 def gated(laws: ComponentLaws, gate: Array, factor: Array) -> Unit:

@@ -263,7 +263,7 @@ def entered(
         coherent, total = coherent + change.coherent, total + change.total
         effects.append((name, found))
     overlap -= coherent @ tied.T
-    return Entered(Change(coherent, overlap, total), tuple(effects))
+    return Entered(Change(coherent, overlap, total, nothing, nothing), tuple(effects))
 
 
 def _patches(
@@ -291,7 +291,8 @@ def _patches(
         found = Effect(along * coherent, noise * total, slope, square, np.nan)
     step = rate * optimizer.factor(name)
     nothing = np.zeros_like(gradient)
-    return Change(step * found.coherent, nothing, step * step * found.total), found, name
+    moved = Change(step * found.coherent, nothing, step * step * found.total, nothing, nothing)
+    return moved, found, name
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,7 +81,7 @@ class Stepped:
 def named_optimizer(
     name: str,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float, float] | None = None,
     eps: float | None = None,
     weight_decay: float = 0.0,
     momentum: float = 0.0,
@@ -99,7 +99,8 @@ def named_optimizer(
     check_choice("adjust", adjust, tuple(MUON_SCALES))
     if adjust != "original" and name != "muon":
         raise domain_error("adjust", adjust, 'left out but for "muon"')
-    pair = check_array("betas", betas, "two numbers in [0, 1)", None)
+    usual = (0.9, 0.99) if name == "lion" else (0.9, 0.999)
+    pair = check_array("betas", usual if betas is None else betas, "two numbers in [0, 1)", None)
     if pair.shape != (2,) or not np.all((pair >= 0) & (pair < 1)):
         raise domain_error("betas", betas, "two numbers in [0, 1)")
     decay = check_number("weight_decay", weight_decay, NONNEGATIVE)
@@ -132,7 +133,7 @@ def named_optimizer(
     return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given, updates)
 
 
-SEVERAL = {"sgd": "sgd", "adam": "adam", "adamw": "adam", "sign": "sign"}
+SEVERAL = {"sgd": "sgd", "adam": "adam", "adamw": "adam", "lion": "lion", "sign": "sign"}
 """Optimizers whose further steps are followed."""
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .change import Array
-from .rules import Root
+from .rules import Root, wishart_root
 
 _TOKENS = 2048
 """Draws: as many as have that many tokens together, at least 4."""
@@ -41,6 +41,7 @@ class Heads:
         drop_prob: of attention weights.
         frequencies: of rotary positions, one for every pair of features; empty without.
         positions: of the tokens.
+        width: features of the stream, of which all heads, and their gradients, are maps.
     """
 
     asking: Array
@@ -53,6 +54,7 @@ class Heads:
     drop_prob: float
     frequencies: Array
     positions: Array
+    width: float
 
     @functools.cached_property
     def _turn(self) -> tuple[Array, Array]:
@@ -93,12 +95,13 @@ class Heads:
         found = []
         for _ in range(count):
             parts: list[tuple[Array, Array, Array]] = []
+            asking, attended, sending = self._realised(roots, rng)
             for _ in range(self.shared):
-                k, v = (self._drawn(roots[1], rng) for _ in range(2))
+                k, v = (self._drawn(attended, rng) for _ in range(2))
                 k, queries = self._turned(k), []
                 keys, values = np.zeros((2, *k.shape))
                 for _ in range(self.sharing):
-                    q, delta = self._turned(self._drawn(roots[0], rng)), self._drawn(roots[2], rng)
+                    q, delta = self._turned(self._drawn(asking, rng)), self._drawn(sending, rng)
                     a = self._attention(amplitude * (q @ k.T))
                     mask = rng.random(a.shape) < kept if self.drop_prob else 1.0
                     seen = a * mask / kept
@@ -111,6 +114,32 @@ class Heads:
             query, key, value = zip(*parts, strict=True)
             found.append(tuple(np.concatenate(side, 1) for side in (query, key, value)))
         return found  # type: ignore[return-value]
+
+    def given(self, count: int) -> list[Array]:
+        """Draws of what all heads give, each (T, features), values on the scale of the tokens."""
+        rng = np.random.default_rng(8)
+        roots = [Root.of(one).lower for one in (self.asking, self.kernel)]
+        amplitude, kept = (self.scale / self.d_head) ** 0.5, 1.0 - self.drop_prob
+        found = []
+        for _ in range(count):
+            parts = []
+            asking, attended = self._realised(roots, rng)
+            for _ in range(self.shared):
+                k, v = self._turned(self._drawn(attended, rng)), self._drawn(attended, rng)
+                for _ in range(self.sharing):
+                    q = self._turned(self._drawn(asking, rng))
+                    a = self._attention(amplitude * (q @ k.T))
+                    mask = rng.random(a.shape) < kept if self.drop_prob else 1.0
+                    parts.append((a * mask / kept) @ v)
+            found.append(np.concatenate(parts, 1))
+        return found
+
+    def _realised(self, roots: list[Array], rng: np.random.Generator) -> list[Array]:
+        """One draw's: heads are maps of the same tokens, and of the same gradients behind them."""
+        found = [root @ wishart_root(root.shape[1], self.width, rng) for root in roots]
+        if self.asking is self.kernel:
+            found[0] = found[1]
+        return found
 
     def _drawn(self, root: Array, rng: np.random.Generator) -> Array:
         return np.asarray(root @ rng.standard_normal((root.shape[1], self.d_head)))

@@ -54,6 +54,8 @@ class Effect(NamedTuple):
         slope: minus the derivative of the loss in the learning rate.
         square: E U^2 of an entry of the step.
         aligned: mean over tokens of the kernel of U x on the old input over K E U^2.
+        along: of Q what the step is given delta; None where that is linear in it, or not known.
+        followed: how far P follows one draw's overlaps of x, per unit of them.
     """
 
     coherent: Array
@@ -61,6 +63,8 @@ class Effect(NamedTuple):
     slope: float
     square: float
     aligned: float
+    along: Array | None = None
+    followed: float = 0.0
 
 
 class Root(NamedTuple):
@@ -103,6 +107,7 @@ class Spectrum:
     Attributes:
         kernel, gradient: K and D.
         root: of K.
+        inner: L^T D L.
         turned: O.
         values: lam.
     """
@@ -110,6 +115,7 @@ class Spectrum:
     kernel: Array
     gradient: Array
     root: Root
+    inner: Array
     turned: Array
     values: Array
 
@@ -118,8 +124,9 @@ class Spectrum:
         """`root`: of the kernel, where it is known."""
         found = Root.of(kernel) if root is None else root
         inner = found.lower.T @ gradient @ found.lower
-        values, turned = eigh((inner + inner.T) / 2, driver="evd", check_finite=False)
-        return cls(kernel, gradient, found, turned, np.clip(values, 0.0, None))
+        inner = (inner + inner.T) / 2
+        values, turned = eigh(inner, driver="evd", check_finite=False)
+        return cls(kernel, gradient, found, inner, turned, np.clip(values, 0.0, None))
 
     @functools.cached_property
     def signs(self) -> Signs:
@@ -129,18 +136,13 @@ class Spectrum:
         return Signs(mean, (self.turned * by_root) @ self.turned.T, square)
 
     @functools.cached_property
-    def inner(self) -> Array:
-        """L^T D L."""
-        return np.asarray((self.turned * self.values) @ self.turned.T)
-
-    @functools.cached_property
     def _orthogonal(self) -> dict[tuple[float, float], Orthogonal]:
         return {}
 
-    def orthogonal(self, n: float, m: float, drawn: Array | None = None) -> Orthogonal:
+    def orthogonal(self, n: float, m: float, ends: Ends) -> Orthogonal:
         """Muon's step on an (m, n) matrix; see `Orthogonal.of`."""
         if (n, m) not in self._orthogonal:
-            self._orthogonal[n, m] = Orthogonal.of(self, n, m, drawn)
+            self._orthogonal[n, m] = Orthogonal.of(self, n, m, ends)
         return self._orthogonal[n, m]
 
     @functools.cached_property
@@ -166,34 +168,55 @@ class Spectrum:
         return root * float((share * first).sum()), first / root, second / scale
 
 
+class Ends(NamedTuple):
+    """What the singular values of a matrix's gradient need beside K and D.
+
+    Attributes:
+        given: gives (draws, T, n) of the input; None: n features independent of each other.
+        sent: gives (draws, T, m) of delta; None: likewise.
+        sent_of: features that the m are a random map of; infinite: of D itself.
+    """
+
+    given: Callable[[], Array] | None = None
+    sent: Callable[[], Array] | None = None
+    sent_of: float = math.inf
+
+
 class Orthogonal(NamedTuple):
     """Muon's step at a matrix's output, in the coordinates of z = L^(-1) x.
 
     Attributes:
         coherent, aligned: P and P D P^T, D that of the draw.
         square, slope: sum of f^2 and of f sigma.
+        followed: how far P follows a draw's overlaps z z^T, per unit of them.
     """
 
     coherent: Array
     aligned: Array
     square: float
     slope: float
+    followed: float
 
     @classmethod
-    def of(cls, spectrum: Spectrum, n: float, m: float, drawn: Array | None = None) -> Orthogonal:
-        """`drawn`: (draws, T, m) of delta; None: of m independent features."""
+    def of(cls, spectrum: Spectrum, n: float, m: float, ends: Ends) -> Orthogonal:
+        """Averages over draws of both sides of the gradient."""
         draws = draws_of(len(spectrum.kernel))
         rng = np.random.default_rng(0)
         lower, right = spectrum.root.lower, Root.of(spectrum.gradient).lower
         rank = lower.shape[1]
+        given, sent = (None if one is None else one() for one in ends[:2])
         coherent, aligned = np.zeros((2, rank, rank))
         square = slope = 0.0
+        steps, overlaps = np.zeros((2, draws, rank, rank))
         for k in range(draws):
-            z = _wishart_root(rank, n, rng)  # z z^T: of n features
-            if drawn is None:
-                d = lower.T @ right @ _wishart_root(right.shape[1], m, rng)
+            if given is None:
+                z = wishart_root(rank, n, rng)
             else:
-                d = lower.T @ drawn[k] / m**0.5
+                z = spectrum.root.solved(given[k]) / n**0.5
+            if sent is None:
+                d = lower.T @ right @ _mapped_root(right.shape[1], ends.sent_of, m, rng)
+            else:
+                d = lower.T @ sent[k] / m**0.5
             _, sigma, turned = np.linalg.svd(d.T @ z, full_matrices=False)
             sigma = sigma * (n * m) ** 0.5
             mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
@@ -203,6 +226,7 @@ class Orthogonal(NamedTuple):
             basis = z @ turned.T
             found = n * (basis * ratio) @ basis.T
             coherent += found / draws
+            steps[k], overlaps[k] = found, z @ z.T
             moved = found @ d
             aligned += moved @ moved.T / draws
             square += float((mapped**2).sum()) / draws
@@ -210,7 +234,10 @@ class Orthogonal(NamedTuple):
         # where a draw's delta is large its step is small: on the scale at which m tr(P D) is the
         # mean of f sigma
         size = m * float((coherent * spectrum.inner).sum())
-        return cls(coherent * (slope / size), aligned, square, slope)
+        steps, overlaps = steps - steps.mean(0), overlaps - overlaps.mean(0)
+        onto = overlaps @ spectrum.inner
+        followed = float(((steps @ spectrum.inner) * overlaps).sum() / (onto * overlaps).sum())
+        return cls(coherent * (slope / size), aligned, square, slope, followed * slope / size)
 
 
 def draws_of(tokens: int) -> int:
@@ -218,7 +245,15 @@ def draws_of(tokens: int) -> int:
     return max(2, min(1024, 2**15 // tokens**2))
 
 
-def _wishart_root(count: int, features: float, rng: np.random.Generator) -> Array:
+def _mapped_root(count: int, of: float, features: float, rng: np.random.Generator) -> Array:
+    """`wishart_root`, of features that are a random map of fewer."""
+    if not math.isfinite(of):
+        return wishart_root(count, features, rng)
+    behind = wishart_root(count, of, rng)
+    return np.asarray(behind @ wishart_root(behind.shape[1], features, rng))
+
+
+def wishart_root(count: int, features: float, rng: np.random.Generator) -> Array:
     """(count, .) a root of Z Z^T/features, Z of independent normal entries: Bartlett's."""
     if features < count:
         width = max(1, round(features))
@@ -301,11 +336,14 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
 
     def seen(draws: Array) -> Signs:
         z = root.solved(draws.T).T
-        rho2 = ((z @ spectrum.turned) ** 2 @ spectrum.values).clip(1e-300)
+        rho2 = (z @ spectrum.turned) ** 2 @ spectrum.values
         mean = float(np.sqrt(rho2).mean() / np.sqrt(rho2.mean())) * total**0.5
+        # a feature that is seen by tokens without gradient alone does not step
+        there = rho2 > _NOTHING * rho2.mean()
+        inverse = np.where(there, 1 / np.sqrt(np.where(there, rho2, 1.0)), 0.0)
         size = (z * z).sum(1)
-        known = float((size**2 / np.sqrt(rho2)).mean() / (size**2).mean())
-        weights = (1 / np.sqrt(rho2) - known) / len(z)
+        known = float((size**2 * inverse).mean() / (size**2).mean())
+        weights = (inverse - known) / len(z)
         coherent = known * np.eye(z.shape[1]) + (z * weights[:, None]).T @ z
         # on the scale at which its trace with D is the mean of rho
         coherent = coherent * (mean / float((coherent * spectrum.inner).sum()))
@@ -319,6 +357,9 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
 
     return exact.by_twins(seen(values.values), seen(values.twins), values.share)
 
+
+_NOTHING = 1e-12
+"""Share of the mean square below which a gradient is rounding."""
 
 _RANGE = 1e-9
 """What is left of a token below this share of the largest is nothing: it reads what others do."""
@@ -433,29 +474,28 @@ def damping(deviation: float, epsilon: float) -> tuple[float, float]:
 def effect(
     spectrum: Spectrum,
     rule: str,
-    met: Array,
+    onto: Array,
     new: Array,
     n: float,
     m: float,
     excess: float = 0.0,
     pull: Pull | None = None,
     signs: Signs | None = None,
-    drawn: Callable[[], Array] | None = None,
+    ends: Ends | None = None,
 ) -> Effect:
     """A step of learning rate 1 on an (m, n) matrix, at its output.
 
     Args:
         spectrum: of the input's and the gradient's kernels before the step.
         rule: "sgd", "sign" or "muon".
-        met: E x'_t x_s of the updated input with the old one.
+        onto: E x' z, what the updated input has of the old one (`Root.whitened`).
         new: E x' x'.
         n, m: features of input and output.
         excess: variance of the overlap of two tokens' inputs, relative to the squares, beyond the
             1/n of independent features.
         pull: `Optimizer.pulled`; None: the sign.
         signs: under the sign rule, rows or columns that are not Gaussian.
-        drawn: under Muon's, gives draws of delta that has other singular values than that of
-            independent features.
+        ends: under Muon's, what its singular values need to know.
     """
     kernel, lam = spectrum.kernel, spectrum.values
     total = float(lam.sum())
@@ -479,17 +519,18 @@ def effect(
         plain, size = n * noise + excess * twice, noise
         slope = SIGN_MEAN * n * m * pulled * found.mean
     else:
-        step = spectrum.orthogonal(n, m, None if drawn is None else drawn())
+        step = spectrum.orthogonal(n, m, Ends() if ends is None else ends)
         size, slope = step.square / (n * m), step.slope
         # what the old input does not span meets no gradient
         coherent, plain = step.coherent, n * size
         aligned = step.aligned - plain * np.eye(len(lam))
-    onto = spectrum.root.whitened(met)  # E x' z: what the updated input has of the old one
     old = ((lower @ aligned) * lower).sum(1) + plain * np.diag(kernel)
     sizes = np.diag(kernel) * size
     ratio = np.divide(old, sizes, out=np.zeros_like(old), where=sizes > 0)
-    onward = onto @ aligned @ onto.T + plain * new
-    return Effect(onto @ coherent @ lower.T, onward, slope, size, float(ratio.mean()))
+    followed = slope / (m * total) if rule != "muon" else step.followed
+    along, coherent = onto @ aligned @ onto.T, onto @ coherent @ lower.T
+    given = along / (1 - excess) if rule == "sign" else None
+    return Effect(coherent, along + plain * new, slope, size, float(ratio.mean()), given, followed)
 
 
 def gain_effect(

@@ -2,16 +2,18 @@
 
 The sequences of a prediction are the batches, in order. As long as gradients are those of the
 network before the first step, SGD's steps add up to sum_i w_i G_i with weights w from its momentum.
-Adam's are a function U of an entry's gradients g_1 ... g_k, which given delta are Gaussian of
-covariance C_ij = sum over the tokens of batches i and j of K o D: U is carried as what it has along
-g = sum_i w_i g_i, w the regression of U on them at the network's mean correlation, and as noise:
+Adam's and Lion's are a function U of an entry's gradients g_1 ... g_k, which given delta are
+Gaussian of covariance C_ij = sum over the tokens of batches i and j of K o D: U is carried as what
+it has along g = sum_i w_i g_i, w the regression of U on them at the network's mean correlation, and
+as noise:
 
     E[U x | delta] = gamma c (its step under the sign rule on g),  E U^2 = nu,
     gamma = E[U g]/(c sd(g)),  c = sqrt(2/pi),
 
 both averages over Sobol's points for (g_1, ..., g_k), parameter by parameter. A second update's
-square is thus that of the correlation of two batches' gradients. What is left out is that gradients
-change from step to step; benchmarks/first_step.py measures where that is no longer small.
+square is thus that of the correlation of two batches' gradients. Dropout draws its masks at every
+step, each for a batch of its own: the batch's own tokens meet them again. What is left out is that
+gradients change from step to step; benchmarks/first_step.py measures where that is no longer small.
 
 See docs/theory/first-step.md.
 """
@@ -35,9 +37,10 @@ class Updates:
     """An optimizer over several steps.
 
     Attributes:
-        kind: "sgd", "adam" or "sign".
+        kind: "sgd", "adam", "lion" or "sign".
         steps: how many.
-        betas, epsilon: Adam's.
+        betas: Adam's or Lion's.
+        epsilon: Adam's.
         momentum, nesterov: SGD's.
     """
 
@@ -57,6 +60,10 @@ class Updates:
             elif self.kind == "sgd":
                 first = self.momentum * first + g
                 total += g + self.momentum * first if self.nesterov else first
+            elif self.kind == "lion":
+                one, two = self.betas
+                total += np.sign(one * first + (1 - one) * g)
+                first = two * first + (1 - two) * g
             else:
                 one, two = self.betas
                 first, second = one * first + (1 - one) * g, two * second + (1 - two) * g * g

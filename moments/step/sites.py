@@ -163,6 +163,7 @@ class Site:
                 float(leaf.drop_prob),
                 frequencies,
                 np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
+                float(leaf.d_model),
             ),
             int(leaf.sequences),
         )
@@ -284,8 +285,7 @@ class Reading:
         """For several steps, each on as many of the sequences.
 
         Raises:
-            DomainError: the sequences are no whole number for every step, or dropout's masks would
-                differ from step to step.
+            DomainError: the sequences are no whole number for every step, or one has no targets.
         """
         sequences, k = self.sequences, updates.steps
         if sequences % k:
@@ -293,8 +293,6 @@ class Reading:
                 f"steps = {k}: the {sequences} sequences of the prediction are the steps' batches, "
                 "as many for each"
             )
-        if _dropping(self.model):
-            raise DomainError("steps above 1 without dropout: every step draws masks of its own")
         batch = np.repeat(np.arange(k), sequences // k)
         active = self.targets >= 0
         counts = np.bincount(np.repeat(batch, len(active) // sequences)[active], minlength=k)
@@ -470,13 +468,6 @@ def _beyond_encoders(prediction: Prediction) -> dict[str, bool]:
         "an encoder with a token table of its own, or beside a head that is not tied": not same
         or not main.head.tied,
     }
-
-
-def _dropping(model: Any) -> bool:
-    parts = [model, model.embedding, model.head, model.encoder]
-    names = ("dropout", "attention_dropout", "activation_dropout")
-    own = any(bool(getattr(part, name, 0.0)) for part in parts for name in names)
-    return own or (model.encoder is not None and _dropping(model.encoder))
 
 
 def _targets(model: Any, read: Any, sequences: int) -> Any:

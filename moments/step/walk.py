@@ -6,7 +6,9 @@ the kernels that both passes left there, and adds what the parameters of each co
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,15 +25,17 @@ from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool
 from ..transfer.normalization import FiniteNormalization
 from .attention import Rows, Three
-from .change import Array, Change, summed
+from .change import Array, Change, Overlaps, summed
 from .elementwise import activated, gated
 from .neurons import Neurons, gaussian
 from .rules import (
     Effect,
+    Ends,
     Optimizer,
     Root,
     Signs,
     Spectrum,
+    draws_of,
     effect,
     gain_effect,
     sign_of_columns,
@@ -97,6 +101,10 @@ class Walk:
         points: every site, in order.
         prefix: of the names of parameters in the stream that is walked.
         memory: what an encoder's last tokens do, and where they are.
+        moved: by the index of a site, its updated tensor in terms of the old one, and its kernel.
+        given: attention, by the index of its heads.
+        overlaps: of the tokens that the current residual branch reads; None: outside of any.
+        response: how the kernel follows those overlaps.
     """
 
     optimizer: Optimizer
@@ -112,6 +120,10 @@ class Walk:
     memory: tuple[Change, Site] | None = None
     sites: list[SiteStep] = field(default_factory=list)
     weights: list[WeightStep] = field(default_factory=list)
+    moved: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    given: dict[int, Rows] = field(default_factory=dict)
+    overlaps: Overlaps | None = None
+    response: Any = 0.0
     _following: tuple[Component, ...] = ()
     _unit: Activation | None = None
 
@@ -131,11 +143,7 @@ class Walk:
             change, _ = self.through(component.body, change, entering, points)
             return self.noted(change, next(points))
         if isinstance(component, Residual):
-            branch, _ = self.through(component.branch, change, entering, points)
-            leaving = next(points)
-            scales = float(component.skip_scale) ** 2, float(component.branch_scale) ** 2
-            found = summed(change, branch, scales, leaving.gradient, self.tied)
-            return self.noted(found, leaving)
+            return self._residual(component, change, entering, points)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
         self._unit = following[0] if following and isinstance(following[0], Activation) else None
@@ -147,15 +155,46 @@ class Walk:
         leaving = next(points)
         return self.noted(step(self, component, change, entering, leaving), leaving)
 
+    def _residual(
+        self, node: Residual, change: Change, entering: Site, points: Iterator[Site]
+    ) -> tuple[Change, Site]:
+        overlaps = Overlaps.of(entering.kernel, entering.width)
+        self.overlaps, self.response = overlaps, np.outer(overlaps.sizes, overlaps.sizes)
+        first = self.response
+        branch, _ = self.through(node.branch, change, entering, points)
+        leaving = next(points)
+        scales = float(node.skip_scale) ** 2, float(node.branch_scale) ** 2
+        received = leaving.gradient
+        # of delta at the sum that of the branch's input holds this share; what is of third order
+        # in it, as a sign beyond its linear part, the cube
+        kept = min(scales[0] * np.trace(received) / max(np.trace(entering.gradient), 1e-300), 1.0)
+        change = dataclasses.replace(change, beyond=kept**3 * change.beyond)
+        found = summed(change, branch, scales, received, self.tied)
+        both = scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
+        # per unit of the sum's own scatter: what of it is the input's, through skip and branch
+        size = np.sqrt(np.diag(leaving.kernel))
+        here = (scales[0] * first + scales[1] * self.response) / np.outer(size, size)
+        self.overlaps = None
+        found = dataclasses.replace(
+            found, total=found.total + both + both.T, scattered=here * found.scattered
+        )
+        return self.noted(found, leaving)
+
     def _parallel(
         self, node: Parallel, change: Change, entering: Site, points: Iterator[Site]
     ) -> tuple[Change, Site]:
+        first = self.response
         found, leaving = self.through(node.branches[0], change, entering, points)
         for branch in node.branches[1:]:
+            before, self.response = self.response, first
             other, last = self.through(branch, change, entering, points)
+            self.response = before + self.response
             # a sum hands both the gradient that it receives
-            found = found.plus(other, leaving.gradient)
-            leaving = last
+            total = found.plus(other, leaving.gradient)
+            if self.overlaps is not None:
+                more = self.overlaps.square(found.scattered, other.scattered, leaving.gradient)
+                total = dataclasses.replace(total, total=total.total + more + more.T)
+            found, leaving = total, last
         return found, leaving
 
     def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
@@ -224,7 +263,8 @@ class Walk:
         shape: tuple[float, float],
         variance: float,
         signs: Callable[[Spectrum], Signs] | None = None,
-        drawn: Callable[[], Array] | None = None,
+        ends: Ends | None = None,
+        writes: bool = False,
     ) -> Change:
         """Behind an (m, n) matrix of random entries, its own step included.
 
@@ -236,8 +276,8 @@ class Walk:
             shape: n and m.
             variance: of its entries.
             signs: gives what is not Gaussian across tokens at it; None: nothing.
-            drawn: gives draws of delta where its singular values are not those of independent
-                features; None: they are.
+            ends: what its singular values need to know.
+            writes: whether a residual sum is next.
         """
         n, m = shape
         key, name = (entering.index, layer, name), self.prefix + name
@@ -251,14 +291,13 @@ class Walk:
         found = effect(
             spectrum,
             rule,
-            change.met(kernel),
-            change.new(kernel),
+            *self._moved(change, entering),
             n,
             m,
             entering.excess(),
             self.optimizer.pulled,
             self._signs(key, spectrum, signs) if rule == "sign" else None,
-            drawn,
+            ends,
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
@@ -267,7 +306,26 @@ class Walk:
         own = rate * found.coherent
         met = carried.coherent @ gradient @ (carried.coherent / 2 + own).T
         total = carried.total + rate * rate * found.total + met + met.T
-        return Change(carried.coherent + own, carried.overlap, total)
+        scattered = carried.scattered
+        if self.overlaps is not None:
+            mine = rate * found.followed * self.response
+            more = self.overlaps.square(carried.scattered, carried.scattered / 2 + mine, gradient)
+            total = total + more + more.T
+            scattered = scattered + mine
+        beyond = 0 * total
+        if found.along is not None and writes:
+            linear = float(((own @ gradient) * own).sum())
+            whole = rate * rate * float(np.trace(found.along))
+            beyond = rate * rate * max(1 - linear / whole, 0.0) * found.along if whole else beyond
+        return Change(carried.coherent + own, carried.overlap, total, scattered, beyond)
+
+    def _moved(self, change: Change, entering: Site) -> tuple[Array, Array]:
+        """The updated input in terms of the old one, and its kernel."""
+        if entering.index not in self.moved:
+            root = self.roots[entering.index]
+            found = root.whitened(change.met(entering.kernel)), change.new(entering.kernel)
+            self.moved[entering.index] = found
+        return self.moved[entering.index]
 
     def bias(self, name: str, change: Change, gradient: Array, m: float, layer: int) -> Change:
         """With a bias's step."""
@@ -294,9 +352,27 @@ class Walk:
                 signs = functools.partial(_rows_of, units, 0)
         elif before is not None:
             signs = functools.partial(_columns_of, before)
+        width = math.inf if self.overlaps is None else self.overlaps.width
+        rows, read = self.given.get(entering.index), None
+        if rows is not None:
+            read = functools.partial(getattr, rows, "given")
+        elif before is not None and self.overlaps is not None:
+            draws = draws_of(len(entering.kernel))
+            read = functools.partial(before.features, draws, width, int(shape[0]))
+        ends = Ends(read, None, math.inf if self._unit is None else width)
         found = self.matrix(
-            leaf.weight, change, entering, leaving.gradient, leaving.layer, shape, variance, signs
+            leaf.weight,
+            change,
+            entering,
+            leaving.gradient,
+            leaving.layer,
+            shape,
+            variance,
+            signs,
+            ends,
+            self._unit is None,
         )
+        self.response = shape[0] * variance * self.response
         if not leaf.has_bias:
             return found
         return self.bias(f"{leaf.weight}.bias", found, leaving.gradient, shape[1], leaving.layer)
@@ -315,6 +391,7 @@ class Walk:
         if rows is None:
             rows = entering.attention_rows(leaf, leaving, memory[1])
             self.rows[entering.index] = rows
+        self.given[leaving.index] = rows
         width = float(leaf.heads * leaf.d_head)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         moved = []
@@ -327,19 +404,16 @@ class Walk:
         ):
             variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
             n = float(leaf.d_model if name == "query" else leaf.memory_width)
-            drawn = (
-                functools.partial(getattr, rows.drawn, name)
-                if self.optimizer.rule_of(full) == "muon"
-                else None
-            )
+            ends = Ends(sent=functools.partial(rows.sent, name))
             found = self.matrix(
-                full, tokens, at, gradient, leaving.layer, (n, m), variance, None, drawn
+                full, tokens, at, gradient, leaving.layer, (n, m), variance, None, ends
             )
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
                 found = self.bias(f"{full}.bias", found, gradient, m, leaving.layer)
             moved.append(found.times(1 / (n * variance)))
         found = rows.carried(Three(*moved), leaving.gradient)
+        self.response = 0.0
         if leaf.drop_prob:
             found = _masked(found, rows.weights, moved[2], rows.gain, float(leaf.drop_prob))
         return found
@@ -353,6 +427,7 @@ class Walk:
         kernels = {name: n * v * entering.kernel + b for name, (v, b) in inner.items()}
         both = kernels["gate"], kernels["ffn_in"]
         unit = gated(leaf.activation, *both)
+        ends = Ends(sent_of=math.inf if self.overlaps is None else self.overlaps.width)
         units = self._neurons(leaf.activation, both, leaving)
         moved = []
         for place, name in enumerate(inner):
@@ -362,24 +437,31 @@ class Walk:
             if units is not None:
                 signs = functools.partial(_rows_of, units, place)
             found = self.matrix(
-                name, change, entering, gradient, leaving.layer, (n, m), variance, signs
+                name, change, entering, gradient, leaving.layer, (n, m), variance, signs, ends
             )
             if leaf.has_bias:
                 found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
             moved.append(found)
         found = unit.carried(moved[0], moved[1], leaving.gradient)
+        self.response = (
+            n
+            * (inner["gate"][0] * unit.slopes[0] + inner["ffn_in"][0] * unit.slopes[1])
+            * self.response
+        )
         if units is None:
             return found
         more = units.beyond_pairs((moved[0].coherent, moved[1].coherent))
-        return Change(found.coherent, found.overlap, found.total + more)
+        return dataclasses.replace(found, total=found.total + more)
 
     def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
-        found = activated(leaf.laws, leaf.parameters, change, entering.kernel, leaving.kernel)
+        old = entering.kernel
+        found, slope = activated(leaf.laws, leaf.parameters, change, old, leaving.kernel)
+        self.response = slope * self.response
         units = self._neurons(leaf.laws, (entering.kernel,), leaving)
         if units is None:
             return found
         more = units.beyond_pairs((change.coherent,))
-        return Change(found.coherent, found.overlap, found.total + more)
+        return dataclasses.replace(found, total=found.total + more)
 
     def norm(
         self, leaf: FiniteNormalization, change: Change, entering: Site, leaving: Site
@@ -400,8 +482,13 @@ class Walk:
         square = float(leaf.gain) ** 2
         fix = np.clip(fix, 0.8 * square, 1.25 * square) / np.outer(s, s)
         found = Change(
-            found.coherent * square / np.outer(s, s), fix * found.overlap, fix * found.total
+            found.coherent * square / np.outer(s, s),
+            fix * found.overlap,
+            fix * found.total,
+            found.scattered * square / np.outer(s, s),
+            fix * found.beyond,
         )
+        self.response = self.response * square / np.outer(s, s)
         if not leaf.affine:
             return found
         return self._affine(leaf, found, leaving)
@@ -424,7 +511,8 @@ class Walk:
             self.optimizer.pulled,
         )
         rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
-        own = Change(rate * found.coherent, 0 * gradient, rate * rate * found.total)
+        nothing = 0 * gradient
+        own = Change(rate * found.coherent, nothing, rate * rate * found.total, nothing, nothing)
         change = change.plus(own, gradient)
         if leaf.bias:
             change = self.bias(f"{leaf.label}.bias", change, gradient, leaving.width, leaving.layer)
@@ -467,6 +555,8 @@ def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob
         found.coherent + more(value.coherent),
         found.overlap + more(value.overlap),
         found.total + more(value.total),
+        found.scattered,
+        found.beyond,
     )
 
 

@@ -69,8 +69,8 @@ def measure_step(
         multipliers: of the learning rate, by parameter or group ("matrices", "embedding", "head",
             "vectors"), as in `Prediction.after`.
         steps: of the optimizer, each on its own share of the batch's rows, in order; the loss is
-            that of the last share, sites are those of the whole batch. "sgd", "adam", "adamw",
-            "sign" or a function, without multipliers; dropout draws anew at every step.
+            that of the last share, sites are those of all shares, each under the dropout masks of
+            its step. All but "muon", or a function, without multipliers.
         progress: write one line per draw to standard error.
         options: of a named optimizer: betas, eps, weight_decay, momentum, nesterov, adjust.
 
@@ -84,8 +84,8 @@ def measure_step(
     check_count("seeds", seeds)
     check_count("seed", seed, least=0)
     check_count("steps", steps)
-    if steps > 1 and (multipliers or optimizer in ("lion", "muon")):
-        raise DomainError('steps above 1 are those of "sgd", "adam", "adamw", "sign" or a function')
+    if steps > 1 and (multipliers or optimizer == "muon"):
+        raise DomainError("steps above 1 are without multipliers, and not those of muon")
     rates, update, name = _rates(optimizer, learning_rate, multipliers or {}, options)
     make = _made(optimizer, options) if steps > 1 else None
     draws: list[list[StepDraw]] = [[] for _ in rates]
@@ -202,14 +202,12 @@ def _several(
 ) -> Iterator[StepDraw]:
     """Every step on its share of the batch; the loss is the last share's."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    whole = _Seen(module, _read(module, batch, loss), loss, state)
     shares = [
         _Seen(module, _read(module, share, loss), loss, state + k)
         for k, share in enumerate(_shares(batch, steps))
     ]
     with training(module), _kept(named) as old:
-        _, before, entering = whole()
-        loss_before, *_ = shares[-1]()
+        loss_before, before, entering = _joined(shares)
         _set_gradients(loss_before, named)
         last = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         for rate in rates:
@@ -220,8 +218,7 @@ def _several(
                 optimizer.step()
             moved = {name: p.detach() - old[name] for name, p in named.items()}
             with torch.no_grad():
-                after_loss, *_ = shares[-1]()
-                _, after, _ = whole()
+                after_loss, after, _ = _joined(shares)
             _restore(named, old)
             for name, p in named.items():
                 p.grad = last[name]  # shares of the slope are those of the last loss
@@ -230,8 +227,16 @@ def _several(
                 float(after_loss),
                 sum(float((last[name] * moved[name]).sum()) / rate for name in named),
                 {place: _squares(before[place], after[place]) for place in before},
-                _weights(module, whole.parts, old, moved, rate, entering),
+                _weights(module, shares[-1].parts, old, moved, rate, entering),
             )
+
+
+def _joined(shares: Sequence[_Seen]) -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
+    """The last share's loss, and what passes the sites of all, share by share."""
+    runs = [share() for share in shares]
+    sites = {place: torch.cat([run[1][place] for run in runs]) for place in runs[0][1]}
+    entering = {name: torch.cat([run[2][name] for run in runs]) for name in runs[0][2]}
+    return runs[-1][0], sites, entering
 
 
 def _shares(batch: Any, steps: int) -> list[Any]:
@@ -262,6 +267,29 @@ class _Sign(torch.optim.Optimizer):  # type: ignore[misc]
                     p.sub_(group["lr"] * p.grad.sign())
 
 
+class _Lion(torch.optim.Optimizer):  # type: ignore[misc]
+    """Chen et al. 2023, Algorithm 2."""
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "decay": weight_decay})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                (one, two), rate = group["betas"], group["lr"]
+                for p in group["params"]:
+                    past = self.state[p].setdefault("past", torch.zeros_like(p))
+                    update = torch.lerp(p.grad, past, one).sign()
+                    p.sub_(rate * (update + group["decay"] * p))
+                    past.lerp_(p.grad, 1 - two)
+
+
 def _made(optimizer: Any, options: dict[str, Any]) -> Callable[[list[nn.Parameter], float], Any]:
     """torch's own optimizer of a name."""
     if not isinstance(optimizer, str):
@@ -270,6 +298,7 @@ def _made(optimizer: Any, options: dict[str, Any]) -> Callable[[list[nn.Paramete
         "sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
         "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.0),
+        "lion": _Lion,
         "sign": _Sign,
     }
     return lambda parameters, rate: kinds[optimizer](parameters, lr=rate, **options)
@@ -298,9 +327,9 @@ def _weights(
         size = float((step * step).mean())
         exponent = math.nan
         x = entering.get(row.parameter)
-        if x is not None and size > 0 and step.ndim == 2:
+        if x is not None and size > 0 and step.ndim >= 2:
             owner = module.get_submodule(row.parameter.rpartition(".")[0])
-            matrix = step if type(owner).__name__ == "Conv1D" else step.T
+            matrix = step if type(owner).__name__ == "Conv1D" else _flat(step).T
             y, n = x.double() @ matrix, matrix.shape[0]
             ratio = float((y * y).mean() / (x.double() ** 2).mean()) / (size * n)
             exponent = 0.5 + math.log(ratio) / (2 * math.log(n))
@@ -419,7 +448,7 @@ def _named(kind: str, options: dict[str, Any], multipliers: Mapping[str, float])
             weight, group = row.weight, group_of(row.weight)
             factor = float(multipliers.get(weight, multipliers.get(group, 1.0)))
             step = part.of(moved[row.parameter])
-            if kind == "muon" and group == "matrices" and step.ndim == 2:
+            if kind == "muon" and group == "matrices" and step.ndim >= 2:
                 gradient = parameters[row.parameter].grad
                 assert gradient is not None
                 step = -rate * _muon(module, part, row.parameter, gradient, adjust)
@@ -441,7 +470,7 @@ def _signs(module: nn.Module, rate: float) -> dict[str, Tensor]:
 def _muon(module: nn.Module, part: WeightPart, name: str, gradient: Tensor, adjust: str) -> Tensor:
     """Jordan's Newton-Schulz iteration on one matrix."""
     g = part.of(gradient)
-    x = g / (g.norm() + 1e-7)
+    x = _flat(g) / (g.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -456,4 +485,9 @@ def _muon(module: nn.Module, part: WeightPart, name: str, gradient: Tensor, adju
         "match_rms_adamw": 0.2 * max(m, n) ** 0.5,
         "spectral": (m / n) ** 0.5,
     }[adjust]
-    return scale * x
+    return scale * x.reshape(g.shape)
+
+
+def _flat(part: Tensor) -> Tensor:
+    """A matrix of what a fused one keeps head by head."""
+    return part.reshape(-1, part.shape[-1])

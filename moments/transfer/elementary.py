@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..engine.composition import Hidden, Leaf, Pullback, Pulled
+from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
 from ..engine.evaluation import Values, bind, evaluate
 from ..engine.fluctuation import activated, dropped, followed, mapped
@@ -44,6 +44,23 @@ class Lawful(Leaf):
     label: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     width: Any = None
+
+    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
+        laws = self.laws.under(self.theory)
+        mean, variance = laws["mean"], laws["variance"]
+        values = dict(self.parameters)
+        weight = None if set(names).isdisjoint(self.matrices) else values["weight_variance"]
+
+        def found(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+            values["x_mean"], values["x_variance"] = entering
+            if weight is not None:
+                values["weight_variance"] = weight * factor
+            return (
+                mean.formula(algebra, *mean.pick(values)),
+                variance.formula(algebra, *variance.pick(values)),
+            )
+
+        return found
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         laws = self.laws.under(self.theory)
@@ -212,6 +229,9 @@ class Activation(Lawful):
     """A function applied to every entry of a centred Gaussian input."""
 
     hidden: ClassVar[Hidden] = Hidden(2, 2.0)
+
+    def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
+        return variance / self.laws.under(self.theory)["variance"].domain["x_variance"].upper
 
     def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         return entrywise_overlap(self, record, at)

@@ -13,6 +13,7 @@ from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import ComponentLaws, Theory
 from ..model.embedding import Embedding
+from .attention.kernels.turning import CHUNK, Hats, of_pairs
 
 WIDEST = 2**16
 """Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
@@ -62,6 +63,19 @@ def embedded_alike(
     Without `token_ids` the text follows Zipf's law and segments split it uniformly; with them the
     repetitions are counted, and a text without `segment_ids` is one segment.
     """
+    total = drawn_alike(embedding, seq_len, theory, token_ids, segment_ids)
+    fixed = fixed_positions(embedding, seq_len, d_model)
+    return total if fixed is None else total + fixed.kernel
+
+
+def drawn_alike(
+    embedding: Embedding,
+    seq_len: int,
+    theory: Theory,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+) -> Kernel:
+    """The same without what no weight is drawn for: sinusoidal positions."""
     token, segment = _patterns(embedding, seq_len, theory, token_ids, segment_ids)
     tables = [
         (TOKEN_EMBEDDING, embedding.scale**2 * embedding.token_variance, token),
@@ -75,8 +89,7 @@ def embedded_alike(
             float(laws.law("variance", theory).of(values)),
             float(laws.law("covariance", theory).of(values)),
         )
-    fixed = fixed_positions(embedding, seq_len, d_model)
-    return total if fixed is None else total + fixed.kernel
+    return total
 
 
 def joint_kernel(
@@ -114,22 +127,27 @@ def joint_kernel(
     return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
 
 
-def class_kernel(embedding: Embedding, classes: PositionClasses, ids: np.ndarray) -> Kernel:
+def class_kernel(
+    embedding: Embedding, classes: PositionClasses, ids: np.ndarray, d_model: int | None = None
+) -> Kernel:
     """The same of a text on classes of positions: means over their cells.
 
-    The text is one segment without padding, and has no sinusoidal positions.
+    The text is one segment without padding.
 
     Args:
         embedding: the tables.
         classes: of positions.
         ids: (L,) tokens, or (documents, longest) where `classes` are of several documents, whose
             positions begin alike.
+        d_model: width; needed for sinusoidal positions.
     """
     token = embedding.scale**2 * embedding.token_variance
     pairs = token * classes.pair_means(ids, ids) + embedding.segment_variance
     pairs = pairs + embedding.position_variance * classes.at_one_place
     own = token + embedding.segment_variance + embedding.position_variance
-    return Kernel(np.full(len(classes.nodes), own), pairs, classes)
+    found = Kernel(np.full(len(classes.nodes), own), pairs, classes)
+    fixed = fixed_positions(embedding, classes.length, d_model, classes=classes)
+    return found if fixed is None else found + fixed.kernel
 
 
 def class_repeats(embedding: Embedding, classes: PositionClasses, ids: np.ndarray) -> Repeats:
@@ -142,6 +160,23 @@ def class_repeats(embedding: Embedding, classes: PositionClasses, ids: np.ndarra
     scatter = share - 2 * met - share * (share - of_cell[:, None] - of_cell)
     excess = embedding.scale**2 * embedding.token_variance * (1.0 - share)
     return Repeats(share, np.maximum(scatter, 0.0), excess)
+
+
+def placed_repeats(embedding: Embedding, classes: PositionClasses, d_model: int) -> Repeats | None:
+    """Beside `fixed_positions` on classes: how what two places share varies inside cells, as if it
+    were as often above its mean as below; None without sinusoidal positions."""
+    if embedding.positions != "sinusoidal":
+        return None
+    frequencies = _frequencies(d_model)
+    share = np.full(len(frequencies), 0.5 / len(frequencies))
+    variance = Hats(classes.inside, frequencies).scatter(share)
+    _, variance = classes.everywhere((np.zeros(len(variance)), variance))
+    half = np.full(variance.shape, 0.5)
+    return Repeats(half, np.where(variance > 0.0, 0.25, 0.0), np.sqrt(variance))
+
+
+def _frequencies(d_model: int) -> np.ndarray:
+    return np.asarray(10000.0 ** (-2 * np.arange(d_model // 2) / d_model))
 
 
 class FixedPart(NamedTuple):
@@ -162,6 +197,7 @@ def fixed_positions(
     d_model: int | None,
     sequences: int | None = None,
     documents: np.ndarray | None = None,
+    classes: PositionClasses | None = None,
 ) -> FixedPart | None:
     """Sinusoidal positions; None where there are none.
 
@@ -174,6 +210,7 @@ def fixed_positions(
         d_model: width.
         sequences: B for kernels of shape (B L, B L); None: tokens alike.
         documents: of packed rows, (L,) or (B, L); None: each row is one.
+        classes: of positions, for means over their cells; None: none.
 
     Raises:
         DomainError: sinusoidal positions of unknown or odd width.
@@ -186,7 +223,9 @@ def fixed_positions(
     if d_model is None or d_model % 2 or d_model > WIDEST:
         allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
         raise domain_error("d_model", d_model, allowed)
-    frequencies = 10000.0 ** (-2 * np.arange(d_model // 2) / d_model)
+    frequencies = _frequencies(d_model)
+    if classes is not None:
+        return _fixed_on(frequencies, classes)
     if sequences is None:
         return _fixed_alike(frequencies, seq_len)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
@@ -195,6 +234,30 @@ def fixed_positions(
     both = rows @ rows.T / d_model, means[:, None] * means[None, :]
     place = _places(seq_len, sequences, documents)
     return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
+
+
+def _fixed_on(frequencies: np.ndarray, classes: PositionClasses) -> FixedPart:
+    """Means over cells, of one place or of two: the same in every document."""
+    one, count = classes.inside, len(frequencies)
+    hats = Hats(one, frequencies)
+    phases, mass, twice = hats.sums(0, one.length)
+    cosines = (phases @ phases.conj().T).real / count
+    pairs = mass[:, None] * mass
+    near = float(np.cos(frequencies).mean())
+    kernel = 0.5 * of_pairs(cosines / pairs, pairs, twice, 1.0, near)
+    # A token's mean over features is sum_m (sin + cos)(w_m t)/d, t counted from 0.
+    means = np.empty(one.length)
+    for start in range(0, one.length, CHUNK):
+        angles = np.multiply.outer(np.arange(start, min(start + CHUNK, one.length)), frequencies)
+        means[start : start + CHUNK] = (np.sin(angles) + np.cos(angles)).sum(1) / (2 * count)
+    sums, squares = one.hats @ means, (one.hats * means**2) @ one.hats.T
+    own = one.cell_means(means**2)
+    common = np.outer(sums, sums) - squares
+    rest = pairs - twice
+    usable = rest > 0.5
+    common = np.where(usable, common / np.where(usable, rest, 1.0), 0.0)
+    blocks = (np.full(len(mass), 0.5), kernel), (own, common)
+    return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
 
 
 def _fixed_alike(frequencies: np.ndarray, seq_len: int) -> FixedPart:

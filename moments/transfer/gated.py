@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Hidden, Leaf, Pullback, Pulled
+from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
 from ..engine.evaluation import Values, bind, evaluate, evaluate_sides
 from ..engine.fluctuation import followed, overlap_variance, shared_with, step_within
@@ -63,9 +63,24 @@ class GatedLinear(Leaf):
         held = {name: getattr(self, name) * factor for name in self.matrices if name in names}
         return replace(self, **held)
 
+    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
+        product = gated(self.activation).under("refined")["variance"]
+        gate, factor = (one.of_entry(algebra, names) for one in self._maps())
+
+        def found(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
+            _, of_gate = gate(entering, times)
+            values = {"x_variance": of_gate, "factor_variance": factor(entering, times)[1]}
+            return 0.0, product.formula(algebra, *product.pick(values | {"x_mean": 0.0}))
+
+        return found
+
+    def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
+        upper = gated(self.activation).under("refined")["variance"].domain["x_variance"].upper
+        _, of_gate = self._maps()[0].of_entry(algebra)((mean, variance), 1.0)
+        return of_gate / upper
+
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        inner, gate_back = self._map("gate", self.gate, self.gate_bias).forward(signal)
-        factor, factor_back = self._map("ffn_in", self.ffn_in, self.bias).forward(signal)
+        (inner, gate_back), (factor, factor_back) = (one.forward(signal) for one in self._maps())
         laws, algebra = gated(self.activation).under("refined"), signal.algebra
         one, two = bind(inner, {})
         one = one | {"factor_variance": factor.kernel.diagonal}
@@ -134,6 +149,11 @@ class GatedLinear(Leaf):
             for side in (1.0, -1.0)
         )
         return (above, below), step
+
+    def _maps(self) -> tuple[Linear, Linear]:
+        """To the gate and to the other factor."""
+        gate = self._map("gate", self.gate, self.gate_bias)
+        return gate, self._map("ffn_in", self.ffn_in, self.bias)
 
     def _map(self, weight: str, variance: Any, bias: Any) -> Linear:
         parameters = {

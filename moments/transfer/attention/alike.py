@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from ...engine.state import Array, Kernel, ratio_or_zero
 from .kernels import exact_rows
 from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
+from .logits import Paths
 from .softmax import PairStatistics, RowStatistics
+from .statistics import attention_diagnostics
 
 
 class _Tables:
@@ -50,28 +52,15 @@ def _tables(keys: int) -> _Tables:
     return _Tables(keys)
 
 
-class AlikePaths(NamedTuple):
-    """Kernels of the gradient at the queries' tokens and at the keys'.
-
-    `overlap_path` is what `query` gains per unit of the variance of two tokens' overlap
-    (`overlap`).
-    """
-
-    value: Kernel
-    query: Kernel
-    key: Kernel
-    cross: Kernel
-    overlap_path: Kernel
-
-
 class AlikeAttention:
     """Moments of one layer, whose keys are alike and whose queries are of any resolution.
 
     Attributes:
-        forward: second moments per feature of sum_j a_ij y_j.
-        mean_output: overlap of two heads that share keys and values.
-        logit_variance, sum_square, entropy: of a row.
+        sum_square: E sum_j a_ij^2 of a row.
+        wanted: the variance that logits were to have, where `scale` is less.
     """
+
+    beyond_tables = coarse = False
 
     def __init__(
         self,
@@ -87,9 +76,11 @@ class AlikeAttention:
         d_head: Any,
         norm_spread: Any,
         value_bias: Any = 0.0,
+        wanted: Array = 0.0,
     ) -> None:
         """Evaluate the statistics; arguments as those of `kernels.KernelAttention`."""
         self._counts, self._queries = (query_count, key_count), queries
+        self._values, self.wanted = values, wanted
         self._noise = drop_prob / (1 - drop_prob)
         own_value, own_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
         size = queries.diagonal
@@ -112,10 +103,10 @@ class AlikeAttention:
         self._rows = rows = _linear(rows, sizes / taken, float(key_count))
         self._wide = 1.0 / float(d_model)
         deficit = self._of(np.array([several[s].deficit for s in spreads.tolist()]))
-        self.logit_variance = alone = self._alone(theta)[()]
+        self._logit_variance = alone = self._alone(theta)[()]
         overlap = self._at(rows.overlap)
         self.sum_square = overlap.diagonal
-        self.entropy = np.asarray(tables.rows(alone, alone).entropy)[()]
+        self._entropy = np.asarray(tables.rows(alone, alone).entropy)[()]
         self._own = two(own_value), two(scale * own_key), two(values.diagonal + value_bias)
         stiffness = self._of(rows.stiffness)
         shared = np.maximum(1 - self._of(unshared), 0.0)
@@ -131,11 +122,43 @@ class AlikeAttention:
         against = two(values.pairs) * (1 - self._of(rows.against))
         dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
         own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
-        self.forward = Kernel.joined(own, mixed.pairs + against, queries.resolved)
-        self.mean_output = averaged(values, key_count)
+        self._mixed = Kernel.joined(own, mixed.pairs + against, queries.resolved)
 
-    def backward(self, gradient: Kernel) -> AlikePaths:
-        """Paths for a gradient at the averaged values, their weights' gain included."""
+    def forward(self) -> Kernel:
+        """Second moments per feature of sum_j a_ij y_j."""
+        return self._mixed
+
+    def mean_output(self) -> Kernel:
+        """Overlap of two heads that share keys and values."""
+        return averaged(self._values, self._counts[1])
+
+    def weights(self) -> None:
+        """Uniform."""
+        return
+
+    def diagnostics(self) -> dict[str, Array]:
+        """See `attention_diagnostics`."""
+        keys = float(self._counts[1])
+        return attention_diagnostics(self._logit_variance, self.sum_square, self._entropy, keys)
+
+    def overlap_path(self, gradient: Kernel) -> Kernel:
+        """What the query path gains per unit of the variance of two tokens' overlap."""
+        return gradient * self._overlap_path
+
+    def response(self) -> Kernel:
+        """What the query path is per unit of the gradient."""
+        return self.backward(self._queries.with_ones()).query
+
+    def repeated(self, gradient: Kernel) -> None:
+        """No text's tokens are alike."""
+        return
+
+    def table_gradient(self, gradient: Kernel) -> None:
+        """Positions tell no token from another."""
+        return
+
+    def backward(self, gradient: Kernel) -> Paths:
+        """Paths of a gradient at the averaged values, their weights' gain included."""
         queries, keys = self._counts
         rows, wide, others = self._rows, self._wide, max(keys - 1, 1)
         own_value, scale, masked = self._own
@@ -151,7 +174,7 @@ class AlikeAttention:
         overlap = self._at(rows.overlap)
         held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
         value = Kernel(held, sent(ones - overlap) / others)
-        path = gradient * self._overlap_path
+        path = self.overlap_path(gradient)
         rate = self._at(rows.query).at_pairs(own_value)
         own = own_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
         rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
@@ -160,9 +183,7 @@ class AlikeAttention:
         key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
         growth = self._at(rows.growth)
         shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))
-        return AlikePaths(
-            value, query, Kernel(key, -key / others), Kernel(shared, -shared / others), path
-        )
+        return Paths(value, query, Kernel(key, -key / others), Kernel(shared, -shared / others))
 
     def _at_pairs(self, number: Array) -> Array:
         """A number per configuration, for every two rows."""

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.classes import ClassRows, Matrix, OneClass, one_class
+from ...engine.fluctuation import norm_variance
 from ...engine.packing import one_document, places
 from ...engine.state import Array, Kernel, Repeats, Signal, ratio_or_zero
 from ...errors import DomainError
 from ...formulas.recording import as_number
 from ...model.positions import alibi_slopes
+from .alike import AlikeAttention
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
 from .kernels.class_bias import ClassBiasNoise
 from .kernels.exact_rows import THETA_PEAKED
 from .kernels.fading import fading
 from .kernels.position_attention import Across, ClassHeads, ClassLogits, PositionAttention
 from .kernels.turning import Turning
-from .logits import LogitLaw
+from .logits import LogitLaw, Paths, positive
+from .statistics import attention_diagnostics
 
 Mask = NDArray[np.bool_]
 
@@ -67,18 +70,6 @@ def variance_notes(logit_variance: Array) -> tuple[str, ...]:
             f"send back is low by up to {lost:.2g} in each such layer"
         )
     return (text,)
-
-
-def attention_diagnostics(
-    logit_variance: Array, square: Array, entropy: Array, keys: Array
-) -> dict[str, Array]:
-    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
-    return {
-        "logit_variance": logit_variance,
-        "square_sum": square,
-        "distance_to_uniform": square - 1 / keys,
-        "entropy": entropy,
-    }
 
 
 def positions(tokens: int, leaf: Any) -> Array:
@@ -206,30 +197,21 @@ def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
     return law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)), wanted
 
 
-class Paths(NamedTuple):
-    """Gradient kernels at the tokens by path, before what stands between tokens and logits.
-
-    Attributes:
-        value, query, key: through those.
-        cross: correlation of the value and key paths.
-    """
-
-    value: Kernel
-    query: Kernel
-    key: Kernel
-    cross: Kernel
-
-
 class TokenLayer:
-    """One layer of self-attention on every kernel of a batch, by token."""
+    """One layer of attention on every kernel of a batch, by token."""
 
-    def __init__(self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array) -> None:
-        self._leaf, self._shape = leaf, tokens.pairs.shape
-        matrices = flat(tokens)
-        self._masks = self_masks(leaf, matrices.shape[-1], len(matrices))
-        self._rows, self.wanted = build(leaf, law, tokens, self._masks, norm_spread, False)
+    coarse = False
+
+    def __init__(
+        self, leaf: Any, law: LogitLaw, queries: Kernel, memory: Kernel, norm_spread: Array
+    ) -> None:
+        """Kernels of the tokens that ask and of those attended to: one, where they are the same."""
+        self._leaf, self._shape, self._memory_shape = leaf, queries.pairs.shape, memory.pairs.shape
+        count = int(np.prod(self._shape[:-2], dtype=int))
+        self._masks = leaf.sight(self._shape[-1], self._memory_shape[-1], count)
+        others = queries is not memory
+        self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread, others)
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
-        self.coarse = False
 
     def _kernel(self, matrices: list[Array]) -> Kernel:
         return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
@@ -247,7 +229,8 @@ class TokenLayer:
 
     def weights(self) -> Array:
         """Mean attention."""
-        return self._numbers("mean_attention").reshape(self._shape)
+        found = self._numbers("mean_attention")
+        return found.reshape(*self._shape[:-2], *found.shape[-2:])
 
     @functools.cached_property
     def sum_square(self) -> Array:
@@ -263,7 +246,12 @@ class TokenLayer:
     def backward(self, gained: Kernel) -> Paths:
         """Of the gradient at sum_j a_ij x_j."""
         parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
-        return Paths(*(self._kernel([getattr(p, name) for p in parts]) for name in Paths._fields))
+        query = self._kernel([one.query for one in parts])
+        value, key, cross = (
+            Kernel.of_matrix(np.stack(found).reshape(self._memory_shape))
+            for found in zip(*((one.value, one.key, one.cross) for one in parts), strict=True)
+        )
+        return Paths(value, query, key, cross)
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         """What the query path gains per unit of the relative variance of two tokens' overlap."""
@@ -273,6 +261,10 @@ class TokenLayer:
     def response(self) -> Kernel:
         """What the query path is per unit of the gradient."""
         return self._kernel([one.response for one in self._rows])
+
+    def repeated(self, gained: Kernel) -> None:
+        """Nothing is lost in cells."""
+        return
 
     def table_gradient(self, gained: Kernel) -> Array | None:
         """Of a table of relative biases."""
@@ -307,7 +299,7 @@ class ClassLayer:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
         if leaf.alibi:
             slopes, shares = head_slopes(leaf)
-            sights = [fading(classes.inside, float(slope)) for slope in slopes]
+            sights = [fading(classes.inside, float(slope), leaf.window) for slope in slopes]
         self._rows: list[Any] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
         for query_tokens, key_tokens, values, scale, spread in zip(
@@ -433,7 +425,7 @@ class ClassLayer:
         return np.asarray(self._d_model * (overlaps * gained).total(self._classes.length))
 
 
-class AlikeLayer:
+class OneClassLayer:
     """`ClassLayer` of tokens alike, whose positions differ by their distance alone: one class."""
 
     def __init__(
@@ -449,7 +441,14 @@ class AlikeLayer:
         inner = law._replace(queries=queries, keys=keys)
         self._layer = layer = ClassLayer(leaf, inner, lifted, norm_spread)
         self.wanted, self.beyond_tables, self.coarse = layer.wanted, layer.beyond_tables, False
-        self.weights: None = None
+
+    def weights(self) -> None:
+        """Uniform, as far as tokens alike can tell."""
+        return
+
+    def repeated(self, gained: Kernel) -> None:
+        """No text's tokens are alike."""
+        return
 
     def forward(self) -> Kernel:
         return _lowered(self._layer.forward())
@@ -488,20 +487,49 @@ def _lowered(kernel: Kernel) -> Kernel:
     return Kernel(kernel.diagonal[..., 0][()], kernel.pairs[..., 0, 0][()])
 
 
-def self_attention(
-    leaf: Any,
-    law: LogitLaw,
-    tokens: Kernel,
-    norm_spread: Array,
-    seq_len: int,
-    repeats: Repeats | None = None,
-) -> TokenLayer | ClassLayer | AlikeLayer:
-    """The layer in the resolution of its tokens."""
-    if not tokens.resolved:
-        return AlikeLayer(leaf, law, tokens, norm_spread, seq_len)
-    if tokens.classes is None:
-        return TokenLayer(leaf, law, tokens, norm_spread)
-    return ClassLayer(leaf, law, tokens, norm_spread, repeats)
+Layer = TokenLayer | ClassLayer | OneClassLayer | AlikeAttention
+"""Attention in the resolution of its tokens: moments of what it mixes, and the paths back."""
+
+
+def layer_of(
+    leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
+) -> Layer:
+    """That layer.
+
+    Args:
+        leaf: `SelfAttention` or `CrossAttention`.
+        law: of its logits.
+        signal, memory: the tokens that ask and those attended to, which may be the same.
+        kernels: of both, likewise.
+    """
+    (queries, tokens), spread = kernels, norm_variance(memory)
+    if memory.resolved is True:
+        return TokenLayer(leaf, law, queries, tokens, spread)
+    if memory.resolved:
+        return ClassLayer(leaf, law, tokens, spread, memory.repeats)
+    if by_distance(leaf) and memory.seq_len > 1:
+        return OneClassLayer(leaf, law, tokens, spread, memory.seq_len)
+    scale, wanted = logit_scales(law)
+    return AlikeAttention(
+        law.queries.kernel,
+        law.keys.kernel,
+        tokens,
+        query_count=signal.seq_len,
+        key_count=memory.seq_len,
+        scale=scale,
+        drop_prob=leaf.drop_prob,
+        d_model=leaf.memory_width,
+        d_head=law.head_freedom,
+        norm_spread=spread,
+        value_bias=leaf.value_bias / positive(leaf.memory_width * leaf.value),
+        wanted=wanted,
+    )
+
+
+def by_distance(leaf: Any) -> bool:
+    """Whether logits know how far apart tokens are."""
+    table = leaf.relative_bias
+    return leaf.rotary is not None or (table is not None and table.variance > 0.0)
 
 
 def memory_gain(leaf: Any) -> float:
@@ -542,12 +570,3 @@ def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any
 def flat(kernel: Kernel) -> Array:
     """(matrices, n, n)."""
     return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
-
-
-def mean_spread(signal: Signal) -> Array:
-    """Var |x|^2 / E^2 |x|^2 of every configuration, averaged over its tokens; 0 where it is not
-    followed."""
-    if signal.fluctuation is None:
-        return 0.0
-    relative = ratio_or_zero(signal.fluctuation.norms.diagonal, signal.kernel.diagonal**2)
-    return signal.kernel.average(relative)

@@ -16,14 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine.evaluation import evaluate
-from ...engine.state import Array, Fluctuation, Kernel, Signal, ratio_or_zero
+from ...engine.fluctuation import norm_variance
+from ...engine.state import Array, Fluctuation, Kernel, Signal
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from ...formulas.recording import whole
-from .by_token import attention_diagnostics, variance_notes
+from .by_token import variance_notes
 from .kernels.exact_rows import THETA_PEAKED
 from .logits import positive
 from .softmax.chebyshev import chebyshev_basis
-from .statistics import STATISTICS, AttentionStatistics, attention_statistics
+from .statistics import (
+    STATISTICS,
+    AttentionStatistics,
+    attention_diagnostics,
+    attention_statistics,
+)
 
 PROFILED_SCALE = 5.0
 """Logit scale up to which statistics are read off a profile: its nodes, at every correlation, then
@@ -40,9 +46,7 @@ def _statistics(
 ) -> AttentionStatistics:
     """Softmax statistics at the wanted logit scale, or at the most that is validated."""
     own = 1 - correlation
-    spread = 0.0
-    if signal.fluctuation is not None:
-        spread = ratio_or_zero(signal.fluctuation.norms.diagonal, signal.kernel.diagonal**2)
+    spread = norm_variance(signal)
     if signal.algebra.scalar:
         # Tokens that are all but equal have logits without variance at any scale.
         scale = min(wanted, THETA_PEAKED / max(own, 1e-12))

@@ -70,6 +70,20 @@ class LogitLaw(NamedTuple):
     notes: tuple[str, ...]
 
 
+class Paths(NamedTuple):
+    """Gradient kernels at the tokens by path, before what stands between tokens and logits.
+
+    Attributes:
+        value, query, key: through those.
+        cross: correlation of the value and key paths.
+    """
+
+    value: Kernel
+    query: Kernel
+    key: Kernel
+    cross: Kernel
+
+
 def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, width: Any) -> Side:
     shift = bias / gain
     kernel = tokens

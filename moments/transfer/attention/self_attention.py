@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.composition import Component, Leaf, Pullback, Pulled
 from ...engine.fluctuation import of_averages
 from ...engine.own_overlap import OverlapWalk, OwnOverlap
 from ...engine.packing import Padding
@@ -19,26 +19,49 @@ from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...errors import domain_error
 from ...model.positions import RelativeBias, Rotary
-from .alike import AlikeAttention, averaged
+from .alike import averaged
 from .by_token import (
     BEYOND_TABLES,
     PENALTIES_ON_CLASSES,
-    attention_diagnostics,
-    logit_scales,
-    mean_spread,
-    self_attention,
+    Mask,
+    by_distance,
+    layer_of,
+    self_masks,
     variance_notes,
 )
 from .laws import attend_by_laws
-from .logits import LogitLaw, Side, logit_law, positive, through
+from .logits import LogitLaw, Paths, logit_law, through
 from .overlap import through_attention
 from .sensitivity import Attending
 from .statistics import AttentionStatistics
-from .weight_gradients import Paths, of_rows, overlap_gradients, projection_gradients
+from .weight_gradients import ProjectionPaths, of_rows, overlap_gradients, projection_gradients
+
+
+class Attention(Component):
+    """What self-attention and cross-attention share: keys come from the tokens or from elsewhere.
+
+    Attributes:
+        matrices: name of the value matrix.
+        prefix: of its weights' names.
+    """
+
+    matrices: ClassVar[tuple[str, ...]]
+    prefix: ClassVar[str]
+    mixes_tokens: ClassVar[bool] = True
+
+    value: Any
+
+    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+        return through_attention(self, record, at, walk)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
+        if self.matrices[0] not in names:
+            return self
+        return dataclasses.replace(self, value=self.value * factor)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
-class SelfAttention(Leaf):
+class SelfAttention(Attention, Leaf):
     """Query, key and value projections, softmax with dropout, heads concatenated.
 
     Attributes:
@@ -91,7 +114,6 @@ class SelfAttention(Leaf):
     norm_epsilon: float = 0.0
     norm_affine: bool = False
 
-    mixes_tokens: ClassVar[bool] = True
     matrices: ClassVar[tuple[str, ...]] = ("value",)
     prefix: ClassVar[str] = ""
 
@@ -106,40 +128,18 @@ class SelfAttention(Leaf):
         Raises:
             DomainError: tokens alike under a mask or positions that tell them apart.
         """
-        if signal.resolved:
-            return self._resolved(signal)
-        self._check_alike(signal.seq_len)
-        if self._by_distance and signal.seq_len > 1:
-            return self._resolved(signal)
-        plain = self.qk_norm is None and self.logit_softcap is None
-        if plain and not np.any(self.query_bias):
-            return self._alike_by_laws(signal)
-        return self._alike(signal)
+        if not signal.resolved:
+            self._check_alike(signal.seq_len)
+            placed = by_distance(self) and signal.seq_len > 1
+            plain = self.qk_norm is None and self.logit_softcap is None
+            if plain and not placed and not np.any(self.query_bias):
+                return self._by_laws(signal)
+        way = attended(self, signal, signal)
+        return way.output, way
 
-    def _resolved(self, signal: Signal) -> tuple[Signal, Pullback]:
-        tokens = signal.second_moment()
-        law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        layer = self_attention(
-            self, law, tokens, mean_spread(signal), signal.seq_len, signal.repeats
-        )
-        mixed, squares = layer.forward(), layer.sum_square
-        notes = variance_notes(layer.wanted) + law.notes
-        if not notes and layer.beyond_tables:
-            notes = (BEYOND_TABLES,)
-        if layer.coarse:
-            notes += (PENALTIES_ON_CLASSES,)
-        output = concatenated(
-            self,
-            signal,
-            signal,
-            mixed,
-            squares,
-            layer.mean_output,
-            layer.weights,
-            diagnostics=layer.diagnostics(),
-            notes=notes,
-        )
-        return output, _Resolved(self, law, signal, output, mixed, layer)
+    def sight(self, queries: int, keys: int, matrices: int) -> list[Mask]:
+        """Which keys each query sees, one mask for every kernel."""
+        return self_masks(self, keys, matrices)
 
     # --- tokens alike --------------------------------------------------------------------------
 
@@ -158,13 +158,7 @@ class SelfAttention(Leaf):
                 remedy = "resolve moments by token: tokens=True"
                 raise domain_error(name, getattr(self, name), allowed, remedy)
 
-    @property
-    def _by_distance(self) -> bool:
-        """Whether logits know how far apart tokens are."""
-        table = self.relative_bias
-        return self.rotary is not None or (table is not None and table.variance > 0.0)
-
-    def _alike_by_laws(self, signal: Signal) -> tuple[Signal, Pullback]:
+    def _by_laws(self, signal: Signal) -> tuple[Signal, Pullback]:
         found, mixed, back = attend_by_laws(self, signal)
         assert found.diagnostics is not None
         squares = found.diagnostics["square_sum"]
@@ -182,47 +176,7 @@ class SelfAttention(Leaf):
             notes=found.notes,
         )
         law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        return output, _ByLaws(self, law, signal, output, mixed, back)
-
-    def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
-        tokens, length = signal.second_moment(), signal.seq_len
-        law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
-        scale, wanted = logit_scales(law)
-        layer = AlikeAttention(
-            law.queries.kernel,
-            law.keys.kernel,
-            tokens,
-            query_count=length,
-            key_count=length,
-            scale=scale,
-            drop_prob=self.drop_prob,
-            d_model=self.d_model,
-            d_head=law.head_freedom,
-            norm_spread=mean_spread(signal),
-            value_bias=self.value_bias / positive(self.d_model * self.value),
-        )
-        mixed, squares = layer.forward, layer.sum_square
-        output = concatenated(
-            self,
-            signal,
-            signal,
-            mixed,
-            squares,
-            lambda: layer.mean_output,
-            diagnostics=attention_diagnostics(
-                layer.logit_variance, squares, layer.entropy, float(length)
-            ),
-            notes=variance_notes(wanted) + law.notes,
-        )
-        return output, _Alike(self, law, signal, output, mixed, layer)
-
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
-        return through_attention(self, record, at, walk)
-
-    def with_variances(self, names: tuple[str, ...], factor: float) -> SelfAttention:
-        if self.matrices[0] not in names:
-            return self
-        return dataclasses.replace(self, value=self.value * factor)
+        return output, _ByLaws(self, law, signal, signal, output, mixed, back)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         # Weights sum to 1 within each sequence, and all pairs across have one covariance.
@@ -255,7 +209,8 @@ class AttentionPullback:
     Attributes:
         leaf: a `SelfAttention` or `CrossAttention`.
         law: of its logits.
-        signal, output: the tokens that ask, and what left.
+        signal, memory: the tokens that ask and those attended to; one where they are the same.
+        output: what left.
         mixed: second moments per feature of sum_j a_ij y_j over those attended to.
         layer: what knows the paths.
     """
@@ -263,45 +218,68 @@ class AttentionPullback:
     leaf: Any
     law: LogitLaw
     signal: Signal
+    memory: Signal
     output: Signal
     mixed: Kernel
     layer: Any
 
-    @property
-    def attended(self) -> Signal:
-        """The tokens attended to."""
-        return self.signal
+    def __call__(self, gradient: Gradient) -> Pulled:
+        """To tokens that attend to themselves."""
+        query, rest, sides = self._sent(gradient.kernel)
+        return self._pulled(rest + query, gradient, sides)
+
+    def to_both(self, gradient: Gradient) -> tuple[Pulled, Gradient]:
+        """To the tokens that ask, and to those attended to."""
+        query, rest, sides = self._sent(gradient.kernel)
+        return self._pulled(query, gradient, sides), Gradient(rest, self.memory.seq_len)
+
+    def _pulled(self, sent: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
+        return AttentionPulled(Gradient(sent, gradient.seq_len), self, gradient.kernel, sides)
+
+    def _sent(self, received: Kernel) -> tuple[Kernel, Kernel, Paths]:
+        """Through the queries, through keys and values, and the paths."""
+        sides: Paths = self.layer.backward(received.scaled(self.gain))
+        key = through(sides.key, self.law.keys, self.law.gradient_scale)
+        return self._at_queries(sides.query), sides.value + sides.cross + key, sides
 
     @property
     def gain(self) -> Any:
         """Of the values, on a gradient."""
         return self.leaf.heads * self.leaf.d_head * self.leaf.value
 
-    def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
+    def _at_queries(self, path: Kernel) -> Kernel:
+        """At the tokens that ask, of a path counted on the scale of those attended to."""
+        found = through(path, self.law.queries, self.law.gradient_scale)
+        if self.memory is self.signal:
+            return found
+        return found.scaled(self.leaf.memory_width / self.leaf.d_model)
+
+    def overlap_path(self, received: Kernel) -> Kernel:
         """What the query path gains per unit of the overlaps' variance."""
-        found: Kernel = sides.overlap_path
+        found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
         return found
 
     def response(self, received: Kernel) -> Kernel:
-        """The query path of a gradient of ones, before what stands between tokens and logits."""
-        raise NotImplementedError
+        """The query path of a gradient of ones."""
+        found: Kernel = self.layer.response()
+        return self._at_queries(found.scaled(self.gain))
 
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
-        """`projection_gradients` of the paths of a gradient."""
-        overlap = self.overlap_path(received, sides)
-        paths = Paths(sides.query, sides.key, overlap, self.repeated(received))
+        """`projection_gradients` of the paths of a gradient, and that of a table of biases."""
+        gained = received.scaled(self.gain)
+        repeated = None if self.memory.repeats is None else self.layer.repeated(gained)
+        norms = self._of_projections(received, sides, repeated)
+        table = self.layer.table_gradient(gained)
+        return norms if table is None else norms | {"relative_bias": table}
+
+    def _of_projections(
+        self, received: Kernel, sides: Any, repeated: Kernel | None
+    ) -> dict[str, Array]:
+        paths = ProjectionPaths(sides.query, sides.key, self.overlap_path(received), repeated)
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
-            self.leaf, self.law, self.signal, self.attended, self.mixed, received, paths, rows
+            self.leaf, self.law, self.signal, self.memory, self.mixed, received, paths, rows
         )
-
-    def repeated(self, received: Kernel) -> Kernel | None:
-        """As in `weight_gradients.Paths`."""
-        return None
-
-    def at_logits(self, path: Kernel, side: Side) -> Kernel:
-        """A path's kernel at the tokens behind queries or keys."""
-        return through(path, side, self.law.gradient_scale)
 
 
 @dataclass(slots=True, eq=False)
@@ -317,43 +295,10 @@ class AttentionPulled(Pulled):
 
     def overlaps(self) -> dict[str, Array]:
         way = self.way
-        overlap_path = way.overlap_path(self.received, self.sides)
-        return overlap_gradients(way.leaf, way.law, way.signal, overlap_path)
+        return overlap_gradients(way.leaf, way.law, way.signal, way.overlap_path(self.received))
 
     def response(self) -> Kernel:
-        return self.way.at_logits(self.way.response(self.received), self.way.law.queries)
-
-
-@dataclass(slots=True, eq=False)
-class _Resolved(AttentionPullback):
-    """By token, or by class."""
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        received = gradient.kernel
-        sides = self.layer.backward(received.scaled(self.gain))
-        sent = sides.value + sides.cross
-        sent = sent + self.at_logits(sides.query, self.law.queries)
-        sent = sent + self.at_logits(sides.key, self.law.keys)
-        return AttentionPulled(Gradient(sent, gradient.seq_len), self, received, sides)
-
-    def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
-        found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
-        return found
-
-    def repeated(self, received: Kernel) -> Kernel | None:
-        if self.signal.repeats is None:
-            return None
-        found: Kernel | None = self.layer.repeated(received.scaled(self.gain))
-        return found
-
-    def response(self, received: Kernel) -> Kernel:
-        found: Kernel = self.layer.response()
-        return found.scaled(self.gain)
-
-    def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
-        norms = super(_Resolved, self).weights(received, sides)
-        table = self.layer.table_gradient(received.scaled(self.gain))
-        return norms if table is None else norms | {"relative_bias": table}
+        return self.way.response(self.received)
 
 
 @dataclass(slots=True, eq=False)
@@ -362,10 +307,9 @@ class _ByLaws(AttentionPullback):
 
     def __call__(self, gradient: Gradient) -> Pulled:
         sides = self.layer(gradient.kernel, self.signal.algebra)
-        sent = Gradient(sides.sent, gradient.seq_len)
-        return AttentionPulled(sent, self, gradient.kernel, sides)
+        return self._pulled(sides.sent, gradient, sides)
 
-    def overlap_path(self, received: Kernel, sides: Any) -> Kernel:
+    def overlap_path(self, received: Kernel) -> Kernel:
         found: Kernel = self.layer.overlap_path(received)
         return found
 
@@ -373,22 +317,39 @@ class _ByLaws(AttentionPullback):
         found: Kernel = self.layer(received.with_ones(), self.signal.algebra).query
         return found
 
+    def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
+        return self._of_projections(received, sides, None)
 
-@dataclass(slots=True, eq=False)
-class _Alike(AttentionPullback):
-    """Of tokens alike, of queries and keys that correlate otherwise."""
 
-    def __call__(self, gradient: Gradient) -> Pulled:
-        received = gradient.kernel
-        sides = self.layer.backward(received.scaled(self.gain))
-        query = self.at_logits(sides.query, self.law.queries)
-        key = self.at_logits(sides.key, self.law.keys)
-        sent = Gradient(sides.value + sides.cross + query + key, gradient.seq_len)
-        return AttentionPulled(sent, self, received, sides)
+def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
+    """Attention of tokens to a memory, or to themselves: what leaves, and the way back.
 
-    def response(self, received: Kernel) -> Kernel:
-        found: Kernel = self.layer.backward(received.with_ones().scaled(self.gain)).query
-        return found
+    Args:
+        leaf: a `SelfAttention` or `CrossAttention`.
+        signal, memory: the tokens that ask and those attended to; one where they are the same.
+    """
+    queries = signal.second_moment()
+    tokens = queries if memory is signal else memory.second_moment()
+    law = logit_law(leaf, queries, tokens, (leaf.d_model, leaf.memory_width))
+    layer = layer_of(leaf, law, signal, memory, (queries, tokens))
+    mixed, notes = layer.forward(), variance_notes(layer.wanted)
+    if not notes and layer.beyond_tables:
+        notes = (BEYOND_TABLES,)
+    notes += law.notes
+    if layer.coarse:
+        notes += (PENALTIES_ON_CLASSES,)
+    output = concatenated(
+        leaf,
+        signal,
+        memory,
+        mixed,
+        layer.sum_square,
+        layer.mean_output,
+        layer.weights,
+        diagnostics=layer.diagnostics(),
+        notes=notes,
+    )
+    return AttentionPullback(leaf, law, signal, memory, output, mixed, layer)
 
 
 def _with_bias(leaf: Any, heads: Kernel, squares: Array) -> Kernel:
@@ -409,7 +370,7 @@ def concatenated(
     mixed: Kernel,
     squares: Array,
     shared: Callable[[], Kernel],
-    weights: Callable[[], Array] | None = None,
+    weights: Callable[[], Any] = lambda: None,
     heads: Kernel | None = None,
     diagnostics: Mapping[str, Array] | None = None,
     notes: tuple[str, ...] = (),
@@ -422,7 +383,7 @@ def concatenated(
         mixed: second moments per feature of sum_j a_ij y_j over the latter.
         squares: E sum_j a_ij^2.
         shared: gives the overlap of what two heads of one key and value mix.
-        weights: gives mean attention; None: uniform, tokens alike.
+        weights: gives mean attention, None where it is uniform, tokens alike.
         heads: second moments without the values' bias where they are known; None: `mixed` times
             the values' gain.
         diagnostics, notes: of the signal.
@@ -440,8 +401,7 @@ def concatenated(
         if together > 1:
             common = shared().scaled(gain).resolved_as(kernel)
             alone += (common * common).scaled(2 * (together - 1) / width)
-        row = None if weights is None else weights()
-        found = of_averages(memory, row, gain)
+        found = of_averages(memory, weights(), gain)
         fluctuation = Fluctuation(alone)
         if found is not None and found.overlaps is not None:  # the averages' own vary too
             # Of another stack's tokens, those that ask are taken to know nothing; what the layers

@@ -250,3 +250,15 @@ def _averages(statistics: Any, weights: np.ndarray, factor: np.ndarray) -> dict[
     return dict(zip(names, plain, strict=True)) | {
         f"{name}_": value for name, value in zip(names, times, strict=True)
     }
+
+
+def attention_diagnostics(
+    logit_variance: Array, square: Array, entropy: Array, keys: Array
+) -> dict[str, Array]:
+    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
+    return {
+        "logit_variance": logit_variance,
+        "square_sum": square,
+        "distance_to_uniform": square - 1 / keys,
+        "entropy": entropy,
+    }

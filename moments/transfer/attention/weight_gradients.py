@@ -49,7 +49,7 @@ from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from .logits import LogitLaw, positive, through
 
 
-class Paths(NamedTuple):
+class ProjectionPaths(NamedTuple):
     """What attention sends back, per the kernels of its queries and keys (`logits.Side`).
 
     Attributes:
@@ -86,7 +86,7 @@ def projection_gradients(
     memory: Signal,
     mixed: Kernel,
     received: Kernel,
-    paths: Paths,
+    paths: ProjectionPaths,
     rows: Rows,
 ) -> dict[str, Array]:
     """Expected squared gradient norms of the three projections, of their biases and norms.
