@@ -133,7 +133,7 @@ SEVERAL = [
 HELD_STEPS = [
     (name, *run) for name in HELD for run in (("adam", ADAM), ("muon", MUON), ("sgd", SGD))
 ]
-HELD_SEED = 100
+HELD_SEED, HELD_DRAWS = 100, 30
 DROPLESS = {
     "GPT-2, no dropout": GPT2 | WIDTH | DRY,
     "BERT, no dropout": CONFIGS["BERT"]
@@ -264,7 +264,8 @@ def measure(chosen: list[str]) -> None:
                 return build_module(config, seed)
 
             first = HELD_SEED if key.startswith("held") else 0
-            measured = measure_step(factory, batch, optimizer, list(rates), seeds=10, seed=first)
+            draws = HELD_DRAWS if key.startswith("held") else 10
+            measured = measure_step(factory, batch, optimizer, list(rates), seeds=draws, seed=first)
         elif key.startswith("steps"):
             name, optimizer, rates, options, steps = case
             config = (CONFIGS | DROPLESS)[name]

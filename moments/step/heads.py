@@ -41,7 +41,7 @@ class Heads:
         drop_prob: of attention weights.
         frequencies: of rotary positions, one for every pair of features; empty without.
         positions: of the tokens.
-        width: features of what heads are mapped to, of which the gradients of all are a map.
+        width: features of the stream, of which all heads, and their gradients, are maps.
     """
 
     asking: Array
@@ -95,13 +95,13 @@ class Heads:
         found = []
         for _ in range(count):
             parts: list[tuple[Array, Array, Array]] = []
-            sending = roots[2] @ wishart_root(roots[2].shape[1], self.width, rng)
+            asking, attended, sending = self._realised(roots, rng)
             for _ in range(self.shared):
-                k, v = (self._drawn(roots[1], rng) for _ in range(2))
+                k, v = (self._drawn(attended, rng) for _ in range(2))
                 k, queries = self._turned(k), []
                 keys, values = np.zeros((2, *k.shape))
                 for _ in range(self.sharing):
-                    q, delta = self._turned(self._drawn(roots[0], rng)), self._drawn(sending, rng)
+                    q, delta = self._turned(self._drawn(asking, rng)), self._drawn(sending, rng)
                     a = self._attention(amplitude * (q @ k.T))
                     mask = rng.random(a.shape) < kept if self.drop_prob else 1.0
                     seen = a * mask / kept
@@ -123,14 +123,22 @@ class Heads:
         found = []
         for _ in range(count):
             parts = []
+            asking, attended = self._realised(roots, rng)
             for _ in range(self.shared):
-                k, v = self._turned(self._drawn(roots[1], rng)), self._drawn(roots[1], rng)
+                k, v = self._turned(self._drawn(attended, rng)), self._drawn(attended, rng)
                 for _ in range(self.sharing):
-                    q = self._turned(self._drawn(roots[0], rng))
+                    q = self._turned(self._drawn(asking, rng))
                     a = self._attention(amplitude * (q @ k.T))
                     mask = rng.random(a.shape) < kept if self.drop_prob else 1.0
                     parts.append((a * mask / kept) @ v)
             found.append(np.concatenate(parts, 1))
+        return found
+
+    def _realised(self, roots: list[Array], rng: np.random.Generator) -> list[Array]:
+        """One draw's: heads are maps of the same tokens, and of the same gradients behind them."""
+        found = [root @ wishart_root(root.shape[1], self.width, rng) for root in roots]
+        if self.asking is self.kernel:
+            found[0] = found[1]
         return found
 
     def _drawn(self, root: Array, rng: np.random.Generator) -> Array:

@@ -336,11 +336,14 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
 
     def seen(draws: Array) -> Signs:
         z = root.solved(draws.T).T
-        rho2 = ((z @ spectrum.turned) ** 2 @ spectrum.values).clip(1e-300)
+        rho2 = (z @ spectrum.turned) ** 2 @ spectrum.values
         mean = float(np.sqrt(rho2).mean() / np.sqrt(rho2.mean())) * total**0.5
+        # a feature that is seen by tokens without gradient alone does not step
+        there = rho2 > _NOTHING * rho2.mean()
+        inverse = np.where(there, 1 / np.sqrt(np.where(there, rho2, 1.0)), 0.0)
         size = (z * z).sum(1)
-        known = float((size**2 / np.sqrt(rho2)).mean() / (size**2).mean())
-        weights = (1 / np.sqrt(rho2) - known) / len(z)
+        known = float((size**2 * inverse).mean() / (size**2).mean())
+        weights = (inverse - known) / len(z)
         coherent = known * np.eye(z.shape[1]) + (z * weights[:, None]).T @ z
         # on the scale at which its trace with D is the mean of rho
         coherent = coherent * (mean / float((coherent * spectrum.inner).sum()))
@@ -354,6 +357,9 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
 
     return exact.by_twins(seen(values.values), seen(values.twins), values.share)
 
+
+_NOTHING = 1e-12
+"""Share of the mean square below which a gradient is rounding."""
 
 _RANGE = 1e-9
 """What is left of a token below this share of the largest is nothing: it reads what others do."""

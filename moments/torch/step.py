@@ -327,9 +327,9 @@ def _weights(
         size = float((step * step).mean())
         exponent = math.nan
         x = entering.get(row.parameter)
-        if x is not None and size > 0 and step.ndim == 2:
+        if x is not None and size > 0 and step.ndim >= 2:
             owner = module.get_submodule(row.parameter.rpartition(".")[0])
-            matrix = step if type(owner).__name__ == "Conv1D" else step.T
+            matrix = step if type(owner).__name__ == "Conv1D" else _flat(step).T
             y, n = x.double() @ matrix, matrix.shape[0]
             ratio = float((y * y).mean() / (x.double() ** 2).mean()) / (size * n)
             exponent = 0.5 + math.log(ratio) / (2 * math.log(n))
@@ -448,7 +448,7 @@ def _named(kind: str, options: dict[str, Any], multipliers: Mapping[str, float])
             weight, group = row.weight, group_of(row.weight)
             factor = float(multipliers.get(weight, multipliers.get(group, 1.0)))
             step = part.of(moved[row.parameter])
-            if kind == "muon" and group == "matrices" and step.ndim == 2:
+            if kind == "muon" and group == "matrices" and step.ndim >= 2:
                 gradient = parameters[row.parameter].grad
                 assert gradient is not None
                 step = -rate * _muon(module, part, row.parameter, gradient, adjust)
@@ -470,7 +470,7 @@ def _signs(module: nn.Module, rate: float) -> dict[str, Tensor]:
 def _muon(module: nn.Module, part: WeightPart, name: str, gradient: Tensor, adjust: str) -> Tensor:
     """Jordan's Newton-Schulz iteration on one matrix."""
     g = part.of(gradient)
-    x = g / (g.norm() + 1e-7)
+    x = _flat(g) / (g.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -485,4 +485,9 @@ def _muon(module: nn.Module, part: WeightPart, name: str, gradient: Tensor, adju
         "match_rms_adamw": 0.2 * max(m, n) ** 0.5,
         "spectral": (m / n) ** 0.5,
     }[adjust]
-    return scale * x
+    return scale * x.reshape(g.shape)
+
+
+def _flat(part: Tensor) -> Tensor:
+    """A matrix of what a fused one keeps head by head."""
+    return part.reshape(-1, part.shape[-1])
