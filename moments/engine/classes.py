@@ -213,9 +213,8 @@ def _spaced(length: int, step: float, exact: int, per_octave: float) -> Position
         places.append(min(places[-1] * ratio, places[-1] + step))
     logs = np.log(np.array(places) / exact)
     steps = exact * np.exp(logs * (np.log((length - 1) / exact) / logs[-1]))
-    first = np.arange(1, exact + 1)
-    nodes = np.union1d(first, np.round(steps).astype(np.intp))
-    return PositionClasses(length, np.append(nodes, length))
+    nodes = {*range(1, exact + 1), *np.round(steps).astype(int).tolist(), length}
+    return PositionClasses(length, np.array(sorted(nodes), np.intp))
 
 
 @dataclass(frozen=True, eq=False)
