@@ -109,7 +109,7 @@ CHUNK_ENTRIES = 2**23
 class End(Protocol):
     """Where the gradient at the last layer comes from."""
 
-    def met(self, trace: Trace, batch: int) -> tuple[Matrix, Response]:
+    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """That gradient, and how it answers to all that is behind it.
 
         Args:
@@ -121,7 +121,7 @@ class End(Protocol):
 def log_variance(
     declaration: Chain,
     trace: Trace,
-    batch: int = 1,
+    batch: float = 1,
     top: End | None = None,
     across: Sequence[Matrix] | None = None,
 ) -> Array:
@@ -168,7 +168,7 @@ def _means(matrices: Sequence[Matrix]) -> list[Array]:
     return [total(one) / count_of(one) ** 2 for one in matrices]
 
 
-def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: int) -> Sequence[Array]:
+def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: float) -> Sequence[Array]:
     """What sequences that share the weights have in common, before every part and behind all."""
     if batch == 1:
         return (0.0,)

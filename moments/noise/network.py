@@ -284,7 +284,7 @@ class Network:
         self,
         walk: Walk,
         first: Signal,
-        batch: int,
+        batch: float,
         overlaps: Sequence[Array],
         end: tuple[Matrix, Response],
         across: Sequence[Matrix] | None = None,
