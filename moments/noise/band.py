@@ -70,7 +70,7 @@ import numpy as np
 
 from ..engine.classes import ClassMatrix
 from ..engine.composition import Chain, Layer
-from ..engine.response import Around, Part
+from ..engine.response import Around, Sublayer
 from ..engine.sensitivity import (
     SINGLE,
     GradientAdjoint,
@@ -86,7 +86,7 @@ from ..engine.sensitivity import (
 )
 from ..engine.state import Array
 from ..engine.trace import Trace
-from .alike import Alike, across_sequences, part_starts
+from .alike import Alike, across_sequences, sublayer_starts
 from .network import Network, OneByOne, Walk
 
 NORMAL_95 = 1.959963984540054
@@ -147,7 +147,7 @@ def log_variance(
         end = Fresh.of(trace) if top is None else top.met(trace, batch)
         common = shared(layers, trace, walk, batch) if across is None else _means(across)
         network = Network(walk, first, batch, common, end, across)
-        variance = _at_points(network, part_starts(layers), bool(first.resolved))
+        variance = _at_points(network, sublayer_starts(layers), bool(first.resolved))
     return _where_it_arrives(variance, trace)
 
 
@@ -174,7 +174,7 @@ def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: float) -> S
         return (0.0,)
     variances: dict[int, Array] = {}
     for group in walk.groups:
-        kernel = group.part.entering
+        kernel = group.sublayer.entering
         variances |= group.by_place(trace_of(kernel) / count_of(kernel))
     return across_sequences(layers, trace, [variances[k] for k in sorted(variances)])
 
@@ -203,17 +203,17 @@ class Fresh:
         return SignalAdjoint(sensitivity, none, none)
 
 
-def _by_token(trace: Trace) -> list[Part]:
+def _by_token(trace: Trace) -> list[Sublayer]:
     """All parts of all layers."""
     stream = trace.stream()
     kernels = [point.signal.kernel for point in stream]
     kernels += [point.gradient.kernel for point in stream if point.gradient is not None]
     axes = np.broadcast_shapes(*(kernel.diagonal.shape[:-1] for kernel in kernels))
-    found: list[Part] = []
+    found: list[Sublayer] = []
     for layer in trace.layers:
         for record in layer.children[0].in_order():
             unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
-            found.append(record.component.part(record, Around(np.broadcast_to(unit, axes))))
+            found.append(record.component.sublayer(record, Around(np.broadcast_to(unit, axes))))
     return found
 
 

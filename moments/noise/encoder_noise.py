@@ -128,9 +128,9 @@ class DecoderTop:
         """
         layers = [part for part in self.declaration.parts if isinstance(part, Layer)]
         decoder = Alike.of(self.trace)
-        parts = decoder.parts(layers)
+        parts = decoder.sublayers(layers)
         groups = [group for group, _ in parts]
-        shape = groups[0].part.sent.shape[:-3]
+        shape = groups[0].sublayer.sent.shape[:-3]
         of_memory = _Reading.of(self.read, signal, modes, batch, shape)
         sent: list[tuple[Group, _Sent]] = []
         for group, record in parts:
@@ -290,7 +290,7 @@ def _covariance(
     noise: Array = 0.0
     parts = []
     for group, one in sent:
-        modes = Modes(group.part.sent.classes.length)
+        modes = Modes(group.sublayer.sent.classes.length)
         weights, over = units[..., None, :], size[..., None, None]
         to_gradient = modes.sensitivity(times(transposed(one.returned), weights))
         share = (weights * one.added[0] / over).sum(-1)
