@@ -104,6 +104,10 @@ PENALISED: dict[str, tuple[Any, dict[str, Any]]] = {
         moments.Transformer(6, 256, 8, 128, causal=True, alibi=True, norm="post"),
         {"correlation": 0.1},
     ),
+    "logit variance .8, windows of 32, 6 x 128": (
+        moments.Transformer(6, 256, 8, 128, dropout=0.1, causal=True, alibi=True, window=32),
+        {"correlation": 0.1},
+    ),
 }
 ROTARY_ALIKE: dict[str, tuple[Any, dict[str, Any]]] = {
     f"{length} tokens of correlation {correlation}": (
@@ -111,6 +115,62 @@ ROTARY_ALIKE: dict[str, tuple[Any, dict[str, Any]]] = {
         {"correlation": correlation},
     )
     for length, correlation in ((64, 0.2), (128, 0.2), (64, 0.6))
+}
+
+
+def text(*shape: int) -> np.ndarray:
+    """Tokens by Zipf's law."""
+    share = 1.0 / np.arange(1.0, 50258)
+    return np.random.default_rng(0).choice(50257, shape, p=share / share.sum())
+
+
+GPT2_SMALL = moments.preset("gpt2", seq_len=64).replace(layers=4)
+PACKED = {"correlation": 0.2, "document_ids": np.repeat([0, 1, 2], [64, 40, 52])}
+LENGTHS = np.array([[64], [40], [50], [33]])
+SEVERAL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "GPT-2 small on 2 texts of 64, 4 layers": (GPT2_SMALL, {"token_ids": text(2, 64)}),
+    "GPT-2 small on 4 texts of 64, 4 layers": (GPT2_SMALL, {"token_ids": text(4, 64)}),
+    "4 texts padded from 64, 40, 50 and 33": (
+        GPT2_SMALL,
+        {"token_ids": text(4, 64), "attention_mask": np.arange(64) < LENGTHS},
+    ),
+    **{
+        f"packed rows of 64, 40 and 52, {name}, 3 layers": (
+            moments.Transformer(**SMALL | {"seq_len": 156, "dropout": 0.0} | fields),
+            PACKED,
+        )
+        for name, fields in {
+            "Pre-LN": {},
+            "Post-LN": {"norm": "post"},
+            "rotary": {"rotary": ROTARY},
+            "window of 16": {"window": 16},
+            "relative biases of variance .3": {"relative_bias": moments.RelativeBias(0.3)},
+        }.items()
+    },
+}
+PLACED: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{
+        f"sinusoidal positions, tables of variance {variance}, {layers} x {length}": (
+            moments.Transformer(
+                **SMALL | {"layers": layers, "seq_len": length},
+                embedding=moments.Embedding(30000, variance, positions="sinusoidal"),
+            ),
+            {},
+        )
+        for variance, layers, length in ((1.0, 4, 64), (1.0, 2, 128), (0.5, 4, 64))
+    },
+    **{
+        f"{name} without a mask, 3 x 64": (
+            moments.Transformer(**SMALL | {"causal": False} | fields),
+            {"correlation": 0.2},
+        )
+        for name, fields in {
+            "windows of 16": {"window": 16},
+            "windows of 8": {"window": 8},
+            "windows of 16, Post-LN": {"window": 16, "norm": "post"},
+            "windows of 16 and none, rotary": {"window": (16, None, 16), "rotary": ROTARY},
+        }.items()
+    },
 }
 HALVED = {
     "Llama 3 8B, 32 x 8192": moments.preset("llama-3-8b"),
@@ -146,7 +206,7 @@ def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> d
     ratio = (frames[0] / frames[1])["squared_norm"].dropna().drop("token", level=1, errors="ignore")
     sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
     return {
-        "classes": 1 if found.layout.classes is None else len(found.layout.classes.nodes),
+        "classes": 1 if found.layout.classes is None else len(found.layout.classes.inside.nodes),
         "variance": largest(found.variance, exact.variance),
         "correlation": float(np.abs(found.correlation - exact.correlation).max()),
         "gradient": largest(found.grad_variance, exact.grad_variance),
@@ -219,6 +279,8 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         ROTARY_ALIKE,
     ),
     "rows of their own": (lambda case: own_rows(*case), OWN_ROWS),
+    "several documents": (lambda case: own_rows(*case), SEVERAL),
+    "places": (lambda case: own_rows(*case), PLACED),
     "twice the classes": (halved, HALVED),
     "seconds": (seconds, GPT2 | PRESETS),
 }

@@ -6,7 +6,8 @@
 
 Processor seconds of one thread, the least of several runs, all in one run: ratios are what to
 quote. A machine that others use makes all of them longer, ratios little. The module's eight seeds
-are two measured, times four. Rivals that do not install or import are named with the reason.
+are two measured, times four. Rivals that do not install or import are named with the reason:
+`pip install --no-deps anyinit==0.4.0`; `pip install neural-tangents` brings jax and TensorFlow.
 """
 
 from __future__ import annotations
@@ -162,31 +163,33 @@ def shell() -> float:
 
 
 PEAK = """
-import resource, warnings
+import tracemalloc, warnings
 import moments
 warnings.simplefilter("ignore")
 model = moments.preset({name!r})
 model = model.replace(seq_len={length})
 moments.predict(moments.preset("bert-tiny"))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tracemalloc.start()
 moments.predict(model)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(tracemalloc.get_traced_memory()[1])
 """
 
 
 def megabytes(name: str, length: int) -> float:
-    """What a prediction of a preset adds to the memory of a process that has made a small one."""
+    """The most that Python and numpy hold at once while a process that has made a small prediction
+    makes that of a preset, its tables and counts of positions included. The resident size would not
+    do: what importing took and gave back hides it."""
     command = [sys.executable, "-c", PEAK.format(name=name, length=length)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return int(done.stdout) / 1024
+    return int(done.stdout) / 2**20
 
 
 # --- measuring ------------------------------------------------------------------------------------
 
 
 def measured() -> dict[str, Any]:
-    def predicting(model: moments.Transformer, **given: Any) -> float:
-        return seconds(lambda: moments.predict(model, **given), 1)
+    def predicting(model: moments.Transformer, runs: int = 3, **given: Any) -> float:
+        return seconds(lambda: moments.predict(model, **given), runs)
 
     gpt2, llama = moments.preset("gpt2", seq_len=128), moments.preset("llama-3-8b", seq_len=8192)
     ids = np.random.default_rng(0).zipf(1.3, (2, 128)) % gpt2.embedding.vocab_size
@@ -217,13 +220,13 @@ def measured() -> dict[str, Any]:
     curves = {
         "layers, tokens alike": [(n, predicting(ALIKE.replace(layers=n))) for n in DEPTHS],
         "layers, classes of positions": [
-            (n, predicting(CAUSAL.replace(layers=n))) for n in (3, 6, 12, 24)
+            (n, predicting(CAUSAL.replace(layers=n), 1)) for n in (3, 6, 12, 24)
         ],
         "tokens, by classes (6 layers)": [
-            (n, predicting(CAUSAL.replace(layers=6, seq_len=n))) for n in LENGTHS
+            (n, predicting(CAUSAL.replace(layers=6, seq_len=n), 1)) for n in LENGTHS
         ],
         "tokens, one by one (6 layers)": [
-            (n, predicting(CAUSAL.replace(layers=6, seq_len=n), tokens=True)) for n in TOKENS
+            (n, predicting(CAUSAL.replace(layers=6, seq_len=n), 1, tokens=True)) for n in TOKENS
         ],
         "configurations, one array (24 layers)": [
             (n, predicting(ALIKE, correlation=np.linspace(0.0, 0.9, n))) for n in COUNTS

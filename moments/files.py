@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -142,6 +141,8 @@ def replacing(path: StrPath, name: str = "") -> Iterator[Path]:
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             yield given  # a pipe or a device, which nothing can take the place of
             return
+        import secrets  # half of what loading this module would take
+
         target = Path(os.path.realpath(given))  # a link stays a link
         kept = target.stat().st_mode & 0o777 if target.exists() else None
         partial = target.with_name(f".{target.stem[:80]}-{secrets.token_hex(6)}{target.suffix}")

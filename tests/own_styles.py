@@ -3,6 +3,7 @@ training code; every name, layout and habit differs, none is of a library."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -509,16 +510,16 @@ class PictureModel(nn.Module):
         return logits if targets is None else (logits, f.cross_entropy(logits, targets))
 
 
-STYLES: dict[str, Callable[[], nn.Module]] = {
+STYLES: dict[str, Callable[..., nn.Module]] = {
     "minGPT": HandGPT,
     "lecture": LectureGPT,
     "lit-gpt": GroupedGPT,
-    "lit-gpt, parallel": lambda: GroupedGPT(parallel=True, share=0.25, groups=1),
+    "lit-gpt, parallel": functools.partial(GroupedGPT, parallel=True, share=0.25, groups=1),
     "torchtitan": TitanGPT,
     "torchtune": TuneGPT,
-    "torchtune, scaled": lambda: TuneGPT(normed=False, scaled=True),
+    "torchtune, scaled": functools.partial(TuneGPT, normed=False, scaled=True),
     "timm": PictureModel,
-    "timm, scaled": lambda: PictureModel(scale=0.1),
+    "timm, scaled": functools.partial(PictureModel, scale=0.1),
     "bare": BareGPT,
-    "bare, post": lambda: BareGPT(post=True),
+    "bare, post": functools.partial(BareGPT, post=True),
 }

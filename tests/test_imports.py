@@ -79,6 +79,21 @@ def test_a_first_prediction_loads_only_what_it_needs() -> None:
     assert sum(name.startswith("moments.") for name in names) < len(imports()) / 2
 
 
+def test_every_command_is_loaded_with_its_module_alone() -> None:
+    from moments.cli import MODULES
+    from moments.cli.base import PANELS
+
+    assert {name for names in PANELS.values() for name in names} == set(MODULES)
+    for module in sorted(set(MODULES.values())):
+        code = (
+            f"import moments.cli.{module}; from moments.cli.base import app\n"
+            "print('HELD', *((c.name or c.callback.__name__).replace('_', '-') "
+            "for c in app.registered_commands))"
+        )
+        held = fresh(code).partition("HELD")[2].split()
+        assert {name for name, stands in MODULES.items() if stands == module} == set(held)
+
+
 # --- layers ---------------------------------------------------------------------------------------
 
 # Imports run downward in this order of folders, and within a folder in no circle.

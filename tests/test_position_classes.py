@@ -18,6 +18,7 @@ from moments import Transformer
 from moments.engine.classes import (
     ClassMatrix,
     PositionClasses,
+    both_sides,
     documents_on,
     one_class,
     product,
@@ -38,6 +39,13 @@ from moments.transfer.attention.kernels.position_attention import (
 from moments.transfer.attention.kernels.turning import Turning
 
 LENGTH = 96
+
+
+@pytest.fixture
+def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By token, a class for every row and its iteration run to its end."""
+    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
 
 
 def predicted(model: Transformer, **arguments: Any) -> moments.Prediction:
@@ -323,7 +331,7 @@ def test_counts_of_windows_are_sums_over_every_token() -> None:
     sight, nodes = classes.seen(150), classes.nodes
     positions = np.arange(1, 601)
     every, held = (positions + 30.0) ** -0.5, (nodes + 30.0) ** -0.5
-    size = np.minimum(positions, 150)
+    size, inner = np.minimum(positions, 150), nodes[:-1]
     for p, node in enumerate(nodes):
         seen = (positions > node - 150) & (positions <= node)
         np.testing.assert_allclose(sight.keys[p] @ held, every[seen].sum(), rtol=1e-3)
@@ -333,12 +341,20 @@ def test_counts_of_windows_are_sums_over_every_token() -> None:
         for s, other in enumerate(nodes[: p + 1]):
             both = seen & (positions <= other)
             found = sight.shared[p, s] @ held
-            np.testing.assert_allclose(found, every[both].sum(), rtol=1e-3, atol=1e-9)
+            few = np.sum((inner > node - 150) & (inner <= other)) < 2  # one node stands for all
+            np.testing.assert_allclose(found, every[both].sum(), rtol=0.05 if few else 1e-3)
             np.testing.assert_allclose(sight.split[s, p] @ held, sight.keys[p] @ held, rtol=2e-2)
             both = later & (positions < other + 150)
             found = sight.later[p, s] @ (held / sight.size**2)
             expected = (every / size**2)[both].sum()
-            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-6)
+            few = np.sum((inner >= node) & (inner < other + 150)) < 2
+            np.testing.assert_allclose(found, expected, rtol=0.05 if few else 3e-3)
+            # what jumps where the longer row's keys begin
+            jumps = np.where(positions > node - 150, 1.0, 2.0) * every
+            at_nodes = np.where(nodes > node - 150, 1.0, 2.0) * held
+            jumps = jumps[(positions > other - 150) & (positions <= other)].sum()
+            if other > node - 150 and np.any((inner > other - 150) & (inner <= node - 150)):
+                np.testing.assert_allclose(sight.split[p, s] @ at_nodes, jumps, rtol=3e-2)
 
 
 def test_means_over_cells_are_those_of_the_pairs_of_a_text() -> None:
@@ -465,23 +481,23 @@ def test_rows_of_one_class_are_the_references_of_rows_by_token() -> None:
     assert found.sum_square[0] == pytest.approx(by_token.sum_square.mean(), rel=0.02)
 
 
+@pytest.mark.parametrize("window", [20, 8])
 def test_penalties_with_every_position_a_class_are_those_by_token(
-    monkeypatch: pytest.MonkeyPatch,
+    own_rows: None, window: int
 ) -> None:
     """Cells of one token hold no weights that differ."""
-    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
     length, slope = 20, 0.3
     place = np.arange(length)
     kernel = np.full((length, length), 0.2) + 0.8 * np.eye(length)
     offset = place[None, :] - place[:, None]
     given = {"drop_prob": 0.1, "d_model": 256.0, "d_head": 32.0}
+    allowed = (offset <= 0) & (offset > -window)
     by_token = KernelAttention(
-        kernel, logit_scale=1.0, allowed=offset <= 0, bias=-slope * np.abs(offset), **given
+        kernel, logit_scale=1.0, allowed=allowed, bias=-slope * np.abs(offset), **given
     )
     classes = PositionClasses.of(length, exact=length)
     tokens = np.ones(length), np.full((length, length), 0.2)
-    logits = ClassLogits(tokens, tokens, tokens, 1.0, fading(classes, slope))
+    logits = ClassLogits(tokens, tokens, tokens, 1.0, fading(classes, slope, window))
     by_class = PositionAttention(logits, **given)
     output, other = by_token.forward(), ~np.eye(length, dtype=bool)
     np.testing.assert_allclose(by_class.output[0], np.diag(output), rtol=1e-5)
@@ -495,13 +511,14 @@ def test_penalties_with_every_position_a_class_are_those_by_token(
         np.testing.assert_allclose(one[1][other], both[other], atol=off * np.diag(both).mean())
 
 
-@pytest.mark.parametrize("slope", [0.01, 0.1, 0.6])
-def test_counts_of_fading_weights_are_sums_over_every_token(slope: float) -> None:
+@pytest.mark.parametrize(("slope", "window"), [(0.01, 300), (0.1, 300), (0.6, 300), (0.02, 60)])
+def test_counts_of_fading_weights_are_sums_over_every_token(slope: float, window: int) -> None:
     length = 300
-    classes = PositionClasses.of(length)
-    sight, nodes = fading(classes, slope), classes.nodes
+    classes = PositionClasses.of(length, window)
+    sight, nodes = fading(classes, slope, window), classes.nodes
     place = np.arange(1, length + 1)
-    weights = np.exp(-slope * np.maximum(nodes[:, None] - place, 0)) * (place <= nodes[:, None])
+    behind = nodes[:, None] - place
+    weights = np.exp(-slope * np.maximum(behind, 0)) * ((behind >= 0) & (behind < window))
     found = (sight.keys * sight.prior).sum(1)
     np.testing.assert_allclose(found, weights.sum(1), rtol=1e-6)
     found = (sight.keys * sight.prior**2).sum(1)
@@ -606,8 +623,8 @@ def test_what_classes_do_not_cover_is_resolved_by_token() -> None:
     text = np.arange(40) % 7
     embedded = plain.replace(embedding=moments.Embedding(50, 1.0))
     assert predicted(embedded, token_ids=text).layout.classes is None
-    sinusoidal = moments.Embedding(50, 1.0, positions="sinusoidal")
-    assert predicted(plain.replace(embedding=sinusoidal)).layout.classes is None
+    mostly = moments.Embedding(50, 0.1, positions="sinusoidal")
+    assert predicted(plain.replace(embedding=mostly)).layout.classes is None
     assert predicted(plain.replace(causal=False)).token_variance is None
     assert predicted(plain.replace(seq_len=16)).layout.classes is None
 
@@ -650,14 +667,17 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
             assert found[quantity] < most, (name, quantity)
 
 
-def test_penalties_within_windows_go_token_by_token() -> None:
-    """On classes a penalty is counted over whole rows; a window would be lost."""
-    model = moments.Transformer(1, 64, 4, 96, causal=True, alibi=0.05, window=10)
-    found = moments.predict(model, correlation=0.2)
-    expected = moments.predict(model, correlation=0.2, tokens=True)
-    assert found.layout.classes is None
-    np.testing.assert_allclose(found.variance, expected.variance, rtol=1e-12)
-    np.testing.assert_allclose(found.correlation, expected.correlation, rtol=1e-12)
+def test_penalties_within_windows() -> None:
+    """As without: what stands beside a window is not weighed. Bounds: what was measured for
+    penalties, at this logit variance."""
+    model = Transformer(1, 128, 2, 64, causal=True, alibi=0.5, window=16, temperature=3.0)
+    by_token, by_class = (predicted(model, correlation=0.1, tokens=t) for t in (True, None))
+    assert by_class.layout.classes is not None
+    np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=4e-3)
+    np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=2e-3)
+    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=0.015)
+    whole = predicted(model.replace(window=None), correlation=0.1)
+    assert abs(whole.variance[-1] / by_class.variance[-1] - 1.0) > 0.01
 
 
 # --- several sequences and documents --------------------------------------------------------------
@@ -725,7 +745,7 @@ def test_documents_alike_are_one_that_shares_its_weights() -> None:
 
 
 def test_several_texts_are_those_by_token() -> None:
-    """Bounds: what was measured, and half again; docs/theory/state.md says what the band loses."""
+    """Bounds: those of all, and what was measured of the band and half again."""
     rank = np.arange(1.0, 50258)
     text = np.random.default_rng(3).choice(50257, (2, 64), p=1 / rank / (1 / rank).sum())
     model = moments.preset("gpt2", seq_len=64).replace(layers=2)
@@ -744,7 +764,7 @@ def test_several_texts_are_those_by_token() -> None:
     bands = [
         np.log(p.grad_variance_band[1] / p.grad_variance_band[0]) for p in (by_class, by_token)
     ]
-    np.testing.assert_allclose(*bands, rtol=0.15)
+    np.testing.assert_allclose(*bands, rtol=0.06)
 
 
 def test_packed_rows_are_those_by_token() -> None:
@@ -770,3 +790,55 @@ def test_a_padded_row_is_the_shorter_one() -> None:
     np.testing.assert_allclose(found.variance, alone.variance, rtol=1e-12)
     np.testing.assert_allclose(found.grad_variance, alone.grad_variance, rtol=1e-12)
     np.testing.assert_array_equal(found.token_grad_variance[:, 60:], 0.0)
+
+
+# --- sinusoidal positions, and windows without a mask ---------------------------------------------
+
+
+def as_by_token(
+    model: Transformer, inputs: dict[str, Any], without: tuple[str, ...] = ()
+) -> moments.Prediction:
+    """A prediction on classes within the bounds of all, against one by token."""
+    by_token, by_class = (predicted(model, tokens=t, **inputs) for t in (True, None))
+    assert by_class.layout.classes is not None
+    np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=1e-3)
+    np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=2e-3)
+    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=5e-3)
+    both = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
+    ratio = both[0].squared_norm / both[1].squared_norm
+    ratio = ratio[~ratio.index.get_level_values("weight").isin(without)]
+    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.02)
+    return by_class
+
+
+def test_sinusoidal_positions_by_means_over_cells(own_rows: None) -> None:
+    tables = moments.Embedding(1000, 1.0, positions="sinusoidal")
+    model = Transformer(2, 128, 4, 64, causal=True, embedding=tables)
+    # By token the tokens of an unknown text differ, on classes they follow Zipf's law.
+    as_by_token(model, {}, without=("token",))
+
+
+def test_windows_without_a_mask(own_rows: None) -> None:
+    model = Transformer(2, 128, 4, 48, window=(12, None), dropout=0.1, rotary=moments.Rotary())
+    found = as_by_token(model, {"correlation": 0.2})
+    # Nothing tells the two sides apart.
+    by_place = found.token_variance
+    np.testing.assert_allclose(by_place, by_place[:, ::-1], rtol=0.01)
+
+
+@pytest.mark.parametrize("window", [16, 128])
+def test_sums_over_what_rows_see_on_both_sides(window: int) -> None:
+    classes = both_sides(PositionClasses.of(128, 16))
+    sight, place = classes.seen(window), np.arange(1, 129)
+    values = np.log(place + 10.0)
+    held = values[classes.nodes - 1]
+    seen = np.abs(np.subtract.outer(classes.nodes, place)) < window
+    np.testing.assert_array_equal(sight.size, seen.sum(1))
+    np.testing.assert_allclose(sight.keys @ held, seen @ values, rtol=1e-3)
+    sizes = (np.abs(np.subtract.outer(place, place)) < window).sum(1)
+    sums = sight.rows @ (held / sight.size)
+    np.testing.assert_allclose(sums, seen @ (values / sizes), rtol=2e-3)
+    both = np.einsum("pi,qi->pqi", seen, seen)
+    np.testing.assert_allclose(sight.shared @ held, both @ values, rtol=0.01, atol=0.1)
+    sums = np.einsum("pqr,r->pq", sight.later, held / sight.size**2)
+    np.testing.assert_allclose(sums, both @ (values / sizes**2), rtol=0.02, atol=2e-3)

@@ -206,3 +206,19 @@ def test_a_public_name_says_what_it_takes_and_returns(name: str, value: Any) -> 
         first = doc.partition("\n")[0]
         verb = first.startswith(("Run", "Write", "Put", "Make", "Compare", "Measure", "Predict"))
         assert "Returns:" in doc or not verb, f"{name} does not say what it returns"
+
+
+@pytest.mark.parametrize(("name", "value"), public(), ids=[name for name, _ in public()])
+def test_a_loss_comes_with_its_unit(name: str, value: Any) -> None:
+    """All else is a variance of entries, which have none, or a ratio."""
+    fields = getattr(value, "__dataclass_fields__", {}).values()
+    numbers = [f.name for f in fields if re.search(r"float|Array|ndarray|Any", str(f.type))]
+    if any(field == "loss" or field.startswith("loss_") for field in numbers):
+        assert "nats" in (inspect.getdoc(value) or ""), name
+
+
+@pytest.mark.parametrize("name", ["Prediction", "FirstStep", "explain", "learning_rate", "solve"])
+def test_what_formulas_answer_names_where_they_are_derived(name: str) -> None:
+    pages = re.findall(r"docs/theory/[\w-]+\.md", inspect.getdoc(getattr(moments, name)) or "")
+    assert pages, name
+    assert all((ROOT / page).exists() for page in pages)

@@ -1,34 +1,51 @@
-"""The command `moments`: thin wrappers that parse, call the library and print."""
+"""The command `moments`: thin wrappers that parse, call the library and print.
 
-from . import (
-    audit,
-    check,
-    compare,
-    doctor,
-    first_step,
-    pages,
-    papers,
-    predict,
-    reference,
-    solve,
-    sweep,
-    validate,
-)
-from .base import app, main
+`main` loads the module of the command at hand alone; `app` is of all commands.
+"""
 
-__all__ = [
-    "app",
-    "audit",
-    "check",
-    "compare",
-    "doctor",
-    "first_step",
-    "main",
-    "pages",
-    "papers",
-    "predict",
-    "reference",
-    "solve",
-    "sweep",
-    "validate",
-]
+import importlib
+import sys
+from typing import Any
+
+from . import base
+
+MODULES = {
+    "predict": "predict",
+    "explain": "solve",
+    "compare-schemes": "papers",
+    "report": "pages",
+    "explore": "pages",
+    "sweep": "sweep",
+    "first-step": "first_step",
+    "check": "check",
+    "compare": "compare",
+    "audit": "audit",
+    "solve": "solve",
+    "schemes": "reference",
+    "formulas": "reference",
+    "figures": "papers",
+    "validate": "validate",
+    "model": "doctor",
+    "schema": "doctor",
+    "doctor": "doctor",
+}
+"""Where each command stands."""
+
+
+def main() -> None:
+    """Entry point: bad input prints one line on standard error and exits with status 2."""
+    asked = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    _load({MODULES[asked]} if asked in MODULES else set(MODULES.values()))
+    base.main()
+
+
+def _load(modules: set[str]) -> None:
+    for module in sorted(modules):
+        importlib.import_module(f".{module}", __name__)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _load(set(MODULES.values()))
+    return base.app

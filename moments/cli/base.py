@@ -210,7 +210,7 @@ PlotOption = Annotated[
 
 
 def main() -> None:
-    """Entry point: bad input prints one line on standard error and exits with status 2."""
+    """Run the commands that were loaded; see `cli.main`."""
     warnings.simplefilter("always", ValidityWarning)
     warnings.showwarning = _show_warning
     try:

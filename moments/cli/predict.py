@@ -20,6 +20,7 @@ from .base import (
     TheoryOption,
     app,
     declared,
+    err,
     named,
     out,
     pictures,
@@ -102,7 +103,7 @@ def predict(
     inputs = known | {name: value for name, value in given.items() if value is not None}
     if not known:
         inputs["pixels"] = pictures(described, variance, correlation)
-    progress = described.causal and described.seq_len > 128
+    progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     if csv is not None:
         write_csv(prediction.to_frame(), csv)

@@ -71,7 +71,7 @@ def formulas(
             out.print(f"[bold]{record.name:<26}[/]{record.title}")
         return
     record = find(component)
-    laws = record.under(theory.value)  # type: ignore[arg-type]
+    laws = record.under(theory.value)
     if as_json:
         print(json.dumps({name: _law_entry(law) for name, law in laws.items()}, indent=2))
         return

@@ -82,7 +82,7 @@ class PositionClasses:
             per_window = PER_WINDOW if length <= FEW_WINDOWS * window else LEAST_PER_WINDOW
         return _spaced(int(length), window / per_window, int(exact), float(per_octave))
 
-    @property
+    @functools.cached_property
     def count(self) -> Array:
         """(P,) tokens that a node stands for."""
         return np.asarray(self.seen().keys[-1])
@@ -213,9 +213,41 @@ def _spaced(length: int, step: float, exact: int, per_octave: float) -> Position
         places.append(min(places[-1] * ratio, places[-1] + step))
     logs = np.log(np.array(places) / exact)
     steps = exact * np.exp(logs * (np.log((length - 1) / exact) / logs[-1]))
-    first = np.arange(1, exact + 1)
-    nodes = np.union1d(first, np.round(steps).astype(np.intp))
-    return PositionClasses(length, np.append(nodes, length))
+    nodes = {*range(1, exact + 1), *np.round(steps).astype(int).tolist(), length}
+    return PositionClasses(length, np.array(sorted(nodes), np.intp))
+
+
+@dataclass(frozen=True, eq=False)
+class BothSides(PositionClasses):
+    """Positions of sequences without a mask, whose rows see those less than a window away on both
+    sides: nodes as under a mask, since what differs at either end does so over a window."""
+
+    def seen(self, window: int | None = None) -> Sight:
+        return _seen_both(self, self.length if window is None else min(window, self.length))
+
+    @property
+    def causal(self) -> PositionClasses:
+        """The same nodes under a mask, by which tokens and their pairs are counted."""
+        return _nodes(self.length, tuple(self.nodes.tolist()))
+
+    @property
+    def count(self) -> Array:
+        return self.causal.count
+
+    @functools.cached_property
+    def pair_count(self) -> Array:
+        return self.causal.pair_count
+
+
+@functools.lru_cache(maxsize=16)
+def _nodes(length: int, nodes: tuple[int, ...]) -> PositionClasses:
+    return PositionClasses(length, np.array(nodes))
+
+
+@functools.lru_cache(maxsize=16)
+def both_sides(one: PositionClasses) -> BothSides:
+    """The same for the same classes."""
+    return BothSides(one.length, one.nodes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,7 +324,7 @@ class DocumentClasses(PositionClasses):
         return self.one.cell_means(self._reaching * (self._reaching - 1.0))
 
     @functools.cached_property
-    def at_one_place(self) -> Array:  # type: ignore[override]
+    def at_one_place(self) -> Array:
         size = len(self.one.nodes)
         return np.eye(2 * size, k=size) + np.eye(2 * size, k=-size)
 
@@ -311,7 +343,7 @@ class DocumentClasses(PositionClasses):
         return np.array([sums(0, int(end), 0, last) for end in ends]), many.astype(float)
 
     @functools.cached_property
-    def count(self) -> Array:  # type: ignore[override]
+    def count(self) -> Array:
         counts, many = self._counts
         return np.tile(0.5 * (many @ counts), 2)
 
@@ -338,7 +370,7 @@ class DocumentClasses(PositionClasses):
         return met, np.asarray(pairs + pairs.T)
 
     @functools.cached_property
-    def pair_count(self) -> Array:  # type: ignore[override]
+    def pair_count(self) -> Array:
         own, pairs = self.across_count
         inner = np.diagonal(pairs)
         # Those beside the diagonal are counted where they are read from.
@@ -368,7 +400,7 @@ class DocumentClasses(PositionClasses):
         return np.asarray((pairs[..., :size, :size] * count).sum((-2, -1)) / max(count.sum(), 1.0))
 
     @functools.cached_property
-    def documents(self) -> Matrix | None:  # type: ignore[override]
+    def documents(self) -> Matrix | None:
         if len(set(self.lengths)) == 1:
             return None
         inside, across = self.together
@@ -416,7 +448,7 @@ class DocumentClasses(PositionClasses):
         return np.block([[pairs, none], [none, pairs]])
 
     @functools.cached_property
-    def there(self) -> NDArray[np.bool_]:  # type: ignore[override]
+    def there(self) -> NDArray[np.bool_]:
         return np.asarray(np.arange(self.one.length) < np.array(self.lengths)[:, None])
 
     def cell_means(self, values: Array) -> Array:
@@ -534,8 +566,9 @@ def lagrange(logs: Array, at: Array) -> Array:
 
 
 def stencil(cell: int, low: int, high: int) -> slice:
-    """At most four nodes from low to high, around the cell behind node `cell`."""
-    size = min(4, high - low + 1)
+    """At most four nodes from low to high, around the cell behind node `cell`; three if that is
+    beyond them, where a cubic would magnify what is not smooth."""
+    size = min(4 if low <= cell < high else 3, high - low + 1)
     start = min(max(cell - (size - 2) // 2, low), high - size + 1)
     return slice(start, start + size)
 
@@ -545,26 +578,30 @@ class Sight:
     """What the rows of a causal mask see, in counts.
 
     A row at node p sees the keys x_p - window < j <= x_p, and sums over them or over the rows that
-    see a key are sums over nodes of an interpolant. Its nodes are on the summed side of the row's
-    own end, where what is summed may jump; a window's other end it may cross.
+    see a key are sums over nodes of an interpolant. Its nodes are on the summed side of an end
+    where that may jump; what is of one row alone goes on beyond the first key of its window.
 
     Attributes:
         classes: of positions.
         window: keys that a row sees at most.
         starts: (P,) the last position that a row no longer sees.
+        ends: (P,) the last that it does.
         size: (P,) keys of a row.
         keys: (P, P) counts of a row's keys.
         shared: (P, P, P) counts [p, s, q] of the keys that rows p and s both see.
-        split: (P, P, P) counts [s, p, q] of row p's keys, of what may jump behind x_s <= x_p.
+        split: (P, P, P) counts [s, p, q] of row p's keys, of what may jump where row s sees no
+            more: behind x_s < x_p, or before its first key where x_s > x_p.
         rows: (P, P) counts [q, p] of the rows that see q, of what falls like 1/size.
         later: (P, P, P) counts [q, r, p] of those that see both, of what falls like 1/size^2.
         later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
+        begins: (P,) its first node that is a key.
     """
 
     classes: PositionClasses
     window: int
     starts: NDArray[np.intp] = field(init=False)
+    ends: NDArray[np.intp] = field(init=False)
     size: Array = field(init=False)
     keys: Array = field(init=False)
     shared: Array = field(init=False)
@@ -573,22 +610,33 @@ class Sight:
     later: Array = field(init=False)
     later_own: Array = field(init=False)
     seen: NDArray[np.bool_] = field(init=False)
+    begins: NDArray[np.intp] = field(init=False)
 
     def __post_init__(self) -> None:
         nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
         starts = np.maximum(nodes - reach, 0)
+        first = np.searchsorted(nodes, starts, "right")  # of a row's keys
+        last = np.searchsorted(nodes, nodes + reach) - 1  # of the rows that see a key
         sums = _Sums(nodes, reach)
         keys, rows = np.zeros((total, total)), np.zeros((total, total))
         shared, split, later = (np.zeros((total,) * 3) for _ in range(3))
         for p in range(total):
-            keys[p] = sums(starts[p], nodes[p], 0, p)
-            rows[p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, total - 1, 1)
+            split[p, p] = keys[p] = sums(starts[p], nodes[p], 0, p)
+            rows[p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, last[p], 1)
             for s in range(p + 1):
-                both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], 0, s)
-                split[s, p] = both + sums(max(nodes[s], starts[p]), nodes[p], s + 1, p)
-                seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, total - 1, 2)
+                both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], first[p], s)
+                seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, last[s], 2)
                 later[p, s] = later[s, p] = seeing
-        found = {"starts": starts, "size": np.minimum(nodes, reach).astype(float), "keys": keys}
+                if s == p:
+                    shared[p, p] = keys[p]
+                else:
+                    behind = max(nodes[s], starts[p]), nodes[p], max(s + 1, first[p]), p
+                    split[s, p] = both + sums(*behind)
+                    before = starts[s], min(nodes[s], starts[p]), first[s], min(s, first[p] - 1)
+                    alone = before[0] < before[1] and before[2] > before[3]  # no node among them
+                    split[p, s] = keys[s] if alone else both + sums(*before)
+        found = {"starts": starts, "ends": nodes, "begins": first, "keys": keys}
+        found["size"] = np.minimum(nodes, reach).astype(float)
         found |= {"shared": shared, "split": split, "rows": rows, "later": later}
         found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
         for name, value in (found | {"seen": keys != 0.0}).items():
@@ -600,11 +648,47 @@ class _Everything(Sight):
 
     def __post_init__(self) -> None:
         size = float(self.classes.length)
-        found = {"starts": np.zeros(1, np.intp), "size": np.array([size])}
+        found = {"starts": np.zeros(1, np.intp), "ends": self.classes.nodes}
+        found |= {"begins": np.zeros(1, np.intp), "size": np.array([size])}
         found |= {name: np.full((1, 1), size) for name in ("keys", "rows", "later_own")}
         found |= {name: np.full((1, 1, 1), size) for name in ("shared", "split", "later")}
         for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():
             object.__setattr__(self, name, value)
+
+
+class _AroundRows(Sight):
+    """Of rows that see both sides: nothing jumps at a node, since no row ends there."""
+
+    def __post_init__(self) -> None:
+        nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
+        length, last = self.classes.length, len(self.classes.nodes) - 1
+        starts, ends = np.maximum(nodes - reach, 0), np.minimum(nodes + reach - 1, length)
+
+        def size(place: Any) -> Any:
+            return np.minimum(place + reach - 1.0, length) - np.maximum(place - reach, 0.0)
+
+        sums = _Sums(nodes, reach, size)
+        found = {"starts": starts, "ends": ends, "size": size(nodes.astype(float))}
+        spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
+        keys, rows = (
+            np.array([sums(low, high, 0, last, power) for low, high in spans]) for power in (0, 1)
+        )
+        shared, later = (np.zeros((total,) * 3) for _ in range(2))
+        for p, s in np.ndindex(total, total):
+            low, high = max(spans[p][0], spans[s][0]), min(spans[p][1], spans[s][1])
+            shared[p, s] = sums(low, high, 0, last)
+            later[p, s] = sums(low, high, 0, last, 2)
+        split = np.broadcast_to(keys, (total, total, total))
+        found |= {"keys": keys, "shared": shared, "split": split, "rows": rows, "later": later}
+        found |= {"begins": np.zeros(total, np.intp)}
+        found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
+        for name, value in (found | {"seen": keys != 0.0}).items():
+            object.__setattr__(self, name, value)
+
+
+@functools.lru_cache(maxsize=16)
+def _seen_both(classes: BothSides, window: int) -> Sight:
+    return _AroundRows(classes, window)
 
 
 @functools.lru_cache(maxsize=64)
@@ -618,10 +702,14 @@ def _seen(classes: PositionClasses, window: int) -> Sight:
 
 
 class _Sums:
-    """Counts of sums over ranges of positions, for one window."""
+    """Counts of sums over ranges of positions, for one window.
 
-    def __init__(self, nodes: NDArray[np.intp], window: int) -> None:
-        self._nodes, self._logs, self._window = nodes, np.log(nodes), window
+    `size` gives how many keys the rows at some positions see; None: those up to their own.
+    """
+
+    def __init__(self, nodes: NDArray[np.intp], window: int, size: Any = None) -> None:
+        self._nodes, self._logs = nodes, np.log(nodes)
+        self._size = size or functools.partial(np.minimum, window)
         self._places: list[int] = nodes.tolist()
         self._cells: dict[tuple[int, ...], Array] = {}
         self._sums: dict[tuple[int, ...], Array] = {}
@@ -642,7 +730,7 @@ class _Sums:
         behind = bisect.bisect_right(places, low)
         counts[max(first, behind) : min(last + 1, bisect.bisect_right(places, high))] = 1.0
         inner = min(last, len(places) - 2)
-        for cell in range(max(0, behind - 1), inner):
+        for cell in range(max(0, behind - 1), len(places) - 2):
             if places[cell] >= high:
                 break
             held = stencil(cell, first, inner)
@@ -652,8 +740,8 @@ class _Sums:
                 points, masses = positions_between(*ends)
                 basis = lagrange(self._logs[held], np.log(points)) * masses
                 if power:
-                    sizes = np.minimum(self._nodes[held], self._window)[:, None]
-                    basis = basis * (sizes / np.minimum(points, self._window)) ** power
+                    sizes = self._size(self._nodes[held])[:, None]
+                    basis = basis * (sizes / self._size(points)) ** power
                 self._cells[key] = basis.sum(1)
             counts[held] += self._cells[key]
         return counts

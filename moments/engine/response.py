@@ -79,7 +79,13 @@ class Elementwise:
 
     @classmethod
     def of(
-        cls, leaf: Moving, signal: Signal, gradient: Gradient, received: Array, linear: bool
+        cls,
+        leaf: Moving,
+        signal: Signal,
+        gradient: Gradient,
+        received: Array,
+        linear: bool,
+        at_once: bool = True,
     ) -> Elementwise:
         """Differences of a leaf around the signal that entered it.
 
@@ -89,6 +95,7 @@ class Elementwise:
             gradient: at the output.
             received: the same, as sensitivities have it.
             linear: whether the leaf scales every pair by a factor, the same at any kernel.
+            at_once: whether it takes several signals on an axis before those of configurations.
         """
         kernel = signal.second_moment()
         if linear:
@@ -101,14 +108,18 @@ class Elementwise:
             kernel=kernel.scaled(1 + STEP),
             fluctuation=_grown(signal.fluctuation),
         )
-        even = _ones(gradient, kernel)
-        values = []
-        for entering in (base, base.replace(kernel=nearer), risen):
+        ends = base, base.replace(kernel=nearer), risen
+        groups = [_side_by_side(ends, received.shape[:-2])] if at_once else ends
+        outs: list[Matrix] = []
+        backs: list[Matrix] = []
+        for entering in groups:
             output, pullback = leaf.forward(entering)
-            sent = pullback(even).gradient.kernel
-            found = (output.second_moment(), sent)
-            values.append([matrix_of(one, signal.seq_len) for one in found])
-        (out, back), (out_near, back_near), (out_grown, back_grown) = values
+            sent = pullback(_ones(gradient, entering.kernel)).gradient.kernel
+            for found, one in ((outs, output.second_moment()), (backs, sent)):
+                found += _each(
+                    matrix_of(one, signal.seq_len), received.shape, len(ends) if at_once else 1
+                )
+        (out, out_near, out_grown), (back, back_near, back_grown) = outs, backs
         tokens, step = (matrix_of(one, signal.seq_len) for one in (kernel, scale.scaled(STEP)))
         onward, change = (
             off_diagonal(entrywise(ratio, at - near, step))
@@ -213,7 +224,7 @@ class Sum:
             sum_of([step.sensitivity for step in steps]),
             [step.exposure for step in steps],
             np.sum([step.noise for step in steps], axis=0),
-            sum(share * step.coherence for share, step in shared),  # type: ignore[arg-type]
+            sum(share * step.coherence for share, step in shared),
         )
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
@@ -239,7 +250,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Part:
+class Sublayer:
     """What follows one another in a layer, around its means; kernels (..., L, L).
 
     Attributes:
@@ -343,17 +354,17 @@ class Around:
         sent = in_units(matrix_of(record.gradient_sent.kernel, record.input.seq_len), self.unit)
         return entering, leaving, sent, self.received(record)
 
-    def whole(self, record: Record) -> Part:
+    def whole(self, record: Record) -> Sublayer:
         """A part without a skip connection."""
         answer, none = record.component.response(record, self), 0.0
         kernels, width = self.kernels(record), float(record.output.width)
-        return Part(answer, False, 0.0, 1.0, *kernels, none, none, width, heads_width(record))
+        return Sublayer(answer, False, 0.0, 1.0, *kernels, none, none, width, heads_width(record))
 
-    def added(self, record: Record, branch: Record, skip: Array, scale: Array) -> Part:
+    def added(self, record: Record, branch: Record, skip: Array, scale: Array) -> Sublayer:
         """What `branch` adds to a skip connection; squared factors of both."""
         answer = branch.component.response(branch, self)
         kappa, back_kappa, attends = kappas(branch, answer)
-        return Part(
+        return Sublayer(
             answer,
             True,
             skip,
@@ -376,7 +387,7 @@ def heads_width(record: Record) -> float | None:
 
 
 def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
-    """kappa, back_kappa and share of attention of `Part`.
+    """kappa, back_kappa and share of attention of `Sublayer`.
 
     Of parallel branches, whose sum varies by 2 (sum B)^2/d if each does by 2 B^2/d; unless a
     normalisation behind them fixes the size of the sum.
@@ -444,9 +455,50 @@ def in_units(kernel: Matrix, unit: Array) -> Matrix:
     return per_unit(kernel, unit).astype(SINGLE)
 
 
+def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
+    """Signals that differ in their kernels, on an axis of their own before those of
+    configurations."""
+
+    def entries(values: Several[Array], own: int) -> Array:
+        shape = np.shape(values[0])
+        shape = np.broadcast_shapes(shape, axes + shape[len(shape) - own :])
+        return np.stack([np.broadcast_to(value, shape) for value in values])
+
+    def together(values: Several[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Kernel):
+            own, several = int(bool(first.resolved)), [one.diagonal for one in values]
+            pairs = entries([one.pairs for one in values], 2 * own)
+            return Kernel(entries(several, own), pairs, first.resolved)
+        if isinstance(first, tuple):
+            found = [together(one) for one in zip(*values, strict=True)]
+            return type(first)(*found) if hasattr(first, "_fields") else tuple(found)
+        return first
+
+    kernel, centred, fluctuation = (
+        together([getattr(one, name) for one in signals])
+        for name in ("kernel", "centred", "fluctuation")
+    )
+    mean = 0.0 * kernel.diagonal
+    return signals[0].replace(kernel=kernel, mean=mean, centred=centred, fluctuation=fluctuation)
+
+
+def _each(matrix: Matrix, shape: tuple[int, ...], count: int) -> list[Matrix]:
+    """Of so many matrices side by side, each; or one that is the same for all."""
+    alone = count == 1 or len(matrix.shape) <= len(shape)
+    return [matrix] * count if alone else [matrix[k] for k in range(count)]
+
+
 def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
     """A gradient of covariance 1 everywhere, otherwise as the one given."""
     tokens = matrix_of(kernel, gradient.seq_len)
     received = matrix_of(gradient.kernel, gradient.seq_len)
     even = kernel_of(ones(np.broadcast_shapes(received.shape, tokens.shape), tokens))
-    return Gradient(even, gradient.seq_len, gradient.radial, gradient.centred_share)
+    axes = np.ndim(gradient.kernel.diagonal)
+
+    def held(value: Array) -> Array:  # what is of every token or configuration stays that
+        by_token = axes and np.ndim(value) == axes
+        return np.broadcast_to(value, np.shape(even.diagonal)) if by_token else value
+
+    radial, share = held(gradient.radial), held(gradient.centred_share)
+    return Gradient(even, gradient.seq_len, radial, share)

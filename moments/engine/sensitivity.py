@@ -65,9 +65,16 @@ class Response(Protocol):
 
 
 def ratio(numerator: Array, denominator: Array) -> Array:
-    """A ratio; 0 where there is no such mode (tokens identical, or of zero sum)."""
-    numerator, denominator = np.broadcast_arrays(numerator, denominator)
-    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator != 0)
+    """A ratio, in the numerator's precision; 0 where there is no such mode (tokens identical, or of
+    zero sum)."""
+    numerator, denominator = np.asarray(numerator), np.asarray(denominator)
+    present = denominator != 0
+    if present.all():
+        found = numerator / denominator
+    else:
+        found = numerator / np.where(present, denominator, denominator.dtype.type(1))
+        found = np.where(present, found, 0)
+    return np.asarray(found, numerator.dtype)
 
 
 # --- matrices over tokens: arrays (..., L, L), or on classes --------------------------------------

@@ -162,7 +162,7 @@ class Recorded:
     def __float__(self) -> float:
         raise Unrecordable("a recorded number becomes a plain one")
 
-    __int__ = __index__ = __round__ = __float__  # type: ignore[assignment]
+    __int__ = __index__ = __round__ = __float__
 
     def __hash__(self) -> int:
         raise Unrecordable("a recorded number as a key")

@@ -156,7 +156,7 @@ class Weights:
         def show(value: PerLayer) -> str:
             if isinstance(value, float):
                 return f"{value:.3g}"
-            return f"{min(value):.3g} to {max(value):.3g}"  # type: ignore[arg-type, type-var]
+            return f"{min(value):.3g} to {max(value):.3g}"
 
         given = [name for name in MATRICES if getattr(self, name) is not None]
         drawn = "" if self.distribution == "normal" else f", {self.distribution} entries"
@@ -198,7 +198,7 @@ class Biases:
         """torch.nn.Linear's: uniform with variance 1 / (3 fan_in)."""
         like = Weights.torch_default(d_model, d_ff)
         of = {f.name: like.of(f.name) for f in dataclasses.fields(cls)}
-        return cls(**of)  # type: ignore[arg-type]
+        return cls(**of)
 
     @classmethod
     def of(cls, *matrices: str) -> Biases:

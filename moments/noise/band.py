@@ -68,8 +68,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..engine.classes import ClassMatrix
 from ..engine.composition import Chain, Layer
-from ..engine.response import Around, Part
+from ..engine.response import Around, Sublayer
 from ..engine.sensitivity import (
     SINGLE,
     GradientAdjoint,
@@ -80,11 +81,12 @@ from ..engine.sensitivity import (
     matrix_of,
     paired,
     per_unit,
+    total,
     trace_of,
 )
 from ..engine.state import Array
 from ..engine.trace import Trace
-from .alike import Alike, across_sequences, part_starts
+from .alike import Alike, across_sequences, sublayer_starts
 from .network import Network, OneByOne, Walk
 
 NORMAL_95 = 1.959963984540054
@@ -107,7 +109,7 @@ CHUNK_ENTRIES = 2**23
 class End(Protocol):
     """Where the gradient at the last layer comes from."""
 
-    def met(self, trace: Trace, batch: int) -> tuple[Matrix, Response]:
+    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """That gradient, and how it answers to all that is behind it.
 
         Args:
@@ -116,7 +118,13 @@ class End(Protocol):
         """
 
 
-def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: End | None = None) -> Array:
+def log_variance(
+    declaration: Chain,
+    trace: Trace,
+    batch: float = 1,
+    top: End | None = None,
+    across: Sequence[Matrix] | None = None,
+) -> Array:
     """Var log g of the gradient variance at every point of the stream, shape (..., N + 1).
 
     To first order in the fluctuations, however large it says that they are (`first_order`).
@@ -127,6 +135,8 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: End | No
         batch: sequences of independent input and gradient that share the weights, those that one
             kernel by token holds side by side included.
         top: where the gradient at the last layer comes from; None: it is a fresh Gaussian tensor.
+        across: of two sequences, what their tokens share before every part and behind all, where
+            that is known (`between_documents`); None: what two texts do.
     """
     layers = [part for part in declaration.parts if isinstance(part, Layer)]
     first = trace.entering
@@ -135,18 +145,36 @@ def log_variance(declaration: Chain, trace: Trace, batch: int = 1, top: End | No
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         walk = OneByOne(_by_token(trace)) if first.resolved else Alike.of(trace).walk(layers)
         end = Fresh.of(trace) if top is None else top.met(trace, batch)
-        network = Network(walk, first, batch, shared(layers, trace, walk, batch), end)
-        variance = _at_points(network, part_starts(layers), bool(first.resolved))
+        common = shared(layers, trace, walk, batch) if across is None else _means(across)
+        network = Network(walk, first, batch, common, end, across)
+        variance = _at_points(network, sublayer_starts(layers), bool(first.resolved))
     return _where_it_arrives(variance, trace)
 
 
-def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: int) -> Sequence[Array]:
+def between_documents(trace: Trace) -> list[Matrix]:
+    """What tokens of two documents share before every part of every layer, and behind the last, of
+    a trace on `classes.DocumentClasses`."""
+    records = [one for layer in trace.layers for one in layer.children[0].in_order()]
+    found = []
+    for signal in (*(one.input for one in records), records[-1].output):
+        kernel = signal.second_moment()
+        assert kernel.classes is not None
+        _, across = kernel.classes.blocks(kernel.diagonal, kernel.pairs)
+        found.append(ClassMatrix(*across, kernel.classes.inside).astype(SINGLE))
+    return found
+
+
+def _means(matrices: Sequence[Matrix]) -> list[Array]:
+    return [total(one) / count_of(one) ** 2 for one in matrices]
+
+
+def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: float) -> Sequence[Array]:
     """What sequences that share the weights have in common, before every part and behind all."""
     if batch == 1:
         return (0.0,)
     variances: dict[int, Array] = {}
     for group in walk.groups:
-        kernel = group.part.entering
+        kernel = group.sublayer.entering
         variances |= group.by_place(trace_of(kernel) / count_of(kernel))
     return across_sequences(layers, trace, [variances[k] for k in sorted(variances)])
 
@@ -175,17 +203,17 @@ class Fresh:
         return SignalAdjoint(sensitivity, none, none)
 
 
-def _by_token(trace: Trace) -> list[Part]:
+def _by_token(trace: Trace) -> list[Sublayer]:
     """All parts of all layers."""
     stream = trace.stream()
     kernels = [point.signal.kernel for point in stream]
     kernels += [point.gradient.kernel for point in stream if point.gradient is not None]
     axes = np.broadcast_shapes(*(kernel.diagonal.shape[:-1] for kernel in kernels))
-    found: list[Part] = []
+    found: list[Sublayer] = []
     for layer in trace.layers:
         for record in layer.children[0].in_order():
             unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
-            found.append(record.component.part(record, Around(np.broadcast_to(unit, axes))))
+            found.append(record.component.sublayer(record, Around(np.broadcast_to(unit, axes))))
     return found
 
 

@@ -220,7 +220,7 @@ def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
     found: dict[Formula, tuple[str, str]] = {}
     for name in components():
         for theory in ("simplified", "published", "refined"):
-            for quantity, law in component(name).under(theory).items():  # type: ignore[arg-type]
+            for quantity, law in component(name).under(theory).items():
                 found.setdefault(law.formula, (name, quantity))
     if model.gated:
         product = gated(activation_laws(model.activation))
@@ -303,6 +303,8 @@ def explain(
     model: Transformer, layer: int, *, theory: Theory = "refined", **inputs: Any
 ) -> Explanation:
     """The recursion at one layer: every law, the numbers in it, and where it comes from.
+
+    docs/theory/index.md has what ties the laws together.
 
     Args:
         model: the declaration.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import PositionClasses
+from ..engine.classes import MOST_WINDOWS, PositionClasses
 from ..engine.state import Array, Fluctuation, Kernel, Signal
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_array, check_in
@@ -161,6 +161,10 @@ def check_memory(model: Transformer, resolved: bool, configurations: int, tokens
     there = memory()
     if needed > there:
         what = f"{tokens} tokens, each with every other" if resolved else "tokens alike"
+        windows = [window for window in model.windows if window is not None]
+        most = MOST_WINDOWS * min(windows, default=model.seq_len)
+        if resolved and most < model.seq_len:
+            what += f" (classes of positions hold windows of {min(windows)} up to seq_len = {most})"
         raise DomainError(
             f"{model.layers} layers of {what} in {configurations} configurations need about "
             f"{needed / 2**30:.3g} GiB of memory, and {there / 2**30:.3g} GiB are there: use fewer "

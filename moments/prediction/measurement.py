@@ -48,7 +48,8 @@ class Measurement:
         grad_variance_typical: (N + 1,) geometric mean over draws.
         token_variance, token_grad_variance: (N + 1, L).
         samples: variance, correlation, grad_variance and grad_correlation by draw, (seeds, N + 1).
-        loss, logit_variance: means over draws, None where there is no loss or no head.
+        loss, logit_variance: means over draws, None where there is no loss or no head; a loss is
+            in nats where it is a cross-entropy.
         variance_stderr, correlation_stderr, grad_variance_stderr, grad_correlation_stderr,
             grad_variance_typical_stderr, token_variance_stderr, token_grad_variance_stderr,
             loss_stderr, logit_variance_stderr: of those.

@@ -15,6 +15,7 @@ from ..engine.classes import (
     PER_OCTAVE,
     DocumentClasses,
     PositionClasses,
+    both_sides,
     documents_on,
 )
 from ..engine.layout import Layout
@@ -79,12 +80,13 @@ def predict(
             and 2).
         tokens: how finely tokens are told apart under the refined theory. True: each by itself,
             at a cost that grows with the cube of the length. False: not at all. None: by classes
-            of positions (`moments.engine.classes`) where the mask is causal and nothing else but
-            dropout, windows, rotary positions, penalties and biases by distance tells tokens
-            apart, at any length, an encoder's tokens being alike; not at all without a mask, long
-            sequences of rotary positions included; token by token for a text of up to 256 tokens
-            (of fewer than 64 where logits are as faint as GPT-2's) or of several sequences, an
-            image, a mask or a kernel. Of a longer text classes hold means over their cells.
+            of positions (`moments.engine.classes`) where the mask is causal, or there are windows,
+            and nothing else but dropout, positions of any kind, penalties and biases by distance
+            tells tokens apart, at any length (of up to 72 windows), an encoder's tokens being
+            alike, and those of several sequences or documents likewise, however long each; not at
+            all without a mask, long sequences of rotary positions included; token by token for a
+            text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's), an
+            image or a kernel. Of a longer text classes hold means over their cells and sequences.
             `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
@@ -196,16 +198,15 @@ def predict(
 
 def _of_one_document(
     stack: Stack, lengths: tuple[int, ...], given: tuple[Any, Any], batch: int
-) -> Prediction:
-    """The prediction of one of the documents of a stack, of which there are as many as share the
-    weights."""
+) -> tuple[Prediction, float]:
+    """The prediction of the longest document of a stack, and how many of those have as many tokens
+    as all have."""
     one = stack.alone()
-    many = batch * sum(lengths) ** 2 / sum(length**2 for length in lengths)
     with computing(stack.theory, [one.run], one.rows):
         signal = one.forward()
         outcome = last_gradient(one, signal, *given, None, None, batch)
         one.backward(outcome)
-    return one.prediction(max(1, round(many)), outcome, None)
+    return one.prediction(batch, outcome, None), batch * sum(lengths) / max(lengths)
 
 
 def _read_by(
@@ -314,13 +315,16 @@ def _resolution(
         )
     if not resolved or tokens is not None or grad_kernel is not None or targets is not None:
         return bool(resolved)
-    if own.given_by_token or other.by_token or not by_position(model):
+    unknown = model.causal or not own.by_token
+    if own.given_by_token or other.by_token or not unknown or not by_position(model):
         return bool(resolved)
     lengths = (model.seq_len,) if not own.by_token else _lengths(model, own)
     if lengths is None:
         return bool(resolved)
     density = DENSE_PER_OCTAVE if _falls_steeply(model) or _waves(model) else PER_OCTAVE
     one = PositionClasses.of(max(lengths), _least_window(model), per_octave=density)
+    if not model.causal:
+        return both_sides(one)
     return one if len(lengths) == 1 else documents_on(one, lengths)
 
 
@@ -386,14 +390,15 @@ def _mostly_waves(model: Transformer) -> bool:
 
 def by_position(model: Transformer) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve."""
-    encoder = model.encoder
+    encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
+    around = any(model.windows) and model.relative_bias is None  # rows that see both sides
     return (
-        model.causal
+        (model.causal or around)
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
-        and not (model.alibi and any(model.windows))  # penalties are counted over whole rows
+        and not (model.alibi and not model.causal)  # penalties are counted over what is before
         and (model.seq_len > LONGEST_TEXT or not _mostly_waves(model))
         and (encoder is None or not positional(encoder))
-        and (model.head is None or model.head.loss in (None, "causal"))
+        and (model.head is None or model.head.loss in losses)
     )
 
 

@@ -53,6 +53,8 @@ POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_corre
 class Prediction:
     """Moments of the residual stream and of every site inside the network.
 
+    docs/theory/state.md has the state, docs/theory/index.md what every formula is from.
+
     Stream arrays have shape (..., N + 1): index 0 enters layer 1, index n leaves layer n. Leading
     axes are those of the moments given to `predict`.
 
@@ -63,8 +65,9 @@ class Prediction:
         grad_variance, grad_correlation: of dLoss/dx, means over draws of the weights.
         token_variance, token_grad_variance: by token, (..., N + 1, L) where resolved, else None.
         warnings: where a formula left its validity.
-        loss, loss_stderr: at initialisation, and the deviation of one draw of the weights from it;
-            None without a head. Where several configurations are predicted, arrays of their shape.
+        loss, loss_stderr: at initialisation, and the deviation of one draw of the weights from it,
+            in nats; None without a head. Where several configurations are predicted, arrays of
+            their shape.
         logit_variance: likewise, mean square of the output logits.
         encoder: the encoder's own prediction; None without one.
         trace, layout: what both passes saw at every site, and how its tokens lie.
@@ -96,7 +99,7 @@ class Prediction:
     outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     read: Read | None = field(default=None, repr=False)
-    alone: Callable[[], Prediction] | None = field(default=None, repr=False)
+    alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
 
     @property
     def resolution(self) -> str:
@@ -150,13 +153,14 @@ class Prediction:
     @functools.cached_property
     def _draws(self) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
         """Typical value, ends of the band, and notes on both."""
-        from ..noise.band import band, first_order, log_variance
+        from ..noise.band import band, between_documents, first_order, log_variance
 
-        one = self if self.alone is None else self.alone()
-        batch = max(self.batch, self.layout.sequences) if one is self else one.batch
+        one, across, batch = self, None, float(max(self.batch, self.layout.sequences))
+        if self.alone is not None:
+            (one, batch), across = self.alone(), between_documents(self.trace)
         with computing(self.theory, [one.trace], one._rows):
             top = None if one.top is None else one.top()
-            spread = log_variance(self._declaration(), one.trace, batch, top)
+            spread = log_variance(self._declaration(), one.trace, batch, top, across)
             spread, notes = first_order(spread)
             typical, ends = band(self.grad_variance, spread)
         for note in notes:

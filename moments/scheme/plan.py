@@ -39,6 +39,8 @@ def solve(
 ) -> Plan:
     """Weight variances and scales that give a model what is asked for.
 
+    docs/theory/inversion.md derives the solution block by block; every scheme names its source.
+
     Args:
         model: the declaration; what is not free stays as it is, and so does its encoder.
         objective: a scheme's name (`moments.schemes()`), or one of `moments.solver.objectives()`:

@@ -33,7 +33,7 @@ def _tfixup(model: Transformer, role: str | None = None, per_head: bool = True) 
     decodes = role == "decoder" or (role is None and masked)
     gain = deep if decodes else 0.67 * model.layers**-0.25
     weights = xavier(model, per_head)
-    changes: dict[str, Any] = {name: weights.of(name) * gain**2 for name in SCALED}  # type: ignore[operator]
+    changes: dict[str, Any] = {name: weights.of(name) * gain**2 for name in SCALED}
     found = placed(
         model,
         "none",

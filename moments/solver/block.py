@@ -7,13 +7,12 @@ needed to find the factor; the accepted one is propagated in full, once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Leaf, Pullback, forward
+from ..engine.composition import Chain, Component, Leaf, OfEntry, Pullback, forward
 from ..engine.layout import Layout
 from ..engine.state import Signal
 from ..errors import DomainError
@@ -24,9 +23,6 @@ MATRICES = {
     "cross": ("cross_value", "cross_output"),
     "ffn": ("ffn_in", "gate", "ffn_out"),
 }
-
-Moments = tuple[Any, Any]  # mean and variance, per token where resolved
-Stage = Callable[[Moments, float], Moments]
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ class Block:
 
     # --- means and variances -------------------------------------------------------------------
 
-    def _through(self, stages: list[Stage], factor: float) -> float:
+    def _through(self, stages: list[OfEntry], factor: float) -> float:
         moments = self._start
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for stage in stages:
@@ -112,12 +108,10 @@ class Block:
     def _resolved(self) -> float:
         """Logarithm of the factor up to which an activation's laws are resolved."""
         moments, algebra = self._start, self.entering.algebra
-        part: Any
         for part, stage in zip(self.tail, self._stages, strict=True):
-            if part.by_entry:
-                share = float(np.max(part.domain_share(*moments, algebra)))
-                if share > 0.0:
-                    return -math.log(share)
+            share = float(np.max(part.domain_share(*moments, algebra)))
+            if share > 0.0:
+                return -math.log(share)
             moments = stage(moments, 1.0)
         return LIMIT
 
@@ -133,15 +127,13 @@ class Block:
             self._slope = more.kernel.diagonal - self.heads.kernel.diagonal
             self._constant = self.heads.kernel.diagonal - self._slope
 
-    def _stage(self, part: Any) -> Stage:
+    def _stage(self, part: Component) -> OfEntry:
         if part.mixes_tokens and part.matrices:
             return lambda _, factor: (0.0, self._slope * factor + self._constant)
-        if not part.by_entry:
+        stage = part.of_entry(self.entering.algebra, self.own)
+        if stage is None:
             raise DomainError(f"{part.label} has no inversion: solve for another objective")
-        algebra = self.entering.algebra
-        if not holds(part, self.own):
-            return lambda moments, _: part.of_entry(*moments, algebra)
-        return lambda moments, f: part.with_variances(self.own, f).of_entry(*moments, algebra)
+        return stage
 
 
 def average(layout: Layout, diagonal: Any) -> float:

@@ -46,7 +46,7 @@ class StepMeasurement:
     Attributes:
         source, optimizer, learning_rate: what was run.
         seeds: draws.
-        loss, loss_before, loss_change, slope: as in `FirstStep`.
+        loss, loss_before, loss_change, slope: as in `FirstStep`, in nats.
         variance, relative_change: (N + 1,) of the stream after the step; changes are relative to
             the mean square before it.
         site_rows, weight_rows: what `to_frame` and `weights` show.

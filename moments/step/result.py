@@ -34,12 +34,14 @@ FORMAT_VERSION = 1
 class FirstStep:
     """The network after the first step of an optimizer.
 
+    docs/theory/first-step.md derives it.
+
     Stream arrays have length N + 1: index 0 enters layer 1, index n leaves layer n.
 
     Attributes:
         model: the declaration.
         optimizer, learning_rate: of the step.
-        loss: of the batch after the step.
+        loss: of the batch after the step, in nats like every loss here.
         loss_before: as predicted at initialisation.
         loss_change: loss - loss_before; negative where the loss falls.
         slope: derivative of the loss in the learning rate, at rate 0: negative.

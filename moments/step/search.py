@@ -66,7 +66,7 @@ def learning_rate(
     """The rate at which the first step of an optimizer reaches a bound.
 
     It says how far a step goes, not how well training does: a step whose stream changes by .1 to 1
-    is where linear theory ends and common learning rates lie.
+    is where linear theory ends and common learning rates lie (docs/theory/first-step.md).
 
     >>> import moments
     >>> model = moments.preset("gpt2").replace(layers=2, seq_len=16, dropout=0.0)

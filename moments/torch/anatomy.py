@@ -157,6 +157,11 @@ def of_another_type(module: nn.Module) -> bool:
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Reading]] = weakref.WeakKeyDictionary()
 
 
+def forget(module: nn.Module) -> None:
+    """Read a module anew when it is next read, with the entries that it has then."""
+    _KNOWN.pop(module, None)
+
+
 def _read(module: nn.Module, batch: Any) -> Reading:
     """A module's reading, kept as long as nothing of its structure changes."""
     mark = _structure(module)

@@ -38,12 +38,13 @@ from ..show.health import (
 )
 from ..show.recognition import Reading, Weight, in_words, recognise
 from .advice import Advice, advise
-from .anatomy import Anatomy, anatomy_of, of_another_type
+from .anatomy import Anatomy, anatomy_of, forget, of_another_type
 from .architecture import architecture_of, read_architecture
 from .audit import Read, audit_read
+from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
 from .checkpoints import load
-from .describe import NO_ROLE, describe, described_as
+from .describe import NO_ROLE, describe, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
 from .entering import first_stream, ids_read, sees_ahead
 from .expectation import model_of
@@ -150,6 +151,7 @@ class _Checking:
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme = module, scheme
+        forget(module)  # entries may be others than when it was read
         try:
             self.parts = anatomy_of(module, batch)
         except DomainError:
@@ -229,17 +231,25 @@ class _Checking:
         if ids is None and isinstance(embedding, Embedding):
             ids = ids_read(self.module, few, embedding.vocab_size)
         known = None if ids is None else np.asarray(ids)
-        sites = None if self.parts.reading is None else self.parts.sites
-        return sees_ahead(self.module, few, sites, self.described.layers, known)
+        return sees_ahead(self.module, few, self.parts.sites, self.described.layers, known)
 
     def _compared(self) -> Comparison:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
         case, _ = case_of(self.described, text, self.measurement, None)
-        case = self._by_token(case)
-        self.case = case
+        self.case = self._by_token(case)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
-            return compare(predict(case.model, **case.inputs), self.measurement, same_weights=True)
+            try:
+                prediction = predict(self.case.model, **self.case.inputs)
+            except DomainError as error:
+                if "pixels" not in self.case.inputs:
+                    raise
+                # A picture's class token may be zero, which has no correlation with any patch.
+                self.notes.append(f"what enters layer 1 was measured, not predicted: {error}")
+                given = measured_moments(self.measurement)
+                given |= measured_gradient(self.described, self.measurement, given)
+                prediction = predict(self.described.replace(head=None), **given)
+            return compare(prediction, self.measurement, same_weights=True)
 
     def _by_token(self, case: Case) -> Case:
         """The same on the kernel of what really enters, where its few tokens are not alike."""
@@ -644,7 +654,8 @@ class _Weights:
         names = tuple(dict.fromkeys(f.role for group in groups for f in group))
         layers = tuple(sorted({f.layer for group in groups for f in group}))
         yield Trouble(
-            "warning",
+            # nn.Transformer draws its copies' matrices again, and leaves them their biases.
+            "note" if all(name.endswith(".bias") for name in names) else "warning",
             "copied layers",
             gathered_names([f.parameter for group in groups for f in group]),
             layers,
@@ -924,16 +935,20 @@ def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transfor
         known = read_architecture(module)
         if known is not None:
             return known
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
-        described = describe(module, batch=batch)
-    if described.model is None:
+    if parts.reading is not None:
+        model, unplaced = parts.reading.model, unplaced_by(parts.reading)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ValidityWarning)
+            described = describe(module, batch=batch)
+        model, unplaced = described.model, described.unplaced
+    if model is None:
         said = f"no Transformer says what {type(module).__name__} does"
-        names = [words for words in described.unplaced if words.endswith(NO_ROLE)]
-        why = [words for words in described.unplaced if words not in names]
+        names = [words for words in unplaced if words.endswith(NO_ROLE)]
+        why = [words for words in unplaced if words not in names]
         why += [f"{len(names)} parameters of unknown role"] if names else []
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")
-    return described.model
+    return model
 
 
 def _with_weights(model: Transformer, read: Read) -> Transformer:

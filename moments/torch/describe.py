@@ -230,8 +230,14 @@ def _of_reading(module: nn.Module, reading: Reading) -> Description:
     entries, repeated = entries_of(module, found)
     for note in _broken(module, found, dict(entries), repeated):
         warnings.warn(note, ValidityWarning, stacklevel=3)
-    unplaced = [*reading.reasons, *(f"{name}{NO_ROLE}" for name in found.unidentified)]
-    return Description(module, reading.model, found, tuple(unplaced), reading.sites, reading.doubts)
+    unplaced = unplaced_by(reading)
+    return Description(module, reading.model, found, unplaced, reading.sites, reading.doubts)
+
+
+def unplaced_by(reading: Reading) -> tuple[str, ...]:
+    """Why one pass gave no Transformer, and the parameters that it gave no role."""
+    unknown = (f"{name}{NO_ROLE}" for name in reading.roles.unidentified)
+    return (*reading.reasons, *unknown)
 
 
 def weight_statistics(

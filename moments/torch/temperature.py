@@ -226,4 +226,4 @@ def _temperatures(
             yield role.layer, role.label, None, float(own[role.layer - 1])
         else:
             width = float(model.d_head or 1) ** 0.5
-            yield role.layer, role.label, holder, 1 / (width * float(holder.scaling))  # type: ignore[arg-type]
+            yield role.layer, role.label, holder, 1 / (width * float(holder.scaling))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..engine.composition import Hidden, Leaf, Pullback, Pulled
+from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
 from ..engine.evaluation import Values, bind, evaluate
 from ..engine.fluctuation import activated, dropped, followed, mapped
@@ -45,16 +45,22 @@ class Lawful(Leaf):
     parameters: Mapping[str, Any] = field(default_factory=dict)
     width: Any = None
 
-    by_entry: ClassVar[bool] = True
-
-    def of_entry(self, mean: Array, variance: Array, algebra: Any) -> tuple[Array, Array]:
+    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
         laws = self.laws.under(self.theory)
-        values = {**self.parameters, "x_mean": mean, "x_variance": variance}
-        of_mean, of_variance = laws["mean"], laws["variance"]
-        return (
-            of_mean.formula(algebra, *of_mean.pick(values)),
-            of_variance.formula(algebra, *of_variance.pick(values)),
-        )
+        mean, variance = laws["mean"], laws["variance"]
+        values = dict(self.parameters)
+        weight = None if set(names).isdisjoint(self.matrices) else values["weight_variance"]
+
+        def found(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+            values["x_mean"], values["x_variance"] = entering
+            if weight is not None:
+                values["weight_variance"] = weight * factor
+            return (
+                mean.formula(algebra, *mean.pick(values)),
+                variance.formula(algebra, *variance.pick(values)),
+            )
+
+        return found
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         laws = self.laws.under(self.theory)

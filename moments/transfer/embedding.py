@@ -240,7 +240,7 @@ def _fixed_on(frequencies: np.ndarray, classes: PositionClasses) -> FixedPart:
     """Means over cells, of one place or of two: the same in every document."""
     one, count = classes.inside, len(frequencies)
     hats = Hats(one, frequencies)
-    phases, mass, twice = hats.sums(0, len(one.nodes) - 1)
+    phases, mass, twice = hats.sums(0, one.length)
     cosines = (phases @ phases.conj().T).real / count
     pairs = mass[:, None] * mass
     near = float(np.cos(frequencies).mean())

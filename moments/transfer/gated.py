@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Hidden, Leaf, Pullback, Pulled
+from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
 from ..engine.evaluation import Values, bind, evaluate, evaluate_sides
 from ..engine.fluctuation import followed, overlap_variance, shared_with, step_within
@@ -56,7 +56,6 @@ class GatedLinear(Leaf):
     has_bias: bool = False
 
     reads_realised: ClassVar[bool] = True
-    by_entry: ClassVar[bool] = True
     matrices: ClassVar[tuple[str, ...]] = ("gate", "ffn_in")
     hidden: ClassVar[Hidden] = Hidden(1, 1.0)
 
@@ -64,15 +63,21 @@ class GatedLinear(Leaf):
         held = {name: getattr(self, name) * factor for name in self.matrices if name in names}
         return replace(self, **held)
 
-    def of_entry(self, mean: Array, variance: Array, algebra: Any) -> tuple[Array, Array]:
-        law = gated(self.activation).under("refined")["variance"]
-        gate, factor = (one.of_entry(mean, variance, algebra) for one in self._maps())
-        values = {"x_mean": 0.0, "x_variance": gate[1], "factor_variance": factor[1]}
-        return 0.0, law.formula(algebra, *law.pick(values))
+    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
+        product = gated(self.activation).under("refined")["variance"]
+        gate, factor = (one.of_entry(algebra, names) for one in self._maps())
+
+        def found(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
+            _, of_gate = gate(entering, times)
+            values = {"x_variance": of_gate, "factor_variance": factor(entering, times)[1]}
+            return 0.0, product.formula(algebra, *product.pick(values | {"x_mean": 0.0}))
+
+        return found
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
         upper = gated(self.activation).under("refined")["variance"].domain["x_variance"].upper
-        return self._maps()[0].of_entry(mean, variance, algebra)[1] / upper
+        _, of_gate = self._maps()[0].of_entry(algebra)((mean, variance), 1.0)
+        return of_gate / upper
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         (inner, gate_back), (factor, factor_back) = (one.forward(signal) for one in self._maps())

@@ -117,6 +117,8 @@ def before(stream: Stream, chain: Chain) -> Before:
         if name in used:
             continue
         tensor = graph.tensor(leaf)
+        if not tensor.numel():  # no registers, say
+            continue
         tokens = tensor.numel() // width
         role = "class" if tokens == 1 else "position" if tensor.shape[-1] == width else None
         if role is None or role in found.tables:

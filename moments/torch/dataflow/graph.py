@@ -150,6 +150,9 @@ class Graph:
 
     def rests_on(self, value: int, other: int) -> bool:
         """Whether `other` is an ancestor of a value, or the value itself."""
+        made = self.values[other].producer
+        if made is not None and len(self.nodes[made].outputs) == 1:
+            return bool(self.before(value) >> made & 1)
         return value == other or bool(self.path([other], value))
 
     def path(self, starts: Iterable[int], end: int) -> list[Node]:
@@ -228,6 +231,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.kept: list[Tensor] = []
         self.sharing: dict[int, list[Tensor]] = {}
         self.stale: dict[int, list[tuple[int, Callable[[Tensor, Tensor], Tensor]]]] = {}
+        self.uniform: dict[int, float] = {}  # values that are a number and a uniform draw
         for name, parameter in module.named_parameters():
             self._leaf(parameter, name=name, params=frozenset((name,)))
         for name, buffer in module.named_buffers():
@@ -286,8 +290,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         for tensor in written:
             for other in self.sharing.get(_storage(tensor), ()):
                 self.graph.values[self.known[id(other)]].tensor = other.clone()
-        drop_prob = None
-        if name.removesuffix("_") == "bernoulli" and len(args) > 1 and isinstance(args[1], float):
+        drop_prob, plain = None, name.removesuffix("_")
+        if plain == "floor" and (keep := self.uniform.get(inputs[0])) is not None:
+            drop_prob = round(1 - keep, 6)  # floor(keep + a uniform number)
+            made = args[0].fill_(keep) if written else torch.full_like(args[0], keep)
+            func, refs, inputs = _kept(made), ((), {}), ()
+        elif plain == "bernoulli" and len(args) > 1 and isinstance(args[1], float):
             drop_prob = round(1 - args[1], 6)
             made = args[0].fill_(args[1]) if written else torch.full_like(args[0], args[1])
             func, refs, inputs = _kept(made), ((), {}), ()
@@ -297,6 +305,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         else:
             made = func(*args, **kwargs)
         self._record(name, func, refs, inputs, written, made, drop_prob)
+        shift = self.uniform.get(inputs[0]) if len(inputs) == 1 else None
+        if plain == "rand":
+            self.uniform[self.known[id(made)]] = 0.0
+        elif shift is not None and plain in ("add", *VIEWS) and isinstance(made, Tensor):
+            number = next((float(a) for a in args if type(a) is float), 0.0)
+            self.uniform[self.known[id(made)]] = shift + number
         return made
 
     def _record(

@@ -254,7 +254,7 @@ def _period(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-def _makers(graph: Graph, value: int) -> list:  # type: ignore[type-arg]
+def _makers(graph: Graph, value: int) -> list:
     """The operations that make a constant of parameters, those that pass all on left out."""
     bits, found = graph.before(value), []
     while bits:
@@ -284,7 +284,7 @@ def _followed(
     graph: Graph,
     path: list,
     given: dict[int, Tensor],
-    end: int,  # type: ignore[type-arg]
+    end: int,
 ) -> Tensor | None:
     """Places that views carry along; None where entries are changed on the way."""
     values = dict(given)

@@ -294,12 +294,19 @@ class _Reading:
                 f"{type(self.module).__name__}: no attention beside a residual stream was found in "
                 "what it computes"
             )
-        for chain in stream.chains:
+        chains = stream.chains
+        if len(chains) > 2:  # whatever stands in them: what is read is the longest
+            chains = self._longest(chains)
+        for chain in chains:
+            own = len(self._matrices(chain))
+            if own < len(chain.sums):
+                self.reasons.append("layers that share their weights")
+                chain.sums = chain.sums[:own]
             stream.fill(chain)
         self.reasons += stream.doubts
         self.doubts += stream.notes
         self.tensors = dict(self.module.named_parameters())
-        stacks = self._stacks(stream.chains)
+        stacks = self._stacks(chains)
         roles = Roles(self.graph)
         sites = Sites(self.graph)
         points: list[HookPoint] = []
@@ -322,7 +329,7 @@ class _Reading:
         module_roles = ModuleRoles(
             layers=len(main.layers),
             roles=tuple(r for r in found if r not in scales),
-            unidentified=tuple(name for name in self.tensors if name not in known),
+            unidentified=tuple(n for n, p in self.tensors.items() if n not in known and p.numel()),
             blocks=tuple(branches),
             scales=scales,
         )
@@ -343,12 +350,8 @@ class _Reading:
         """The encoder's stack, if there are two, and the main one."""
         chains = [c for c in chains if len(c.blocks) >= 1]
         crossing = [c for c in chains if any(b.name == "cross" for b in c.blocks)]
-        if len(chains) > 2 or (len(chains) == 2 and len(crossing) != 1):
-            sizes = ", ".join(str(len(c.sums)) for c in chains)
-            self.reasons.append(
-                f"{len(chains)} streams (of {sizes} sums) that are no encoder and decoder"
-            )
-            chains = [max(chains, key=lambda c: len(c.sums))]
+        if len(chains) == 2 and len(crossing) != 1:
+            chains = self._longest(chains)
         if crossing and len(chains) == 2:
             chains = [c for c in chains if c is not crossing[0]] + crossing
         found = []
@@ -368,6 +371,39 @@ class _Reading:
             )
             self.doubts += found[-1].after.doubts
         return found
+
+    def _matrices(self, chain: Chain) -> list[set[str]]:
+        """Parameters of every sum's matrices, up to the first sum that only uses earlier ones.
+
+        What follows is the same again, however often the module goes round.
+        """
+        found: list[set[str]] = []
+        for one in chain.sums:
+            matrices = [m for tip in one.tips for m in self.stream.read.between(one.stream, tip)]
+            names = {name for matrix in matrices for name in matrix.params}
+            if names and names <= set().union(*found):
+                break
+            found.append(names)
+        return found
+
+    def _longest(self, chains: list[Chain]) -> list[Chain]:
+        """Of streams that no Transformer has the one of most sums; the rest is a reason.
+
+        A stream of which one sum is all that another one does is not looked into.
+        """
+        sizes = ", ".join(str(len(c.sums)) for c in chains)
+        words = f"{len(chains)} streams (of {sizes} sums) that are no encoder and decoder"
+        self.reasons.append(words)
+        if {node.name for node in self.graph.nodes} & {"topk", "sort"}:
+            self.reasons.append("entries that are chosen by size, as a mixture's router does")
+        rows = [self._matrices(chain) for chain in chains]
+        wholes = [set().union(*row) for row in rows]
+        plain = [
+            not any(other and other <= names for names in row for other in wholes if len(row) > 1)
+            for row in rows
+        ]
+        scores = [len(row) if alone else 0 for row, alone in zip(rows, plain, strict=True)]
+        return [chains[scores.index(max(scores))]]
 
     def _layers(self, chain: Chain) -> list[list[Block]]:
         """Blocks by layer: attention, perhaps cross-attention, a feed-forward block."""

@@ -299,7 +299,7 @@ class ClassLayer:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
         if leaf.alibi:
             slopes, shares = head_slopes(leaf)
-            sights = [fading(classes.inside, float(slope)) for slope in slopes]
+            sights = [fading(classes.inside, float(slope), leaf.window) for slope in slopes]
         self._rows: list[Any] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
         for query_tokens, key_tokens, values, scale, spread in zip(

@@ -184,12 +184,23 @@ def alike_targets(head: Head, vocab_size: int, seq_len: int, batch: int = 1) -> 
 def position_targets(
     head: Head, vocab_size: int, classes: PositionClasses, batch: int = 1
 ) -> Targets:
-    """Targets of an unknown text on classes of positions, each token predicting the next one.
+    """Targets of an unknown text on classes of positions, each token predicting the next one, or
+    what is masked at random.
 
     Two tokens i and i + 1 are the first nodes, one position apart; beyond them, neighbours of one
     class are, in as many of its pairs as there are tokens.
     """
     check_count("batch", batch)
+    if head.loss != "causal":
+        alike = alike_targets(head, vocab_size, classes.length, batch)
+        of_one, of_two = np.ones(len(classes.nodes)), np.ones((len(classes.nodes),) * 2)
+        one_token = {"active", "own"}
+        each = {
+            name: value * (of_one if name in one_token else of_two)
+            for name, value in vars(alike).items()
+            if name != "count"
+        }
+        return Targets(alike.count, **each)
     collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
     one, size = classes.inside, len(classes.nodes)
     active = classes.cell_means(_followed(classes))

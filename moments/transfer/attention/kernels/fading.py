@@ -54,7 +54,7 @@ class FadingSight(Sight):
     met_by_one: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        self._set(_fading(self.classes, self.slope))
+        self._set(_fading(self.classes, self.slope, self.window))
 
     def _set(self, fields: dict[str, Array]) -> None:
         for name, value in fields.items():
@@ -77,18 +77,18 @@ class FadingSight(Sight):
 
 
 @functools.lru_cache(maxsize=32)
-def fading(classes: PositionClasses, slope: float) -> FadingSight:
-    """The same for the same classes and slope."""
-    return FadingSight(classes, classes.length, slope)
+def fading(classes: PositionClasses, slope: float, window: int | None = None) -> FadingSight:
+    """The same for the same classes, slope and window."""
+    return FadingSight(classes, min(window or classes.length, classes.length), slope)
 
 
-def _fading(classes: PositionClasses, slope: float) -> dict[str, Array]:
+def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Array]:
     nodes, size = classes.nodes, len(classes.nodes)
-    reach = int(REACH / slope) + 1
+    reach = min(int(REACH / slope) + 1, window)
     sums = _Sums(nodes)
     keys, squares, met, cubes = (np.zeros((size, size)) for _ in range(4))
     split, shared = (np.zeros((size,) * 3) for _ in range(2))
-    received = _received(classes.length, slope)
+    received = _received(classes.length, slope, window)
     count, pairs = classes.count, classes.pair_count
     for p in range(size):
         end = int(nodes[p])
@@ -96,7 +96,7 @@ def _fading(classes: PositionClasses, slope: float) -> dict[str, Array]:
 
         def of(place: Array, end: int = end) -> Array:
             one, places = np.exp(-slope * np.abs(end - place)), place.astype(np.intp) - 1
-            whole = _size(end, slope) * received[places]
+            whole = _size(min(end, window), slope) * received[places]
             return np.stack([one, one**2, one * np.maximum(whole - one, 0.0), one**3])
 
         found = sums(of, least, end, 0, p)
@@ -104,6 +104,7 @@ def _fading(classes: PositionClasses, slope: float) -> dict[str, Array]:
             cubic = False
             found = sums(of, least, end, 0, p, cubic=cubic)
         keys[p], squares[p], met[p], cubes[p] = found
+        split[p + 1 :, p] = keys[p]
         for s in range(p + 1):
             at = int(nodes[s])
             split[s, p] = sums(of, least, at, 0, s, cubic=cubic)[0]
@@ -129,8 +130,10 @@ def _fading(classes: PositionClasses, slope: float) -> dict[str, Array]:
     each = np.where(seen, keys, 1.0)
     counts = np.where(seen, keys / prior, 0.0)
     return {
-        "starts": np.zeros(size, np.intp),
-        "size": nodes.astype(float),
+        "starts": np.maximum(nodes - window, 0),
+        "ends": nodes,
+        "begins": np.zeros(size, np.intp),
+        "size": np.minimum(nodes, window).astype(float),
         "shared": np.where(together, shared / (prior[:, None, :] * prior[None, :, :]), 0.0),
         "split": np.where(seen[None, :, :], split / prior, 0.0),
         "prior": prior,
@@ -155,12 +158,14 @@ def _size(place: Any, slope: float) -> Any:
     return np.expm1(-slope * np.asarray(place, float)) / np.expm1(-slope)
 
 
-def _received(length: int, slope: float) -> Array:
-    """(L,) what every key receives of rows that share one weight out."""
+def _received(length: int, slope: float, window: int) -> Array:
+    """(L,) what every key receives of rows that share one weight out, of as many as see it."""
     from scipy.signal import lfilter  # takes a tenth of a second
 
-    sent = 1.0 / _size(np.arange(length, 0, -1), slope)
-    return np.asarray(lfilter([1.0], [1.0, -float(np.exp(-slope))], sent)[::-1])
+    sent = 1.0 / _size(np.minimum(np.arange(length, 0, -1), window), slope)
+    found = lfilter([1.0], [1.0, -float(np.exp(-slope))], sent)[::-1]
+    beyond = np.append(found[window:], np.zeros(min(window, length)))
+    return np.asarray(found - np.exp(-slope * window) * beyond)
 
 
 class _Sums:

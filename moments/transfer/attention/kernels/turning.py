@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import OneClass, PositionClasses, Sight
+from ....engine.classes import BothSides, OneClass, PositionClasses, Sight
 from .heads import few_points
 
 Array = NDArray[np.float64]
@@ -107,14 +107,15 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     speed, share = np.array(frequencies), np.array(shares)
     size = len(sight.classes.nodes)
     hats = (OneHat if isinstance(sight.classes, OneClass) else Hats)(sight.classes, speed)
-    found = [hats.sums(int(sight.starts[p]), p) for p in range(size)]
+    found = [hats.sums(int(sight.starts[p]), int(sight.ends[p])) for p in range(size)]
     sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
     total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
     near = float(np.cos(speed) @ share)
     within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
-    rows = hats.sums(0, size - 1)
-    varying = hats.deviation(share), hats.rule(share)
+    rows = hats.sums(0, sight.classes.length)
+    ending = not isinstance(sight.classes, BothSides)
+    varying = hats.deviation(share, ending), hats.rule(share)
     return Turning(within, *varying, keys, share, mass, same, rows, speed)
 
 
@@ -123,14 +124,13 @@ class Hats:
 
     def __init__(self, classes: PositionClasses, speed: Array) -> None:
         self._nodes, self._speed = classes.nodes, speed
-        self._parts: dict[tuple[int, int], tuple[Phases, Array, Array]] = {}
+        self._parts: dict[tuple[int, int, int], tuple[Phases, Array, Array]] = {}
 
-    def _part(self, cell: int, low: int) -> tuple[Phases, Array, Array]:
-        """Of low < j in the cell behind a node: phases and masses of both hats, and their squares
-        and product."""
-        if (cell, low) not in self._parts:
+    def _part(self, cell: int, low: int, high: int) -> tuple[Phases, Array, Array]:
+        """Of low < j < high in the cell behind a node: phases and masses of both hats, and their
+        squares and product."""
+        if (cell, low, high) not in self._parts:
             ends = np.log(self._nodes[cell : cell + 2])
-            high = int(self._nodes[cell + 1])
             phases = np.zeros((2, len(self._speed)), complex)
             mass, squares = np.zeros(2), np.zeros((2, 2))
             for start in range(low + 1, high, CHUNK):
@@ -140,22 +140,22 @@ class Hats:
                 phases += hats @ np.exp(1j * np.multiply.outer(place, self._speed))
                 mass += hats.sum(1)
                 squares += hats @ hats.T
-            self._parts[cell, low] = phases, mass, squares
-        return self._parts[cell, low]
+            self._parts[cell, low, high] = phases, mass, squares
+        return self._parts[cell, low, high]
 
-    def sums(self, start: int, last: int) -> tuple[Phases, Array, Array]:
-        """(P, m), (P,) and (P, P) of the positions behind `start` up to node `last`."""
+    def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
+        """(P, m), (P,) and (P, P) of the positions behind `start` up to `end`."""
         nodes, size = self._nodes, len(self._nodes)
         phases = np.zeros((size, len(self._speed)), complex)
         mass, twice = np.zeros(size), np.zeros((size, size))
-        held = np.flatnonzero((nodes > start) & (np.arange(size) <= last))
+        held = np.flatnonzero((nodes > start) & (nodes <= end))
         phases[held] += np.exp(1j * np.multiply.outer(nodes[held].astype(float), self._speed))
         mass[held] += 1.0
         twice[held, held] += 1.0
-        for cell in range(last):
-            low = max(start, int(nodes[cell]))
-            if int(nodes[cell + 1]) - low > 1:
-                part = self._part(cell, low)
+        for cell in range(size - 1):
+            low, high = max(start, int(nodes[cell])), min(end + 1, int(nodes[cell + 1]))
+            if high - low > 1:
+                part = self._part(cell, low, high)
                 phases[cell : cell + 2] += part[0]
                 mass[cell : cell + 2] += part[1]
                 twice[cell : cell + 2, cell : cell + 2] += part[2]
@@ -210,8 +210,9 @@ class Hats:
                 found[q, r] = found[r, q] = (weight * apart**2).sum() / mass
         return found
 
-    def deviation(self, share: Array) -> Array:
-        """See `Turning.deviation`; that of a window's first cell is that of all of it."""
+    def deviation(self, share: Array, ending: bool = True) -> Array:
+        """See `Turning.deviation`; that of a window's first cell is that of all of it. `ending`:
+        whether rows end at their own position."""
         size, table = len(self._nodes), self._table(share)
 
         def variance(one: tuple[Array, Array], other: tuple[Array, Array]) -> float:
@@ -230,7 +231,7 @@ class Hats:
                 found[q, r] = found[r, q] = variance(every[q], every[r])
                 last[q, r] = variance(ends[q], ends[q] if r == q else every[r])
         whole = np.broadcast_to(found, (size, size, size)).copy()
-        for p in range(size):
+        for p in range(size if ending else 0):
             whole[p, p, : p + 1] = whole[p, : p + 1, p] = last[p, : p + 1]
         return np.sqrt(whole)
 
@@ -238,7 +239,7 @@ class Hats:
 class OneHat(Hats):
     """Sums over all positions alike."""
 
-    def sums(self, start: int, last: int) -> tuple[Phases, Array, Array]:
+    def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
         length = int(self._nodes[-1])
         phases = np.zeros((1, len(self._speed)), complex)
         for first in range(1, length + 1, CHUNK):
@@ -253,7 +254,7 @@ class OneHat(Hats):
         apart = rho - count @ rho
         return apart, count, float(np.sqrt(count @ apart**2))
 
-    def deviation(self, share: Array) -> Array:
+    def deviation(self, share: Array, ending: bool = True) -> Array:
         return np.full((1, 1, 1), self._spread(share)[2])
 
     def rule(self, share: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
