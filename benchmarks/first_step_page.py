@@ -268,14 +268,16 @@ def exponents(data: dict[str, Any]) -> str:
 
 def timing(data: dict[str, Any]) -> str:
     """Processor time on GPT-2 small."""
-    found = data["timing"]
+    found = data.get("timing")
+    if found is None:
+        return ""
     return (
-        "GPT-2 small (12 layers of width 768), 2 x 128 tokens, processor time on one core of a "
-        f"shared machine, least of {found['repeats']}: "
+        "## Time\n\nGPT-2 small (12 layers of width 768), 2 x 128 tokens, processor time on one "
+        f"core of a shared machine, least of {found['repeats']}: "
         f"`predict` {found['predict']:.1f} s, `after` {found['after']:.1f} s (between "
         f"{found['after']:.1f} and {found['slowest']:.1f} s by what else ran), at every further "
         f"rate {found['again']:.1f} s. One real step of one draw of the weights takes "
-        f"{found['measured']:.0f} s."
+        f"{found['measured']:.0f} s.\n\n"
     )
 
 
@@ -345,11 +347,7 @@ its dropout masks; sites and losses are those under the masks of their own batch
 
 {several_verdict(data)}
 
-## Time
-
-{timing(data)}
-
-## Width and depth
+{timing(data)}## Width and depth
 
 GPT-2 modules, untied, base width 64 and 4 layers at std .02, Adam at {RATE:g} times what the
 parametrisation says; hidden variances as 1/width. Under `standard` the rate of hidden matrices
