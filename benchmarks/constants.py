@@ -110,6 +110,12 @@ TABLE = (
     Constant(f"{SOFTMAX}.fixed_norms", "_least_fifth", (_one_more,), "guess", ("alike", "text")),
     Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
+    Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
+    Constant(f"{KERNELS}.fading", "REACH", (20.0, 90.0), "range", ("fading",)),
+    Constant(f"{KERNELS}.fading", "LEAST_SHARE", (1e-3, 1e-12), "range", ("fading",)),
+    Constant(f"{KERNELS}.turning", "SAMPLED", (8, 128), "precision", ("long rotary",)),
+    Constant(f"{KERNELS}.turning", "OFFSETS", (3, 12), "precision", ("one class",)),
+    Constant(f"{KERNELS}.turning", "LEAST_PAIRS", (1e-3, 1e-9), "range", ("long rotary",)),
     Constant("transfer.attention.response", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
     Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),
     Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
@@ -198,6 +204,20 @@ MODELS: dict[str, Callable[[], Any]] = {
     "encoder": lambda: _encoder(
         moments.predict(_plain(encoder=_plain()), correlation=0.3, tokens=False)
     ),
+    "long rotary": lambda: moments.predict(
+        _plain(causal=True, seq_len=512, rotary=moments.Rotary()), correlation=0.3
+    ),
+    "fading": lambda: moments.predict(
+        _plain(causal=True, seq_len=512, alibi=True, heads=8), correlation=0.3
+    ),
+    "one class": lambda: moments.predict(
+        _plain(seq_len=256, rotary=moments.Rotary()), correlation=0.3
+    ),
+    "packed": lambda: moments.predict(
+        _plain(causal=True, seq_len=128),
+        correlation=0.3,
+        document_ids=np.repeat([0, 1], [80, 48]),
+    ),
     "long": lambda: moments.predict(_plain(causal=True, seq_len=1024), correlation=0.3),
     "peaked": lambda: moments.predict(_plain(**_head(weight_variance=0.016)), token_ids=TEXT),
 }
@@ -215,6 +235,10 @@ DESCRIBED = {
     "thousand": "1000 layers, tokens alike",
     "encoder": "an encoder below its decoder, tokens alike",
     "long": "1024 tokens on classes",
+    "long rotary": "rotary, 512 tokens on classes",
+    "fading": "ALiBi of 8 heads, 512 tokens on classes",
+    "one class": "rotary without a mask, 256 tokens alike",
+    "packed": "rows of two documents, 128 tokens on classes",
     "peaked": "a head of logit variance 2",
 }
 
@@ -375,6 +399,7 @@ _BELOW = """
 
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/by_token.py::LOGIT_VARIANCE_NOTED`,
+`moments/transfer/attention/by_token.py::PENALTY_NOTED`,
 `moments/transfer/attention/logits.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/head/output.py::_PEAKED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,

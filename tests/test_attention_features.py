@@ -9,11 +9,14 @@ import pytest
 from attention_sampling import Layer, sample
 from numpy.typing import NDArray
 
+from moments.engine.classes import PositionClasses
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.model.positions import RelativeBias, Rotary, alibi_slopes
 from moments.transfer.attention.cross import CrossAttention
 from moments.transfer.attention.kernels import KernelAttention, Rotation, few_points
+from moments.transfer.attention.kernels.position_attention import ClassLogits, PositionAttention
+from moments.transfer.attention.kernels.turning import Turning
 from moments.transfer.attention.self_attention import SelfAttention
 
 Array = NDArray[np.float64]
@@ -123,6 +126,38 @@ def test_variants_against_a_real_layer(name: str) -> None:
         checks += [(weights["relative_bias"], truth["relative_bias"], 8.0)]
     for ours, (mean, error), percent in checks:
         assert abs(float(ours) - mean) < 4 * error + percent / 100 * mean, (ours, mean, error)
+
+
+def test_rotated_keys_of_tokens_without_correlation() -> None:
+    """Products of a narrow head's queries fluctuate together with what rows are sensitive to, so
+    rows of unlike tokens add to each other at a key. Traces, sums, and what is linear in both."""
+    length, width, narrow, scale = 16, 64, 16, 3.0
+    tokens, gradient = np.eye(length), alike(length, 1.0, 0.8)
+    seen, size = np.tri(length, dtype=bool), scale**0.5 / width
+    layer = Layer(width, 4, narrow, size, size, 1 / width, rotary=(1.0, 1e4), allowed=seen)
+    truth = sample(layer, tokens, gradient, 500)
+    place = np.arange(length, dtype=float)
+    rotation = Rotation.of(*Rotary().frequencies(narrow), place, place)
+    widths = {"d_model": float(width), "d_head": float(narrow)}
+    attention = KernelAttention(
+        tokens, logit_scale=scale, allowed=seen, rotation=rotation, **widths
+    )
+    key = attention.backward(gradient).key
+    for found, name in ((np.trace(key), "key path"), (key.sum(), "key path sum")):
+        mean, error = truth[name]
+        assert abs(found - mean) < 4 * error + 0.03 * mean  # 16 % low without
+    on_classes = PositionClasses(length, np.arange(1, length + 1))
+    turning = Turning.of(on_classes.seen(), *Rotary().frequencies(narrow))
+    one = np.ones(length), np.zeros((length, length))
+    logits = ClassLogits(one, one, one, scale, on_classes.seen(), turning)
+    own, pairs = PositionAttention(logits, **widths).backward(*alike_on_classes(gradient)).key
+    np.testing.assert_allclose(own, np.diagonal(key), rtol=0.02)
+    np.testing.assert_allclose(pairs.sum() - np.trace(pairs), key.sum() - np.trace(key), rtol=0.02)
+
+
+def alike_on_classes(matrix: Array) -> tuple[Array, Array]:
+    """Of every position a class: a token's own, and with others."""
+    return np.diagonal(matrix).copy(), np.full(matrix.shape, matrix[0, 1])
 
 
 def test_shared_keys_spread_the_norms() -> None:

@@ -28,7 +28,7 @@ from moments import (
     predict,
 )
 from moments.engine.classes import ClassMatrix, one_class
-from moments.engine.response import Part
+from moments.engine.response import Sublayer
 from moments.engine.state import Kernel
 from moments.noise import band as bands
 from moments.noise.band import band, log_variance
@@ -674,7 +674,7 @@ def test_sequences_that_share_weights_share_noise() -> None:
         return ClassMatrix(np.full(1, size / tokens), np.full((1, 1), size / tokens), alike)
 
     kernels = mean_mode(carried), mean_mode(carried + added)
-    part: Any = Part(None, True, 1.0, 1.0, *kernels, *kernels, 2.0, 2.0, float(width), None)
+    part: Any = Sublayer(None, True, 1.0, 1.0, *kernels, *kernels, 2.0, 2.0, float(width), None)
     walk = OneByOne([part])
     entering = gaussian(Kernel(carried, 0.0), tokens, width, True)
     overlaps = [np.array(kept / tokens), np.array((kept + branch) / tokens)]

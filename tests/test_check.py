@@ -184,6 +184,37 @@ def test_a_slip_in_a_foreign_style_is_named(name: str, style: str) -> None:
     assert any(check_modules.same(where, n) for f in hits for n in f.parameters), hits
 
 
+class _Translator(torch.nn.Module):
+    """nn.Transformer between tables, as people put it together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(60, 32)
+        self.inner = torch.nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
+        self.out = torch.nn.Linear(32, 60)
+
+    def forward(self, src: Any, tgt: Any) -> Any:
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(tgt.shape[1])
+        return self.out(self.inner(self.table(src), self.table(tgt), tgt_mask=mask))
+
+
+def test_torchs_transformer_inside_a_module_is_as_torch_draws_it() -> None:
+    """Every matrix by Xavier's rule, anew; biases stay the copies that they were made as."""
+    torch.manual_seed(4)
+    module = _Translator()
+    with pytest.raises(moments.MomentsError, match="pass batch="):
+        moments.check(module)
+    ids = torch.randint(60, (2, 12), generator=torch.Generator().manual_seed(1))
+    report = moments.check(module, {"src": ids, "tgt": ids.flip(1)})
+    assert report.healthy, str(report)
+    assert any("copied layers" in note for note in report.notes)
+    with torch.no_grad():
+        for layer in module.inner.decoder.layers:
+            layer.linear1.weight.mul_(2)
+    found = moments.check(module, {"src": ids, "tgt": ids.flip(1)}).findings
+    assert any("inner.decoder.layers.*.linear1.weight" in f.parameters for f in found)
+
+
 def test_one_draw_is_no_fault_where_the_expected_number_is_in_order() -> None:
     """Branches of 1.05e-4 of the stream are no identity, though this draw's second is below 1e-4;
     those of a quarter are one."""

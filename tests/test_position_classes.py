@@ -331,7 +331,7 @@ def test_counts_of_windows_are_sums_over_every_token() -> None:
     sight, nodes = classes.seen(150), classes.nodes
     positions = np.arange(1, 601)
     every, held = (positions + 30.0) ** -0.5, (nodes + 30.0) ** -0.5
-    size = np.minimum(positions, 150)
+    size, inner = np.minimum(positions, 150), nodes[:-1]
     for p, node in enumerate(nodes):
         seen = (positions > node - 150) & (positions <= node)
         np.testing.assert_allclose(sight.keys[p] @ held, every[seen].sum(), rtol=1e-3)
@@ -341,12 +341,20 @@ def test_counts_of_windows_are_sums_over_every_token() -> None:
         for s, other in enumerate(nodes[: p + 1]):
             both = seen & (positions <= other)
             found = sight.shared[p, s] @ held
-            np.testing.assert_allclose(found, every[both].sum(), rtol=1e-3, atol=1e-9)
+            few = np.sum((inner > node - 150) & (inner <= other)) < 2  # one node stands for all
+            np.testing.assert_allclose(found, every[both].sum(), rtol=0.05 if few else 1e-3)
             np.testing.assert_allclose(sight.split[s, p] @ held, sight.keys[p] @ held, rtol=2e-2)
             both = later & (positions < other + 150)
             found = sight.later[p, s] @ (held / sight.size**2)
             expected = (every / size**2)[both].sum()
-            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-6)
+            few = np.sum((inner >= node) & (inner < other + 150)) < 2
+            np.testing.assert_allclose(found, expected, rtol=0.05 if few else 3e-3)
+            # what jumps where the longer row's keys begin
+            jumps = np.where(positions > node - 150, 1.0, 2.0) * every
+            at_nodes = np.where(nodes > node - 150, 1.0, 2.0) * held
+            jumps = jumps[(positions > other - 150) & (positions <= other)].sum()
+            if other > node - 150 and np.any((inner > other - 150) & (inner <= node - 150)):
+                np.testing.assert_allclose(sight.split[p, s] @ at_nodes, jumps, rtol=3e-2)
 
 
 def test_means_over_cells_are_those_of_the_pairs_of_a_text() -> None:

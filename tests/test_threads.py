@@ -8,7 +8,7 @@ import pytest
 
 import moments
 from moments.engine.composition import Layer
-from moments.prediction.threads import SMALL, few_threads
+from moments.prediction.gate import SMALL, few_threads
 
 threadpoolctl = pytest.importorskip("threadpoolctl")
 

@@ -112,7 +112,10 @@ def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
         return moments.check(module, batch, scheme=scheme)
     except MomentsError as error:
         # What could not be read is told in a line; a draft of its mapping is another command's.
-        raise MomentsError(f"{subject} cannot be checked: {str(error).splitlines()[0]}") from None
+        why = str(error).splitlines()[0]
+        if file.endswith(".py"):
+            why = why.replace("pass batch=", f"let {name}() return (module, batch)")
+        raise MomentsError(f"{subject} cannot be checked: {why}") from None
 
 
 def _stored(subject: str) -> bool:

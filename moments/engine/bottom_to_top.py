@@ -26,7 +26,7 @@ from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
 from .fluctuation import followed
 from .own_overlap import OverlapWalk, OwnOverlap
-from .response import Around, Part
+from .response import Around, Sublayer
 from .sensitivity import (
     SINGLE,
     GradientAdjoint,
@@ -97,11 +97,11 @@ class BottomToTop(Component):
         both = 1 + 2 * np.asarray(carried * self.attention.skip_scale * self.ffn.skip_scale)
         return Signal(inner.kernel + signal.kernel.scaled(both), 2, width=signal.width)
 
-    def part(self, record: Record, around: Around) -> Part:
-        parts = [one.component.part(one, around) for one in record.children]
+    def sublayer(self, record: Record, around: Around) -> Sublayer:
+        sublayers = [one.component.sublayer(one, around) for one in record.children]
         carried = Sum.of(self, record.input, record.children).carried
         carried = around.by_token(carried, record.input.kernel).astype(SINGLE)
-        return bypassed((parts[0], parts[1], parts[2]), carried, around.kernels(record))
+        return bypassed((sublayers[0], sublayers[1], sublayers[2]), carried, around.kernels(record))
 
     def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
         for child in record.children:
@@ -241,9 +241,9 @@ class Sum(NamedTuple):
             merged = kept + done.gradient_sent.kernel
             return ffn.completed(above, Gradient(merged, gradient.seq_len), (done,))
         total, own = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
-        held, part = square(node.skip_scale) * own, self.inner.kernel.mean_diagonal()
-        added, shared = part - held, self._overlap()
-        done = branch.backward(gradient.at_part(handed, added / total), run)
+        held, whole = square(node.skip_scale) * own, self.inner.kernel.mean_diagonal()
+        added, shared = whole - held, self._overlap()
+        done = branch.backward(gradient.at_addend(handed, added / total), run)
         sent = done.gradient_sent
         lacking = (2 * (held + shared) + added) / total - 1.0
         share = ratio_or_zero(added * lacking, held)
@@ -251,7 +251,7 @@ class Sum(NamedTuple):
         merged = kept + returned
         radial: Array = 1.0
         if not isotropic(gradient.radial):
-            along = part - (1.0 - gradient.radial) * (part + shared) ** 2 / total
+            along = whole - (1.0 - gradient.radial) * (whole + shared) ** 2 / total
             received = gradient.kernel.mean_diagonal()
             radial = ratio_or_zero(along * received, own * merged.mean_diagonal())
         kept_share = ratio_or_zero(kept.mean_diagonal(), merged.mean_diagonal())
@@ -321,9 +321,9 @@ class Bypass:
         sent, received: kernels of the gradient at x and at y.
     """
 
-    attention: Part
-    norm: Part
-    ffn: Part
+    attention: Sublayer
+    norm: Sublayer
+    ffn: Sublayer
     carried: Array
     leaving: Array
     sent: Array
@@ -394,7 +394,7 @@ class Bypass:
 
 
 @dataclass(frozen=True)
-class _Bypassed(Part):
+class _Bypassed(Sublayer):
     """A part whose noise its response counts."""
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
@@ -411,10 +411,10 @@ class _Bypassed(Part):
 
 
 def bypassed(
-    parts: tuple[Part, Part, Part],
+    sublayers: tuple[Sublayer, Sublayer, Sublayer],
     carried: Array,
     kernels: tuple[Array, Array, Array, Array],
-) -> Part:
+) -> Sublayer:
     """The whole layer but its last normalisation as one part.
 
     Args:
@@ -422,12 +422,12 @@ def bypassed(
         carried: (..., L) a.
         kernels: of the signal that enters and leaves, of the gradient sent and received.
     """
-    attention, norm, ffn = parts
+    attention, norm, ffn = sublayers
     entering, leaving, sent, received = kernels
     answer = Bypass(attention, norm, ffn, carried, leaving, sent, received)
     # What different directions share passes the connections on average over tokens.
     each = over_tokens((1 + carried) ** 2, entering) / count_of(entering)
-    added = [part.leaving - per_pair(part.skip) * part.entering for part in (attention, ffn)]
+    added = [one.leaving - per_pair(one.skip) * one.entering for one in (attention, ffn)]
     sizes = [trace_of(one) for one in added]
     mean = over_tokens(carried, entering) / count_of(entering)
     sizes[0] = sizes[0] * ratio(mean**2, np.asarray(attention.skip) ** 2)

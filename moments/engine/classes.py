@@ -566,8 +566,9 @@ def lagrange(logs: Array, at: Array) -> Array:
 
 
 def stencil(cell: int, low: int, high: int) -> slice:
-    """At most four nodes from low to high, around the cell behind node `cell`."""
-    size = min(4, high - low + 1)
+    """At most four nodes from low to high, around the cell behind node `cell`; three if that is
+    beyond them, where a cubic would magnify what is not smooth."""
+    size = min(4 if low <= cell < high else 3, high - low + 1)
     start = min(max(cell - (size - 2) // 2, low), high - size + 1)
     return slice(start, start + size)
 
@@ -577,8 +578,8 @@ class Sight:
     """What the rows of a causal mask see, in counts.
 
     A row at node p sees the keys x_p - window < j <= x_p, and sums over them or over the rows that
-    see a key are sums over nodes of an interpolant. Its nodes are on the summed side of the row's
-    own end, where what is summed may jump; a window's other end it may cross.
+    see a key are sums over nodes of an interpolant. Its nodes are on the summed side of an end
+    where that may jump; what is of one row alone goes on beyond the first key of its window.
 
     Attributes:
         classes: of positions.
@@ -588,11 +589,13 @@ class Sight:
         size: (P,) keys of a row.
         keys: (P, P) counts of a row's keys.
         shared: (P, P, P) counts [p, s, q] of the keys that rows p and s both see.
-        split: (P, P, P) counts [s, p, q] of row p's keys, of what may jump behind x_s <= x_p.
+        split: (P, P, P) counts [s, p, q] of row p's keys, of what may jump where row s sees no
+            more: behind x_s < x_p, or before its first key where x_s > x_p.
         rows: (P, P) counts [q, p] of the rows that see q, of what falls like 1/size.
         later: (P, P, P) counts [q, r, p] of those that see both, of what falls like 1/size^2.
         later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
+        begins: (P,) its first node that is a key.
     """
 
     classes: PositionClasses
@@ -607,22 +610,32 @@ class Sight:
     later: Array = field(init=False)
     later_own: Array = field(init=False)
     seen: NDArray[np.bool_] = field(init=False)
+    begins: NDArray[np.intp] = field(init=False)
 
     def __post_init__(self) -> None:
         nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
         starts = np.maximum(nodes - reach, 0)
+        first = np.searchsorted(nodes, starts, "right")  # of a row's keys
+        last = np.searchsorted(nodes, nodes + reach) - 1  # of the rows that see a key
         sums = _Sums(nodes, reach)
         keys, rows = np.zeros((total, total)), np.zeros((total, total))
         shared, split, later = (np.zeros((total,) * 3) for _ in range(3))
         for p in range(total):
-            keys[p] = sums(starts[p], nodes[p], 0, p)
-            rows[p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, total - 1, 1)
+            split[p, p] = keys[p] = sums(starts[p], nodes[p], 0, p)
+            rows[p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, last[p], 1)
             for s in range(p + 1):
-                both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], 0, s)
-                split[s, p] = both + sums(max(nodes[s], starts[p]), nodes[p], s + 1, p)
-                seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, total - 1, 2)
+                both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], first[p], s)
+                seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, last[s], 2)
                 later[p, s] = later[s, p] = seeing
-        found = {"starts": starts, "ends": nodes, "keys": keys}
+                if s == p:
+                    shared[p, p] = keys[p]
+                else:
+                    behind = max(nodes[s], starts[p]), nodes[p], max(s + 1, first[p]), p
+                    split[s, p] = both + sums(*behind)
+                    before = starts[s], min(nodes[s], starts[p]), first[s], min(s, first[p] - 1)
+                    alone = before[0] < before[1] and before[2] > before[3]  # no node among them
+                    split[p, s] = keys[s] if alone else both + sums(*before)
+        found = {"starts": starts, "ends": nodes, "begins": first, "keys": keys}
         found["size"] = np.minimum(nodes, reach).astype(float)
         found |= {"shared": shared, "split": split, "rows": rows, "later": later}
         found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
@@ -636,7 +649,7 @@ class _Everything(Sight):
     def __post_init__(self) -> None:
         size = float(self.classes.length)
         found = {"starts": np.zeros(1, np.intp), "ends": self.classes.nodes}
-        found["size"] = np.array([size])
+        found |= {"begins": np.zeros(1, np.intp), "size": np.array([size])}
         found |= {name: np.full((1, 1), size) for name in ("keys", "rows", "later_own")}
         found |= {name: np.full((1, 1, 1), size) for name in ("shared", "split", "later")}
         for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():
@@ -667,6 +680,7 @@ class _AroundRows(Sight):
             later[p, s] = sums(low, high, 0, last, 2)
         split = np.broadcast_to(keys, (total, total, total))
         found |= {"keys": keys, "shared": shared, "split": split, "rows": rows, "later": later}
+        found |= {"begins": np.zeros(total, np.intp)}
         found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
         for name, value in (found | {"seen": keys != 0.0}).items():
             object.__setattr__(self, name, value)
@@ -716,7 +730,7 @@ class _Sums:
         behind = bisect.bisect_right(places, low)
         counts[max(first, behind) : min(last + 1, bisect.bisect_right(places, high))] = 1.0
         inner = min(last, len(places) - 2)
-        for cell in range(max(0, behind - 1), inner):
+        for cell in range(max(0, behind - 1), len(places) - 2):
             if places[cell] >= high:
                 break
             held = stencil(cell, first, inner)

@@ -32,7 +32,7 @@ from .directions import (
 from .fluctuation import summed
 from .own_overlap import OverlapWalk, OwnOverlap, own_variance
 from .packing import Padding
-from .response import Around, Elementwise, Part, Sequence, Sum
+from .response import Around, Elementwise, Sequence, Sublayer, Sum
 from .sensitivity import Response
 from .state import Array, Gradient, Kernel, Repeats, Signal, ratio_or_zero
 from .trace import Record, Run
@@ -141,8 +141,8 @@ class Component(abc.ABC):
         """
         raise MomentsError(f"no band of one draw through a {type(self).__name__} in a branch")
 
-    def part(self, record: Record, around: Around) -> Part:
-        """The same as a part of a layer, with the noise that it adds."""
+    def sublayer(self, record: Record, around: Around) -> Sublayer:
+        """The same where it is what a layer is made of, with the noise that it adds."""
         return around.whole(record)
 
     @abc.abstractmethod
@@ -506,14 +506,14 @@ class Parallel(Component):
         signal, output = record.input, record.output
         children, kernels = [], []
         for child in record.children:
-            part = gradient.with_kernel(gradient.kernel)
+            addend = gradient.with_kernel(gradient.kernel)
             if signal.fluctuation is not None:
                 share = ratio_or_zero(child.output.kernel.diagonal, output.kernel.diagonal)
-                part = gradient.at_part(gradient.kernel, share, gradient.persistence)
-            children.append(child.component.backpropagate(child, part, run))
+                addend = gradient.at_addend(gradient.kernel, share, gradient.persistence)
+            children.append(child.component.backpropagate(child, addend, run))
             kernel = children[-1].gradient_sent.kernel
             if signal.fluctuation is not None:
-                kernel = returned(kernel, part, child.component, signal.width)
+                kernel = returned(kernel, addend, child.component, signal.width)
             kernels.append(kernel)
         sent = Gradient(sum_of(kernels), gradient.seq_len)
         return record.completed(gradient, sent, tuple(children))
@@ -604,8 +604,8 @@ class Residual(Component):
         run.met(record, gradient)
         (child,) = record.children
 
-        def back(part: Gradient) -> Record:
-            return self.branch.backpropagate(child, part, run)
+        def back(addend: Gradient) -> Record:
+            return self.branch.backpropagate(child, addend, run)
 
         signal, output, branch = record.input, record.output, child.output
         skip, scale = square(self.skip_scale), square(self.branch_scale)
@@ -622,9 +622,9 @@ class Residual(Component):
         held = 1.0 - output.kernel.mean_share(gained)
         passed = tuple((w, held * one) for w, one in gradient.grouped)
         grown = self._persistence(signal, response, passed, gradient.kernel)
-        part = gradient.at_part(handed, share, grown)
-        done = back(part)
-        sent = returned(done.gradient_sent.kernel, part, self.branch, signal.width)
+        addend = gradient.at_addend(handed, share, grown)
+        done = back(addend)
+        sent = returned(done.gradient_sent.kernel, addend, self.branch, signal.width)
         total = kept + sent
         kept_share = ratio_or_zero(kept.diagonal, total.diagonal)
         mean_share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
@@ -655,7 +655,7 @@ class Residual(Component):
         skip, scale = square(self.skip_scale), square(self.branch_scale)
         return Signal(signal.kernel.mixed(skip, branch.kernel, scale), 2, width=signal.width)
 
-    def part(self, record: Record, around: Around) -> Part:
+    def sublayer(self, record: Record, around: Around) -> Sublayer:
         return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)
 
     def addition(self, record: Record) -> Addition:
@@ -679,7 +679,7 @@ class Residual(Component):
         total = record.output.kernel.mean_diagonal()
         scale = square(self.branch_scale)
         share = ratio_or_zero(child.output.kernel.mean_diagonal() * scale, total)
-        done = back(gradient.at_part(handed, share))
+        done = back(gradient.at_addend(handed, share))
         sent = done.gradient_sent
         if isotropic(gradient.radial):
             merged = _merged(gradient, kept, sent.kernel, True)
@@ -799,19 +799,19 @@ def added(
     )
 
 
-def returned(kernel: Kernel, part: Gradient, branch: Component, width: Array) -> Kernel:
+def returned(kernel: Kernel, addend: Gradient, branch: Component, width: Array) -> Kernel:
     """What a normalised branch sends back, with what norms that persist and directions do to it.
 
     Attention returns averages of what other tokens receive: of the growth, what they share. Its
     values lose the average's direction, (1 - radial)/width; entrywise units lose theirs where they
     are, and what lies along the token itself is the normalisation's to remove.
     """
-    if part.persistence is None or branch.splits:
+    if addend.persistence is None or branch.splits:
         return kernel
-    grown, shared = part.persistence
+    grown, shared = addend.persistence
     if not branch.mixes_tokens:
         return kernel.weighted(1 + grown.diagonal, 1 + grown.pairs)
-    lost, _ = kernel.lift((1 - part.averaged().radial) / width)
+    lost, _ = kernel.lift((1 - addend.averaged().radial) / width)
     one, first, second = at_tokens(kernel, 1 + shared - lost)
     return kernel.weighted(one, (first + second) / 2)
 

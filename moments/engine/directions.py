@@ -3,7 +3,7 @@
 Everything below a normalisation ignores its input's scale: the gradient there has no component
 along the signal (`Gradient.radial` 0), and falls as the signal's squared norm rises
 (`Gradient.norm_response` 1). Both reach into the branches of a residual sum x = a + b, by the
-addend's share of |x|^2 (`Gradient.at_part`), and down the stream. For T, B the parts of the skip
+addend's share of |x|^2 (`Gradient.at_addend`), and down the stream. For T, B the parts of the skip
 connection and of a normalised branch in |x|^2, q the skip connection's share of the gradient below,
 
     radial    q (B + T radial)

@@ -250,7 +250,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Part:
+class Sublayer:
     """What follows one another in a layer, around its means; kernels (..., L, L).
 
     Attributes:
@@ -354,17 +354,17 @@ class Around:
         sent = in_units(matrix_of(record.gradient_sent.kernel, record.input.seq_len), self.unit)
         return entering, leaving, sent, self.received(record)
 
-    def whole(self, record: Record) -> Part:
+    def whole(self, record: Record) -> Sublayer:
         """A part without a skip connection."""
         answer, none = record.component.response(record, self), 0.0
         kernels, width = self.kernels(record), float(record.output.width)
-        return Part(answer, False, 0.0, 1.0, *kernels, none, none, width, heads_width(record))
+        return Sublayer(answer, False, 0.0, 1.0, *kernels, none, none, width, heads_width(record))
 
-    def added(self, record: Record, branch: Record, skip: Array, scale: Array) -> Part:
+    def added(self, record: Record, branch: Record, skip: Array, scale: Array) -> Sublayer:
         """What `branch` adds to a skip connection; squared factors of both."""
         answer = branch.component.response(branch, self)
         kappa, back_kappa, attends = kappas(branch, answer)
-        return Part(
+        return Sublayer(
             answer,
             True,
             skip,
@@ -387,7 +387,7 @@ def heads_width(record: Record) -> float | None:
 
 
 def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
-    """kappa, back_kappa and share of attention of `Part`.
+    """kappa, back_kappa and share of attention of `Sublayer`.
 
     Of parallel branches, whose sum varies by 2 (sum B)^2/d if each does by 2 B^2/d; unless a
     normalisation behind them fixes the size of the sum.

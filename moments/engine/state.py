@@ -400,7 +400,7 @@ class Gradient:
         sizes = kernel.diagonal
         return ratio_or_zero(kernel.average(value * sizes), kernel.average(sizes))
 
-    def at_part(
+    def at_addend(
         self, kernel: Kernel, share: Array, persistence: tuple[Kernel, Array] | None = None
     ) -> Gradient:
         """The gradient as seen by one addend, `share` of the variance of the sum of independents.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.composition import Component, Layer
-from ..engine.response import Around, Part
+from ..engine.response import Around, Sublayer
 from ..engine.sensitivity import matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run, Trace
@@ -49,12 +49,12 @@ class Alike(NamedTuple):
             memory = None if memory is None else _of_signal(memory)
         return cls(passing[0][0], passing, memory)
 
-    def parts(self, layers: Sequence[Layer]) -> list[tuple[Group, Record]]:
+    def sublayers(self, layers: Sequence[Layer]) -> list[tuple[Group, Record]]:
         """Of all layers, those of one structure at once, with the record of both passes.
 
         Positions that tell no token from another are left out, as by token.
         """
-        starts, alike = part_starts(layers), dict[Any, list[int]]()
+        starts, alike = sublayer_starts(layers), dict[Any, list[int]]()
         distinct = {id(layer.body): layer.body for layer in layers}  # most layers share one body
         bodies = {key: body.unplaced() for key, body in distinct.items()}
         kinds = {key: structure(body) for key, body in bodies.items()}
@@ -66,21 +66,21 @@ class Alike(NamedTuple):
             body = stacked([bodies[id(layers[n].body)] for n in numbers])
             signals, gradients = (stacked([self.passing[n][i] for n in numbers]) for i in (0, 1))
             record = body.propagate(signals, Run(memory)).backward(gradients)
-            for position, part in enumerate(record.in_order()):
+            for position, one in enumerate(record.in_order()):
                 places = [starts[n] + position for n in numbers]
-                found.append((Group(_part(part), places, True), part))
+                found.append((Group(_sublayer(one), places, True), one))
         return found
 
     def walk(self, layers: Sequence[Layer]) -> AllAtOnce:
         """Through all of them."""
-        return AllAtOnce([group for group, _ in self.parts(layers)])
+        return AllAtOnce([group for group, _ in self.sublayers(layers)])
 
 
-def _part(record: Record) -> Part:
+def _sublayer(record: Record) -> Sublayer:
     axes = record.input.kernel.diagonal, record.gradient_sent.kernel.diagonal
     unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
     unit = np.broadcast_to(unit, np.broadcast_shapes(*map(np.shape, axes)))
-    return record.component.part(record, Around(unit))
+    return record.component.sublayer(record, Around(unit))
 
 
 def across_sequences(
@@ -103,16 +103,16 @@ def across_sequences(
     if trace.memory is not None:
         read = averaged(trace.memory.second_moment(), trace.memory.seq_len)
         memory = Kernel(read.diagonal, read.pairs * float(embedded))
-    parts = [part for layer in layers for part in layer.body.in_order()]
+    sublayers = [sublayer for layer in layers for sublayer in layer.body.in_order()]
     found = [overlap]
-    for part, variance in zip(parts, variances, strict=True):
+    for sublayer, variance in zip(sublayers, variances, strict=True):
         tokens = Signal(Kernel(0.0 * overlap + variance, overlap), 2, width=width)
-        overlap = part.two_sequences(tokens, memory).kernel.pairs
+        overlap = sublayer.two_sequences(tokens, memory).kernel.pairs
         found.append(overlap)
     return found
 
 
-def part_starts(layers: Sequence[Layer]) -> list[int]:
+def sublayer_starts(layers: Sequence[Layer]) -> list[int]:
     """Number of parts before each layer, and in all: where the points of the stream lie."""
     return [0, *np.cumsum([len(layer.body.in_order()) for layer in layers]).tolist()]
 

@@ -70,7 +70,7 @@ import numpy as np
 
 from ..engine.classes import ClassMatrix
 from ..engine.composition import Chain, Layer
-from ..engine.response import Around, Part
+from ..engine.response import Around, Sublayer
 from ..engine.sensitivity import (
     SINGLE,
     GradientAdjoint,
@@ -86,7 +86,7 @@ from ..engine.sensitivity import (
 )
 from ..engine.state import Array
 from ..engine.trace import Trace
-from .alike import Alike, across_sequences, part_starts
+from .alike import Alike, across_sequences, sublayer_starts
 from .network import Network, OneByOne, Walk
 
 NORMAL_95 = 1.959963984540054
@@ -109,7 +109,7 @@ CHUNK_ENTRIES = 2**23
 class End(Protocol):
     """Where the gradient at the last layer comes from."""
 
-    def met(self, trace: Trace, batch: int) -> tuple[Matrix, Response]:
+    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """That gradient, and how it answers to all that is behind it.
 
         Args:
@@ -121,7 +121,7 @@ class End(Protocol):
 def log_variance(
     declaration: Chain,
     trace: Trace,
-    batch: int = 1,
+    batch: float = 1,
     top: End | None = None,
     across: Sequence[Matrix] | None = None,
 ) -> Array:
@@ -147,7 +147,7 @@ def log_variance(
         end = Fresh.of(trace) if top is None else top.met(trace, batch)
         common = shared(layers, trace, walk, batch) if across is None else _means(across)
         network = Network(walk, first, batch, common, end, across)
-        variance = _at_points(network, part_starts(layers), bool(first.resolved))
+        variance = _at_points(network, sublayer_starts(layers), bool(first.resolved))
     return _where_it_arrives(variance, trace)
 
 
@@ -168,13 +168,13 @@ def _means(matrices: Sequence[Matrix]) -> list[Array]:
     return [total(one) / count_of(one) ** 2 for one in matrices]
 
 
-def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: int) -> Sequence[Array]:
+def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: float) -> Sequence[Array]:
     """What sequences that share the weights have in common, before every part and behind all."""
     if batch == 1:
         return (0.0,)
     variances: dict[int, Array] = {}
     for group in walk.groups:
-        kernel = group.part.entering
+        kernel = group.sublayer.entering
         variances |= group.by_place(trace_of(kernel) / count_of(kernel))
     return across_sequences(layers, trace, [variances[k] for k in sorted(variances)])
 
@@ -203,17 +203,17 @@ class Fresh:
         return SignalAdjoint(sensitivity, none, none)
 
 
-def _by_token(trace: Trace) -> list[Part]:
+def _by_token(trace: Trace) -> list[Sublayer]:
     """All parts of all layers."""
     stream = trace.stream()
     kernels = [point.signal.kernel for point in stream]
     kernels += [point.gradient.kernel for point in stream if point.gradient is not None]
     axes = np.broadcast_shapes(*(kernel.diagonal.shape[:-1] for kernel in kernels))
-    found: list[Part] = []
+    found: list[Sublayer] = []
     for layer in trace.layers:
         for record in layer.children[0].in_order():
             unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
-            found.append(record.component.part(record, Around(np.broadcast_to(unit, axes))))
+            found.append(record.component.sublayer(record, Around(np.broadcast_to(unit, axes))))
     return found
 
 

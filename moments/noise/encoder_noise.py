@@ -108,7 +108,7 @@ class DecoderTop:
     trace: Trace
     top: End | None = None
 
-    def met(self, trace: Trace, batch: int) -> tuple[Matrix, Response]:
+    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """The encoder's last gradient, and how it answers to the decoder; `trace` is the
         encoder's."""
         last = trace.stream()[-1]
@@ -121,16 +121,16 @@ class DecoderTop:
         response, covariance = self._of_modes(signal, modes, batch * sequences)
         return relative, OfModes(response, batch * covariance, relative, kernel, modes)
 
-    def _of_modes(self, signal: Signal, modes: Modes, batch: int) -> tuple[Array, Array]:
+    def _of_modes(self, signal: Signal, modes: Modes, batch: float) -> tuple[Array, Array]:
         """Response of the encoder's last gradient to its signal, and covariance of its modes.
 
         Both in relative modes (..., 2, 2), of the gradient's over its variance.
         """
         layers = [part for part in self.declaration.parts if isinstance(part, Layer)]
         decoder = Alike.of(self.trace)
-        parts = decoder.parts(layers)
+        parts = decoder.sublayers(layers)
         groups = [group for group, _ in parts]
-        shape = groups[0].part.sent.shape[:-3]
+        shape = groups[0].sublayer.sent.shape[:-3]
         of_memory = _Reading.of(self.read, signal, modes, batch, shape)
         sent: list[tuple[Group, _Sent]] = []
         for group, record in parts:
@@ -147,7 +147,7 @@ class DecoderTop:
         response = (last[1:] - last[0]) / (STEP * gradient[..., None])
         return np.moveaxis(response, 0, -1), through @ covariance @ transposed(through)
 
-    def _end(self, batch: int) -> tuple[Matrix, Response]:
+    def _end(self, batch: float) -> tuple[Matrix, Response]:
         """The decoder's own last gradient, as of tokens alike."""
         first, sequences = self.trace.entering, 1
         if self.top is None:
@@ -195,12 +195,12 @@ class _Reading(NamedTuple):
     back: Array
     modes: Modes
     width: Array
-    batch: int
+    batch: float
     shape: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, read: Chain, signal: Signal, modes: Modes, batch: int, shape: tuple[int, ...]
+        cls, read: Chain, signal: Signal, modes: Modes, batch: float, shape: tuple[int, ...]
     ) -> _Reading:
         """Of what stands between that signal and the memory."""
         base = np.broadcast_to(modes.of(averaged(signal.kernel, modes.seq_len)), (*shape, 2))
@@ -290,7 +290,7 @@ def _covariance(
     noise: Array = 0.0
     parts = []
     for group, one in sent:
-        modes = Modes(group.part.sent.classes.length)
+        modes = Modes(group.sublayer.sent.classes.length)
         weights, over = units[..., None, :], size[..., None, None]
         to_gradient = modes.sensitivity(times(transposed(one.returned), weights))
         share = (weights * one.added[0] / over).sum(-1)

@@ -162,7 +162,7 @@ class HeadTop:
     chain: Chain
     readout: Readout
 
-    def met(self, trace: Trace, batch: int) -> tuple[Matrix, Response]:
+    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """The last layer's gradient, and how it answers to all that is behind it."""
         before = trace.stream()[-1]
         assert before.gradient is not None
@@ -239,12 +239,12 @@ class _Ending:
     width: float
     agreement: Array
     effect: tuple[Array, Array]
-    batch: int
+    batch: float
     unknown: Array
     shared: Array
 
     @classmethod
-    def of(cls, readout: Readout, received: Array, unit: Array, batch: int) -> _Ending:
+    def of(cls, readout: Readout, received: Array, unit: Array, batch: float) -> _Ending:
         kernel, length = readout.kernel, readout.seq_len
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)

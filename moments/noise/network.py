@@ -37,7 +37,7 @@ import numpy as np
 
 from ..engine.classes import ClassMatrix, PositionClasses
 from ..engine.fluctuation import has_fixed_norms
-from ..engine.response import Part
+from ..engine.response import Sublayer
 from ..engine.sensitivity import (
     SINGLE,
     GradientAdjoint,
@@ -68,7 +68,7 @@ class Group(NamedTuple):
         several: whether there is that axis.
     """
 
-    part: Part
+    sublayer: Sublayer
     places: Sequence[int]
     several: bool
 
@@ -130,19 +130,19 @@ def normalised(sensitivity: Matrix, sent: Matrix) -> Matrix:
 class OneByOne:
     """The walk by token, part after part."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.groups = [Group(part, (k,), False) for k, part in enumerate(parts)]
+    def __init__(self, sublayers: Sequence[Sublayer]) -> None:
+        self.groups = [Group(sublayer, (k,), False) for k, sublayer in enumerate(sublayers)]
 
     def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Up], Matrix]:
-        parts = [one.part for one in self.groups]
-        identity = diagonal(np.ones((1, *parts[0].sent.shape[:-1]), SINGLE), parts[0].sent)
+        sublayers = [one.sublayer for one in self.groups]
+        identity = diagonal(np.ones((1, *sublayers[0].sent.shape[:-1]), SINGLE), sublayers[0].sent)
         sensitivity, found = identity[:0], []
-        for k in range(len(parts) + 1):
+        for k in range(len(sublayers) + 1):
             fresh = [identity] * sum(start == k for start in starts)
             sensitivity = stacked([sensitivity, *fresh])
-            sensitivity = normalised(sensitivity, parts[k].sent if k < len(parts) else top)
-            if k < len(parts):
-                adjoint = parts[k].gradient_adjoint(sensitivity)
+            sensitivity = normalised(sensitivity, sublayers[k].sent if k < len(sublayers) else top)
+            if k < len(sublayers):
+                adjoint = sublayers[k].gradient_adjoint(sensitivity)
                 found.append(Up(self.groups[k], sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
         return found, sensitivity
@@ -150,7 +150,7 @@ class OneByOne:
     def down(self, ups: Sequence[Up], last: Matrix) -> tuple[list[Down], Matrix]:
         found, sensitivity = [], last
         for group, _, up in reversed(ups):
-            adjoint = group.part.signal_adjoint(sensitivity, up.exposure)
+            adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
             found.append(Down(group, sensitivity, adjoint))
             sensitivity = adjoint.sensitivity
         return found, sensitivity
@@ -181,15 +181,15 @@ class AllAtOnce:
         count = sum(len(group.places) for group in groups)
         gradient, signal, sent = ([np.zeros(0)] * count for _ in range(3))
         for group in groups:
-            part = group.part
-            kind = part.sent.classes
-            axes = part.sent.shape[:-2]
+            sublayer = group.sublayer
+            kind = sublayer.sent.classes
+            axes = sublayer.sent.shape[:-2]
             units = np.eye(2).reshape(2, *(1,) * len(axes), 2)
             basis = _matrix(np.broadcast_to(units, (2, *axes, 2)), kind)
-            onward = part.gradient_adjoint(basis).sensitivity
-            nothing = part.gradient_adjoint(basis[:0]).exposure
-            back = part.signal_adjoint(basis, nothing).sensitivity
-            sizes = _in_total(part.sent)
+            onward = sublayer.gradient_adjoint(basis).sensitivity
+            nothing = sublayer.gradient_adjoint(basis[:0]).exposure
+            back = sublayer.signal_adjoint(basis, nothing).sensitivity
+            sizes = _in_total(sublayer.sent)
             maps = [np.moveaxis(_numbers(one), 0, -1) for one in (onward, back)]
             for j, place in enumerate(group.places):
                 gradient[place], signal[place] = (one[..., j, :, :] for one in maps)
@@ -222,13 +222,13 @@ class AllAtOnce:
         found = []
         for group in self.groups:
             sensitivity = _matrix(_gathered(group, before), top.classes)
-            found.append(Up(group, sensitivity, group.part.gradient_adjoint(sensitivity)))
+            found.append(Up(group, sensitivity, group.sublayer.gradient_adjoint(sensitivity)))
         return found, _matrix(before[-1], top.classes)
 
     def down(self, ups: Sequence[Up], last: Matrix) -> tuple[list[Down], Matrix]:
         exposed: list[Array] = [0.0] * len(self._sent)
         for group, sensitivity, up in ups:
-            source = group.part.signal_adjoint(0.0 * sensitivity, up.exposure).sensitivity
+            source = group.sublayer.signal_adjoint(0.0 * sensitivity, up.exposure).sensitivity
             numbers = _numbers(source)
             for j, place in enumerate(group.places):
                 exposed[place] = numbers[..., j, :]
@@ -241,7 +241,7 @@ class AllAtOnce:
         found = []
         for group, _, up in ups:
             sensitivity = _matrix(_gathered(group, behind), last.classes)
-            adjoint = group.part.signal_adjoint(sensitivity, up.exposure)
+            adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
             found.append(Down(group, sensitivity, adjoint))
         return found, _matrix(at, last.classes)
 
@@ -284,7 +284,7 @@ class Network:
         self,
         walk: Walk,
         first: Signal,
-        batch: int,
+        batch: float,
         overlaps: Sequence[Array],
         end: tuple[Matrix, Response],
         across: Sequence[Matrix] | None = None,
@@ -319,7 +319,7 @@ class Network:
         last = self.end.gradient_adjoint(sensitivity)
         noise = last.noise / self.batch
         for group, given, adjoint in ups:
-            added = (group.part.gradient_noise(given) + adjoint.noise) / self.batch
+            added = (group.sublayer.gradient_noise(given) + adjoint.noise) / self.batch
             noise[: len(added)] += group.summed(added)
         if not self._coherence:
             for group, _, adjoint in ups:
@@ -336,17 +336,17 @@ class Network:
         """For each group with an addition, what different directions covary by."""
         shares, by_place = [], dict[int, tuple[Array, Array]]()
         for group, given, adjoint in ups:
-            part = group.part
-            if not part.residual:
+            sublayer = group.sublayer
+            if not sublayer.residual:
                 continue
-            whole = total(given * part.sent)
-            carried = part.skip * total(given * part.received)
-            alone = ratio(paired(given, part.sent, part.sent), whole**2) / self.batch
+            whole = total(given * sublayer.sent)
+            carried = sublayer.skip * total(given * sublayer.received)
+            alone = ratio(paired(given, sublayer.sent, sublayer.sent), whole**2) / self.batch
             added, others = whole - carried, np.clip(1 - alone, 0.0, 1.0)
             coherent = adjoint.coherence * added
             shares.append((group, carried, added, coherent, others))
             carried, added, coherent = (ratio(one, whole) for one in (carried, added, coherent))
-            fresh = self._fresh(carried, added, part.kappa)
+            fresh = self._fresh(carried, added, sublayer.kappa)
             kept = zip(
                 group.by_place((carried + coherent) ** 2), group.by_place(fresh), strict=True
             )
@@ -360,11 +360,11 @@ class Network:
             overlap[: len(fresh)] = kept * overlaps[k] + fresh
         found = []
         for group, carried, added, coherent, others in shares:
-            part, begins = group.part, np.asarray(starts[: len(carried)])
+            sublayer, begins = group.sublayer, np.asarray(starts[: len(carried)])
             met = np.less_equal.outer(begins, group.places).astype(float)
             axes = (1,) * (carried.ndim - 1 - group.several)
             met = met.reshape(len(begins), *axes, *((-1,) if group.several else ()))
-            floor = part.floor(carried, added, coherent, group.gathered(overlaps))
+            floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
             found.append((group, floor * others * met))
         return found
 
@@ -376,14 +376,14 @@ class Network:
         overlaps = self._signal_overlaps()
         downs, sensitivity = self.walk.down(ups, last.sensitivity)
         for group, given, adjoint in downs:
-            part = group.part
-            noise = (part.signal_noise(given) + adjoint.noise) / self.batch
+            sublayer = group.sublayer
+            noise = (sublayer.signal_noise(given) + adjoint.noise) / self.batch
             noise = noise + self._agreement(group) * adjoint.common
-            if part.residual:
-                carried = part.skip * total(given * part.entering)
-                added = total(given * part.leaving) - carried
+            if sublayer.residual:
+                carried = sublayer.skip * total(given * sublayer.entering)
+                added = total(given * sublayer.leaving) - carried
                 coherent = group.gathered(self._coherence) * added
-                floor = part.floor(carried, added, coherent, group.gathered(overlaps))
+                floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
                 noise = noise + (1 - 1 / self.batch) * floor + self._across(given, group)
             found += group.summed(noise)
         kernel = matrix_of(self.first.kernel, self.first.seq_len).astype(SINGLE)
@@ -402,10 +402,12 @@ class Network:
         """q of the signals of two sequences before every part."""
         shares: dict[int, tuple[Array, Array]] = {}
         for group in self.walk.groups:
-            part = group.part
-            if part.residual:
-                carried = ratio(part.skip * trace_of(part.entering), trace_of(part.leaving))
-                carried, kappa = np.broadcast_arrays(carried, part.kappa)
+            sublayer = group.sublayer
+            if sublayer.residual:
+                carried = ratio(
+                    sublayer.skip * trace_of(sublayer.entering), trace_of(sublayer.leaving)
+                )
+                carried, kappa = np.broadcast_arrays(carried, sublayer.kappa)
                 pairs = zip(group.by_place(carried), group.by_place(kappa), strict=True)
                 shares |= {k: (one, more) for (k, one), (_, more) in pairs}
         overlap, found = 1 / self.width + 0 * next(iter(self._coherence.values())), {}
@@ -426,7 +428,7 @@ class Network:
         """Square of the correlation of tokens of other sequences before a part."""
         if self.batch == 1:
             return 0.0
-        entering = group.part.entering
+        entering = group.sublayer.entering
         variance = trace_of(entering) / count_of(entering)
         square = ratio(group.gathered(self.overlaps), variance) ** 2 + 1 / self.width
         return (1 - 1 / self.batch) * square
@@ -435,15 +437,15 @@ class Network:
         """What tokens of other sequences share: the means of the activations, and positions."""
         if self.batch == 1:
             return 0.0
-        part = group.part
+        sublayer = group.sublayer
         if self.across is not None:
             (place,) = group.places
-            kept = part.skip * self.across[place]
+            kept = sublayer.skip * self.across[place]
             added = self.across[place + 1] - kept
             both = 4 * paired(sensitivity, kept, added)
-            both = both + part.kappa * paired(sensitivity, added, added)
+            both = both + sublayer.kappa * paired(sensitivity, added, added)
             return (1 - 1 / self.batch) * both / self.width
-        kept = part.skip * group.gathered(self.overlaps)
+        kept = sublayer.skip * group.gathered(self.overlaps)
         added = group.gathered(self.overlaps[1:]) - kept
-        noise = (4 * kept + part.kappa * added) * added / self.width
+        noise = (4 * kept + sublayer.kappa * added) * added / self.width
         return (1 - 1 / self.batch) * noise * total(sensitivity) ** 2

@@ -198,16 +198,15 @@ def predict(
 
 def _of_one_document(
     stack: Stack, lengths: tuple[int, ...], given: tuple[Any, Any], batch: int
-) -> Prediction:
-    """The prediction of one of the documents of a stack, of which there are as many as share the
-    weights."""
+) -> tuple[Prediction, float]:
+    """The prediction of the longest document of a stack, and how many of those have as many tokens
+    as all have."""
     one = stack.alone()
-    many = batch * sum(lengths) ** 2 / sum(length**2 for length in lengths)
     with computing(stack.theory, [one.run], one.rows):
         signal = one.forward()
         outcome = last_gradient(one, signal, *given, None, None, batch)
         one.backward(outcome)
-    return one.prediction(max(1, round(many)), outcome, None)
+    return one.prediction(batch, outcome, None), batch * sum(lengths) / max(lengths)
 
 
 def _read_by(

@@ -99,7 +99,7 @@ class Prediction:
     outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     read: Read | None = field(default=None, repr=False)
-    alone: Callable[[], Prediction] | None = field(default=None, repr=False)
+    alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
 
     @property
     def resolution(self) -> str:
@@ -155,10 +155,9 @@ class Prediction:
         """Typical value, ends of the band, and notes on both."""
         from ..noise.band import band, between_documents, first_order, log_variance
 
-        one, across = self, None
+        one, across, batch = self, None, float(max(self.batch, self.layout.sequences))
         if self.alone is not None:
-            one, across = self.alone(), between_documents(self.trace)
-        batch = max(self.batch, self.layout.sequences) if one is self else one.batch
+            (one, batch), across = self.alone(), between_documents(self.trace)
         with computing(self.theory, [one.trace], one._rows):
             top = None if one.top is None else one.top()
             spread = log_variance(self._declaration(), one.trace, batch, top, across)

@@ -32,7 +32,7 @@ from ..transfer.embedding import (
 )
 from ..transfer.head.output import OutputMoments, output_moments
 from ..transfer.images import image_gradients, image_kernel
-from .gate import Gate, breakdown
+from .gate import Gate, breakdown, validity_warnings
 from .inputs import (
     check_mask,
     check_memory,
@@ -44,7 +44,6 @@ from .inputs import (
     placed_positions,
 )
 from .result import Prediction, Read
-from .validity import validity_warnings
 
 
 @dataclass(frozen=True, eq=False)

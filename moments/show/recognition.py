@@ -347,7 +347,9 @@ def _published(base: Transformer, names: Sequence[str]) -> Iterator[Reading]:
             yield Reading(title, found, published=True)
     if "scaled-init" in names:
         for variant in ("olmo", "sun"):
-            found = base.with_scheme("scaled-init", variant=variant)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ValidityWarning)
+                found = base.with_scheme("scaled-init", variant=variant)
             yield Reading(f"scaled-init ({variant})", found, published=True)
 
 

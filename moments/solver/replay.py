@@ -214,6 +214,9 @@ def _measured(
         step = now[0][k] - last[0][k]
         if abs(last[1][k]) > CLOSE and step:
             slope = (now[1][k] - last[1][k]) / step
+            # Ten times off what powers say, a difference is of rounding or of a block before that
+            # moved. It guards the search alone: what is not `CLOSE` in the end is left to the plain
+            # walk.
             found[k] = slope if 0.1 < slope / group.power < 10 else found[k]
             break
     return found

@@ -83,7 +83,7 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
         return _of_torch(main, seq_len, together=False)
     if encoder is None:
         return None  # what such a decoder reads, nothing in it says
-    both = isinstance(module, nn.Transformer)
+    both = any(isinstance(part, nn.Transformer) for part in module.modules())
     normed = any(
         part.norm is not None
         for part in module.modules()

@@ -40,7 +40,7 @@ from .probe import BlockProbe, Slope, default_batch, probe_or_why
 from .roles import ModuleRoles, Role, block_of, tensors_of
 from .scales import FOLDED
 from .temperature import temperature_findings
-from .tensors import padding_row
+from .tensors import padding_rows
 from .units import gain_of
 from .wrappers import unwrapped
 
@@ -258,7 +258,8 @@ def entries_of(
     """Every tensor's entries, and those that are another one's."""
     tensors = tensors_of(module)
     repeated = copies((role, block_of(tensors, role)) for role in found.roles)
-    entries = ((role, _entries(module, role, tensors)) for role in found.roles)
+    padding = padding_rows(module)
+    entries = ((role, _entries(module, role, tensors, padding)) for role in found.roles)
     return tuple(entries), tuple(repeated)
 
 
@@ -301,11 +302,13 @@ def _logits(read: Read, model: Transformer) -> list[Finding]:
     return [slope_finding(model.layers + 1, "head", path, "output_scale", slope, wanted)]
 
 
-def _entries(module: nn.Module, role: Role, tensors: Mapping[str, Any]) -> Entries:
+def _entries(
+    module: nn.Module, role: Role, tensors: Mapping[str, Any], rows: Mapping[Any, int]
+) -> Entries:
     block = block_of(tensors, role)
     if role.name.endswith("norm.gain"):
         block = gain_of(module, role, block)
-    padding = padding_row(module, tensors[role.parameter])
+    padding = rows.get(tensors[role.parameter])
     if padding is not None and not bool(block[padding].any()):
         keep = [row for row in range(len(block)) if row != padding % len(block)]
         block = block[keep]

@@ -231,8 +231,7 @@ class _Checking:
         if ids is None and isinstance(embedding, Embedding):
             ids = ids_read(self.module, few, embedding.vocab_size)
         known = None if ids is None else np.asarray(ids)
-        sites = None if self.parts.reading is None else self.parts.sites
-        return sees_ahead(self.module, few, sites, self.described.layers, known)
+        return sees_ahead(self.module, few, self.parts.sites, self.described.layers, known)
 
     def _compared(self) -> Comparison:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
@@ -655,7 +654,8 @@ class _Weights:
         names = tuple(dict.fromkeys(f.role for group in groups for f in group))
         layers = tuple(sorted({f.layer for group in groups for f in group}))
         yield Trouble(
-            "warning",
+            # nn.Transformer draws its copies' matrices again, and leaves them their biases.
+            "note" if all(name.endswith(".bias") for name in names) else "warning",
             "copied layers",
             gathered_names([f.parameter for group in groups for f in group]),
             layers,

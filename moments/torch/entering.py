@@ -157,7 +157,7 @@ def _different(ids: Tensor) -> Tensor:
 def _stream(
     module: nn.Module, batch: Any, sites: Iterable[Any] | None, layer: int
 ) -> np.ndarray | None:
-    points = measured_parts(module, batch, None if sites is None else _points(sites))[0]
+    points = measured_parts(module, batch, None)[0] if sites is None else _points(sites)
     if any(point.site.startswith("encoder.") for point in points):
         return None
     point = next((p for p in points if (p.layer, p.site) == (layer, STREAM)), None)

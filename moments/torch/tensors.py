@@ -60,7 +60,13 @@ def with_first_tensor(value: Any, tensor: Tensor) -> Any:
 
 def padding_row(module: nn.Module, tensor: Tensor) -> int | None:
     """The row of a table that a module takes for padding, whatever name the table goes by."""
+    return padding_rows(module).get(tensor)
+
+
+def padding_rows(module: nn.Module) -> dict[Tensor, int]:
+    """Every table that has such a row, and the row; of a table in several parts the first's."""
+    found: dict[Tensor, int | None] = {}
     for part in module.modules():
-        if isinstance(part, nn.Embedding) and part.weight is tensor:
-            return None if part.padding_idx is None else int(part.padding_idx)
-    return None
+        if isinstance(part, nn.Embedding):
+            found.setdefault(part.weight, part.padding_idx)
+    return {table: int(row) for table, row in found.items() if row is not None}

@@ -394,6 +394,8 @@ class _Reading:
         sizes = ", ".join(str(len(c.sums)) for c in chains)
         words = f"{len(chains)} streams (of {sizes} sums) that are no encoder and decoder"
         self.reasons.append(words)
+        if {node.name for node in self.graph.nodes} & {"topk", "sort"}:
+            self.reasons.append("entries that are chosen by size, as a mixture's router does")
         rows = [self._matrices(chain) for chain in chains]
         wholes = [set().union(*row) for row in rows]
         plain = [

@@ -88,6 +88,8 @@ class Calibration(NamedTuple):
     Attributes:
         log_odds: (classes, r) log[(n-1) C2/(1-C2)], averaged over the widths' fluctuations in C2.
         key: (classes, r) multiplies dF/drho in the key path; rho at infinite width.
+        along: (classes, r) the same per unit of the queries' covariance: `key` without what comes
+            of fluctuating products; 1 at infinite width.
         query: (classes, r) multiplies dF/drho in the query path; 1 at infinite width.
         growth: (classes, r) dF/dlog theta at fixed rho, over dF/drho.
         joint_shift, query_shift: (classes, r) as in `FiniteRows`.
@@ -100,6 +102,7 @@ class Calibration(NamedTuple):
 
     log_odds: Array
     key: Array
+    along: Array
     query: Array
     growth: Array
     joint_shift: Array
@@ -145,6 +148,7 @@ def calibrate(
     return Calibration(
         np.where(single, 0.0, odds),
         np.where(still, rho, found.key / closure),
+        np.where(still, 1.0, found.along / closure),
         np.where(still, 1.0, column * found.query / closure),
         np.where(still, 0.0, found.growth / closure),
         found.joint_shift,

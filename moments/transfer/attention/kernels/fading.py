@@ -104,6 +104,7 @@ def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Ar
             cubic = False
             found = sums(of, least, end, 0, p, cubic=cubic)
         keys[p], squares[p], met[p], cubes[p] = found
+        split[p + 1 :, p] = keys[p]
         for s in range(p + 1):
             at = int(nodes[s])
             split[s, p] = sums(of, least, at, 0, s, cubic=cubic)[0]
@@ -131,6 +132,7 @@ def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Ar
     return {
         "starts": np.maximum(nodes - window, 0),
         "ends": nodes,
+        "begins": np.zeros(size, np.intp),
         "size": np.minimum(nodes, window).astype(float),
         "shared": np.where(together, shared / (prior[:, None, :] * prior[None, :, :]), 0.0),
         "split": np.where(seen[None, :, :], split / prior, 0.0),

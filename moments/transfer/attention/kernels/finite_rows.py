@@ -85,6 +85,8 @@ class FiniteRows(NamedTuple):
         overlap: (m, s) C2 = E sum_j a_j a'_j.
         growth: (m, s) dC2/dlog theta at fixed correlation.
         key: (m, s) E tr J J' with the logit covariance, in the key path.
+        along: (m, s) theta E tr J J' there; what `key` has beyond rho times it comes of products
+            that fluctuate together with the Jacobians, whatever the queries' correlation.
         query: (m, s) E tr J J' in the query path.
         joint_shift, query_shift: (m, s) E of two rows' shifts along the direction that both look
             in, over their product, in the output and in the query path.
@@ -100,6 +102,7 @@ class FiniteRows(NamedTuple):
     overlap: Array
     growth: Array
     key: Array
+    along: Array
     query: Array
     joint_shift: Array
     query_shift: Array
@@ -177,8 +180,9 @@ def finite_rows(
     between = 0.5 * (1.0 + rho)
     straight = max(1.0 - 2.0 * wide - narrow, 0.0)
 
-    key = pair.drive * (1.0 - wide) + pair.drive_radial * wide
-    key = key * np.exp(-(stiff * curvature)[:, None] * between)
+    held = np.exp(-(stiff * curvature)[:, None] * between)
+    key = (pair.drive * (1.0 - wide) + pair.drive_radial * wide) * held
+    along = (pair.jacobian * (1.0 - wide) + pair.radial * wide) * held * theta[:, None]
     query = pair.jacobian * straight + pair.radial * (narrow + 3.0 * wide)
     spent = diagonal[:, None] + curvature[:, None] * between
     query = query * np.exp(-2.0 * stiff[:, None] * spent)
@@ -194,6 +198,7 @@ def finite_rows(
         pair.overlap,
         pair.growth,
         key,
+        along,
         query,
         np.where(single[:, None], 1.0, joint_shift),
         np.where(single[:, None], 1.0, query_shift),

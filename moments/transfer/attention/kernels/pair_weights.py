@@ -102,14 +102,10 @@ class PairWeights:
             key, cross = between(calibration.key) * sharpened, shared * growth * sharpened
             rest = growth, *joint_shifts, correlation, turn, bare, None
             return cls(read, read_slope, key, query, cross, *rest)
-        apart = np.abs(nodes.rho) > RHO_MIN
-
-        def over_correlation(values: Array) -> Array:
-            ratio = np.where(apart, values / np.where(apart, nodes.rho, 1.0), 1.0)
-            return np.asarray(between(ratio) * sharpened * bare * rotation.queries)
-
-        key = over_correlation(calibration.key)
-        cross = shared * over_correlation(calibration.growth)
+        # Products fluctuate together where keys are turned alike, however far apart their rows are.
+        beside = calibration.key - nodes.rho * calibration.along
+        key = bare * rotation.queries * between(calibration.along) + between(beside)
+        key, cross = key * sharpened, shared * growth * sharpened
         classes = slice(len(group), None)
         risen = np.sqrt(_growth(stats.theta[classes], stats.keys[classes], nodes))
         risen = np.einsum("rij,ir->ij", value, risen[own])

@@ -337,51 +337,71 @@ class PositionAttention:
         exponent = exponent * logits.scale * temperature[:, None]
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
-        moved = []
+        moved, unturned = [], []
         turn = np.ones(len(bare))
         for tile in pairs.tiles:
             own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
             if tile.turned is None:
                 moved.append(self._projected(tile, (own, kernel)))
                 continue
-            assert turning is not None
             of_keys, of_rows = tile.turned
             turned = own * of_rows[:, None], kernel * of_keys
             moved.append(self._projected(tile, turned, True))
-            still = turning.within[tile.rows, tile.left, tile.right]
-            still = self._gathered(tile, self._projected(tile, (own, kernel * still)))
-            turn[tile.pairs] = _ratio(self._gathered(tile, moved[-1]), still, of_rows)
+            assert logits.turning is not None
+            still = logits.turning.within[tile.rows, tile.left, tile.right]
+            unturned.append(self._projected(tile, (own, kernel * still)))
+            meeting = self._gathered(tile, moved[-1]), self._gathered(tile, unturned[-1])
+            turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
-        if turning is not None:  # per unit of what the kernel already holds of the correlation
-            apart = np.abs(rho) > RHO_MIN
-            factor = np.where(apart, factor / np.where(apart, rho, 1.0), slope) * bare
         self._slope = slope
+        exponents, factors = moved, factor
+        if turning is not None:
+            # What comes of fluctuating products does not know how far apart the rows are; the rest
+            # is per unit of what the kernel holds of the correlation.
+            alone = exponent @ nodes.basis(np.zeros(1))[0][:, 0]
+            apart = np.abs(rho) > RHO_MIN
+            along = np.where(apart, (factor - alone) / np.where(apart, rho, 1.0), slope) * bare
+            exponents, factors = [], np.ones_like(factor)
+            for tile, one, other in zip(pairs.tiles, moved, unturned, strict=True):
+                exponents.append(_mixed(along[tile.pairs], one, alone[tile.pairs], other))
         self._laws = [
-            self._law(tile, one, factor[tile.pairs], slope[tile.pairs])
-            for tile, one in zip(pairs.tiles, moved, strict=True)
+            self._law(tile, one, (two, factors[tile.pairs]), factor[tile.pairs], slope[tile.pairs])
+            for tile, one, two in zip(pairs.tiles, moved, exponents, strict=True)
         ]
 
         shared_part = 2.0 / self._widths.d_model
         sharp = sharpening(rows, pairs.long, pairs.short, rho)
         self._growth = self._over_pairs(calibration.growth)
         self._query = self._over_pairs(calibration.query) * sharp
+        cross = shared_part * self._growth * sharp
+        # of the derivative as keys turn with their rows, and as they turn alone
+        self._driven: tuple[Array, ...]
         if turning is None:
-            self._key = self._over_pairs(calibration.key) * sharp
-            self._cross = shared_part * self._growth * sharp
+            self._driven = (np.stack([self._over_pairs(calibration.key) * sharp, cross]),)
             return
-        apart = np.abs(nodes.rho) > RHO_MIN
-        divided = np.where(apart, nodes.rho, 1.0)
-        self._key, growth = (
-            self._over_pairs(np.where(apart, values / divided, 1.0)) * sharp * bare
-            for values in (calibration.key, calibration.growth)
-        )
-        self._cross = shared_part * growth
+        along = self._over_pairs(calibration.along) * bare * sharp
+        beside = self._over_pairs(calibration.key - nodes.rho * calibration.along) * sharp
+        self._driven = np.stack([along, 0.0 * cross]), np.stack([beside, cross])
 
-    def _law(self, tile: Tile, moved: Matrix, factor: Array, slope: Array) -> _Laws:
-        """The joint law of pairs of rows, of exponents `factor` of the projected kernel, with its
-        derivatives."""
+    def _law(
+        self,
+        tile: Tile,
+        moved: Matrix,
+        exponent: tuple[Matrix, Array],
+        factor: Array,
+        slope: Array,
+    ) -> _Laws:
+        """The joint law of pairs of rows, and its derivatives.
+
+        Args:
+            tile: of pairs.
+            moved: the projected kernel.
+            exponent: of the law, as a matrix and what multiplies it.
+            factor: (c,) of the exponent in `moved`, for a row with itself.
+            slope: (c,) its derivative in the correlation.
+        """
         logits, sight, weights = self.logits, self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         alone = self._pairs.alone[tile.pairs]
@@ -391,16 +411,17 @@ class PositionAttention:
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, left)
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
-        whole = moved[0] + tile.diagonal(moved[1])
-        own, pairs = _bounded_exp((whole, moved[1]), factor[:, None, None], away)
+        held, times = exponent
+        whole = held[0] + tile.diagonal(held[1])
+        own, pairs = _bounded_exp((whole, held[1]), times[:, None, None], away)
         own -= tile.diagonal(pairs)
         own *= tile.met_own
         pairs *= tile.met
-        # the longer row's keys behind the shorter one's last lack what that row's own terms add
+        # keys that the other row does not see lack what that row's own terms add
         sums = _Sums(
             tile,
             sight.split[short, long, left] * weights[long, left],
-            self.counted[short, right],
+            sight.split[long, short, right] * weights[short, right],
             weights[long, left] * self._met(tile, long, short, left),
             weights[short, right] * self._met(tile, short, long, right),
         )
@@ -449,7 +470,7 @@ class PositionAttention:
         sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
         values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
         left = sight.split[short, long, tile.left] * weights[long, tile.left]
-        right = self.counted[short, tile.right]
+        right = sight.split[long, short, tile.right] * weights[short, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         alone = self._pairs.alone[tile.pairs]
         once[alone] = self.counted[long[alone], tile.own]
@@ -475,7 +496,7 @@ class PositionAttention:
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             long, short, left, right = tile.long, tile.short, tile.left, tile.right
             first = sight.split[short, long, left] * weights[long, left] * own[long, left]
-            second = self.counted[short, right] * own[short, right]
+            second = sight.split[long, short, right] * weights[short, right] * own[short, right]
             met = ((law.joint[1] * variance[left, right]) @ second[:, :, None])[..., 0]
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
@@ -643,9 +664,10 @@ class PositionAttention:
 
     # --- backward ------------------------------------------------------------------------------
 
-    def _at_keys(self, tile: Tile, laws: _Laws) -> tuple[Any, Any]:
+    def _at_keys(self, tile: Tile, laws: _Laws) -> list[Matrix]:
         """What every pair of rows sends to their keys per unit of its gradient, by the joint law
-        and by its derivative along the values: (c, o) and (c, n k) of each."""
+        and by its derivative along the values as its rows turn, and as they do not: (c, o) and
+        (c, n k) of each."""
         sight, weights = self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         sent, beside = sight.rows.T * weights, (long == short) & ~self._pairs.alone[tile.pairs]
@@ -661,14 +683,19 @@ class PositionAttention:
             both[alone], alike[alone] = once, twice_met
             both[beside] -= once
             alike[beside] -= twice_met
-        found = []
-        for law, turned in ((laws.joint, None), (laws.keyed, tile.turned)):
-            own, pairs = (law[0] + tile.diagonal(law[1])) * alike, law[1] * both
-            if turned is not None:
-                own, pairs = own * turned[1][:, None], pairs * turned[0]
-            pairs = pairs.reshape(len(pairs), -1).astype(np.float32)
-            found.append((own.astype(np.float32), pairs))
-        return found[0], found[1]
+        found: list[Matrix] = []
+        for law in (laws.joint, laws.keyed):
+            found.append(((law[0] + tile.diagonal(law[1])) * alike, law[1] * both))
+        if tile.turned is not None:
+            own, pairs = found.pop()
+            of_keys, of_rows = tile.turned
+            assert self.logits.turning is not None
+            still = self.logits.turning.within[long, left, right]
+            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * still)]
+        return [
+            (own.astype(np.float32), pairs.reshape(len(pairs), -1).astype(np.float32))
+            for own, pairs in found
+        ]
 
     def backward(self, own: Array, pairs: Array) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
@@ -678,12 +705,12 @@ class PositionAttention:
         """
         size, tiles = len(self.weights), self._pairs.tiles
         scale, given = single(self._pairs.joined(own, pairs))
-        driven = np.stack([given * self._key, given * self._cross]).astype(np.float32)
+        driven = [(slice(0, 1), given[None])]
+        driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
         total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
         for tile, sent in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
-            paths = (slice(0, 1), given[None]), (slice(1, 3), driven)
-            for (path, of_law), law in zip(paths, sent, strict=True):
+            for (path, of_law), law in zip(driven, sent, strict=True):
                 total_own[path, tile.own] += of_law[:, tile.pairs] @ law[0]
                 found = of_law[:, tile.pairs] @ law[1]
                 total[path, tile.left, tile.right] += found.reshape(-1, *shape)
@@ -831,6 +858,14 @@ def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
     logs = np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf)
     weight = np.exp(logs - logs.max(1, keepdims=True))
     return np.asarray(weight / (keys * weight).sum(1, keepdims=True))
+
+
+def _mixed(share: Array, one: Matrix, other_share: Array, other: Matrix) -> Matrix:
+    """Of pairs of rows, each times a factor."""
+    own = share[:, None] * one[0] + other_share[:, None] * other[0]
+    pairs = share[:, None, None] * one[1]
+    pairs += other_share[:, None, None] * other[1]
+    return own, pairs
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:

@@ -37,6 +37,7 @@ class Tile:
         met, met_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
+        begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
     pairs: slice
@@ -50,6 +51,7 @@ class Tile:
     met: Array
     met_own: Array
     turned: tuple[Array, Array] | None
+    begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
         """(..., o) entries of keys of both."""
@@ -69,9 +71,13 @@ class Tile:
             kernel: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or of pairs.
             by_pair: whether it is (c, o) and (c, n, k) of pairs.
         """
+        if self.begun is not None:
+            kernel, by_pair = self._of_pairs(kernel, by_pair), True
         first = self.long if by_pair else self.rows
         own, pairs = maps.own[first, self.own], maps.pairs[first, self.left, self.own]
         apart = kernel[0] - self.diagonal(kernel[1])
+        if self.begun is not None:
+            apart = apart * self.begun
         middle, own = maps.whole[first, self.left, self.left] @ kernel[1], own * apart
         middle[:, :, self.own_right] += pairs * apart[..., None, :]
         if not by_pair:
@@ -81,6 +87,15 @@ class Tile:
         turned = np.swapaxes(maps.pairs[self.short, self.right, self.own], -1, -2)
         found[:, self.own_left, :] += own[:, :, None] * turned
         return own * maps.own[self.short, self.own], found
+
+    def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
+        """(c, n, k) of what is of all rows, or of the longer ones."""
+        own, pairs = kernel
+        if by_pair:
+            return kernel
+        if pairs.ndim == 3:
+            return own, pairs[self.long - self.long[0]]
+        return own, np.broadcast_to(pairs, (len(self.long), *pairs.shape))
 
 
 class RowMaps(NamedTuple):
@@ -179,8 +194,11 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
             looks = sight.seen[long, left], sight.seen[short, right]
             met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
             met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
+            begin = np.where(long > short, sight.begins[long], 0)
+            begun = np.arange(own.start, own.stop) >= begin[:, None]
             where = left, right, own, own_left, own_right
-            tiles.append(Tile(pairs, long, short, *where, met, met_own, turned))
+            several = None if begun.all() else begun.astype(float)
+            tiles.append(Tile(pairs, long, short, *where, met, met_own, turned, several))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
