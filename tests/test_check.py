@@ -250,11 +250,16 @@ def test_the_stored_run() -> None:
     for row in right:
         count = alarms[row["module"].startswith(STYLES)]
         count[0] += 1
+        if check_modules.judged(row["module"]):
+            (told,) = row["findings"]
+            assert told.startswith("identity layers")
+            continue
         count[1] += bool(row["findings"])
     page = (ROOT / "docs/check-your-model.md").read_text(encoding="utf-8")
     for count in alarms.values():
         assert f"| {count[1]} of {count[0]} |" in page
-    assert alarms[False][1] <= 0.005 * alarms[False][0]
+    assert sum(total for total, _ in alarms.values()) >= 1000
+    assert sum(count for _, count in alarms.values()) <= 5
 
 
 def test_a_module_of_logits_alone_and_torchs_encoder() -> None:

@@ -386,6 +386,25 @@ class _Checking:
     def _odd(self) -> Iterator[Trouble]:
         """Blocks without the norms that all others have."""
         odd = () if self.parts.reading is None else self.parts.reading.odd
+        tensors = tensors_of(self.module)
+        zero = [
+            name
+            for name in self.found.unidentified
+            if tensors[name].ndim == 1 and not bool(tensors[name].any())
+        ]
+        gains = [n for n in zero if n.endswith(("weight", "gain", "scale", "g", "gamma"))]
+        if odd and len(gains) == len(odd):  # a norm that gives nothing is none to one pass
+            yield Trouble(
+                "warning",
+                "norm gain",
+                gathered_names(gains),
+                tuple(layer for layer, _ in odd),
+                0.0,
+                1.0,
+                "every gain is 0: the block behind the norm reads nothing",
+                "start gains at 1: nn.init.ones_(norm.weight)",
+            )
+            return
         for layer, name in odd:
             inward = ("query", "key", "value") if name == "attention" else ("ffn_in", "gate")
             yield Trouble(
@@ -431,7 +450,12 @@ class _Checking:
         if not finding.note.startswith(head):
             return False
         paths = finding.note.removeprefix(head).partition(":")[0].split(", ")
-        return set(paths) <= set(self.idle)
+        skipped = {  # norms of blocks whose matrices were run
+            block.norm
+            for block in self.found.blocks
+            if not any(f"{idle}.".startswith(f"{block.raw.path}.") for idle in self.idle)
+        }
+        return set(paths) <= set(self.idle) and not skipped & set(paths)
 
     def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
         """What multiplies q k, and over which axis the weights sum to one."""

@@ -467,6 +467,8 @@ class Stream:
         found = Attention(heads, d_head, kv_heads, projections=sides)
         drops = read.dropouts(core.weights, core.mixed)
         found.dropout = drops[0][1] if drops else 0.0
+        if "value" in sides and not self._values_whole(core, sides["value"]):
+            found.doubts.append("values that are normalised, or changed otherwise")
         if "query" in sides and "key" in sides:
             self._logits(core, sides, found)
         self._mask(core, found)
@@ -529,6 +531,18 @@ class Stream:
                 found.doubts.append("logits are not a multiple of queries times keys")
         multiplier = scale * slope
         found.temperature = 1 / (multiplier * math.sqrt(found.d_head)) if multiplier else 1.0
+
+    def _values_whole(self, core: Core, side: list[tuple[Linear, Tensor]]) -> bool:
+        """Whether values are what their matrix makes, or a multiple of it."""
+        for linear, _ in side:
+            if self.graph.rests_on(core.value, self.graph.nodes[linear.node].outputs[0]):
+                start = self._made(linear, core.value)
+                x = self.read.draw(start)
+                one, two, zero = (
+                    self.graph.run({start: t}, core.value)[0].double() for t in (x, 2 * x, 0 * x)
+                )
+                return close(two - zero, 2 * (one - zero))
+        return True
 
     def _head_norm(self, start: int, operand: int, d_head: int) -> Norm | None:
         """A norm of queries or keys: of every head, or (groups 0) of all heads together.
