@@ -3,12 +3,14 @@
     python benchmarks/first_step.py measure [CASE ...]
     python benchmarks/first_step.py predict [CASE ...]
     python benchmarks/first_step.py exponents
+    python benchmarks/first_step.py timing
     python benchmarks/first_step.py page
 
 `measure` runs what benchmarks/data/first_step.json does not hold yet and stores it case by case, so
-that it can be interrupted: a few minutes on one core. `predict` puts today's theory beside it, a
-minute. `exponents` stores the theory's rates along width and depth. `page` writes
-docs/first-step.md and its picture from all of it. No case was left out after it had been seen.
+that it can be interrupted: ten minutes on one core. `predict` puts today's theory beside it, a
+minute or two. `exponents` stores the theory's rates along width and depth, `timing` what GPT-2
+small takes (2.5 GB). `page` writes docs/first-step.md and its picture from all of it. No case was
+left out after it had been seen.
 """
 
 from __future__ import annotations
@@ -364,6 +366,48 @@ def exponents() -> None:
     _store(stored() | {"exponents": found})
 
 
+def timing(repeats: int = 3) -> None:
+    """Processor time on GPT-2 small, 2 x 128 tokens."""
+    from moments.step.result import Stepping
+    from moments.step.search import zipf_text
+    from moments.torch import measure_step
+    from moments.torch.huggingface_modules import build_module
+
+    config = {"model_type": "gpt2"} | DRY
+    model = moments.from_huggingface(config, seq_len=128)
+    ids = zipf_text(50257, 128, 2)
+
+    def spent(run: Any) -> tuple[float, Any]:
+        began = time.process_time()
+        found = run()
+        return time.process_time() - began, found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        first, prediction = spent(lambda: moments.predict(model, token_ids=ids))
+        runs, again = [], []
+        for _ in range(repeats):
+            stepping = Stepping.of(prediction)
+            runs.append(spent(lambda stepping=stepping: stepping.after("adam", 1e-4))[0])
+            again.append(spent(lambda stepping=stepping: stepping.after("adam", 3e-4))[0])
+    import torch
+
+    torch.set_num_threads(1)
+    module = build_module(config, 0)
+    batch = {"input_ids": torch.as_tensor(ids)}
+    measured, _ = spent(lambda: measure_step(module, batch, "sgd", 1e-3))
+    found = {
+        "repeats": repeats,
+        "predict": first,
+        "after": min(runs),
+        "slowest": max(runs),
+        "again": min(again),
+        "measured": measured,
+    }
+    print(found, flush=True)
+    _store(stored() | {"timing": found})
+
+
 if __name__ == "__main__":
     command, *rest = sys.argv[1:] or ["page"]
     if command == "measure":
@@ -372,6 +416,8 @@ if __name__ == "__main__":
         predict(rest)
     elif command == "exponents":
         exponents()
+    elif command == "timing":
+        timing()
     else:
         PAGE.write_text(page(stored()), encoding="utf-8")
         sweep_picture(stored()).savefig(PICTURE, dpi=110)

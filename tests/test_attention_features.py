@@ -17,7 +17,7 @@ from moments.transfer.attention.cross import CrossAttention
 from moments.transfer.attention.kernels import KernelAttention, Rotation, few_points
 from moments.transfer.attention.kernels.position_attention import ClassLogits, PositionAttention
 from moments.transfer.attention.kernels.turning import Turning
-from moments.transfer.attention.self_attention import SelfAttention
+from moments.transfer.attention.self_attention import SelfAttention, attended
 
 Array = NDArray[np.float64]
 
@@ -438,6 +438,24 @@ def test_tokens_alike_agree_with_tokens_resolved(changes: dict[str, Any]) -> Non
         numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_pairs())]
         found.append([*numbers, *(float(v) for v in pulled.weights().values())])
     np.testing.assert_allclose(found[0], found[1], rtol=5e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("logit_variance", "covariance"), [(1.0, 0.2), (4.0, 0.2), (1.0, 0.8)])
+def test_the_laws_and_statistics_of_alike_rows_are_one(
+    logit_variance: float, covariance: float
+) -> None:
+    """Two evaluations of one layer: the laws', and that of any queries, which knows no law."""
+    weight = logit_variance**0.5 / 256
+    leaf = SelfAttention("a", 256, 4, 64, weight, weight, 1 / 256, 0.1)
+    signal = exchangeable(64, 1.0, covariance, 256)
+    found = []
+    for way in (leaf.forward(signal)[1], attended(leaf, signal, signal)):
+        pulled = way(Gradient(Kernel(1.0, 0.1), 64))
+        kernels = (way.output.kernel, pulled.gradient.kernel)  # type: ignore[attr-defined]
+        numbers = [n for k in kernels for n in (k.diagonal, k.pairs)]
+        found.append([*numbers, *pulled.weights().values(), *pulled.overlaps().values()])
+    np.testing.assert_allclose(found[0][:-2], found[1][:-2], rtol=3e-5)
+    np.testing.assert_allclose(found[0][-2:], found[1][-2:], rtol=4e-4)
 
 
 def test_memory_alike_agrees_with_memory_resolved() -> None:

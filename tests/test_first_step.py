@@ -243,6 +243,21 @@ def test_muon_s_step_on_features_that_are_a_map_of_fewer() -> None:
     assert plain.square > 1.06 * np.mean(seen)
 
 
+def test_hidden_units_of_one_draw_of_the_stream() -> None:
+    """Their mean kernel is the activation's law; it scatters as a map of few features does."""
+    hidden, few = correlated(4, 6), 12
+    units = Neurons.of(activation_laws("relu"), (hidden,), hidden)
+    assert units is not None
+    drawn = units.features(400, few, 300)
+    kernels = drawn @ np.swapaxes(drawn, 1, 2) / 300
+    own = np.diag(hidden)
+    law = Pairs.of(activation_laws("relu"), {}).moment(own, own, hidden)
+    assert kernels.mean(0) == pytest.approx(law, rel=0.1)
+    # a ReLU's second moment is in proportion to the realised variance, of 2/few relative variance
+    own_scatter = kernels[:, 0, 0].var() / law[0, 0] ** 2
+    assert own_scatter == pytest.approx(2 / few + 5 / 300, rel=0.25)
+
+
 def test_a_gain_s_step() -> None:
     tokens, draws = 5, 200_000
     kernel, gradient = correlated(tokens, 0), correlated(tokens, 1)

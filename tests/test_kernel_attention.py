@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import mpmath as mp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from moments.errors import DomainError
 from moments.formulas.attention_refined import AVERAGE
 from moments.transfer.attention.kernels import KernelAttention, Rotation
 from moments.transfer.attention.kernels.pair_weights import _turn
+from moments.transfer.attention.kernels.reference import matched
 from moments.transfer.attention.response import AttentionResponse, _saturation
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.attention.softmax import SquareTable, pair_statistics
@@ -534,3 +536,23 @@ def test_a_turned_pair_overlaps_as_its_rotated_kernel_does() -> None:
     inside = np.abs(given * bare) < 1.0
     np.testing.assert_allclose(turn[inside], given[inside], rtol=1e-12)
     assert inside.sum() > length
+
+
+def test_reference_rows_meet_both_moments() -> None:
+    """Moments of exchangeable rows, from the sums over pairs of keys at 50 digits: found again from
+    faint to peaked rows, whose keys are a hundredth to all of those that there are."""
+    rng = np.random.default_rng(5)
+    theta, keys = np.exp(rng.uniform(np.log(0.3), np.log(30.0), 60)), rng.uniform(3.1, 3000.0, 60)
+    count = keys * np.exp(rng.uniform(0.01, 4.0, 60))
+
+    def moment(scale: float) -> Array:
+        with mp.workdps(50):
+            found = []
+            for t, n in zip(theta, keys, strict=True):
+                t, n = scale * mp.mpf(t), mp.mpf(n)
+                found.append(float(mp.log((mp.exp(t) + n - 1) / n) - t / n))
+        return np.array(found)
+
+    rows = matched(moment(1.0), moment(2.0), count)
+    assert np.allclose(rows.theta, theta, rtol=1e-7, atol=0.0)
+    assert np.allclose(rows.keys, keys, rtol=1e-6, atol=0.0)

@@ -646,6 +646,19 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
         for quantity, bound in bounds.items():
             assert found[quantity] < bound, (name, quantity)
         assert found["band"] < 0.05, name  # a mask's edge is met to the order of a cell there
+    # Of texts what differs from one to the other is averaged: told in docs/theory/state.md
+    texts = {"correlation": 2.5e-3, "gradient": 6e-3, "queries and keys": 0.035}
+    beyond = {
+        "sinusoidal positions, tables of variance 0.5, 4 x 64": {"variance": 1.3e-3},
+        "windows of 16, Post-LN without a mask, 3 x 64": {"correlation": 2.5e-3},
+    }
+    assert len(stored["several documents"]) >= 8
+    assert len(stored["places"]) >= 7
+    for name, found in (stored["several documents"] | stored["places"]).items():
+        own = bounds | (texts if "texts" in name else beyond.get(name, {}))
+        for quantity, bound in own.items():
+            assert found[quantity] < bound, (name, quantity)
+        assert found["band"] < 0.08, name
     for name, found in stored["rotary positions without a mask"].items():
         assert max(found["variance"], found["correlation"]) < 1e-3, name
         assert found["gradient"] < 0.012, name
@@ -655,16 +668,20 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
         assert bloom[quantity] < bounds[quantity]
     assert bloom["weight gradients"] < 0.04
     loud = {name: one for name, one in stored["distance penalties"].items() if ".8" in name}
-    for norm, gradient, of_weights in (("Pre-LN", 0.04, 0.07), ("Post-LN", 0.1, 0.18)):
+    loud_bounds = ("Pre-LN", 0.04, 0.07), ("Post-LN", 0.1, 0.18), ("windows of 32", 0.05, 0.07)
+    for norm, gradient, of_weights in loud_bounds:
         found = loud[f"logit variance .8, {norm}, 6 x 128"]
         assert found["gradient"] < gradient
         assert max(found["weight gradients"], found["queries and keys"]) < of_weights
     assert "Llama 3 8B, 32 x 8192" in stored["twice the classes"]
     for name, found in stored["twice the classes"].items():
         for quantity in ("variance", "correlation", "gradient"):
-            # turned positions in windows of thousands of tokens: told in docs/theory/state.md
-            most = 0.04 if (name[:7], quantity) == ("Mistral", "gradient") else bounds[quantity]
-            assert found[quantity] < most, (name, quantity)
+            assert found[quantity] < bounds[quantity], (name, quantity)
+        # turned positions over thousands of tokens, and tables: told in docs/theory/state.md
+        apart = {"Mistral": ("queries and keys", 0.065), "T5 smal": ("weight gradients", 0.06)}
+        quantity, most = apart.get(name[:7], ("queries and keys", 0.03))
+        assert found[quantity] < most, name
+        assert max(found["weight gradients"], found["queries and keys"]) < 0.07, name
 
 
 def test_penalties_within_windows() -> None:

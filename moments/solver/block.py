@@ -46,7 +46,7 @@ class Block:
     Args:
         name: "attention", "cross" or "ffn".
         chain: its components, norms before and scales behind included.
-        own: its free matrices, which share one factor.
+        free: its free matrices, which share one factor.
         signal: what enters.
         layout: of the tokens.
         memory: what cross-attention reads.
@@ -56,15 +56,15 @@ class Block:
         self,
         name: str,
         chain: Component,
-        own: tuple[str, ...],
+        free: tuple[str, ...],
         signal: Signal,
         layout: Layout,
         memory: Signal | None,
     ) -> None:
-        self.name, self.own, self.layout = name, own, layout
+        self.name, self.free, self.layout = name, free, layout
         self.memory = memory
         parts = flat(chain)
-        first = next((i for i, part in enumerate(parts) if holds(part, own)), len(parts))
+        first = next((i for i, part in enumerate(parts) if holds(part, free)), len(parts))
         last = next((i for i, part in enumerate(parts) if part.label == f"{name}.dropout"), -1)
         end = max(first, last + 1)
         self.entering = forward(Chain(parts[:first]), signal, self.memory)[0]
@@ -93,7 +93,7 @@ class Block:
             varies = None if heads.fluctuation is None else heads.fluctuation.scaled(factor)
             signal = heads.replace(kernel=heads.kernel.scaled(factor), fluctuation=varies)
             parts = parts[1:]
-        whole = Chain(tuple(part.with_variances(self.own, factor) for part in parts) + self.rest)
+        whole = Chain(tuple(part.with_variances(self.free, factor) for part in parts) + self.rest)
         return forward(whole, signal, self.memory)[0]
 
     # --- means and variances -------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Block:
     def _stage(self, part: Component) -> OfEntry:
         if part.mixes_tokens and part.matrices:
             return lambda _, factor: (0.0, self._slope * factor + self._constant)
-        stage = part.of_entry(self.entering.algebra, self.own)
+        stage = part.of_entry(self.entering.algebra, self.free)
         if stage is None:
             raise DomainError(f"{part.label} has no inversion: solve for another objective")
         return stage

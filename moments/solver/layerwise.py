@@ -97,8 +97,8 @@ def solve_blocks(
     for layer in layers:
         found = replay and replay.layer(layer.number, signal)
         if found:
-            signal, own = found
-            for name, factor in own.items():
+            signal, of_layer = found
+            for name, factor in of_layer.items():
                 walk.factors[name].append(factor)
             continue
         entering, missed = signal, len(walk.missed)
@@ -145,15 +145,15 @@ class _Walk:
     def _solved(self, node: Residual, signal: Signal) -> Residual:
         """The node with its branch replaced by what it adds once its matrices are scaled."""
         blocks = self._blocks(node, signal)
-        if not any(block.own for block in blocks):
+        if not any(block.free for block in blocks):
             return node
         if self.of_sum:
             factor = self._of_sum(node, signal, blocks)
             chosen = [factor] * len(blocks)
         else:
-            chosen = [self._of_output(block) if block.own else 1.0 for block in blocks]
+            chosen = [self._of_output(block) if block.free else 1.0 for block in blocks]
         for block, factor in zip(blocks, chosen, strict=True):
-            for matrix in block.own:
+            for matrix in block.free:
                 self.factors[matrix].append(factor)
                 self.met.add(matrix)
         added = tuple(Given(block.propagated(f)) for block, f in zip(blocks, chosen, strict=True))
@@ -176,12 +176,12 @@ class _Walk:
         return [self._block(_named(branch), branch, entering) for branch in parts[-1].children]
 
     def _block(self, name: str, chain: Component, signal: Signal) -> Block:
-        own = tuple(matrix for matrix in MATRICES[name] if matrix in self.free)
-        return Block(name, chain, own, signal, self.layout, self.memory)
+        free = tuple(matrix for matrix in MATRICES[name] if matrix in self.free)
+        return Block(name, chain, free, signal, self.layout, self.memory)
 
     def _of_output(self, block: Block) -> float:
         wanted = self.target(self.layer, block.name)
-        factor, reached = factor_for(block.output, wanted, len(block.own), block.ends)
+        factor, reached = factor_for(block.output, wanted, len(block.free), block.ends)
         self._note(block.name, reached, wanted, abs(reached / wanted - 1) > 1e-9)
         return factor
 
@@ -190,15 +190,15 @@ class _Walk:
         wanted = self.target(self.layer, name)
         kept = node.skip_scale**2 * float(self.layout.token_average(signal.kernel)[0])
         scale = node.branch_scale**2
-        free = [block for block in blocks if block.own]
-        kept += scale * sum(block.added(1.0) for block in blocks if not block.own)
+        free = [block for block in blocks if block.free]
+        kept += scale * sum(block.added(1.0) for block in blocks if not block.free)
         if wanted <= kept or scale == 0.0:
             self._note(name, kept, wanted, True)
             return NOTHING
         factor, added = factor_for(
             lambda f: sum(block.added(f) for block in free),
             (wanted - kept) / scale,
-            min(len(block.own) for block in free),
+            min(len(block.free) for block in free),
             (free[0].ends[0], min(block.ends[1] for block in free)),
         )
         total = kept + scale * added
@@ -230,7 +230,7 @@ def reached(stack: Stack) -> tuple[list[Reached], list[float]]:
         found = [(p.layer, p.site, float(average(p.signal.kernel)[0])) for p in points]
     else:
         layers: Any = zip(declared.children, replayed, strict=True)
-        found = [(n.number, site, v) for n, own in layers for site, v in own.read.items()]
+        found = [(n.number, site, v) for n, one in layers for site, v in one.read.items()]
     rows, stream, outputs = [], [], {}
     for layer, place, variance in found:
         block, _, site = place.partition(".")

@@ -133,7 +133,7 @@ class Replay:
                     places = self._places(body, apart, names)
                     found.append(_Group(names, places, block, site, len(names)))
             elif kind == "sum" and waiting:
-                names = tuple(name for own in waiting for name in own)
+                names = tuple(name for group in waiting for name in group)
                 places = self._places(body, apart, names)
                 found.append(_Group(names, places, block, site, min(map(len, waiting))))
                 waiting = []
@@ -154,11 +154,11 @@ class Replay:
         slopes = [float(group.power) for group in groups]
         last: tuple[list[float], list[float]] | None = None
         for _ in range(SECANTS):
-            own = list(apart.numbers)
+            numbers = list(apart.numbers)
             for group, log in zip(groups, logs, strict=True):
                 for place in group.places:
-                    own[place] *= math.exp(log)
-            leaving = LIBRARY.step(apart._replace(numbers=own), entering, _told)
+                    numbers[place] *= math.exp(log)
+            leaving = LIBRARY.step(apart._replace(numbers=numbers), entering, _told)
             told = leaving.read
             far = [self._far(told, g, aim) for g, aim in zip(groups, aims, strict=True)]
             if max(far) == math.inf:

@@ -48,7 +48,8 @@ class Rows:
         weights: W, mean attention.
         response: the query path's kernel per unit of the gradient's behind the value weights.
         gain: of the value weights.
-        keyed: what multiplies T's key path to give the package's.
+        behind: gradient behind the value weights.
+        key_path: its kernel at the tokens by way of the keys, the package's.
         gradients: D at queries, keys and values, before any rotation.
         received: D at the heads.
         sizes: variance of queries, keys and values over that of the tokens.
@@ -61,35 +62,19 @@ class Rows:
     weights: Array
     response: Array
     gain: float
-    keyed: float
+    behind: Array
+    key_path: Array
     gradients: Three
     received: Array
     sizes: Three
     heads: Heads
     sequences: int = 1
 
-    @classmethod
-    def of(
-        cls,
-        asking: Array,
-        kernel: Array,
-        weights: Array,
-        response: Array,
-        gain: float,
-        received: Array,
-        paths: Three,
-        gradients: Three,
-        sent: Array,
-        sizes: Three,
-        heads: Heads,
-        sequences: int,
-    ) -> Rows:
-        """`received`: gradient behind the value weights; `paths`: its kernels at the tokens."""
-        rest = gradients, sent, sizes, heads, sequences
-        plain = cls(asking, kernel, weights, response, gain, 1.0, *rest)
-        size = float((received * plain._product(asking, kernel, kernel)).sum())
-        keyed = float((kernel * paths.key).sum()) / size if size else 1.0
-        return cls(asking, kernel, weights, response, gain, keyed, *rest)
+    @functools.cached_property
+    def keyed(self) -> float:
+        """What multiplies T's key path to give the package's."""
+        size = float((self.behind * self._product(self.asking, self.kernel, self.kernel)).sum())
+        return float((self.kernel * self.key_path).sum()) / size if size else 1.0
 
     @functools.cached_property
     def drawn(self) -> Three:

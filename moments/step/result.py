@@ -81,17 +81,22 @@ class FirstStep:
         steps = 1 if optimizer.updates is None else optimizer.updates.steps
         rows = []
         for point in moved.sites:
-            size = float(np.trace(point.kernel))
-            sent = float(((point.change.coherent @ point.gradient) * point.change.coherent).sum())
-            changed = float(np.trace(point.change.total))
+            size, found = float(np.trace(point.kernel)), point.change
+            # a share of the change, for which single precision does
+            scale = max(float(np.trace(point.gradient)), 1e-300)
+            coherent = found.coherent.astype(np.float32)
+            sent = coherent @ (point.gradient / scale).astype(np.float32)
+            share = float(np.vdot(sent, coherent)) * scale
+            changed = float(np.trace(found.total))
+            after = size + 2 * float(np.trace(found.overlap)) + changed
             rows.append(
                 {
                     "layer": point.layer,
                     "site": point.site,
                     "variance_before": size / len(point.kernel),
-                    "variance": float(np.trace(point.change.new(point.kernel))) / len(point.kernel),
+                    "variance": after / len(point.kernel),
                     "relative_change": changed / size if size else math.nan,
-                    "coherent": sent / changed if changed else math.nan,
+                    "coherent": share / changed if changed else math.nan,
                 }
             )
         end = moved.end

@@ -136,14 +136,14 @@ class Site:
             turning = leaf.rotary.frequencies(int(leaf.d_head))[0]
             frequencies = turning[turning > 0][:pairs]
         weights = np.asarray(layer.weights())
-        return Rows.of(
+        return Rows(
             self.kernel,
             memory.kernel,
             weights,
             np.asarray(layer.response().pairs),
             d * value,
             np.asarray(received.pairs),
-            found,
+            found.key,
             Three(
                 # the paths are on the scale of the tokens attended to
                 found.query * d / (float(leaf.d_model) * heads * query),

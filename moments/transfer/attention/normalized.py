@@ -56,15 +56,15 @@ class NormalizedAttention(Leaf):
         return self.attention.padding
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        own = self.attention
-        if not np.all(np.add(own.value, own.value_bias) > 0):
+        attention = self.attention
+        if not np.all(np.add(attention.value, attention.value_bias) > 0):
             allowed = "above 0 where values are normalised"
-            raise domain_error("value", own.value, allowed, "zeros have no direction")
+            raise domain_error("value", attention.value, allowed, "zeros have no direction")
         unit, plain = self.values_normalised()
         inner, back_norm = unit.forward(signal)
-        gain = own.d_model * own.value
+        gain = attention.d_model * attention.value
         output, back = plain.forward(inner)
-        freedom = _freedom(float(own.d_head), own.qk_norm == "layernorm")
+        freedom = _freedom(float(attention.d_head), attention.qk_norm == "layernorm")
         factor = expected_pull(freedom, 1.0)
         both = expected_pull(freedom, inner.correlation())
         return output, _Pullback(back, back_norm, factor, both, gain)
@@ -75,10 +75,10 @@ class NormalizedAttention(Leaf):
 
     def values_normalised(self) -> tuple[FiniteNormalization, SelfAttention]:
         """Tokens of unit norm and attention with values of unit variance, which it amounts to."""
-        own = self.attention
-        unit = FiniteNormalization(RMSNORM, own.label, own.norm_epsilon, centres=False)
-        bias = own.value_bias / (own.d_model * own.value)
-        return unit, dataclasses.replace(own, value=1 / own.d_model, value_bias=bias)
+        attention = self.attention
+        unit = FiniteNormalization(RMSNORM, attention.label, attention.norm_epsilon, centres=False)
+        bias = attention.value_bias / (attention.d_model * attention.value)
+        return unit, dataclasses.replace(attention, value=1 / attention.d_model, value_bias=bias)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         return Chain(self.values_normalised()).two_sequences(signal, memory)

@@ -8,7 +8,7 @@ its attention. Of a kernel of own parts a_j beside what two tokens share, the fi
 
 over the keys that both rows see, and the second the sums of U^b over classes. Buckets are ranges of
 positions, over which `classes.PositionClasses.hats` sum in closed form: they are linear in log j,
-and sum log j = log Gamma. A row's neighbour has its buckets one position on.
+and sum log j = log Gamma. Two rows of one class are as far apart as sums over rows count them.
 
 Tokens of one class are one row and one key here whose numbers are means over all rows and pairs of
 rows: sums over classes then vanish, and a key takes back from all others what it sends itself.
@@ -24,10 +24,24 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, OneClass, Sight, diagonal
+from ....engine.classes import (
+    Matrix,
+    OneClass,
+    PositionClasses,
+    Sight,
+    diagonal,
+    lagrange,
+    stencil,
+)
 from ....model.positions import RelativeBias
 
 Array = NDArray[np.float64]
+
+DISTANCES = 12
+"""Ranges of distances between two rows of one class, in every cell."""
+
+LEAST_BESIDE = 0.25
+"""Rows of a node's own class before it, on average, below which the next one stands for them."""
 
 
 class Buckets(NamedTuple):
@@ -122,18 +136,50 @@ def _buckets(sight: Sight, table: RelativeBias) -> Buckets:
     shared -= _sums(nodes, np.minimum(before[:, None], limit))
     keys = shared[np.arange(size), np.arange(size)]
     same = np.zeros((size,) * 3)
-    for p, s in np.ndindex(size, size):
-        other = int(nodes[s]) if s != p else int(nodes[p]) + (-1 if nodes[p] > 1 else 1)
-        one = int(nodes[p])
-        low = max(int(sight.starts[p]), int(sight.starts[s]))
-        high = min(one, other, int(nodes[s]))
+
+    def met(one: int, other: int, low: int) -> Array:
+        high = min(one, other)
         edges = np.concatenate([[low, high], one - begins, other - begins])
         edges = np.unique(np.clip(edges, low, max(low, high)))
-        if len(edges) > 1:
-            runs = [np.searchsorted(begins, row - edges[1:], "right") - 1 for row in (one, other)]
-            counted = np.diff(_sums(nodes, edges), axis=0)
-            same[p, s] = counted[kind[runs[0]] == kind[runs[1]]].sum(0)
+        if len(edges) < 2:
+            return np.zeros(size)
+        runs = [np.searchsorted(begins, row - edges[1:], "right") - 1 for row in (one, other)]
+        counted = np.diff(_sums(nodes, edges), axis=0)
+        return np.asarray(counted[kind[runs[0]] == kind[runs[1]]].sum(0))
+
+    for p, s in np.ndindex(size, size):
+        low, one = max(int(sight.starts[p]), int(sight.starts[s])), int(nodes[p])
+        if s != p:
+            same[p, s] = met(one, int(nodes[s]), low)
+            continue
+        for distance, share in _beside(sight.classes, p):
+            same[p, p] += share * met(one, one - distance, low)
     return Buckets(keys, shared, same)
+
+
+def _beside(classes: PositionClasses, p: int) -> list[tuple[int, float]]:
+    """How far the other row of a pair of one class is, and how much that counts: as a row sums over
+    those before it, by what the interpolant of nodes gives to this one."""
+    nodes = classes.nodes
+    mass = float(classes.seen().keys[p, p]) - 1.0
+    if p == 0 or nodes[p] - nodes[p - 1] == 1 or mass < LEAST_BESIDE:
+        return [(1 if p else -1, 1.0)]
+    found, logs = [], np.log(nodes)
+    for cell in range(p - 1, max(p - 4, -1), -1):
+        held = stencil(cell, 0, p)
+        ends = int(nodes[p] - nodes[cell + 1]), int(nodes[p] - nodes[cell])
+        steps = np.geomspace(max(ends[0], 1), ends[1], DISTANCES + 1)
+        edges = np.unique(np.round(steps).astype(np.intp))
+        if held.stop <= p or len(edges) < 2:
+            continue
+        places = float(nodes[p]) - np.arange(edges[0], edges[-1])
+        weight = lagrange(logs[held], np.log(places))[p - held.start]
+        for low, high, sums in zip(
+            edges[:-1], edges[1:], np.add.reduceat(weight, edges[:-1] - edges[0]), strict=True
+        ):
+            found.append((int((low * (high - 1)) ** 0.5), float(sums / mass)))
+    total = sum(share for _, share in found)
+    return [(distance, share / total) for distance, share in found]
 
 
 def _sums(nodes: NDArray[np.intp], last: NDArray[np.intp]) -> Array:
