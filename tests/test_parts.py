@@ -32,12 +32,6 @@ from moments.transfer.elementary import Dropout, Linear
 from moments.transfer.gated import GatedLinear
 from moments.transfer.normalization import DynamicTanh, FiniteNormalization
 
-
-@pytest.fixture(autouse=True)
-def _no_registration_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "_REGISTERED", {})
-
-
 TOKENS, VARIANCE, CORRELATION, GRAD, GRAD_CORRELATION = 4, 1.3, 0.4, 0.8, 0.3
 
 
