@@ -279,7 +279,7 @@ def measured() -> dict[str, Any]:
     rivals["the same, against a prediction of the text itself"] = (
         rivals["real GPT-2, 8 seeds, 2 x 128 tokens, both ways"][0],
         table["GPT-2 preset, 2 x 128 tokens of text"],
-        "predict, token_ids, by token",
+        "predict, token_ids, classes of positions",
     )
     rivals["and of one text of 128 tokens"] = (
         rivals["real GPT-2, 8 seeds, 2 x 128 tokens, both ways"][0] / 2,
