@@ -240,7 +240,8 @@ def _by_class(
     if not fixed:
         return (*free, *free)
     # A row loses to the keys of its own document alone.
-    size = tokens.diagonal[..., : len(tokens.resolved.inside.nodes)]  # type: ignore[union-attr]
+    assert tokens.classes is not None
+    size = tokens.diagonal[..., : len(tokens.classes.inside.nodes)]
     inside = met_by(weights, tokens).pairs[..., : size.shape[-1], : size.shape[-1]]
     lost = ClassRows(weights.weights * inside / size[..., None, :], weights.sight)
 

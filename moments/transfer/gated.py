@@ -208,8 +208,10 @@ class GatedLinear(Leaf):
 
 def _unsteady(signal: Signal) -> tuple[str, ...]:
     """A note where the tokens' norms, taken at their means, vary by much."""
-    tokens = signal.second_moment().diagonal
-    varies = as_number(np.max(ratio_or_zero(signal.fluctuation.norms.diagonal, tokens * tokens)))  # type: ignore[union-attr]
+    if signal.fluctuation is None:
+        return ()
+    tokens, norms = signal.second_moment().diagonal, signal.fluctuation.norms.diagonal
+    varies = as_number(np.max(ratio_or_zero(norms, tokens * tokens)))
     if varies <= 0.1:
         return ()
     return (
