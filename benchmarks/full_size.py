@@ -217,13 +217,13 @@ def _twin(layers: int, norm: str, scheme: str, seeds: int) -> Case:
 
 
 def _step(name: str, config: Mapping[str, Any], optimizer: str, rates: tuple[float, ...]) -> Case:
-    seeds = 6 if "GPT" in name else 3
+    seeds = 12 if "GPT" in name else 6
     return Case(
         f"{name}, step of {optimizer}",
         seeds,
         "step",
         config,
-        seq_len=512,
+        seq_len=128,
         batch=2,
         optimizer=optimizer,
         rates=rates,
@@ -303,7 +303,8 @@ def stack_record(m: Any) -> dict[str, np.ndarray]:
     found = {name: np.asarray(getattr(m, name), dtype=float) for name in STREAM}
     found["covariance"] = found["variance"] * found["correlation"]
     for name in ("token_variance", "token_grad_variance"):
-        found[name] = profile(getattr(m, name)).ravel()
+        if getattr(m, name) is not None:
+            found[name] = profile(getattr(m, name)).ravel()
     rows = m.weight_gradients()
     norms = rows["squared_norm"].to_numpy(dtype=float)
     found["weights"] = norms
