@@ -309,7 +309,7 @@ def points(layers: int) -> np.ndarray:
 
 def stack_record(m: Any) -> dict[str, np.ndarray]:
     """Of one stack, measured or predicted."""
-    chosen = points(m.layers)
+    chosen = points(len(m.variance) - 1)
     found = {name: np.asarray(getattr(m, name), dtype=float)[chosen] for name in STREAM}
     found["covariance"] = found["variance"] * found["correlation"]
     for name in ("token_variance", "token_grad_variance"):
@@ -322,9 +322,10 @@ def stack_record(m: Any) -> dict[str, np.ndarray]:
 def weight_rows(m: Any) -> Any:
     """Squared gradient norms; of deep stacks at some layers."""
     rows = m.weight_gradients()
-    if m.layers < MOST_LAYERS:
+    layers = len(m.variance) - 1
+    if layers < MOST_LAYERS:
         return rows
-    return rows[rows["layer"].isin([1, *places(m.layers)[1:]])]
+    return rows[rows["layer"].isin([1, *places(layers)[1:]])]
 
 
 def weight_names(m: Any) -> list[str]:
