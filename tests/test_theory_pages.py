@@ -143,7 +143,6 @@ THEORY = (
     "engine/classes",
     "engine/directions",
     "engine/fluctuation",
-    "engine/short_vectors",
     "engine/bottom_to_top",
     "engine/composition",
     "noise/overlap",

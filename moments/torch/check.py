@@ -21,8 +21,7 @@ from ..model.head import Head
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..optional import optional
-from ..prediction.measured import last_gradient
-from ..prediction.measurement import Measurement
+from ..prediction.measurement import Measurement, last_gradient
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.packing import restarted
+from ..engine.layout import restarted
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count
 from ..optional import optional

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...engine.classes import ClassRows, Matrix, OneClass, one_class
 from ...engine.fluctuation import norm_variance
-from ...engine.packing import one_document, places
+from ...engine.layout import one_document, places
 from ...engine.state import Array, Kernel, Repeats, Signal, ratio_or_zero
 from ...errors import DomainError
 from ...model.positions import alibi_slopes

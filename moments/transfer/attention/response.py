@@ -32,9 +32,16 @@ import numpy as np
 
 from ...engine.classes import ClassMatrix, ClassRows, OneClass, Sight
 from ...engine.composition import Pulled
-from ...engine.fluctuation import between_rows, followed, has_fixed_norms, met_by
-from ...engine.own_overlap import OverlapWalk, OwnOverlap, own_variance
-from ...engine.sensitivity import (
+from ...engine.fluctuation import (
+    OverlapWalk,
+    OwnOverlap,
+    between_rows,
+    followed,
+    has_fixed_norms,
+    met_by,
+    own_variance,
+)
+from ...engine.response import (
     SINGLE,
     GradientAdjoint,
     Matrix,

@@ -14,12 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled, Reader, ReaderPullback
-from ...engine.fluctuation import of_averages
-from ...engine.own_overlap import OverlapWalk, OwnOverlap
-from ...engine.packing import Padding
-from ...engine.response import Around, Elementwise, Sequence
-from ...engine.sensitivity import SINGLE, Response, kernel_of
-from ...engine.short_vectors import expected_pull
+from ...engine.directions import expected_pull
+from ...engine.fluctuation import OverlapWalk, OwnOverlap, of_averages
+from ...engine.layout import Padding
+from ...engine.response import SINGLE, Around, Elementwise, Response, Sequence, kernel_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...errors import domain_error
