@@ -5,9 +5,10 @@ second moment E phi(x) phi(x') and the slope E phi'(x) phi'(x') (its derivative 
 by Price's theorem). A token with itself is the pair at r = 1, so every law below follows from these
 two and from the mean. Closed forms where they exist, Gaussian expectations elsewhere.
 
-Smooth activations without closed forms are taken by quadrature. A function's Hermite coefficients fall like exp(-sqrt(2 n/v) times the distance of its nearest pole
-from the real axis), which sets the largest variance at which pairs are resolved: there the slope of
-a pair at correlations up to .9999 is right to 1e-8, everything else to 1e-10.
+Smooth activations without closed forms are taken by quadrature. A function's Hermite coefficients
+fall like exp(-sqrt(2 n/v) times the distance of its nearest pole from the real axis), which sets
+the largest variance at which pairs are resolved: there the slope of a pair at correlations up to
+.9999 is right to 1e-8, everything else to 1e-10.
 """
 
 from __future__ import annotations
