@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
-from ..optional import optional
 from ..prediction.draws import STREAM
 from ..step.measured import Place, StepDraw, StepMeasurement
 from ..step.rules import group_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from ..errors import DomainError
-from ..optional import optional
+from ..errors import DomainError, optional
 from .hook_points import WRAPPED
 
 with optional("torch", "torch"):
