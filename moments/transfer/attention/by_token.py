@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.classes import ClassRows, Matrix, OneClass, one_class
+from ...engine.classes import ClassRows, Matrix, one_class
 from ...engine.fluctuation import norm_variance
 from ...engine.layout import one_document, places
-from ...engine.state import Array, Kernel, Repeats, Signal, ratio_or_zero
+from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import DomainError
 from ...model.positions import alibi_slopes
 from .alike import AlikeAttention
@@ -248,23 +248,21 @@ class TokenLayer:
 
 
 class ClassLayer:
-    """`TokenLayer` on classes of positions; `coarse`: what that costs is to be said."""
+    """`TokenLayer` on classes of positions; `coarse`: what that costs is to be said.
 
-    def __init__(
-        self,
-        leaf: Any,
-        law: LogitLaw,
-        tokens: Kernel,
-        norm_spread: Array,
-        repeats: Repeats | None = None,
-    ) -> None:
-        assert tokens.classes is not None
-        self._classes = classes = tokens.classes
-        self._lead = tokens.pairs.shape[:-2]
+    Tokens alike whose logits know their distance are one class of all.
+    """
+
+    def __init__(self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel) -> None:
+        self._alike = tokens.classes is None
+        self._classes = classes = tokens.classes or one_class(memory.seq_len)
+        self._lead = np.shape(tokens.pairs) if self._alike else tokens.pairs.shape[:-2]
         self._sight = sight = classes.seen(leaf.window)
         scales, self.wanted = logit_scales(law)
         lead = self._lead
-        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
+        given = scales, norm_variance(memory)
+        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
+        repeats = None if self._alike else memory.repeats
         turning, sights, shares = None, [sight], np.ones(1)
         if leaf.rotary is not None:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
@@ -310,14 +308,22 @@ class ClassLayer:
     def _flat(self, kernel: Kernel) -> list[tuple[Matrix, ...]]:
         """Of every configuration, its kernel by what two tokens have to do with each other."""
         size = len(self._classes.nodes)
-        own = np.broadcast_to(kernel.diagonal, (*self._lead, size)).reshape(-1, size)
-        pairs = np.broadcast_to(kernel.pairs, (*self._lead, size, size)).reshape(-1, size, size)
+        own, pairs = kernel.diagonal, kernel.pairs
+        if self._alike:
+            own, pairs = (
+                np.asarray(own, float)[..., None],
+                np.asarray(pairs, float)[..., None, None],
+            )
+        own = np.broadcast_to(own, (*self._lead, size)).reshape(-1, size)
+        pairs = np.broadcast_to(pairs, (*self._lead, size, size)).reshape(-1, size, size)
         return [self._classes.blocks(*one) for one in zip(own, pairs, strict=True)]
 
     def _kernel(self, kernels: list[Any]) -> Kernel:
         own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
         shape = own.shape[1:], pairs.shape[1:]
         own, pairs = own.reshape(*self._lead, *shape[0]), pairs.reshape(*self._lead, *shape[1])
+        if self._alike:
+            return Kernel(own[..., 0][()], pairs[..., 0, 0][()])
         return Kernel(own, pairs, self._classes)
 
     def _of_rows(self, function: Callable[..., Matrix], *kernels: Kernel) -> Kernel:
@@ -331,7 +337,10 @@ class ClassLayer:
 
     def _numbers(self, name: str) -> Array:
         found = np.stack([getattr(one, name) for one in self._rows])
-        return self._classes.repeated(found.reshape(*self._lead, *found.shape[1:]))
+        return self._of_tokens(found.reshape(*self._lead, *found.shape[1:]))
+
+    def _of_tokens(self, values: Array) -> Array:
+        return values[..., 0] if self._alike else self._classes.repeated(values)
 
     def forward(self) -> Kernel:
         found = self._of_rows(lambda one: one.output)
@@ -347,7 +356,10 @@ class ClassLayer:
     def mean_output(self) -> Kernel:
         return self._of_rows(lambda one: one.mean_output())
 
-    def weights(self) -> ClassRows:
+    def weights(self) -> ClassRows | None:
+        """Uniform, as far as tokens alike can tell."""
+        if self._alike:
+            return None
         found = np.stack([one.weights for one in self._rows])
         return ClassRows(found.reshape(*self._lead, *found.shape[1:]), self._sight)
 
@@ -356,7 +368,7 @@ class ClassLayer:
         return self._numbers("sum_square")
 
     def diagnostics(self) -> dict[str, Array]:
-        keys = self._classes.repeated(self._sight.size)
+        keys = self._of_tokens(self._sight.size)
         numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
         return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
 
@@ -382,7 +394,7 @@ class ClassLayer:
 
     def repeated(self, gained: Kernel) -> Kernel | None:
         """The part of the query path that comes of tokens that repeat within cells."""
-        if self._rows[0].repeated is None:
+        if self._alike or self._rows[0].repeated is None:
             return None
         return self._of_rows(lambda one: one.repeated) * gained
 
@@ -396,69 +408,7 @@ class ClassLayer:
         return np.asarray(self._d_model * (overlaps * gained).total(self._classes.length))
 
 
-class OneClassLayer:
-    """`ClassLayer` of tokens alike, whose positions differ by their distance alone: one class."""
-
-    def __init__(
-        self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array, seq_len: int
-    ) -> None:
-        self._classes = classes = one_class(seq_len)
-        lifted = _lifted(tokens, classes)
-        same = law.queries.kernel is tokens, law.keys.kernel is tokens
-        queries, keys = (
-            side._replace(kernel=lifted if alike else _lifted(side.kernel, classes))
-            for side, alike in zip((law.queries, law.keys), same, strict=True)
-        )
-        inner = law._replace(queries=queries, keys=keys)
-        self._layer = layer = ClassLayer(leaf, inner, lifted, norm_spread)
-        self.wanted, self.beyond_tables, self.coarse = layer.wanted, layer.beyond_tables, False
-
-    def weights(self) -> None:
-        """Uniform, as far as tokens alike can tell."""
-        return
-
-    def repeated(self, gained: Kernel) -> None:
-        """No text's tokens are alike."""
-        return
-
-    def forward(self) -> Kernel:
-        return _lowered(self._layer.forward())
-
-    def mean_output(self) -> Kernel:
-        return _lowered(self._layer.mean_output())
-
-    @property
-    def sum_square(self) -> Array:
-        return self._layer.sum_square[..., 0]
-
-    def diagnostics(self) -> dict[str, Array]:
-        return {name: value[..., 0] for name, value in self._layer.diagnostics().items()}
-
-    def backward(self, gained: Kernel) -> Paths:
-        found = self._layer.backward(_lifted(gained, self._classes))
-        return Paths(*map(_lowered, found))
-
-    def overlap_path(self, gained: Kernel) -> Kernel:
-        return _lowered(self._layer.overlap_path(_lifted(gained, self._classes)))
-
-    def response(self) -> Kernel:
-        return _lowered(self._layer.response())
-
-    def table_gradient(self, gained: Kernel) -> Array | None:
-        return self._layer.table_gradient(_lifted(gained, self._classes))
-
-
-def _lifted(kernel: Kernel, classes: OneClass) -> Kernel:
-    """Tokens alike as a class."""
-    own, pairs = np.asarray(kernel.diagonal, float), np.asarray(kernel.pairs, float)
-    return Kernel(own[..., None], pairs[..., None, None], classes)
-
-
-def _lowered(kernel: Kernel) -> Kernel:
-    return Kernel(kernel.diagonal[..., 0][()], kernel.pairs[..., 0, 0][()])
-
-
-Layer = TokenLayer | ClassLayer | OneClassLayer | AlikeAttention
+Layer = TokenLayer | ClassLayer | AlikeAttention
 """Attention in the resolution of its tokens: moments of what it mixes, and the paths back."""
 
 
@@ -476,10 +426,8 @@ def layer_of(
     (queries, tokens), spread = kernels, norm_variance(memory)
     if memory.resolved is True:
         return TokenLayer(leaf, law, queries, tokens, spread)
-    if memory.resolved:
-        return ClassLayer(leaf, law, tokens, spread, memory.repeats)
-    if by_distance(leaf) and memory.seq_len > 1:
-        return OneClassLayer(leaf, law, tokens, spread, memory.seq_len)
+    if memory.resolved or (by_distance(leaf) and memory.seq_len > 1):
+        return ClassLayer(leaf, law, memory, tokens)
     scale, wanted = logit_scales(law)
     return AlikeAttention(
         law.queries.kernel,
