@@ -155,7 +155,7 @@ THEORY = (
     "transfer/elementary",
     "transfer/gated",
     "transfer/normalization",
-    "transfer/attention/alike",
+    "transfer/attention/layers",
     "transfer/attention/projections",
     "transfer/attention/laws",
     "transfer/attention/kernels/attention",

@@ -65,7 +65,6 @@ from ...engine.response import (
 )
 from ...engine.state import Array, Kernel, Signal
 from ...engine.trace import Record
-from .by_token import self_masks
 from .kernels import exact_rows, position_attention
 from .kernels.position_attention import ClassLogits
 from .kernels.row_statistics import (
@@ -75,6 +74,7 @@ from .kernels.row_statistics import (
     row_statistics,
     statistics_of,
 )
+from .layers import self_masks
 from .projections import logit_law
 
 FAINT = 1e-9

@@ -24,17 +24,17 @@ from ...errors import domain_error
 from ...formulas.normalization import RMSNORM
 from ...model.positions import RelativeBias, Rotary
 from ..normalization import FiniteNormalization
-from .alike import averaged
-from .by_token import (
+from .laws import attend_by_laws
+from .layers import (
     BEYOND_TABLES,
     PENALTIES_ON_CLASSES,
     Mask,
+    averaged,
     by_distance,
     layer_of,
     same_sequence,
     self_masks,
 )
-from .laws import attend_by_laws
 from .projections import (
     LogitLaw,
     Paths,
