@@ -17,7 +17,6 @@ from .network import Watch, draw_shared, draw_weights, run_layer
 from .output import draw_final, draw_head, run_final, run_head
 from .sampling import exchangeable_normal, generator
 
-
 _KEPT = 1 << 24
 """Numbers that the graphs of a draw hold, below which they are kept: 64 MB in float32."""
 
@@ -96,8 +95,8 @@ class Twin:
     def numbers(self) -> int:
         """About how many a draw's graphs hold: a layer's matrices, what passes them, the logits."""
         model = self.model
-        widths = 16 * model.d_model + 6 * model.d_ff + 4 * model.heads * model.seq_len
-        matrices = model.d_model * (4 * model.d_model + 3 * model.d_ff)
+        widths = 16 * model.d_model + 6 * (model.d_ff or 0) + 4 * model.heads * model.seq_len
+        matrices = model.d_model * (4 * model.d_model + 3 * (model.d_ff or 0))
         return model.layers * (self.batch * model.seq_len * widths + matrices)
 
     @property

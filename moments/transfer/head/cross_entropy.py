@@ -170,7 +170,15 @@ class _Nodes:
             return {"below": below, "above": above, "p": p, "pw": p, "pww": p, "ppww": pp, "pp": pp}
         slope, square = self.weights * self._slope, self.weights * self._slope**2
         pw, pww, ppww = once @ slope, once @ square, size @ square
-        return {"below": below, "above": above, "p": p, "pw": pw, "pww": pww, "ppww": ppww, "pp": pp}
+        return {
+            "below": below,
+            "above": above,
+            "p": p,
+            "pw": pw,
+            "pww": pww,
+            "ppww": ppww,
+            "pp": pp,
+        }
 
 
 @dataclass(frozen=True)
