@@ -115,6 +115,22 @@ class PositionClasses:
         """1 for two tokens that are at one place of two documents, else 0."""
         return np.zeros(())
 
+    @functools.cached_property
+    def following_pairs(self) -> Array:
+        """(P, P) share of pairs (i, j) in which j is the token behind i, as many as there are: two
+        nodes that are one position apart, and beyond them two of one class."""
+        one = self.inside
+        beside = np.diff(one.nodes) == 1
+        found = np.diag(beside.astype(float), 1)
+        inside = np.append(~beside, False)
+        inside[-2] = True
+        pairs = np.maximum(np.diagonal(one.pair_count), 0.0)
+        several = inside & (pairs > 0.0)
+        found[several, several] = np.minimum(one.count[several] / pairs[several], 1.0)
+        found = self.within(found)
+        total = float(self.there.sum() - len(np.atleast_2d(self.there)))
+        return np.minimum(found * _to_total(found * self.pair_count, total), 1.0)
+
     def shares_of(self, ids: NDArray[np.int64]) -> Array:
         """(L,), or as `ids`: the share of the text that is of each token."""
         _, where, count = np.unique(ids, return_inverse=True, return_counts=True)
@@ -596,6 +612,8 @@ class Sight:
         later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
         begins: (P,) its first node that is a key.
+        met_before: (P, P) of a row's keys, the share of the squares of their weights that a row of
+            its class meets that comes right before it.
     """
 
     classes: PositionClasses
@@ -611,6 +629,12 @@ class Sight:
     later_own: Array = field(init=False)
     seen: NDArray[np.bool_] = field(init=False)
     begins: NDArray[np.intp] = field(init=False)
+
+    @functools.cached_property
+    def met_before(self) -> Array:
+        # all but the row's own position
+        itself = np.diag(1.0 / np.maximum(np.diagonal(self.keys), 1.0))
+        return np.asarray(1.0 - itself)
 
     def __post_init__(self) -> None:
         nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window

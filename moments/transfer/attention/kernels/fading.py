@@ -53,6 +53,14 @@ class FadingSight(Sight):
     heavier: Array = field(init=False)
     met_by_one: Array = field(init=False)
 
+    @functools.cached_property
+    def met_before(self) -> Array:
+        """e^s sum_{j < i} p_ij^2 over the whole of it: the row before weighs its keys by e^s more,
+        and does not see the row's own position."""
+        squares = self.keys * self.prior**2
+        itself = np.diag(1.0 / np.maximum(np.diagonal(squares), 1.0))
+        return np.asarray(np.exp(self.slope) * (1.0 - itself))
+
     def __post_init__(self) -> None:
         self._set(_fading(self.classes, self.slope, self.window))
 

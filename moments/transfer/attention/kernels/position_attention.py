@@ -37,7 +37,7 @@ from .finite_rows import Widths
 from .independent_noise import MARGINAL_SWEEPS
 from .pair_weights import RHO_MIN, geometric_mean, sharpening
 from .reference import annealed_moments, matched
-from .row_pairs import RowMaps, RowPairs, Tile
+from .row_pairs import NeighbourRows, RowMaps, RowPairs, Tile
 from .row_statistics import RowStatistics, log_weights, reference_scale, statistics_of
 from .turning import Turning
 from .width_terms import fixed_norms, unshared_part
@@ -58,6 +58,18 @@ class Across(NamedTuple):
     repeats: Array | None = None
 
 
+class Neighbours(NamedTuple):
+    """Of every row and the one before it.
+
+    Attributes:
+        queries: (P,) kernel of their queries.
+        before: the node of the latter, as `neighbours.NeighbouringClasses.before`.
+    """
+
+    queries: Array
+    before: tuple[int, ...]
+
+
 class ClassLogits(NamedTuple):
     """`logits.Logits` on classes.
 
@@ -69,6 +81,7 @@ class ClassLogits(NamedTuple):
         repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
+        beside: queries of a row and of the one before it; None: these are like others of a class.
     """
 
     queries: Matrix
@@ -79,6 +92,7 @@ class ClassLogits(NamedTuple):
     turning: Turning | None = None
     repeats: Array | None = None
     across: Across | None = None
+    beside: Neighbours | None = None
 
     @property
     def prior(self) -> Array:
@@ -156,9 +170,12 @@ class PositionAttention:
             tokens' overlap.
         repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
         across: the same rows where two of them are of different documents; None: there is one.
+        beside: every row and the one before it, own parts being what these two have; None: they are
+            like others of a class.
     """
 
     across: PositionAttention | None = None
+    beside: PositionAttention | None = None
 
     def __init__(
         self,
@@ -201,6 +218,8 @@ class PositionAttention:
         self._forward()
         if logits.across is not None:
             self.across = self._of_two_documents(logits.across)
+        if logits.beside is not None:
+            self.beside = self._of_neighbours(logits.beside)
         self._give_back()
 
     def _give_back(self) -> None:
@@ -212,12 +231,35 @@ class PositionAttention:
     def _of_two_documents(self, met: Across) -> PositionAttention:
         """These rows, met by those of another document, which sees other tokens at the same places:
         what a row has with itself is what two at one place have."""
+        return self._met(met, self._pairs)
+
+    def _of_neighbours(self, met: Neighbours) -> PositionAttention:
+        """Every row met by the one before it, which sees the same keys but for the row's own."""
+        logits = self.logits
+        kernels = logits._replace(queries=(met.queries, logits.queries[1]))
+        pairs = RowPairs.of_neighbours(logits.sight, logits.turning, met.before)
+        return self._met(kernels, pairs)
+
+    def _met(self, kernels: Across | ClassLogits, pairs: RowPairs) -> PositionAttention:
         found = copy.copy(self)
-        found._kernels, found._dropped, found.across = met, 0.0, None
+        found._kernels, found._pairs, found._dropped = kernels, pairs, 0.0
+        found.across = found.beside = None
         found._joint_laws()
         found._forward()
         found._give_back()
         return found
+
+    @property
+    def _neighbouring(self) -> bool:
+        """Whether these are rows that follow one another."""
+        return isinstance(self._pairs, NeighbourRows)
+
+    def _of_one_token(self, rows: Indices, keys: slice) -> Array:
+        """(n, k) what of the squares of a row's weights it has with itself, or with the row before
+        where these are pairs of such."""
+        if not self._neighbouring:
+            return np.ones((len(rows), keys.stop - keys.start))
+        return np.asarray(self.logits.sight.met_before[rows, keys])
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -410,6 +452,8 @@ class PositionAttention:
             away = np.zeros_like(moved[1])
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, left)
+            assert inside is not None
+            inside = inside[long[alone] - rows.start]
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
         held, times = exponent
         whole = held[0] + tile.diagonal(held[1])
@@ -422,8 +466,8 @@ class PositionAttention:
             tile,
             sight.split[short, long, left] * weights[long, left],
             sight.split[long, short, right] * weights[short, right],
-            weights[long, left] * self._met(tile, long, short, left),
-            weights[short, right] * self._met(tile, short, long, right),
+            weights[long, left] * self._shared(tile, long, short, left),
+            weights[short, right] * self._shared(tile, short, long, right),
         )
         joint = sums.balanced((own, pairs), JOINT_SWEEPS)
 
@@ -439,13 +483,11 @@ class PositionAttention:
         tangents = sums.tangents(joint, directions)
         return _Laws(joint, tangents[0], tangents[-1])
 
-    def _met(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
+    def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
-        sight = self.logits.sight
-        if not isinstance(sight, FadingSight):
-            return 1.0
-        alone = self._pairs.alone[tile.pairs]
-        return np.where(alone[:, None], 1.0, sight.met_by_one[one, other, keys])
+        sight, alone = self.logits.sight, self._pairs.alone[tile.pairs]
+        others = sight.met_by_one[one, other, keys] if isinstance(sight, FadingSight) else 1.0
+        return np.where(alone[:, None], self._of_one_token(one, keys), others)
 
     @property
     def _alone(self) -> Matrix:
@@ -474,6 +516,7 @@ class PositionAttention:
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         alone = self._pairs.alone[tile.pairs]
         once[alone] = self.counted[long[alone], tile.own]
+        once[alone] *= self._of_one_token(long[alone], tile.own)
         inside = tile.diagonal(law[1])
         beside = (law[0] + inside) * values[tile.own]
         beside -= inside * tile.diagonal(kernel)
@@ -505,14 +548,14 @@ class PositionAttention:
 
     def _forward(self) -> None:
         logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
-        met, one_document = self._kernels, self._kernels is logits
+        met, itself = self._kernels, self._kernels is logits
         own, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
         mean = pairs.joined(*whole)
         excess, slope = self._gather(0) - mean, self._gather(1)
-        if one_document:
+        if itself:
             self._shift = self._shifted(whole[0] + excess[alone])
         looking = logits.scale * self._looking(self._shift)
         temperature, of_queries = logits.queries[0], pairs.joined(*met.queries)
@@ -522,11 +565,13 @@ class PositionAttention:
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
-            if one_document:
+            if itself or self._neighbouring:
                 apart = self.counted @ own - whole[0]
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
-                held = pairs.joined((self.counted * weights).sum(1), shared)
+                every = np.arange(len(weights))
+                alike = self._of_one_token(every, slice(0, len(weights)))
+                held = pairs.joined((self.counted * weights * alike).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
@@ -546,7 +591,7 @@ class PositionAttention:
 
         def sent(slope: Array) -> Array:
             found = self._query * slope / (norm[long] * norm[short])
-            if one_document:
+            if itself:
                 found[alone] += calibration.common * slope[alone] / temperature
             return np.asarray(found)
 
@@ -606,7 +651,9 @@ class PositionAttention:
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        alone = (self.counted * self.weights) @ apart
+        every = slice(0, len(own))
+        squares = self.counted * self.weights * self._of_one_token(np.arange(len(own)), every)
+        alone = squares @ apart
         return diagonal(smooth) + alone, np.asarray(smooth + of_own)
 
     # --- attention dropout (see `independent_noise`) -------------------------------------------
@@ -675,7 +722,9 @@ class PositionAttention:
         twice = np.where(long == short, 1.0, 2.0)[:, None]
         both = (twice * sent[long, left])[:, :, None] * sent[short, right][:, None, :]
         alike = twice * sent[long, tile.own] * sent[short, tile.own]
-        if alone.any():  # a row with itself instead of with its neighbour
+        if self._neighbouring:
+            both, alike = self._before_each(tile)
+        elif alone.any():  # a row with itself instead of with its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
             once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
@@ -697,14 +746,27 @@ class PositionAttention:
             for own, pairs in found
         ]
 
-    def backward(self, own: Array, pairs: Array) -> Paths:
+    def _before_each(self, tile: Tile) -> tuple[Array, Array]:
+        """(c, n, k) and (c, o) how often and by what weights rows and the ones before them, in
+        either order, meet two keys, and one that is the same."""
+        sight, weights = self.logits.sight, self.weights
+        long, short, left, right, own = tile.long, tile.short, tile.left, tile.right, tile.own
+        alone = self._pairs.alone[tile.pairs][:, None]
+        counts = np.moveaxis(sight.later[left, right][:, :, long], -1, 0)
+        both = weights[long, left][:, :, None] * weights[short, right][:, None, :] * counts
+        part = np.where(alone, sight.met_before[long, own], 1.0)
+        alike = weights[long, own] * weights[short, own] * sight.later_own[own][:, long].T * part
+        return 2.0 * both, 2.0 * alike
+
+    def backward(self, own: Array, pairs: Any) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
 
         Args:
-            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
+            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights; of rows and
+                the ones before them what these have in common, (P,), and nothing.
         """
         size, tiles = len(self.weights), self._pairs.tiles
-        scale, given = single(self._pairs.joined(own, pairs))
+        scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
         total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
@@ -718,7 +780,9 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        query = own * self.response[0], pairs * self.response[1]
+        query = own * self.response[0], total[0]
+        if not self._neighbouring:
+            query = query[0], pairs * self.response[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
 
@@ -771,8 +835,15 @@ class ClassHeads:
 
     @property
     def across(self) -> ClassHeads | None:
-        layers = [layer.across for layer in self._layers if layer.across is not None]
-        return ClassHeads(layers, np.array(self._shares), self._sight) if layers else None
+        return self._of([layer.across for layer in self._layers])
+
+    @property
+    def beside(self) -> ClassHeads | None:
+        return self._of([layer.beside for layer in self._layers])
+
+    def _of(self, layers: list[PositionAttention | None]) -> ClassHeads | None:
+        there = [layer for layer in layers if layer is not None]
+        return ClassHeads(there, np.array(self._shares), self._sight) if there else None
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:

@@ -143,6 +143,13 @@ class RowPairs:
         """The same for the same arguments."""
         return _pairs(sight, turning)
 
+    @classmethod
+    def of_neighbours(
+        cls, sight: Sight, turning: Turning | None, before: tuple[int, ...]
+    ) -> NeighbourRows:
+        """Of every row and the one before it, which is of node `before`; the same for the same."""
+        return _neighbours(sight, turning, before)
+
     def split(self, of_pairs: Array) -> Matrix:
         """(own (P,), pairs (P, P)) of a symmetric number for every pair."""
         own, several = of_pairs[self.alone], ~self.alone
@@ -154,6 +161,68 @@ class RowPairs:
     def joined(self, own: Array, pairs: Array) -> Array:
         """(C,) of the same."""
         return np.where(self.alone, own[self.long], pairs[self.long, self.short])
+
+
+class NeighbourRows(RowPairs):
+    """A pair for every row, with the one before it; two of one class are `alone`: they see the same
+    keys but for one."""
+
+    def split(self, of_pairs: Array) -> Matrix:
+        """(own (P,), nothing)."""
+        return of_pairs, np.zeros((0, 0))
+
+
+@functools.lru_cache(maxsize=16)
+def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) -> NeighbourRows:
+    previous, whole = np.array(before), RowPairs.of(sight, turning)
+    tiles, phases = [], []
+    for rows, keys in whole.rows:
+        long = np.arange(rows.start, rows.stop)
+        short = previous[rows]
+        seen = np.flatnonzero(sight.seen[short].any(0))
+        right = slice(min(keys.start, int(seen[0])), keys.stop)
+        turned = None
+        if turning is not None:
+            together = turning.of_neighbours(len(long))
+            between = turning.between(long, short, together, right, right)
+            turned = between, (together @ turning.shares).real
+            phases.append(together)
+        tiles.append(_tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned))
+    every = np.arange(len(previous))
+    return NeighbourRows(
+        tuple(tiles),
+        whole.rows,
+        every,
+        previous,
+        previous == every,
+        np.concatenate(phases) if phases else None,
+    )
+
+
+def _tile(
+    sight: Sight,
+    pairs: slice,
+    long: Indices,
+    short: Indices,
+    left: slice,
+    right: slice,
+    turned: tuple[Array, Array] | None,
+) -> Tile:
+    start, stop = max(left.start, right.start), min(left.stop, right.stop)
+    own = slice(start, max(start, stop))
+    empty = own.stop == own.start
+    own_left, own_right = (
+        slice(0, 0) if empty else slice(start - one.start, stop - one.start)
+        for one in (left, right)
+    )
+    looks = sight.seen[long, left], sight.seen[short, right]
+    met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
+    met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
+    begin = np.where(long > short, sight.begins[long], 0)
+    begun = np.arange(own.start, own.stop) >= begin[:, None]
+    several = None if begun.all() else begun.astype(float)
+    where = left, right, own, own_left, own_right
+    return Tile(pairs, long, short, *where, met, met_own, turned, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -175,13 +244,6 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 each = np.arange(rows1.start, rows1.stop)
                 long, short = np.concatenate([long, each]), np.concatenate([short, each])
                 alone = np.concatenate([alone, np.ones(len(each), bool)])
-            start, stop = max(left.start, right.start), min(left.stop, right.stop)
-            own = slice(start, max(start, stop))
-            empty = own.stop == own.start
-            own_left, own_right = (
-                slice(0, 0) if empty else slice(start - one.start, stop - one.start)
-                for one in (left, right)
-            )
             turned = None
             if turning is not None:
                 together = turning.of_rows(long, short)
@@ -191,14 +253,7 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 turned = between, (together @ turning.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            looks = sight.seen[long, left], sight.seen[short, right]
-            met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
-            met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
-            begin = np.where(long > short, sight.begins[long], 0)
-            begun = np.arange(own.start, own.stop) >= begin[:, None]
-            where = left, right, own, own_left, own_right
-            several = None if begun.all() else begun.astype(float)
-            tiles.append(Tile(pairs, long, short, *where, met, met_own, turned, several))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)

@@ -72,6 +72,10 @@ class Turning:
         found /= np.where(usable, pairs - same, 1.0)[:, None]
         return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
 
+    def of_neighbours(self, count: int) -> Phases:
+        """(count, m) e^{i w} of rows that follow one another."""
+        return np.tile(np.exp(1j * self._speed), (count, 1))
+
     def between(
         self, long: Indices, short: Indices, rows: Phases, left: slice, right: slice
     ) -> Array:
