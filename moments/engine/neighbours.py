@@ -4,11 +4,11 @@ A causal head's target is the token that is read next. Where the head is tied it
 next token reads, so that gradients of a token and the next have in common what no other two of
 their cells have; and what two tokens share may depend on how near they are. So a kernel has
 
-    [[K, N], [N^T, K]],    of a token and of the one before it,
+    [[K, N], [N^T, K']],    of tokens and of the ones before them,
 
-K of any two positions, smooth as in `classes.PositionClasses`, and N the same but on its diagonal,
-which holds (x_p, x_p - 1). Every entrywise map thus meets neighbours by itself. Sums over pairs
-count K for all of them and correct the L - 1 neighbours,
+K of any two positions, smooth as in `classes.PositionClasses`, (x_p, x_p - 1) on the diagonal of N
+and K' at (x_p - 1, x_p - 1) on its own; the rest is not read. Every entrywise map thus meets
+neighbours by itself. Sums over pairs count K for all of them and correct the L - 1 neighbours,
 
     sum_ij f(i, j) = sum of K + sum_i [N(i, i - 1) - K(i, i - 1)] + the same turned,
 
@@ -21,12 +21,26 @@ See docs/theory/state.md, Neighbours.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .classes import Array, Matrix, PositionClasses, Sight, lagrange, stencil
+from .classes import (
+    Array,
+    Matrix,
+    PositionClasses,
+    Sight,
+    as_many,
+    lagrange,
+    positions_between,
+    stencil,
+)
+
+LEAST_PAIRS, LEAST_OTHERS = 1e-6, 0.25
+"""Pairs of two cells, and share of them that are no neighbours, below which there are none, or too
+few to tell them by what all have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,29 +72,31 @@ class NeighbouringClasses(PositionClasses):
 
     @functools.cached_property
     def count(self) -> Array:
-        return np.tile(0.5 * self.one.count, 2)
+        return np.concatenate([self.one.count, np.zeros(len(self.before))])
 
     @functools.cached_property
     def pair_count(self) -> Array:
         met = self.following[:, None] * self._at_before
-        rest = self.one.pair_count - met - met.T
-        apart = 0.25 * (rest - np.diag(np.diagonal(rest)))
-        own, beside = np.diag(0.5 * np.diagonal(rest)), np.diag(self.following)
-        return np.block([[apart + own, apart + beside], [apart + beside, apart + own]])
+        rest, beside = self.one.pair_count - met - met.T, np.diag(self.following)
+        return np.block([[rest, beside], [beside, np.zeros_like(rest)]])
 
     def seen(self, window: int | None = None) -> Sight:
         return self.one.seen(window)
 
     def mean(self, values: Array) -> Array:
-        """Of (..., 2 P), or of (..., P) numbers that both have."""
-        values = np.asarray(values)
-        return super().mean(values if values.shape[-1] == len(self.nodes) else np.tile(values, 2))
+        """Of (..., 2 P), or of the first (..., P) of them."""
+        found: Array = self.one.mean(np.asarray(values)[..., : len(self.before)])
+        return found
 
     def in_one(self, sums: Array) -> Array:
-        return np.asarray(2.0 * sums[..., : len(self.before)])
+        return np.asarray(sums[..., : len(self.before)])
 
     def repeated(self, values: Array) -> Array:
-        return np.concatenate([values, values], axis=-1)
+        """Of tokens, and of those before them; logarithms are interpolated, as in `spread_out`."""
+        values, matrix = np.asarray(values, float), self._at_before.T
+        positive = np.all(values > 0.0, axis=-1, keepdims=True)
+        by_logs = np.exp(np.log(np.where(positive, values, 1.0)) @ matrix)
+        return np.concatenate([values, np.where(positive, by_logs, values @ matrix)], axis=-1)
 
     def within(self, pairs: Array) -> Array:
         return np.block([[pairs, pairs], [pairs, pairs]])
@@ -88,7 +104,7 @@ class NeighbouringClasses(PositionClasses):
     def everywhere(self, matrix: Matrix) -> Matrix:
         return self.joined(matrix)
 
-    # --- neighbours --------------------------------------------------------------------------------
+    # --- neighbours -------------------------------------------------------------------------------
 
     @functools.cached_property
     def _at_before(self) -> Array:
@@ -123,65 +139,85 @@ class NeighbouringClasses(PositionClasses):
         return own[..., :size], pairs[..., :size, :size]
 
     @functools.cached_property
-    def _share(self) -> Array:
-        """(P,) of neighbours among the pairs of a class; 0 in cells so narrow that these are no
-        means over it."""
-        pairs = np.diagonal(self.one.pair_count)
-        wide = (pairs > 4.0 * self.following) & (self.before == np.arange(len(self.before)))
-        return np.where(wide, 2.0 * self.following / np.where(wide, pairs, 1.0), 0.0)
+    def _shares(self) -> tuple[Array, Array]:
+        """(P, P) of the pairs of two cells, those in which the first token comes right behind the
+        second; and what is left by these, turned or not. Cells are linear in log position."""
+        nodes, size = self.one.nodes, len(self.before)
+        met, twice, mass = np.zeros((size, size)), np.zeros((size, size)), np.zeros(size)
+        met[0, 0], twice[0, 0], mass[0] = 0.0, 1.0, 1.0
+        for cell, (low, high) in enumerate(itertools.pairwise(nodes.tolist())):
+            places, weights = positions_between(low, high + 1)
+            hats, earlier = (
+                np.stack([1.0 - rising, rising])
+                for rising in (np.log(at / low) / np.log(high / low) for at in (places, places - 1))
+            )
+            held = slice(cell, cell + 2)
+            met[held, held] += (hats * weights) @ earlier.T
+            twice[held, held] += (hats * weights) @ hats.T
+            mass[held] += hats @ weights
+        count = np.outer(mass, mass) - twice
+        met = np.divide(met, count, out=np.zeros_like(met), where=count > LEAST_PAIRS)
+        return met, 1.0 - met - met.T
+
+    def _among(self, beside: Array, turned: Array) -> Array:
+        """(..., P, P) what neighbours, (..., P), add to the means over all pairs of two cells."""
+        share = self._shares[0]
+        found = beside[..., :, None] * share + turned[..., None, :] * share.T
+        return np.asarray(found)
 
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """One matrix of means over cells, neighbours included."""
         own, rest = self.smooth(own, pairs)
-        more = self._share * (self.neighbours(pairs) - self.near(rest))
-        each, found = np.arange(len(self.before)), np.array(rest)
-        found[..., each, each] += more
-        return ((own, found),)
+        size, each = len(self.before), np.arange(len(self.before))
+        among = self._among(self.neighbours(pairs), pairs[..., size + each, each])
+        return ((own, rest * self._shares[1] + among),)
 
     def joined(self, *blocks: Matrix) -> Matrix:
         """Of a matrix of means over cells, in which neighbours are like others."""
         own, pairs = blocks[0]
-        return self.with_neighbours(own, pairs, self.near(pairs))
+        return self.of_smooth(own, pairs, self.near(pairs), self.near(np.swapaxes(pairs, -1, -2)))
 
     def with_neighbours(self, own: Array, pairs: Array, beside: Array) -> Matrix:
         """Of a matrix of means over cells, and what neighbours have, (..., P)."""
-        more = self._share / (1.0 - self._share) * (beside - self.near(pairs))
-        each, rest = np.arange(len(self.before)), np.array(pairs)
-        rest[..., each, each] -= more
-        return self.of_smooth(own, rest, beside)
+        others = self._shares[1] > LEAST_OTHERS
+        rest = (pairs - self._among(beside, beside)) / np.where(others, self._shares[1], 1.0)
+        return self.of_smooth(own, np.where(others, rest, pairs), beside)
 
-    def of_smooth(self, own: Array, pairs: Array, beside: Array) -> Matrix:
-        """The same of what other pairs have."""
-        own, beside = (np.broadcast_to(v, pairs.shape[:-1]) for v in (own, beside))
-        each, other = np.arange(len(self.before)), np.array(pairs)
-        other[..., each, each] = beside
-        top = np.concatenate([pairs, other], axis=-1)
-        bottom = np.concatenate([np.swapaxes(other, -1, -2), pairs], axis=-1)
-        return np.concatenate([own, own], axis=-1), np.concatenate([top, bottom], axis=-2)
+    def of_smooth(
+        self, own: Array, pairs: Array, beside: Array, turned: Array | None = None
+    ) -> Matrix:
+        """Of what other pairs have, and what a token has with the one before it and, where that is
+        not the same, turned."""
+        turned = beside if turned is None else turned
+        own, beside, turned = (np.broadcast_to(v, pairs.shape[:-1]) for v in (own, beside, turned))
+        each, right, left = np.arange(len(self.before)), np.array(pairs), np.array(pairs)
+        right[..., each, each], left[..., each, each] = beside, turned
+        top = np.concatenate([pairs, right], axis=-1)
+        earlier = self._at_before @ pairs @ self._at_before.T
+        bottom = np.concatenate([left, earlier], axis=-1)
+        return self.repeated(own), np.concatenate([top, bottom], axis=-2)
 
-    # --- texts -------------------------------------------------------------------------------------
+    # --- texts ------------------------------------------------------------------------------------
 
     def cell_means(self, values: Array) -> Array:
-        return np.tile(self.one.cell_means(values), 2)
+        return self.repeated(self.one.cell_means(values))
 
     def pair_means(
         self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
     ) -> Array:
-        inside = self.one.pair_means(first, second, weights)
+        found, pairs = self.one.pair_sums(first, second, weights)
         weights = np.ones(len(first)) if weights is None else weights
-        hats = self.one.hats[:, 1:]
+        hats, before = self.one.hats[:, 1:], self.one.hats[:, :-1]
+        ahead = weights[1:] * (first[1:] == second[:-1])
+        behind = weights[:-1] * (first[:-1] == second[1:])
+        met, size = hats @ before.T, len(hats)
+        found = found - (hats * ahead) @ before.T - (before * behind) @ hats.T
+        rest = as_many(found, pairs - met - met.T, self.pair_count[:size, :size])
         count = hats.sum(1)
-        ahead, behind = (
-            np.divide(hats @ met, count, out=np.zeros(len(hats)), where=count > 0.0)
-            for met in (
-                weights[1:] * (first[1:] == second[:-1]),
-                weights[:-1] * (first[:-1] == second[1:]),
-            )
-        )
-        size, each = len(hats), np.arange(len(hats))
-        found = self.with_neighbours(np.ones(size), inside, 0.5 * (ahead + behind))[1]
-        found[each, size + each], found[size + each, each] = ahead, behind
-        return found
+        count = np.where(count > 0.0, count, 1.0)
+        beside = hats @ ahead / count, hats @ behind / count
+        matrix: Array = self.of_smooth(np.ones(size), rest, *beside)[1]
+        return matrix
 
     def spread_out(self, values: Array) -> Array:
         return self.one.spread_out(values[..., : len(self.before)])

@@ -161,6 +161,8 @@ class Stack:
         (first, *_), one = several.blocks(self.first.diagonal, self.first.pairs), several.inside
         found = copy.copy(self)
         found.resolved = found.classes = one
+        if not isinstance(several, DocumentClasses):
+            found.counted = one
         found.first = Kernel(*first, one)
         found.layout = Layout(classes=one)
         found.run = Run()

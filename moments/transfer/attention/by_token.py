@@ -442,7 +442,9 @@ class ClassLayer:
             smooth = classes.smooth(diagonal, matrix)
             beyond = classes.neighbours(matrix) - classes.near(smooth[1])
             parts = one.backward(*smooth), one.beside.backward(beyond, None)
-            query = classes.of_smooth(*parts[0].query, one.beside.response[0] * classes.neighbours(matrix))
+            alike, others = parts[0].query
+            beside = one.beside.response[0] * classes.neighbours(matrix)
+            query = classes.of_smooth(alike, others, beside)
             for name, of_path in zip(Paths._fields, found, strict=True):
                 if name == "query":
                     of_path.append(query)

@@ -59,7 +59,12 @@ class FadingSight(Sight):
         and does not see the row's own position."""
         squares = self.keys * self.prior**2
         itself = np.diag(1.0 / np.maximum(np.diagonal(squares), 1.0))
-        return np.asarray(np.exp(self.slope) * (1.0 - itself))
+        sizes = (
+            _size(np.clip(np.minimum(self.classes.nodes - less, self.window), 1, None), self.slope)
+            for less in (0, 1)
+        )
+        whole, before = sizes
+        return np.asarray(np.exp(self.slope) * (1.0 - itself) * (whole / before)[:, None])
 
     def __post_init__(self) -> None:
         self._set(_fading(self.classes, self.slope, self.window))

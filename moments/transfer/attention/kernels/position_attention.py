@@ -752,7 +752,14 @@ class PositionAttention:
         sight, weights = self.logits.sight, self.weights
         long, short, left, right, own = tile.long, tile.short, tile.left, tile.right, tile.own
         alone = self._pairs.alone[tile.pairs][:, None]
-        counts = np.moveaxis(sight.later[left, right][:, :, long], -1, 0)
+        # What the row before sees alone, behind a window's end, as often as a key with which that
+        # of its row begins.
+        every = np.arange(len(weights))
+        begin = sight.seen[long].argmax(1)[:, None, None]
+        keys, others = every[left][None, :, None], every[right][None, None, :]
+        first = begin + (keys == begin) * (begin + 1 < len(weights))
+        held = np.where(others < begin, first, others)
+        counts = sight.later[keys, held, long[:, None, None]]
         both = weights[long, left][:, :, None] * weights[short, right][:, None, :] * counts
         part = np.where(alone, sight.met_before[long, own], 1.0)
         alike = weights[long, own] * weights[short, own] * sight.later_own[own][:, long].T * part
