@@ -26,7 +26,7 @@ import numpy as np
 
 import moments
 from moments.engine.classes import PositionClasses
-from moments.transfer.attention.kernels import balance, row_classes
+from moments.transfer.attention.kernels import joint_laws, logits
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
 PLAIN = {"layers": 12, "d_model": 256, "heads": 4, "dropout": 0.1, "causal": True}
@@ -220,12 +220,12 @@ def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> d
 
 def own_rows(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     """`compared`, by token with a class for every row and its iteration run to its end."""
-    kept = row_classes.SUPPORT_SLACK, balance.TOLERANCE
-    row_classes.SUPPORT_SLACK, balance.TOLERANCE = 0.0, 2e-5
+    kept = logits.SUPPORT_SLACK, joint_laws.TOLERANCE
+    logits.SUPPORT_SLACK, joint_laws.TOLERANCE = 0.0, 2e-5
     try:
         return compared(model, given)
     finally:
-        row_classes.SUPPORT_SLACK, balance.TOLERANCE = kept
+        logits.SUPPORT_SLACK, joint_laws.TOLERANCE = kept
 
 
 def halved(model: Any) -> dict[str, Any]:

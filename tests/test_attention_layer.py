@@ -11,8 +11,8 @@ import pytest
 from scipy.special import hyp0f1
 from scipy.stats import chi2
 
+from moments.transfer.attention.laws import STATISTICS, attention_statistics
 from moments.transfer.attention.softmax import chi_square_rule, row_statistics
-from moments.transfer.attention.statistics import STATISTICS, attention_statistics
 
 _PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "attention_layer.py"
 _SPEC = importlib.util.spec_from_file_location("attention_layer_benchmark", _PATH)
@@ -290,8 +290,7 @@ def test_arrays_take_the_values_of_scalars() -> None:
 @pytest.mark.parametrize("seq_len", [2, 16, 300])
 def test_interpolation_in_the_correlation(theta: float, seq_len: int) -> None:
     """What deep models read between Chebyshev nodes is the statistics themselves."""
-    from moments.transfer.attention.laws import profiled_numbers
-    from moments.transfer.attention.statistics import attention_statistics
+    from moments.transfer.attention.laws import attention_statistics, profiled_numbers
 
     for r in (0.0, 1e-3, 0.123, 0.5, 0.87, 0.999, 1.0):
         (*numbers, entropy), _ = profiled_numbers(theta, r, seq_len, 256, 64)

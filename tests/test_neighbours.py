@@ -13,7 +13,7 @@ from moments.engine.classes import PositionClasses, documents_on
 from moments.engine.neighbours import with_neighbours
 from moments.engine.state import Kernel
 from moments.prediction import predict as deciding
-from moments.transfer.attention.kernels import balance, row_classes
+from moments.transfer.attention.kernels import joint_laws, logits
 from moments.transfer.head.targets import position_targets
 
 LENGTH = 200
@@ -81,8 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 9},
     "rotary": {"rotary": moments.Rotary()},
-    "penalties": {"alibi": True},
-    "penalties, window": {"alibi": True, "window": 9},
+    "penalties, window": {"alibi": True, "window": 9, "heads": 1},
     "biases, dropout": {
         "dropout": 0.1,
         "biases": moments.Biases(query=0.3, key=0.3, value=0.2),
@@ -129,17 +128,16 @@ def test_every_position_a_class_needs_no_neighbours(
 
 # Largest relative error of gradients of weights, with and without queries and keys.
 BOUNDS = {
-    "plain": (0.004, 0.004),
     "window": (0.006, 0.007),
     "rotary": (0.004, 0.015),
-    "penalties": (0.04, 0.04),
+    "penalties, window": (0.04, 0.04),
 }
 
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_next_tokens_that_a_tied_head_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    monkeypatch.setattr(logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     model = tied(2, 40, 0.2, **KINDS[name])
     expected = norms(predicted(model, tokens=True))
     ratio = norms(predicted(model)) / expected
@@ -155,7 +153,7 @@ def test_next_tokens_that_a_tied_head_finds(name: str, monkeypatch: pytest.Monke
 
 
 def test_configurations_side_by_side_with_neighbours() -> None:
-    model = tied(1, 40, alibi=True)
+    model = tied(1, 40)
     variance = np.array([0.5, 2.0])
     both = predicted(model, variance=variance)
     for index, one in enumerate(variance):

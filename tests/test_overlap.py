@@ -20,7 +20,7 @@ from moments.formulas.named_activations import activation_laws
 from moments.formulas.normalization import LAYERNORM, RMSNORM
 from moments.noise.overlap import stack_overlaps
 from moments.prediction.inputs import alike, gaussian
-from moments.transfer.attention.overlap import averaging_elasticity, own_spread, uniform_rows
+from moments.transfer.attention.response import averaging_elasticity, own_spread, uniform_rows
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.elementary import Activation, Dropout, Linear
 from moments.transfer.gated import GatedLinear

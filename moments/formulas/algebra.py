@@ -309,28 +309,31 @@ def mpmath_namespace() -> SimpleNamespace:
     import mpmath as mp
 
     this = SimpleNamespace()
-    cut = 12  # standard deviations; the Gaussian weight beyond is below 1e-31
 
-    def density(x: Any) -> Any:
-        return mp.exp(-x * x / 2) / mp.sqrt(2 * mp.pi)
+    def gaussian_mean(function: Any) -> Any:
+        """Over a standard normal, as far out as its weight counts at the precision in force."""
+        norm = 1 / mp.sqrt(2 * mp.pi)
+        cut = mp.ceil(mp.sqrt(2 * mp.log(10) * mp.mp.dps)) + 1
+        return mp.quad(
+            lambda x: norm * mp.exp(-x * x / 2) * function(x),
+            [-cut, *(mark for mark in (-6, -3, 0, 3, 6) if abs(mark) < cut), cut],
+            method="gauss-legendre",
+        )
 
     def expect(function: Formula, variance: Any) -> Any:
         scale = mp.sqrt(variance)
-        return mp.quad(lambda x: density(x) * function(this, scale * x), [-cut, -3, 0, 3, cut])
+        return gaussian_mean(lambda x: function(this, scale * x))
 
     def expect_pair(function: Formula, variance: Any, other: Any, r: Any) -> Any:
         if r == 1 and variance == other:
             return expect(lambda m, x: function(m, x) ** 2, variance)
         scale, scale_other, rest = mp.sqrt(variance), mp.sqrt(other), mp.sqrt((1 - r) * (1 + r))
-
-        def inner(x: Any) -> Any:
-            partner = mp.quad(
-                lambda y: density(y) * function(this, scale_other * (r * x + rest * y)),
-                [-cut, 0, cut],
+        return gaussian_mean(
+            lambda x: (
+                function(this, scale * x)
+                * gaussian_mean(lambda y: function(this, scale_other * (r * x + rest * y)))
             )
-            return density(x) * function(this, scale * x) * partner
-
-        return mp.quad(inner, [-cut, 0, cut])
+        )
 
     vars(this).update(
         # `pi` must follow the precision in force, so it is an mpmath constant, not a number.

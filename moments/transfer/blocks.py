@@ -16,8 +16,7 @@ from ..formulas.named_activations import activation_laws
 from ..formulas.normalization import LAYERNORM, RMSNORM
 from ..model.placement import placement
 from ..model.transformer import Transformer
-from .attention.normalized import NormalizedAttention
-from .attention.self_attention import SelfAttention
+from .attention.self_attention import NormalizedAttention, SelfAttention
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
@@ -157,7 +156,7 @@ class Blocks:
 
     def cross(self) -> Chain:
         """Attention to the encoder's output, its projection and dropout."""
-        from .attention.cross import CrossAttention
+        from .attention.self_attention import CrossAttention
 
         model, weights = self.model, self.model.layer_weights(self.number)
         encoder = model.encoder

@@ -13,7 +13,7 @@ from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import ComponentLaws, Theory
 from ..model.embedding import Embedding
-from .attention.kernels.turning import CHUNK, Hats, of_pairs
+from .attention.kernels.relative_positions import CHUNK, Hats, of_pairs
 
 WIDEST = 2**16
 """Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""

@@ -25,9 +25,9 @@ from ...engine.state import Array, Kernel, ratio_or_zero
 from .kernels import exact_rows
 from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
-from .logits import Paths
+from .laws import attention_diagnostics
+from .projections import Paths
 from .softmax import PairStatistics, RowStatistics
-from .statistics import attention_diagnostics
 
 
 class _Tables:

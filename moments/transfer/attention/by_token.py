@@ -15,13 +15,9 @@ from ...engine.neighbours import NeighbouringClasses
 from ...engine.packing import one_document, places
 from ...engine.state import Array, Kernel, Repeats, Signal, ratio_or_zero
 from ...errors import DomainError
-from ...formulas.recording import as_number
 from ...model.positions import alibi_slopes
 from .alike import AlikeAttention
 from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
-from .kernels.class_bias import ClassBiasNoise
-from .kernels.exact_rows import THETA_PEAKED
-from .kernels.fading import fading
 from .kernels.position_attention import (
     Across,
     ClassHeads,
@@ -29,14 +25,11 @@ from .kernels.position_attention import (
     Neighbours,
     PositionAttention,
 )
-from .kernels.turning import Turning
-from .logits import LogitLaw, Paths, positive
-from .statistics import attention_diagnostics
+from .kernels.relative_positions import ClassBiasNoise, Turning, fading
+from .laws import attention_diagnostics
+from .projections import LOGIT_VARIANCE_MAX, LogitLaw, Paths, positive
 
 Mask = NDArray[np.bool_]
-
-LOGIT_VARIANCE_MAX = THETA_PEAKED
-"""Logit variance, averaged over a kernel's tokens, beyond which that variance stands in."""
 
 HEADS_RESOLVED = 4
 """Heads of different distance penalties that are followed one by one; more are averaged by a Gauss
@@ -55,28 +48,6 @@ PENALTIES_ON_CLASSES = (
     "within 1.2 %, gradients within 4 % and those of weights within 7 %, under Post-LN within 9 "
     "and 18 %); tokens=True resolves each"
 )
-
-LOGIT_VARIANCE_NOTED = 12.0
-"""Logit variance beyond which a note says so."""
-
-
-def variance_notes(logit_variance: Array) -> tuple[str, ...]:
-    """Where the logits' variance leaves what the laws were measured at."""
-    largest = as_number(np.max(logit_variance))
-    if largest <= LOGIT_VARIANCE_NOTED:
-        return ()
-    text = (
-        f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_NOTED:g}: attention all but "
-        "picks one token, by the law of the largest logits (gradients of a layer within 5 % for "
-        "tokens alike, within a factor of 1.6 where their variances differ by 10)"
-    )
-    if largest > LOGIT_VARIANCE_MAX:
-        lost = (largest / LOGIT_VARIANCE_MAX) ** 0.5
-        text += (
-            f"; beyond {LOGIT_VARIANCE_MAX:g} that variance stands in, and what queries and keys "
-            f"send back is low by up to {lost:.2g} in each such layer"
-        )
-    return (text,)
 
 
 def positions(tokens: int, leaf: Any) -> Array:

@@ -31,9 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from .chebyshev import THETA_MAX
-from .exact import PairStatistics, RowStatistics
-from .laplace import Array
+from .exact import Array, PairStatistics, RowStatistics
+from .table import THETA_MAX
 
 GUMBEL = math.pi**2 / 6
 """Variance of Gumbel noise."""
