@@ -452,7 +452,7 @@ class Chain(Component):
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         found: list[tuple[Record, ...]] = [()]
         for child in record.children:
-            found = [one + own for one in found for own in child.paths()]
+            found = [one + path for one in found for path in child.paths()]
         return found
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
@@ -466,7 +466,7 @@ class Chain(Component):
     def paths(self) -> tuple[Chain, ...]:
         found: tuple[Chain, ...] = (Chain(()),)
         for part in self.parts:
-            found = tuple(Chain(one.parts + own.parts) for one in found for own in part.paths())
+            found = tuple(Chain(one.parts + path.parts) for one in found for path in part.paths())
         return found
 
     @functools.cached_property
@@ -517,12 +517,12 @@ class Parallel(Component):
         return record.completed(gradient, sent, tuple(children))
 
     def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
-        total, own = at, 0.0
+        total, before = at, 0.0
         for index, child in enumerate(record.children):
             inner, gained = walk.through(child, at), own_variance(child.output)
             width = child.output.width
-            total = total.added(inner, (own, gained), at, width) if index else inner
-            own += gained
+            total = total.added(inner, (before, gained), at, width) if index else inner
+            before += gained
         return total
 
     @property
@@ -704,7 +704,7 @@ class Residual(Component):
             shared = shared_persistence(signal, response, above, self.branch.documents)
             return persistence(signal, response), shared
         of_groups = grouped_persistence(signal, passed, norm.groups, norm.freedom(signal.width))
-        grown = persistence(signal, response, own=False) + of_groups
+        grown = persistence(signal, response, features=False) + of_groups
         tokens = grown.pairs.shape[-1] if grown.resolved is True else signal.seq_len
         return grown, grown.lift(grown.total(tokens) / tokens**2)[0]
 

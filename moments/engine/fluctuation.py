@@ -97,13 +97,13 @@ def overlap_variance(signal: Signal) -> Array | None:
     variance = 0.5 * (first * second + square.pairs)
     if not has_fixed_norms(signal):
         return variance
-    own, other = kernel.over_tokens(kernel.diagonal)
-    one = ratio_or_zero(first * kernel.pairs, own)
+    size, other = kernel.over_tokens(kernel.diagonal)
+    one = ratio_or_zero(first * kernel.pairs, size)
     two = ratio_or_zero(second * kernel.pairs, other)
     # d o - (r d q_i + r' d q_j)/2, r = C_ij/C_ii
     fixed = variance - (one + two) * root.pairs
     fixed = fixed + 0.25 * (one * one + two * two)
-    fixed = fixed + 0.5 * ratio_or_zero(kernel.pairs**2, own * other) * square.pairs
+    fixed = fixed + 0.5 * ratio_or_zero(kernel.pairs**2, size * other) * square.pairs
     return np.maximum(fixed, 0.0) if np.ndim(fixed) else max(fixed, 0.0)
 
 
@@ -144,13 +144,13 @@ def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
     """
     assert signal.fluctuation is not None
     moment, added = output.second_moment(), 2 / output.width
-    own, square = moment * moment, gain * gain
+    squared, square = moment * moment, gain * gain
     norms, overlaps, _, _ = signal.fluctuation
-    norms = norms.mixed(square, own, added)
+    norms = norms.mixed(square, squared, added)
     if overlaps is None:
         return Fluctuation(norms)
     return Fluctuation(
-        norms, overlaps.mixed(square, own, added), shared=scaled_shared(signal, gain)
+        norms, overlaps.mixed(square, squared, added), shared=scaled_shared(signal, gain)
     )
 
 
@@ -220,15 +220,15 @@ def _by_token(
     mixed = (met @ turned) ** 2
     met = met * met
     size = tokens.diagonal[..., :, None]
-    own = ratio_or_zero(1.0, size)
-    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * own)
+    inverse = ratio_or_zero(1.0, size)
+    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * inverse)
     if not fixed:
         return (*free, *free)
     lost = weights * ratio_or_zero(weights @ tokens.pairs, tokens.diagonal[..., None, :])
     back = np.swapaxes(lost, -1, -2)
     cross = met @ back
     mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.pairs @ back
-    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) * own
+    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) * inverse
     return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
 
 
@@ -240,10 +240,10 @@ def _by_class(
     met = met * met
     mixed = between_rows(weights, root)
     mixed = mixed * mixed
-    own, _ = tokens.over_tokens(1.0 / tokens.diagonal)
+    inverse, _ = tokens.over_tokens(1.0 / tokens.diagonal)
 
     def shared(of_rows: Kernel) -> Kernel:
-        pairs = np.swapaxes(of_rows.pairs, -1, -2) * own
+        pairs = np.swapaxes(of_rows.pairs, -1, -2) * inverse
         return Kernel(diagonal(pairs), pairs, tokens.resolved)
 
     free = mixed, shared(met)
@@ -289,8 +289,8 @@ def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
     counted, each, shared = rows.counted, rows.weights, rows.sight.shared
 
     def between(pairs: Array, apart: Array) -> Array:
-        own = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
-        return np.asarray(counted @ pairs @ np.swapaxes(counted, -1, -2) + own)
+        alone = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
+        return np.asarray(counted @ pairs @ np.swapaxes(counted, -1, -2) + alone)
 
     return _of_rows(between, kernel)
 
@@ -298,14 +298,14 @@ def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
 def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
     root = signed_root(square, tokens)
     met = ((root.diagonal + (seq_len - 1) * root.pairs) / seq_len) ** 2
-    own = ratio_or_zero(1.0, tokens.diagonal)
-    free = Kernel(met, met), Kernel(met * own, met * own)
+    inverse = ratio_or_zero(1.0, tokens.diagonal)
+    free = Kernel(met, met), Kernel(met * inverse, met * inverse)
     if not fixed:
         return (*free, *free)
-    lost = (1 + (seq_len - 1) * tokens.pairs * own) / seq_len
+    lost = (1 + (seq_len - 1) * tokens.pairs * inverse) / seq_len
     mean = (square.diagonal + (seq_len - 1) * square.pairs) / seq_len
     mixed = met - 2 * lost * met + lost * lost * mean
-    shared = (met - lost * mean) * own
+    shared = (met - lost * mean) * inverse
     return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
 
 
@@ -350,11 +350,11 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
     assert signal.fluctuation is not None
     moment = output.second_moment()
     ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
-    before, own = signal.kernel * signal.kernel, moment * moment
+    before, squared = signal.kernel * signal.kernel, moment * moment
 
     def passed(kernel: Kernel, fresh: Array, moved: Array) -> Kernel:
         more = kernel.mixed(1.0, before, -2 / signal.width)
-        return own.mixed(fresh / output.width, more, moved * moved)
+        return squared.mixed(fresh / output.width, more, moved * moved)
 
     norms, overlaps, _, _ = signal.fluctuation
     norms = passed(norms, kurtosis - 1, ratio)
@@ -423,17 +423,17 @@ class OwnOverlap(NamedTuple):
         return OwnOverlap(variance, self.response * kept)
 
     def added(
-        self, other: OwnOverlap, own: tuple[float, float], source: OwnOverlap, width: float
+        self, other: OwnOverlap, variances: tuple[float, float], source: OwnOverlap, width: float
     ) -> OwnOverlap:
         """Of a sum of two tensors, independent in direction, that both depend on `source`.
 
         Args:
             other: of what is added.
-            own: own variances of both.
+            variances: own variances of both.
             source: of what both are made from.
             width: number of features.
         """
-        first, second = own
+        first, second = variances
         total = first + second
         if total == 0.0:
             return self
@@ -479,8 +479,8 @@ def elasticity(leaf: Leaf, before: Signal, after: Signal) -> float:
     mean = before.second_moment().mean_diagonal() - before.kernel.mean_diagonal()
     entering = Signal(tokens, before.seq_len, float(max(mean, 0.0)) ** 0.5, before.width)
     output, pullback = leaf.forward(entering)
-    own = own_variance(output)
-    if own == 0.0:
+    unshared = own_variance(output)
+    if unshared == 0.0:
         return 1.0
     sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.pairs
-    return float(float(sent) * before.width / after.width * own_variance(entering) / own)
+    return float(float(sent) * before.width / after.width * own_variance(entering) / unshared)

@@ -393,10 +393,12 @@ def _rates(
         if multipliers or options:
             raise DomainError("multipliers and options belong to a named optimizer")
         probe = optimizer([nn.Parameter(torch.zeros(2, 2))])
-        own = float(probe.param_groups[0]["lr"])
-        if rate not in (None, own):
-            raise DomainError(f"learning_rate = {rate}: the optimizer's own is {own}; leave it out")
-        return [own], _by_torch(lambda parameters, _: optimizer(parameters)), type(probe).__name__
+        given = float(probe.param_groups[0]["lr"])
+        if rate not in (None, given):
+            raise DomainError(
+                f"learning_rate = {rate}: the optimizer's own is {given}; leave it out"
+            )
+        return [given], _by_torch(lambda parameters, _: optimizer(parameters)), type(probe).__name__
     if optimizer not in OPTIMIZERS:
         raise domain_error("optimizer", optimizer, f"one of {', '.join(OPTIMIZERS)}")
     if rate is None:

@@ -293,12 +293,12 @@ class Activation(Lawful):
         flat = square - max(square * square - product * product, 0.0) ** 0.5
         mean = 0.5 * (square + product)  # ((l + u)/2)^2
         nothing = np.asarray(entering.diagonal) == 0.0
-        own: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
+        alone: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
         one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
         if algebra.scalar:
-            own, one = as_number(own), as_number(one)
+            alone, one = as_number(alone), as_number(one)
         first, second = entering.over_tokens(one)
-        return kernel.weighted(own, first * second)
+        return kernel.weighted(alone, first * second)
 
 
 def entrywise_overlap(leaf: Leaf, record: Record, at: OwnOverlap) -> OwnOverlap:
@@ -326,8 +326,8 @@ class Dropout(Lawful):
     masks: ClassVar[bool] = True
 
     def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
-        own = own_variance(record.input), own_variance(record.output)
-        return at.dropped(*own, record.output.width)
+        unshared = own_variance(record.input), own_variance(record.output)
+        return at.dropped(*unshared, record.output.width)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         fluctuation = dropped(signal, self.parameters["drop_prob"])

@@ -202,7 +202,7 @@ class GatedLinear(Leaf):
             2 * p * p_other * other.pairs
             + more_pairs * gate.pairs * (u * u_other + 2 * other.pairs)
         ) / self.fan_out
-        own = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
+        diagonal = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
         elastic = self._elasticity(inner.kernel.diagonal, inner.algebra)
         moves = elastic * (1 - ratio_or_zero(self.gate_bias, inner.kernel.diagonal))
         moves = moves + (1 - ratio_or_zero(self.bias, factor.kernel.diagonal))
@@ -210,7 +210,7 @@ class GatedLinear(Leaf):
         moves = ratio_or_zero(moves, signal.second_moment().diagonal)
         first, second = of_gate.over_tokens(moves)
         shared = signal.fluctuation.norms.weighted(moves * moves, first * second)
-        return shared + Kernel.joined(own, own_pairs, of_gate.resolved)
+        return shared + Kernel.joined(diagonal, own_pairs, of_gate.resolved)
 
     def _elasticity(self, variance: Any, algebra: Any) -> Any:
         """d log E f(a)^2 / d log E a^2, by a central difference: 1 for functions of degree 1."""

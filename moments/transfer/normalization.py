@@ -123,7 +123,7 @@ class FiniteNormalization(Leaf):
         if signal.fluctuation is None:
             return variance, pairs
         # what all groups' norms share
-        own, common = relative_spread(signal, own=False)
+        own, common = relative_spread(signal, features=False)
         v, w = tokens.over_tokens(own)
         return variance * (1 + own), pairs * (1 + 0.375 * (v + w) + common / 4)
 
@@ -136,8 +136,8 @@ class FiniteNormalization(Leaf):
             return norms
         # Given the overlaps of earlier layers, features are independent: a group's norm has as
         # many times the fluctuation 2 C o C/width as there are groups.
-        own = signal.kernel * signal.kernel
-        return norms.mixed(1.0, own, 2 * (self.groups - 1) / signal.width)
+        squared = signal.kernel * signal.kernel
+        return norms.mixed(1.0, squared, 2 * (self.groups - 1) / signal.width)
 
     def _bind(
         self, inner: Signal, spread: Kernel | None, eps: Array

@@ -612,8 +612,10 @@ def averaging_elasticity(weights: Any, tokens: Signal) -> float:
     else:
         met = weights @ kernel.pairs
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
-    owns = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
-    return max(owns[0], 0.0) ** 2 / (owns[1] * owns[2]) if min(owns[1:]) > 0.0 else 0.0
+    unshared = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
+    return (
+        max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]) if min(unshared[1:]) > 0.0 else 0.0
+    )
 
 
 def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> float:
@@ -621,12 +623,12 @@ def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> fl
 
     0 where nothing was pulled.
     """
-    own = own_variance(after)
-    response = None if pulled is None or own == 0.0 else pulled.response()
+    unshared = own_variance(after)
+    response = None if pulled is None or unshared == 0.0 else pulled.response()
     if response is None:
         return 0.0
     sent = float(response.mean_pairs())
-    return float(sent * before.width / after.width * own_variance(before) / own)
+    return float(sent * before.width / after.width * own_variance(before) / unshared)
 
 
 def own_spread(tokens: Signal) -> float:

@@ -402,7 +402,7 @@ def concatenated(
     """
     width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), squares)
-    own = kernel if heads is None else _with_bias(leaf, heads, squares)
+    found_heads = kernel if heads is None else _with_bias(leaf, heads, squares)
     mean = 0.0 * kernel.diagonal
     fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
@@ -422,7 +422,7 @@ def concatenated(
             norms, overlaps = (one.resolved_as(kernel) for one in (found.norms, found.overlaps))
             fluctuation = Fluctuation(alone + norms, alone + overlaps, shared=known)
     return Signal(
-        own,
+        found_heads,
         signal.seq_len,
         mean=mean,
         width=width,

@@ -128,21 +128,21 @@ def _shared(patterns: Array, biased: bool) -> Array:
 
 
 def _make_class(
-    span: slice, own: int, extended: Array, stats: RowStatistics, kernel: Array, scale: float
+    span: slice, leader: int, extended: Array, stats: RowStatistics, kernel: Array, scale: float
 ) -> RowClass:
-    keys = as_slice(np.flatnonzero(extended[own]))
-    members = np.append(np.arange(span.start, span.stop), own)
+    keys = as_slice(np.flatnonzero(extended[leader]))
+    members = np.append(np.arange(span.start, span.stop), leader)
     inside = kernel[window(keys, keys)]
     prior = extended[members][:, keys]
     weights = mean_attention(inside, prior, stats, members, scale)
     response = np.zeros_like(inside)
     if len(inside) > 1:
-        pull = stats.odds[own]
-        tau = scale * stats.temperature[own] * stats.held[own]
+        pull = stats.odds[leader]
+        tau = scale * stats.temperature[leader] * stats.held[leader]
         guess = np.exp(pull * tau * (inside - inside.max(1, keepdims=True))) * prior[-1]
-        exponent = pull * tau / max(stats.strength[own], 1e-6) ** 2
+        exponent = pull * tau / max(stats.strength[leader], 1e-6) ** 2
         response = self_overlap(inside, weights[-1], guess, exponent)
-    return RowClass(span, keys, own, weights[:-1], weights[-1], response)
+    return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
 
 
 def _means(values: Array, group: Indices) -> Array:
@@ -169,20 +169,20 @@ class OverlapClosure:
         if logits.rotation is not None:
             correlation = np.minimum(correlation * logits.rotation.queries, 0.0)
         self._nodes = nodes = nodes_for(correlation, float(stats.theta.max()))
-        own = slice(len(self.group), None)
+        leaders = slice(len(self.group), None)
         self.calibration = calibrate(
-            stats.theta[own],
-            stats.keys[own],
-            stats.unshared_fraction[own],
-            stats.own_fraction[own],
+            stats.theta[leaders],
+            stats.keys[leaders],
+            stats.unshared_fraction[leaders],
+            stats.own_fraction[leaders],
             nodes,
             widths,
         )
-        variance = np.maximum(stats.logit_variance[own], exact_rows.THETA_LEAST)
-        gap = variance * stats.strength[own] ** 2
+        variance = np.maximum(stats.logit_variance[leaders], exact_rows.THETA_LEAST)
+        gap = variance * stats.strength[leaders] ** 2
         self._exponent_per_logit = self.calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
         self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
-        exponents = self._exponent_per_logit * logits.scale * stats.temperature[own, None]
+        exponents = self._exponent_per_logit * logits.scale * stats.temperature[leaders, None]
         derivative = nodes.basis(nodes.rho)[1]
         self._laws = JointLaws(self.classes, self.pattern, exponents, derivative, logits)
         self.pairs = PairWeights.of(
@@ -453,11 +453,11 @@ class WidthTerms:
         """
         weights, pairs = closure.weights, closure.pairs
         calibration, own_class = closure.calibration, closure.group[closure.pattern]
-        own = np.diagonal(logits.values)
-        shift = weights @ own - np.diagonal(mean + excess)
+        variance = np.diagonal(logits.values)
+        shift = weights @ variance - np.diagonal(mean + excess)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
             moved = _apart(weights, logits.values)
-            usable = moved > 1e-9 * (weights @ own)
+            usable = moved > 1e-9 * (weights @ variance)
             ratio = _apart(weights, logits.keys) / np.where(usable, moved, 1.0)
             shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
         looking = logits.scale * _looking(weights, logits, shift)
@@ -467,7 +467,7 @@ class WidthTerms:
             return
         unshared = unshared_part(
             closure.effective_keys,
-            weights @ own - np.diagonal(mean),
+            weights @ variance - np.diagonal(mean),
             (weights * weights).sum(1),
         )
         rooted = weights * np.sqrt(unshared)[:, None]

@@ -157,14 +157,14 @@ def joint_excess(
     if not small.any():
         return found
     x = exponents[small]
-    own = np.broadcast_to(weights, exponents[..., 0].shape)[small]
+    weight = np.broadcast_to(weights, exponents[..., 0].shape)[small]
     other = np.broadcast_to(weights2, exponents[..., 0, :].shape)[small]
     excess = x * (1.0 + x * (0.5 + x / 6.0))
-    left = np.zeros_like(own)
+    left = np.zeros_like(weight)
     right = np.zeros_like(other)
     for _ in range(sweeps):
-        held = left * own
-        mean = ((own + held)[..., None, :] @ excess)[..., 0, :] + held.sum(-1, keepdims=True)
+        held = left * weight
+        mean = ((weight + held)[..., None, :] @ excess)[..., 0, :] + held.sum(-1, keepdims=True)
         right = -mean / (1.0 + mean)
         held = right * other
         mean = (excess @ (other + held)[..., None])[..., 0] + held.sum(-1, keepdims=True)
@@ -293,7 +293,7 @@ class PairWeights:
             overlaps: (1 + t, Lq, Lq) what each of `Rotation.kernels` adds to the overlap of two
                 rows' outputs, to first order; None without rotation.
         """
-        bare, rotation, own = logits.correlation(), logits.rotation, group[pattern]
+        bare, rotation, of_class = logits.correlation(), logits.rotation, group[pattern]
         turn: Array | float = 1.0
         if rotation is not None and overlaps is not None:
             turn = _turn(rotation, overlaps, bare, nodes.low)
@@ -302,7 +302,7 @@ class PairWeights:
         sharpened = sharpening(stats, pattern[:, None], pattern[None, :], correlation)
 
         def between(values: Array) -> Array:
-            factor = np.einsum("rij,ir->ij", value, values[own])
+            factor = np.einsum("rij,ir->ij", value, values[of_class])
             return np.asarray(0.5 * (factor + factor.T))
 
         query, growth = between(calibration.query) * sharpened, between(calibration.growth)
@@ -320,7 +320,7 @@ class PairWeights:
         key, cross = key * sharpened, shared * growth * sharpened
         classes = slice(len(group), None)
         risen = np.sqrt(_growth(stats.theta[classes], stats.keys[classes], nodes))
-        risen = np.einsum("rij,ir->ij", value, risen[own])
+        risen = np.einsum("rij,ir->ij", value, risen[of_class])
         amplitude = np.sqrt(logits.scale * logits.temperature * stats.softening[pattern])
         size = risen * risen.T * np.outer(amplitude, amplitude)
         terms = size * np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
@@ -397,10 +397,10 @@ def row_scale(
         overlap = exact_rows.overlaps(exact_rows.tabulated(theta)[:, None], keys, rho)
         return np.asarray((overlap.T * keys - 1.0) / (1.0 - 1.0 / keys))
 
-    own = excess(stats.theta[leader] * relative, inverse)
+    alone = excess(stats.theta[leader] * relative, inverse)
     shared = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, group]
     trivial = (stats.count[:patterns] < 1.5) | (np.abs(shared) < 1e-14)
-    ratio = np.where(trivial, 1.0, own / np.where(trivial, 1.0, shared))
+    ratio = np.where(trivial, 1.0, alone / np.where(trivial, 1.0, shared))
     return np.sqrt(np.maximum(ratio, 0.0))
 
 
@@ -595,8 +595,8 @@ class Block(NamedTuple):
             if projected.turned is not None:
                 turned = PairSum.of(projected.turned.of(pairs), rows, rows2)
                 plain = PairSum.of(along, rows, rows2)
-        own = pairs[0][0] is pairs[0][1]
-        return cls(pairs, own, PairSum.of(joint, rows, rows2), response, turned, plain)
+        with_itself = pairs[0][0] is pairs[0][1]
+        return cls(pairs, with_itself, PairSum.of(joint, rows, rows2), response, turned, plain)
 
     def of_keys(self, kernel: Single) -> Single:
         """(c, ..., n, k): the parts of a (..., Lk, Lk) kernel that the pairs meet."""
