@@ -24,7 +24,7 @@ import numpy as np
 
 from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
-from .fluctuation import OverlapWalk, OwnOverlap, followed
+from .fluctuation import OverlapWalk, UnsharedOverlap, followed
 from .response import (
     SINGLE,
     Around,
@@ -103,7 +103,9 @@ class BottomToTop(Component):
         carried = around.by_token(carried, record.input.kernel).astype(SINGLE)
         return bypassed((sublayers[0], sublayers[1], sublayers[2]), carried, around.kernels(record))
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         for child in record.children:
             at = walk.through(child, at)
         return at

@@ -1,6 +1,6 @@
 """What varies over draws: realised overlaps about their means, and what that does to means.
 
-A `Fluctuation` travels with the signal; an `OwnOverlap` is what it does not know of.
+A `Fluctuation` travels with the signal; an `UnsharedOverlap` is what it does not know of.
 
 o_ij = x_i.x_j/width has mean C_ij and, over draws of the weights before, covariances of order
 1/width. Of a network's features these are not those of independent ones: a block's output is turned
@@ -32,7 +32,7 @@ over o. Left out: what varies because attention weights do, and how overlaps mov
 even in them.
 
 How much the overlap of what two tokens have of their own varies is followed through the records:
-`moments.noise.overlap` derives it, and every component says what it does by `own_overlap`.
+`moments.noise.overlap` derives it, and every component says what it does by `unshared_overlap`.
 
 See docs/theory/norms.md, Realised overlaps.
 
@@ -390,7 +390,7 @@ def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:
 # --- overlaps of what two tokens have of their own ------------------------------------------------
 
 
-class OwnOverlap(NamedTuple):
+class UnsharedOverlap(NamedTuple):
     """How much the overlap of what two tokens have of their own varies, at one point of a network.
 
     Which of Y no more knows: attention takes the mean of its rows away from it, and what is left
@@ -405,26 +405,30 @@ class OwnOverlap(NamedTuple):
     variance: float
     response: float = 1.0
 
-    def mapped(self, width: Array) -> OwnOverlap:
+    def mapped(self, width: Array) -> UnsharedOverlap:
         """Behind a linear map onto so many features."""
-        return OwnOverlap(self.variance + 1.0 / width, self.response)
+        return UnsharedOverlap(self.variance + 1.0 / width, self.response)
 
-    def activated(self, elasticity: float, widths: tuple[float, float]) -> OwnOverlap:
+    def activated(self, elasticity: float, widths: tuple[float, float]) -> UnsharedOverlap:
         """Of independent features' nonlinear images, (features in, features out)."""
         moved = elasticity**2 * (self.variance - 1.0 / widths[0])
-        return OwnOverlap(moved + 1.0 / widths[1], self.response * elasticity)
+        return UnsharedOverlap(moved + 1.0 / widths[1], self.response * elasticity)
 
-    def dropped(self, before: float, after: float, width: float) -> OwnOverlap:
+    def dropped(self, before: float, after: float, width: float) -> UnsharedOverlap:
         """Behind dropout; own variances before and after."""
         if after == 0.0:
             return self
         kept = before / after
         variance = self.variance * kept**2 + (1.0 - kept**2) / width
-        return OwnOverlap(variance, self.response * kept)
+        return UnsharedOverlap(variance, self.response * kept)
 
     def added(
-        self, other: OwnOverlap, variances: tuple[float, float], source: OwnOverlap, width: float
-    ) -> OwnOverlap:
+        self,
+        other: UnsharedOverlap,
+        variances: tuple[float, float],
+        source: UnsharedOverlap,
+        width: float,
+    ) -> UnsharedOverlap:
         """Of a sum of two tensors, independent in direction, that both depend on `source`.
 
         Args:
@@ -443,7 +447,7 @@ class OwnOverlap(NamedTuple):
         variance = self.variance * first**2 + other.variance * second**2
         variance += 2.0 * (moved + 1.0 / width) * first * second
         response = (self.response * first + other.response * second) / total
-        return OwnOverlap(variance / total**2, response)
+        return UnsharedOverlap(variance / total**2, response)
 
 
 @dataclass
@@ -460,14 +464,14 @@ class OverlapWalk:
     memory: float | None = None
     attended: dict[tuple[int, str], float] = field(default_factory=dict)
     growth: dict[tuple[int, str], float] = field(default_factory=dict)
-    chains: list[tuple[Record, list[OwnOverlap]]] = field(default_factory=list)
+    chains: list[tuple[Record, list[UnsharedOverlap]]] = field(default_factory=list)
 
-    def through(self, record: Record, at: OwnOverlap) -> OwnOverlap:
+    def through(self, record: Record, at: UnsharedOverlap) -> UnsharedOverlap:
         """That behind a component."""
-        return record.component.own_overlap(record, at, self)
+        return record.component.unshared_overlap(record, at, self)
 
 
-def own_variance(signal: Signal) -> float:
+def unshared_variance(signal: Signal) -> float:
     """What a token's second moment has beyond what two tokens share, averaged."""
     tokens = signal.second_moment()
     return max(float(tokens.mean_diagonal()) - float(tokens.mean_pairs()), 0.0)
@@ -479,8 +483,8 @@ def elasticity(leaf: Leaf, before: Signal, after: Signal) -> float:
     mean = before.second_moment().mean_diagonal() - before.kernel.mean_diagonal()
     entering = Signal(tokens, before.seq_len, float(max(mean, 0.0)) ** 0.5, before.width)
     output, pullback = leaf.forward(entering)
-    unshared = own_variance(output)
+    unshared = unshared_variance(output)
     if unshared == 0.0:
         return 1.0
     sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.pairs
-    return float(float(sent) * before.width / after.width * own_variance(entering) / unshared)
+    return float(float(sent) * before.width / after.width * unshared_variance(entering) / unshared)

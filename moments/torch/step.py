@@ -22,7 +22,7 @@ from ..step.measured import Place, StepDraw, StepMeasurement
 from ..step.rules import group_of
 from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
 from .measure import Loss, _add_labels, _built, _objective, _tensors
-from .tensors import first_tensor, own_logits
+from .tensors import first_tensor, module_logits
 from .watch import training
 from .wrappers import unwrapped
 
@@ -126,7 +126,7 @@ class _Seen:
         top, cotangent = _objective(output, self.inputs, self.loss)
         if cotangent is not None:
             raise DomainError("a step needs a loss: pass labels in the batch, or a loss")
-        logits = own_logits(output)
+        logits = module_logits(output)
         if logits is not None:
             last = max(layer for layer, site in sites if site == STREAM)
             sites[last + 1, "logits"] = logits.detach()

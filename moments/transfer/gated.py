@@ -14,7 +14,7 @@ from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
 from ..engine.fluctuation import (
     OverlapWalk,
-    OwnOverlap,
+    UnsharedOverlap,
     elasticity,
     followed,
     overlap_variance,
@@ -136,7 +136,9 @@ class GatedLinear(Leaf):
             )
         return output, GatedPullback(output, values, gate_back, factor_back)
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.directions import at_tokens, expected_cosine, expected_pull, of_pairs, relative_spread
-from ..engine.fluctuation import OverlapWalk, OwnOverlap, normalised, signed_root
+from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, normalised, signed_root
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, evaluate
 from ..engine.trace import Record
 from ..formulas.law import ComponentLaws
@@ -298,7 +298,9 @@ class DynamicTanh(Leaf):
         )
         return output, _TanhPullback(self, back, signal.width, normal)
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         return entrywise_overlap(self, record, at)
 
 

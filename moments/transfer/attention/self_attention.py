@@ -15,7 +15,7 @@ import numpy as np
 
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled, Reader, ReaderPullback
 from ...engine.directions import expected_pull
-from ...engine.fluctuation import OverlapWalk, OwnOverlap, of_averages
+from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, of_averages
 from ...engine.layout import Padding
 from ...engine.response import SINGLE, Around, Elementwise, Response, Sequence, kernel_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
@@ -63,7 +63,9 @@ class Attention(Component):
 
     value: Any
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         return through_attention(self, record, at, walk)
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
@@ -579,7 +581,9 @@ class NormalizedAttention(Leaf):
         both = expected_pull(freedom, inner.correlation())
         return output, _Pullback(back, back_norm, factor, both, gain)
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         # norms are no overlaps of their own
         return through_attention(self.attention, record, at, walk, fixed=True)
 

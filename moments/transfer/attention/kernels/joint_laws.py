@@ -389,7 +389,7 @@ def row_scale(
         inside = kernel[window(one.keys, one.keys)]
         unshared = max(stats.unshared[one.row], 1e-12)
         together = 1.0 + (inside - np.diagonal(inside).mean()) / unshared
-        lacking = one.weights - one.own_weights
+        lacking = one.weights - one.leader_weights
         inverse[one.patterns] += ((one.weights @ together**2) * lacking).sum(1)
 
     def excess(theta: Array, inverse_keys: Array) -> Array:
@@ -423,25 +423,25 @@ class PaddedClass(NamedTuple):
     Attributes:
         source: the class.
         patterns, keys: of its a rows and n keys, real and added.
-        own_patterns, own_keys: where among them the real ones are.
+        leader_patterns, leader_keys: where among them the real ones are.
         weights: (a, n) mean attention.
-        own_weights: (n,) of the class's own row.
+        leader_weights: (n,) of the class's own row.
         response: (n, n) 1 - A.
     """
 
     source: RowClass
     patterns: slice
     keys: slice | Indices
-    own_patterns: slice
-    own_keys: slice
+    leader_patterns: slice
+    leader_keys: slice
     weights: Single
-    own_weights: Single
+    leader_weights: Single
     response: Single
 
 
 def padded(classes: list[RowClass], patterns: int, tokens: int) -> dict[int, PaddedClass]:
     """The classes of more than one key, by index; `patterns` and `tokens` count either in all."""
-    several = {i: one for i, one in enumerate(classes) if len(one.own_weights) > 1}
+    several = {i: one for i, one in enumerate(classes) if len(one.leader_weights) > 1}
     shapes: dict[int, tuple[int, int]] = {}
     for one in several.values():
         rows, keys = one.weights.shape
@@ -459,14 +459,14 @@ def _bin(keys: int) -> int:
 
 
 def _in_shape(one: RowClass, shape: tuple[int, int], patterns: int, tokens: int) -> PaddedClass:
-    rows, own_rows = _wider(one.patterns, shape[0], patterns)
+    rows, leader_rows = _wider(one.patterns, shape[0], patterns)
     if isinstance(one.keys, slice):
         keys: slice | Indices
-        keys, own_keys = _wider(one.keys, shape[1], tokens)
+        keys, leader_keys = _wider(one.keys, shape[1], tokens)
     else:
         others = np.setdiff1d(np.arange(tokens), one.keys)
         keys = np.concatenate([one.keys, others[: shape[1] - len(one.keys)]])
-        own_keys = slice(0, len(one.keys))
+        leader_keys = slice(0, len(one.keys))
 
     def placed(values: Array, shape: tuple[int, ...], where: Any) -> Single:
         if values.shape == shape:
@@ -479,11 +479,11 @@ def _in_shape(one: RowClass, shape: tuple[int, int], patterns: int, tokens: int)
         one,
         rows,
         keys,
-        own_rows,
-        own_keys,
-        placed(one.weights, shape, (own_rows, own_keys)),
-        placed(one.own_weights, shape[1:], own_keys),
-        placed(one.response, (shape[1], shape[1]), (own_keys, own_keys)),
+        leader_rows,
+        leader_keys,
+        placed(one.weights, shape, (leader_rows, leader_keys)),
+        placed(one.leader_weights, shape[1:], leader_keys),
+        placed(one.response, (shape[1], shape[1]), (leader_keys, leader_keys)),
     )
 
 
@@ -581,8 +581,8 @@ class Block(NamedTuple):
         rows = stacked([one.weights for one, _ in pairs])
         rows2 = stacked([two.weights for _, two in pairs])
         shares = (
-            stacked([one.own_weights for one, _ in pairs])[:, None],
-            stacked([two.own_weights for _, two in pairs])[:, None],
+            stacked([one.leader_weights for one, _ in pairs])[:, None],
+            stacked([two.leader_weights for _, two in pairs])[:, None],
         )
         joint = exponents[..., None, None].astype(np.float32) * projected.within.of(pairs)
         np.minimum(joint, EXPONENT_MAX, out=joint)
@@ -621,7 +621,7 @@ class Block(NamedTuple):
         sign = 1.0 if parity is None else parity[:, None, None]
         for (one, two), part in zip(self.pairs, parts, strict=True):
             rows, rows2 = one.source.patterns, two.source.patterns
-            inside = part[..., one.own_patterns, two.own_patterns]
+            inside = part[..., one.leader_patterns, two.leader_patterns]
             total[..., rows, rows2] = inside
             if not self.own:
                 total[..., rows2, rows] = sign * inside.swapaxes(-1, -2)

@@ -215,8 +215,8 @@ class RowStatistics:
         logit_variance: theta of the reference row.
         unshared: the same per unit of logit scale and query norm: C_jj - b.
         unshared_fraction: the same over the mean C_jj of the row's keys.
-        own_fraction: fraction of C_jj that n_e alike keys do not share if their mean overlap is the
-            row's; as `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
+        unshared_by_mean: fraction of C_jj that n_e alike keys do not share if their mean overlap is
+            the row's; as `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
         theta: the same within the tables, where the exact statistics were taken.
         keys: effective number of keys n_e.
         sum_square: P2 = E sum a^2 of the reference row.
@@ -234,7 +234,7 @@ class RowStatistics:
     logit_variance: Array
     unshared: Array
     unshared_fraction: Array
-    own_fraction: Array
+    unshared_by_mean: Array
     theta: Array
     keys: Array
     sum_square: Array
