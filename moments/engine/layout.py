@@ -202,8 +202,9 @@ class Layout:
 
     @property
     def _real(self) -> np.ndarray | None:
-        one = self.sequences == 1 and self.real is not None and self.real.ndim == 2
-        return self.real[0] if one else self.real  # type: ignore[index]
+        if self.sequences == 1 and self.real is not None and self.real.ndim == 2:
+            return np.asarray(self.real[0])
+        return self.real
 
     def _mean(self, signal: Signal) -> Array:
         if not signal.resolved or np.ndim(signal.mean) == 0:

@@ -21,7 +21,7 @@ from ..formulas.checks import check_count
 from ..formulas.law import Law
 from ..formulas.named_activations import leaky_slope
 from ..formulas.symbols import SYMBOLS
-from ..transfer.architecture import declare
+from ..transfer.architecture import declare_layer
 from .block import MATRICES, average, flat
 from .entering import entered
 from .layerwise import LAYERWISE
@@ -117,7 +117,7 @@ def invert(plan: Plan, layer: int) -> Inversion:
     stack, memory = entered(plan.model, plan.inputs)
     stack.forward()
     layout = stack.layout
-    body = declare(plan.model, "refined", layout.padding, layout.sequences).parts[layer - 1].body  # type: ignore[attr-defined]
+    body = declare_layer(plan.model, "refined", layer, layout.padding, layout.sequences).body
     found = [p for p in stack.trace.points if p.layer in (layer - 1, layer)]
     points = found[[p.site for p in found].index("stream") :] if layer > 1 else found
     numbers = Numbers(points, layout, memory)

@@ -62,6 +62,7 @@ class Attention(Component):
     mixes_tokens: ClassVar[bool] = True
 
     value: Any
+    value_bias: Any
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -71,7 +72,8 @@ class Attention(Component):
     def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
         if self.matrices[0] not in names:
             return self
-        return dataclasses.replace(self, value=self.value * factor)  # type: ignore[type-var]
+        leaf: Any = self  # a dataclass, whichever it is
+        return dataclasses.replace(leaf, value=self.value * factor)
 
 
 @dataclass(frozen=True)
