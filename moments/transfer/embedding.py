@@ -329,15 +329,15 @@ def embedding_gradients(
         token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
         classes = gradient.classes
         length = seq_len if classes is None else classes.length
-        own = length * gradient.mean_diagonal()
-        pairs = gradient.total(seq_len) - own
-        repeated, shared = token * pairs, 0.0 * own
+        alone = length * gradient.mean_diagonal()
+        pairs = gradient.total(seq_len) - alone
+        repeated, shared = token * pairs, 0.0 * alone
         if classes is not None:
             shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
             if ids is not None:
                 repeated = classes.sum_of_pairs(gradient.pairs * classes.pair_means(ids, ids))
-        found = {"token": scale * (own + repeated), "position": own + shared}
-        found["segment"] = own + segment * pairs
+        found = {"token": scale * (alone + repeated), "position": alone + shared}
+        found["segment"] = alone + segment * pairs
     else:
         count = gradient.pairs.shape[-1]
         if token_ids is None:

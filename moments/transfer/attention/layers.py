@@ -594,15 +594,15 @@ class AlikeLayer:
         self._counts, self._queries = (query_count, key_count), queries
         self._values, self.wanted = values, wanted
         self._noise = drop_prob / (1 - drop_prob)
-        own_value, own_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
+        unshared_value, unshared_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
         size = queries.diagonal
         if queries.resolved:  # of two rows the geometric mean, as of their log odds by token
             first, second = queries.over_tokens(size)
             size = np.sqrt(first * second)
         two = self._at_pairs
-        theta = np.asarray(two(scale) * size * two(own_key), dtype=np.float64)
+        theta = np.asarray(two(scale) * size * two(unshared_key), dtype=np.float64)
         correlation = np.clip(ratio_or_zero(queries.pairs, size), -1.0, 1.0)
-        apart_from = two(ratio_or_zero(own_key, keys.diagonal))
+        apart_from = two(ratio_or_zero(unshared_key, keys.diagonal))
         flat = np.broadcast_arrays(theta, correlation, apart_from, two(norm_spread))
         sizes, cosines, unshared, spreads = (np.ravel(one) for one in flat)
         tables = _tables(key_count)
@@ -619,7 +619,11 @@ class AlikeLayer:
         overlap = self._at(rows.overlap)
         self.sum_square = overlap.diagonal
         self._entropy = np.asarray(tables.rows(alone, alone).entropy)[()]
-        self._own = two(own_value), two(scale * own_key), two(values.diagonal + value_bias)
+        self._own = (
+            two(unshared_value),
+            two(scale * unshared_key),
+            two(values.diagonal + value_bias),
+        )
         stiffness = self._of(rows.stiffness)
         shared = np.maximum(1 - self._of(unshared), 0.0)
         returned = 2 * deficit * shared**2
@@ -673,7 +677,7 @@ class AlikeLayer:
         """Paths of a gradient at the averaged values, their weights' gain included."""
         queries, keys = self._counts
         rows, wide, others = self._rows, self._wide, max(keys - 1, 1)
-        own_value, scale, masked = self._own
+        unshared_value, scale, masked = self._own
         noise = self._noise * masked
 
         def sent(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
@@ -687,11 +691,11 @@ class AlikeLayer:
         held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
         value = Kernel(held, sent(ones - overlap) / others)
         path = self.overlap_path(gradient)
-        rate = self._at(rows.query).at_pairs(own_value)
-        own = own_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
+        rate = self._at(rows.query).at_pairs(unshared_value)
+        own = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
         rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
         query = (gradient * rate.at_pairs(scale)).mixed(1.0, path, wide)
-        driven = self._at(rows.key).at_pairs(own_value)
+        driven = self._at(rows.key).at_pairs(unshared_value)
         key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
         growth = self._at(rows.growth)
         shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))

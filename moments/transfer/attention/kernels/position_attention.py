@@ -639,9 +639,9 @@ class PositionAttention:
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
         nodes = nodes_for(lowest, float(rows.theta.max()))
-        unshared, own_share = rows.unshared_fraction, rows.own_fraction
+        unshared, by_mean = rows.unshared_fraction, rows.unshared_by_mean
         self._calibration = calibration = calibrate(
-            rows.theta, rows.keys, unshared, own_share, nodes, self._widths, between_nodes=True
+            rows.theta, rows.keys, unshared, by_mean, nodes, self._widths, between_nodes=True
         )
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
@@ -861,7 +861,7 @@ class PositionAttention:
                 self._growth,
                 calibration.stiffness,
                 calibration.against,
-                rows.own_fraction,
+                rows.unshared_by_mean,
                 mean,
                 excess,
                 slope,
