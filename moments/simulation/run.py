@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
 from ..model.transformer import Transformer
-from ..optional import optional
 from ..prediction.inputs import check_moments
 from ..prediction.measurement import Measurement
 
@@ -43,8 +42,8 @@ def simulate(
 ) -> Measurement:
     """Measure the declared model by running it, with fresh weights in every draw.
 
-    Nothing of the theory enters. Peak memory is one layer's graph and N + 1 stream tensors: the
-    backward pass draws each layer's weights and masks again from that layer's own seed.
+    Nothing of the theory enters. Peak memory is one layer's graph and N + 1 stream tensors (or some
+    64 MB): the backward pass draws each layer's weights and masks again from that layer's own seed.
 
     Args:
         model: the declaration.

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
-from ..optional import optional
 from .anatomy import anatomy_of
 from .architecture import resolve
 from .dropouts import HeldDropout, held_dropouts
@@ -129,7 +128,8 @@ def initialize(
             variance = expected_variance(model, role)
             if variance is None:
                 continue
-            _write(module, role, blocks[role], variance, seed, str(chosen))
+            whole = tensors[role.parameter]
+            _write(module, role, whole, blocks[role], variance, seed, str(chosen))
             rows.append((role.layer, role.full_name, role.label, variance))
         for role in found.scales:
             values = scales.skip if role.name.endswith("skip_scale") else scales.branch
@@ -229,7 +229,13 @@ class _Fitted:
 
 
 def _write(
-    module: nn.Module, role: Role, block: Tensor, variance: float, seed: int, distribution: str
+    module: nn.Module,
+    role: Role,
+    whole: Tensor,
+    block: Tensor,
+    variance: float,
+    seed: int,
+    distribution: str,
 ) -> None:
     if role.name.endswith("norm.gain"):
         block.fill_(variance**0.5 - (0.0 if unit_gain(module, role) else 1.0))
@@ -247,7 +253,7 @@ def _write(
             rows, columns = columns, rows
     drawn = draw((rows, columns), variance, generator, torch.float32, distribution)
     block.copy_(drawn.detach().reshape(block.shape))
-    padding = padding_row(module, tensors_of(module)[role.parameter])
+    padding = padding_row(module, whole)
     if padding is not None:
         block[padding].zero_()
 

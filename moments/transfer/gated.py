@@ -12,10 +12,27 @@ import numpy as np
 
 from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
-from ..engine.evaluation import Values, bind, evaluate, evaluate_sides
-from ..engine.fluctuation import followed, overlap_variance, shared_with, step_within
-from ..engine.own_overlap import OverlapWalk, OwnOverlap, elasticity
-from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
+from ..engine.fluctuation import (
+    OverlapWalk,
+    OwnOverlap,
+    elasticity,
+    followed,
+    overlap_variance,
+    shared_with,
+    step_within,
+)
+from ..engine.state import (
+    Array,
+    Fluctuation,
+    Gradient,
+    Kernel,
+    Signal,
+    Values,
+    bind,
+    evaluate,
+    evaluate_sides,
+    ratio_or_zero,
+)
 from ..engine.trace import Record
 from ..formulas.algebra import Keeping
 from ..formulas.gated import gated

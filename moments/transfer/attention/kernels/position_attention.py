@@ -567,8 +567,9 @@ class PositionAttention:
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
         nodes = nodes_for(lowest, float(rows.theta.max()))
+        unshared, own_share = rows.unshared_fraction, rows.own_fraction
         self._calibration = calibration = calibrate(
-            rows.theta, rows.keys, rows.unshared_fraction, rows.own_fraction, nodes, self._widths
+            rows.theta, rows.keys, unshared, own_share, nodes, self._widths, between_nodes=True
         )
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
