@@ -81,6 +81,7 @@ class Tile:
         met, met_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
+        still: (c, n, k) means of rho of two keys of the longer row; None likewise.
         begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
@@ -95,6 +96,7 @@ class Tile:
     met: Array
     met_own: Array
     turned: tuple[Array, Array] | None
+    still: Array | None
     begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -107,30 +109,49 @@ class Tile:
         """The range of the longer rows."""
         return slice(int(self.long[0]), int(self.long[-1]) + 1)
 
-    def projected(self, maps: RowMaps, kernel: Matrix, by_pair: bool) -> Matrix:
-        """X C X'^T of rows' maps and a kernel C of its own and pairs' entries.
+    def projected(self, maps: RowMaps, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
+        """X C X'^T of rows' maps and kernels C of their own and pairs' entries.
 
         Args:
             maps: of all rows.
-            kernel: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or of pairs.
-            by_pair: whether it is (c, o) and (c, n, k) of pairs.
+            kernels: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or, where it is
+                said to be by pair, (c, o) and (c, n, k).
         """
-        if self.begun is not None:
-            kernel, by_pair = self._of_pairs(kernel, by_pair), True
-        first = self.long if by_pair else self.rows
-        own, pairs = maps.own[first, self.own], maps.pairs[first, self.left, self.own]
-        apart = kernel[0] - self.diagonal(kernel[1])
-        if self.begun is not None:
-            apart = apart * self.begun
-        middle, own = maps.whole[first, self.left, self.left] @ kernel[1], own * apart
-        middle[:, :, self.own_right] += pairs * apart[..., None, :]
-        if not by_pair:
-            where = self.long - self.long[0]
-            middle, own = middle[where], own[where]
-        found = middle @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
-        turned = np.swapaxes(maps.pairs[self.short, self.right, self.own], -1, -2)
-        found[:, self.own_left, :] += own[:, :, None] * turned
-        return own * maps.own[self.short, self.own], found
+        own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
+        second = maps.own[self.short, self.own]
+        counts = maps.counts[self.short, self.own]
+        once = np.where(counts > 0.0, 1.0 / np.where(counts > 0.0, counts, 1.0), 0.0)
+        middles, owns = [], []
+        for kernel, by_pair in kernels:
+            if self.begun is not None:
+                kernel, by_pair = self._of_pairs(kernel, by_pair), True
+            first = self.long if by_pair else self.rows
+            apart = kernel[0] - self.diagonal(kernel[1])
+            if self.begun is not None:
+                apart = apart * self.begun
+            middle = maps.whole[first, self.left, self.left] @ kernel[1]
+            beside = maps.pairs[first, self.left, self.own] * apart[..., None, :]
+            middle[:, :, self.own_right] += beside
+            own = maps.own[first, self.own] * apart
+            if not by_pair:
+                where = self.long - self.long[0]
+                middle, own = middle[where], own[where]
+            middles.append(middle)
+            owns.append(own)
+        found = np.concatenate(middles, axis=1) if len(middles) > 1 else middles[0]
+        parts = [slice(k * size, (k + 1) * size) for k in range(len(kernels))]
+        # One token of its own meets what counts multiply below; what it is with itself is `own`.
+        for part, own in zip(parts, owns, strict=True):
+            diagonal = _diagonal(found[:, part][:, own_keys[0], own_keys[1]])
+            diagonal += own * once
+        found = found @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
+        matrices = []
+        for part, own in zip(parts, owns, strict=True):
+            pairs, own = found[:, part], own * second
+            diagonal = _diagonal(pairs[:, own_keys[0], own_keys[1]])
+            diagonal -= own * once
+            matrices.append((own, pairs))
+        return matrices
 
     def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
         """(c, n, k) of what is of all rows, or of the longer ones."""
@@ -148,11 +169,13 @@ class RowMaps(NamedTuple):
 
     Attributes:
         own, pairs: (P, P) and (P, P, P).
+        counts: (P, P) of a row's keys.
         whole: (P, P, P) pairs times counts, and own on the diagonal.
     """
 
     own: Array
     pairs: Array
+    counts: Array
     whole: Array
 
     @classmethod
@@ -160,7 +183,7 @@ class RowMaps(NamedTuple):
         whole = pairs * counts[:, None, :]
         each = np.arange(len(own))
         whole[:, each, each] += own
-        return cls(own, pairs, whole)
+        return cls(own, pairs, counts, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +254,9 @@ def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) 
             between = turning.between(long, short, together, right, right)
             turned = between, (together @ turning.shares).real
             phases.append(together)
-        tiles.append(_tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned))
+        tiles.append(
+            _tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned, turning)
+        )
     every = np.arange(len(previous))
     return NeighbourRows(
         tuple(tiles),
@@ -251,6 +276,7 @@ def _tile(
     left: slice,
     right: slice,
     turned: tuple[Array, Array] | None,
+    turning: Turning | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
     own = slice(start, max(start, stop))
@@ -266,7 +292,8 @@ def _tile(
     begun = np.arange(own.start, own.stop) >= begin[:, None]
     several = None if begun.all() else begun.astype(float)
     where = left, right, own, own_left, own_right
-    return Tile(pairs, long, short, *where, met, met_own, turned, several)
+    still = None if turning is None else turning.within[long, left, right]
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -297,7 +324,7 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 turned = between, (together @ turning.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(_tile(sight, pairs, long, short, left, right, turned))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned, turning))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -609,17 +636,18 @@ class PositionAttention:
 
     # --- pairs of rows -------------------------------------------------------------------------
 
-    def _projected(self, tile: Tile, kernel: Matrix, by_pair: bool = False) -> Matrix:
-        """(1 - A) C (1 - A')^T of pairs of rows; `kernel` as in `Tile.projected`."""
-        found = tile.projected(self._response, kernel, by_pair)
+    def _projected(self, tile: Tile, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
+        """(1 - A) C (1 - A')^T of pairs of rows; `kernels` as in `Tile.projected`."""
+        found = tile.projected(self._response, kernels)
         if isinstance(self.logits.sight, FadingSight):
             long, short = tile.long, tile.short
             heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
             heavier[long != short] = 0.0
-            apart = kernel[0] - tile.diagonal(kernel[1])
-            if not by_pair and apart.ndim > 1:
-                apart = apart[long - long[0]]
-            found[0][...] -= heavier * apart
+            for (kernel, by_pair), (own, _) in zip(kernels, found, strict=True):
+                apart = kernel[0] - tile.diagonal(kernel[1])
+                if not by_pair and apart.ndim > 1:
+                    apart = apart[long - long[0]]
+                own -= heavier * apart
         return found
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
@@ -653,19 +681,26 @@ class PositionAttention:
         turn = np.ones(len(bare))
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
         self._traces = [self._trace(sums) for sums in self._sums]
+        along_values = []
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
             own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
-            if tile.turned is None:
-                moved.append(self._projected(tile, (own, kernel)))
-                continue
-            of_keys, of_rows = tile.turned
-            turned = own * of_rows[:, None], kernel * of_keys
-            moved.append(self._projected(tile, turned, True))
-            assert logits.turning is not None
-            still = logits.turning.within[tile.rows, tile.left, tile.right]
-            unturned.append(self._projected(tile, (own, kernel * still)))
-            meeting = _gathered(trace, moved[-1]), _gathered(trace, unturned[-1])
-            turn[tile.pairs] = _ratio(*meeting, of_rows)
+            kernels: list[tuple[Matrix, bool]] = [((own, kernel), False)]
+            if tile.turned is not None:
+                of_keys, of_rows = tile.turned
+                assert turning is not None
+                within = turning.within[tile.rows, tile.left, tile.right]
+                turned = own * of_rows[:, None], kernel * of_keys
+                kernels = [(turned, True), ((own, kernel * within), False)]
+            if not logits.aligned:
+                values = met.values[0][tile.own], met.values[1][tile.left, tile.right]
+                kernels.append((values, False))
+            found = self._projected(tile, kernels)
+            moved.append(found[0])
+            along_values.append(found[-1])
+            if tile.turned is not None:
+                unturned.append(found[1])
+                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
+                turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
@@ -684,12 +719,12 @@ class PositionAttention:
         self._laws = [
             self._law(
                 sums,
-                one,
+                (one,) if logits.aligned else (one, last),
                 (two, None if factors is None else factors[sums.tile.pairs]),
                 factor[sums.tile.pairs],
                 slope[sums.tile.pairs],
             )
-            for sums, one, two in zip(self._sums, moved, exponents, strict=True)
+            for sums, one, last, two in zip(self._sums, moved, along_values, exponents, strict=True)
         ]
 
         shared_part = 2.0 / self._widths.d_model
@@ -709,7 +744,7 @@ class PositionAttention:
     def _law(
         self,
         sums: _Sums,
-        moved: Matrix,
+        directions: Sequence[Matrix],
         exponent: tuple[Matrix, Array | None],
         factor: Array,
         slope: Array,
@@ -718,19 +753,17 @@ class PositionAttention:
 
         Args:
             sums: over the keys of pairs.
-            moved: the projected kernel.
+            directions: the projected kernel, and where they are not its the values', written over.
             exponent: of the law, as a matrix and what multiplies it; None: nothing does.
-            factor: (c,) of the exponent in `moved`, for a row with itself.
+            factor: (c,) of the exponent in the kernel, for a row with itself.
             slope: (c,) its derivative in the correlation.
         """
         logits, tile = self.logits, sums.tile
-        long, left, right = tile.long, tile.left, tile.right
-        alone = self._pairs.alone[tile.pairs]
-        away = None
+        long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
         if logits.turning is not None and alone.any():
-            away = np.zeros_like(moved[1])
+            away = np.zeros_like(directions[0][1])
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
-            _, inside = logits.among(rows, left)
+            _, inside = logits.among(rows, tile.left)
             assert inside is not None
             inside = inside[long[alone] - rows.start]
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
@@ -741,11 +774,6 @@ class PositionAttention:
         own -= tile.diagonal(pairs)
         own *= tile.met_own
         pairs *= tile.met
-        directions = [moved]
-        if not logits.aligned:
-            of_values, between = self._kernels.values
-            values = of_values[tile.own], between[left, right]
-            directions.append(self._projected(tile, values))
         for beside, between in directions:
             beside += tile.diagonal(between)
             beside *= slope[:, None]
@@ -801,7 +829,7 @@ class PositionAttention:
         once *= weights[short, tile.own]
         pairs = sums.first[:, :, None] * sums.second[:, None, :]
         pairs *= kernel
-        pairs_own = sums.on_own(pairs)
+        pairs_own = _diagonal(pairs[:, tile.own_left, tile.own_right])
         pairs_own += (values[tile.own] - tile.diagonal(kernel)) * once
         return once * values[tile.own], pairs
 
@@ -1019,9 +1047,8 @@ class PositionAttention:
         if tile.turned is not None:
             own, pairs = found.pop()
             of_keys, of_rows = tile.turned
-            assert self.logits.turning is not None
-            still = self.logits.turning.within[long, left, right]
-            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * still)]
+            assert tile.still is not None
+            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * tile.still)]
         return [
             (own.astype(np.float32), pairs.reshape(len(pairs), -1).astype(np.float32))
             for own, pairs in found
@@ -1276,7 +1303,7 @@ class _Sums(NamedTuple):
 
     def over_first(self, law: Matrix) -> Array:
         """(c, k)."""
-        total = _before(law[1], self.first)
+        total: Array = (self.first[:, None, :] @ law[1])[:, 0]
         total[:, self.tile.own_right] += law[0] * self.one
         return total
 
@@ -1287,17 +1314,16 @@ class _Sums(NamedTuple):
         return total
 
     def maps(self, law: Matrix) -> tuple[Array, Array]:
-        """(c, n, k) twice: what takes values (c, n) before it to sums of them times the law over
-        the first key, and values (c, k) behind it to sums over the second."""
-        first, second = law[1] * self.first[:, :, None], law[1] * self.second[:, None, :]
-        self.on_own(first)[...] += law[0] * self.one
-        self.on_own(second)[...] += law[0] * self.two
+        """(c, k, n) and (c, n, k): what takes values to sums of them times the law over the first
+        key, and over the second."""
+        pairs, (keys1, keys2) = law[1], (self.tile.own_left, self.tile.own_right)
+        first = np.empty((len(pairs), pairs.shape[2], pairs.shape[1]))
+        np.multiply(np.swapaxes(pairs, 1, 2), self.first[:, None, :], out=first)
+        second = pairs * self.second[:, None, :]
+        own = _diagonal(first[:, keys2, keys1]), _diagonal(second[:, keys1, keys2])
+        own[0][...] += law[0] * self.one
+        own[1][...] += law[0] * self.two
         return first, second
-
-    def on_own(self, pairs: Array) -> Array:
-        """(c, o) entries of keys of both, to be written to."""
-        view: Array = np.einsum("cqq->cq", pairs[:, self.tile.own_left, self.tile.own_right])
-        return view
 
     def balanced_with(
         self, joint: Matrix, sweeps: int, directions: Sequence[Matrix]
@@ -1315,7 +1341,7 @@ class _Sums(NamedTuple):
         to_second, to_first = self.maps(joint)
         left, right = np.ones_like(self.first), np.ones_like(self.second)
         for _ in range(sweeps):
-            right = 1.0 / np.maximum(_before(to_second, left), 1e-300)
+            right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
             left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
         own *= left[:, tile.own_left]
         own *= right[:, tile.own_right]
@@ -1336,7 +1362,9 @@ class _Sums(NamedTuple):
         for sweep in range(TANGENT_SWEEPS):
             if sweep:
                 u = rows - left * _times(to_first, right * v)
-            v = columns - right * _before(to_second, left * u)
+            last, v = v, columns - right * _times(to_second, left * u)
+            if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():  # what is left is rounding
+                break
         for k, (beside, between) in enumerate(directions):
             first, second = u[..., k], v[..., k]
             moved = first[:, :, None] + second[:, None, :]
@@ -1353,22 +1381,24 @@ def _times(matrices: Array, values: Array) -> Array:
     return np.asarray(matrices @ values)
 
 
-def _before(matrices: Array, values: Array) -> Array:
-    """(c, k) or (c, k, d) of values (c, n) or (c, n, d) times matrices (c, n, k)."""
-    if values.ndim == 2:
-        return np.asarray((values[:, None, :] @ matrices)[:, 0])
-    return np.asarray(np.swapaxes(matrices, -1, -2) @ values)
+def _diagonal(matrices: Array) -> Array:
+    """(c, o) of (c, o, o), to be written to."""
+    view: Array = np.einsum("cqq->cq", matrices)
+    return view
 
 
 def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
     """Factors that balance the law of every row with itself, over its own keys of these weights."""
     own, pairs = joint
-    to_second, to_first = pairs * counted[:, :, None], pairs * counted[:, None, :]
+    to_first = pairs * counted[:, None, :]
+    to_second = np.empty_like(to_first)
+    np.multiply(np.swapaxes(pairs, 1, 2), counted[:, None, :], out=to_second)
     met = own * weights
     for each in (to_second, to_first):
-        np.einsum("pqq->pq", each)[...] += met
+        its_own = _diagonal(each)
+        its_own += met
     left, right = np.ones_like(own), np.ones_like(own)
     for _ in range(sweeps):
-        right = 1.0 / np.maximum(_before(to_second, left), 1e-300)
+        right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
         left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
     return left, right
