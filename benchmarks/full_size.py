@@ -217,13 +217,13 @@ def _twin(layers: int, norm: str, scheme: str, seeds: int) -> Case:
 
 
 def _step(name: str, config: Mapping[str, Any], optimizer: str, rates: tuple[float, ...]) -> Case:
-    seeds = 6 if "GPT" in name else 3
+    seeds = 12 if "GPT" in name else 6
     return Case(
-        f"{name}, step of {optimizer}",
+        f"{name}, 2 x 128 tokens, step of {optimizer}",
         seeds,
         "step",
         config,
-        seq_len=512,
+        seq_len=128,
         batch=2,
         optimizer=optimizer,
         rates=rates,
@@ -246,7 +246,7 @@ CASES = [
     _step("GPT-2", _preset("gpt2"), "adam", ADAM),
     _step("Llama of 16 layers", LLAMA_1B, "adam", ADAM),
     Case(
-        "GPT-2, band", 400, config=_preset("gpt2"), seq_len=128, batch=2, tokens=True, samples=True
+        "GPT-2, band", 200, config=_preset("gpt2"), seq_len=128, batch=2, tokens=True, samples=True
     ),
     _twin(192, "post", "dslm", 12),
     _twin(768, "pre", "dslm", 4),
@@ -298,20 +298,38 @@ def profile(by_token: Any) -> np.ndarray:
     return np.stack([chosen[:, s].mean(1) for s in bins(rows.shape[1])], 1)
 
 
+MOST_LAYERS = 192
+"""Deeper stacks are kept at every k-th point, the fewest that are no more than this."""
+
+
+def points(layers: int) -> np.ndarray:
+    """Points of the stream that are kept."""
+    return np.arange(0, layers + 1, -(-layers // MOST_LAYERS))
+
+
 def stack_record(m: Any) -> dict[str, np.ndarray]:
     """Of one stack, measured or predicted."""
-    found = {name: np.asarray(getattr(m, name), dtype=float) for name in STREAM}
+    chosen = points(len(m.variance) - 1)
+    found = {name: np.asarray(getattr(m, name), dtype=float)[chosen] for name in STREAM}
     found["covariance"] = found["variance"] * found["correlation"]
     for name in ("token_variance", "token_grad_variance"):
-        found[name] = profile(getattr(m, name)).ravel()
-    rows = m.weight_gradients()
-    norms = rows["squared_norm"].to_numpy(dtype=float)
-    found["weights"] = norms
+        if getattr(m, name) is not None:
+            found[name] = profile(getattr(m, name)).ravel()
+    found["weights"] = weight_rows(m)["squared_norm"].to_numpy(dtype=float)
     return found
 
 
-def weight_names(m: Any) -> list[str]:
+def weight_rows(m: Any) -> Any:
+    """Squared gradient norms; of deep stacks at some layers."""
     rows = m.weight_gradients()
+    layers = len(m.variance) - 1
+    if layers < MOST_LAYERS:
+        return rows
+    return rows[rows["layer"].isin([1, *places(layers)[1:]])]
+
+
+def weight_names(m: Any) -> list[str]:
+    rows = weight_rows(m)
     return [f"{a} {b}" for a, b in zip(rows["layer"], rows["weight"], strict=True)]
 
 
@@ -530,7 +548,7 @@ def predict_case(case: Case, names: Mapping[str, list[str]]) -> dict[str, Any]:
 
 
 def _in_order(p: Any, names: list[str]) -> np.ndarray:
-    rows = dict(zip(weight_names(p), p.weight_gradients()["squared_norm"], strict=True))
+    rows = dict(zip(weight_names(p), weight_rows(p)["squared_norm"], strict=True))
     return np.array([float(rows.get(name, math.nan)) for name in names])
 
 

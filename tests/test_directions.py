@@ -18,10 +18,9 @@ import pytest
 from moments.engine.bottom_to_top import BottomToTop
 from moments.engine.composition import Chain, Component, Parallel, Residual, forward
 from moments.engine.state import Gradient, Kernel
-from moments.formulas.activation import RELU
+from moments.formulas.activation import RELU, SILU
 from moments.formulas.linear import LINEAR
 from moments.formulas.normalization import RMSNORM
-from moments.formulas.smooth import SILU
 from moments.prediction.inputs import gaussian
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.elementary import Activation, Linear

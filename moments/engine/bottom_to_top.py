@@ -24,13 +24,13 @@ import numpy as np
 
 from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
-from .fluctuation import followed
-from .own_overlap import OverlapWalk, OwnOverlap
-from .response import Around, Sublayer
-from .sensitivity import (
+from .fluctuation import OverlapWalk, OwnOverlap, followed
+from .response import (
     SINGLE,
+    Around,
     GradientAdjoint,
     SignalAdjoint,
+    Sublayer,
     count_of,
     diagonal,
     over_tokens,

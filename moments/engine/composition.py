@@ -29,11 +29,9 @@ from .directions import (
     persistence,
     shared_persistence,
 )
-from .fluctuation import summed
-from .own_overlap import OverlapWalk, OwnOverlap, own_variance
-from .packing import Padding
-from .response import Around, Elementwise, Sequence, Sublayer, Sum
-from .sensitivity import Response
+from .fluctuation import OverlapWalk, OwnOverlap, own_variance, summed
+from .layout import Padding
+from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum
 from .state import Array, Gradient, Kernel, Repeats, Signal, ratio_or_zero
 from .trace import Record, Run
 

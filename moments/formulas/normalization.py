@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .activation import TANH
 from .law import ComponentLaws, Law, derived
 from .references import kedia
-from .smooth import TANH
 from .symbols import Interval
 
 

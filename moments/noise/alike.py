@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.composition import Component, Layer
-from ..engine.response import Around, Sublayer
-from ..engine.sensitivity import matrix_of, trace_of
+from ..engine.response import Around, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run, Trace
 from .network import AllAtOnce, Group

@@ -65,8 +65,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.composition import Chain, forward
-from ..engine.fluctuation import has_fixed_norms, overlap_variance, step_within
-from ..engine.own_overlap import OverlapWalk, OwnOverlap
+from ..engine.fluctuation import (
+    OverlapWalk,
+    OwnOverlap,
+    has_fixed_norms,
+    overlap_variance,
+    step_within,
+)
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
 

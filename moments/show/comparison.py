@@ -13,8 +13,7 @@ from ..errors import DomainError
 from ..formulas.checks import check_in
 from ..formulas.symbols import NONNEGATIVE
 from ..noise.band import NORMAL_95
-from ..prediction.measured import last_gradient
-from ..prediction.measurement import Measurement
+from ..prediction.measurement import Measurement, last_gradient
 from ..prediction.result import Prediction
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
 from ..model.transformer import Transformer
-from ..optional import optional
 from ..prediction.inputs import check_moments
 from ..prediction.measurement import Measurement
 

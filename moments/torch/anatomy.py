@@ -8,11 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DomainError, MomentsError
+from ..errors import DomainError, MomentsError, optional
 from ..model.huggingface import FAMILIES
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
-from ..optional import optional
 from ..prediction.draws import STREAM, WeightGradient
 from .dataflow import Reading, read
 from .draft import unread

@@ -6,12 +6,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import DomainError, MomentsError, ValidityWarning
+from ..errors import DomainError, MomentsError, ValidityWarning, optional
 from ..model.head import Head
 from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
-from ..optional import optional
 from .expectation import model_of
 from .hook_points import stacks_of
 from .roles import roles_of, tensors_of

@@ -13,9 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import domain_error
+from ..errors import domain_error, optional
 from ..model.transformer import Transformer
-from ..optional import optional
 from ..show.report import number, render
 from .advice import Advice, advise
 from .anatomy import anatomy_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
-from ..errors import MomentsError
-from ..optional import optional
+from ..errors import MomentsError, optional
 from .probe import in_mode, run
 from .tensors import first_tensor
 

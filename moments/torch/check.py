@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, ValidityWarning, domain_error
+from ..errors import DomainError, MomentsError, ValidityWarning, domain_error, optional
 from ..model.embedding import Embedding
 from ..model.head import Head
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from ..optional import optional
-from ..prediction.measured import last_gradient
-from ..prediction.measurement import Measurement
+from ..prediction.measurement import Measurement, last_gradient
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case

@@ -16,9 +16,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import MomentsError, ValidityWarning, domain_error
+from ..errors import MomentsError, ValidityWarning, domain_error, optional
 from ..formulas.checks import check_count
-from ..optional import optional
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from .anatomy import anatomy_of

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, domain_error
+from ..errors import DomainError, MomentsError, domain_error, optional
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..optional import optional
 from ..prediction.measurement import Measurement
 from ..show.diagnosis import TOKENS, Diagnosis, diagnose_case, say
 from ..show.differences import Case, Feature, differences

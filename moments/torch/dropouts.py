@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ..optional import optional
+from ..errors import optional
 from .probe import drops_behind
 from .structure import Block
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MomentsError
-from ..optional import optional
+from ..errors import MomentsError, optional
 from ..prediction.draws import STREAM
 from .anatomy import measured_parts
 from .batches import shifted_left

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..model.transformer import Transformer
-from ..optional import optional
 from .anatomy import anatomy_of
 from .architecture import resolve
 from .expectation import Scales, check_fits, scales_of

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, brief, domain_error
+from ..errors import DomainError, MomentsError, brief, domain_error, optional
 from ..formulas.checks import check_count
 from ..model.huggingface.config import family, read_config
 from ..model.huggingface.family import Family
 from ..model.huggingface.sizes import at_depth
-from ..optional import optional
 from ..prediction.measurement import Measurement
 from .text import Ids, mask_tokens, tokenize
 

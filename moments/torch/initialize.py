@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
-from ..optional import optional
 from .anatomy import anatomy_of
 from .architecture import resolve
 from .dropouts import HeldDropout, held_dropouts

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from ..errors import MomentsError
+from ..errors import MomentsError, optional
 from ..model.transformer import Transformer
-from ..optional import optional
 from .hook_points import hook_points
 from .probe import Slope, in_mode, regress, run
 from .roles import ModuleRoles

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.packing import restarted
-from ..errors import DomainError, domain_error
+from ..engine.layout import restarted
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
-from ..optional import optional
 from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError
+from ..errors import DomainError, optional
 from ..model.transformer import Transformer
-from ..optional import optional
 from .behaviour import logits_with_itself
 from .expectation import model_of_stack
 from .findings import SLACK, Finding

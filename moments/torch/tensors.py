@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MomentsError
-from ..optional import optional
+from ..errors import MomentsError, optional
 
 with optional("torch", "torch"):
     from torch import Tensor, nn

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from ..errors import DomainError
-from ..optional import optional
+from ..errors import DomainError, optional
 from .hook_points import WRAPPED
 
 with optional("torch", "torch"):

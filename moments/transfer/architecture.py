@@ -9,7 +9,7 @@ from typing import Any
 
 from ..engine.bottom_to_top import BottomToTop
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
-from ..engine.packing import Padding
+from ..engine.layout import Padding
 from ..formulas.law import Theory
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.composition import Chain, Component
-from ..engine.packing import Padding
+from ..engine.layout import Padding
 from ..errors import DomainError
 from ..formulas.block import ATTENTION_BLOCK, FFN_BLOCK
 from ..formulas.law import Theory

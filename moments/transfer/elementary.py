@@ -16,10 +16,17 @@ import numpy as np
 
 from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
-from ..engine.evaluation import Values, bind, evaluate
-from ..engine.fluctuation import activated, dropped, followed, mapped
-from ..engine.own_overlap import OverlapWalk, OwnOverlap, elasticity, own_variance
-from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
+from ..engine.fluctuation import (
+    OverlapWalk,
+    OwnOverlap,
+    activated,
+    dropped,
+    elasticity,
+    followed,
+    mapped,
+    own_variance,
+)
+from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
 from ..engine.trace import Record
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws, Law, Theory

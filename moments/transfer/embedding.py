@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.packing import places
+from ..engine.layout import places
 from ..engine.state import Array, Kernel, Repeats
 from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
@@ -110,7 +110,7 @@ def joint_kernel(
         seq_len: tokens per sequence L.
         token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
         d_model: width; needed for sinusoidal positions.
-        documents: of packed rows, (L,) or (B, L), see `packing`: positions restart with each.
+        documents: of packed rows, (L,) or (B, L), see `layout`: positions restart with each.
 
     Raises:
         DomainError: ids of another shape or outside the table, or sinusoidal positions without
@@ -316,7 +316,7 @@ def embedding_gradients(
             of tokens alike, one sequence of them.
         token_ids, segment_ids: the text; required where the gradient is resolved, unless it is of
             one sequence, whose tokens then are taken to differ.
-        documents: of packed rows, (L,) or (B, L), see `packing`.
+        documents: of packed rows, (L,) or (B, L), see `layout`.
         ids: on classes of positions, the text as `class_kernel` takes it.
 
     Returns:

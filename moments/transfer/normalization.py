@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..engine.composition import Leaf, Pullback, Pulled
-from ..engine.directions import at_tokens, of_pairs, relative_spread
-from ..engine.evaluation import Values, evaluate
-from ..engine.fluctuation import normalised, signed_root
-from ..engine.own_overlap import OverlapWalk, OwnOverlap
-from ..engine.short_vectors import expected_cosine, expected_pull
-from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.directions import at_tokens, expected_cosine, expected_pull, of_pairs, relative_spread
+from ..engine.fluctuation import OverlapWalk, OwnOverlap, normalised, signed_root
+from ..engine.state import Array, Gradient, Kernel, Signal, Values, evaluate
 from ..engine.trace import Record
 from ..formulas.law import ComponentLaws
 from ..formulas.normalization import DYT

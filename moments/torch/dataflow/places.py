@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ...optional import optional
+from ...errors import optional
 from ..hook_points import HookPoint, WeightPart
 from ..roles import Role
 from ..structure import ENCODER, Block, Point

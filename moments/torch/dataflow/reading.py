@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DomainError, MomentsError
+from ...errors import DomainError, MomentsError, optional
 from ...model.embedding import Embedding
 from ...model.head import Head
 from ...model.patches import PatchEmbedding
 from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
-from ...optional import optional
 from ..hook_points import HookPoint
 from ..probe import in_mode
 from ..roles import ModuleRoles, Role

@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ...engine.evaluation import evaluate
 from ...engine.fluctuation import norm_variance
-from ...engine.state import Array, Fluctuation, Kernel, Signal
+from ...engine.state import Array, Fluctuation, Kernel, Signal, evaluate
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from ...formulas.recording import whole
 from .kernels.exact_rows import THETA_PEAKED

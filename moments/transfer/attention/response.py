@@ -32,9 +32,16 @@ import numpy as np
 
 from ...engine.classes import ClassMatrix, ClassRows, OneClass, Sight
 from ...engine.composition import Pulled
-from ...engine.fluctuation import between_rows, followed, has_fixed_norms, met_by
-from ...engine.own_overlap import OverlapWalk, OwnOverlap, own_variance
-from ...engine.sensitivity import (
+from ...engine.fluctuation import (
+    OverlapWalk,
+    OwnOverlap,
+    between_rows,
+    followed,
+    has_fixed_norms,
+    met_by,
+    own_variance,
+)
+from ...engine.response import (
     SINGLE,
     GradientAdjoint,
     Matrix,
@@ -58,7 +65,6 @@ from ...engine.sensitivity import (
 )
 from ...engine.state import Array, Kernel, Signal
 from ...engine.trace import Record
-from .by_token import self_masks
 from .kernels import exact_rows, position_attention
 from .kernels.position_attention import ClassLogits
 from .kernels.row_statistics import (
@@ -68,6 +74,7 @@ from .kernels.row_statistics import (
     row_statistics,
     statistics_of,
 )
+from .layers import self_masks
 from .projections import logit_law
 
 FAINT = 1e-9

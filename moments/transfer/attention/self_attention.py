@@ -14,29 +14,27 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled, Reader, ReaderPullback
-from ...engine.fluctuation import of_averages
-from ...engine.own_overlap import OverlapWalk, OwnOverlap
-from ...engine.packing import Padding
-from ...engine.response import Around, Elementwise, Sequence
-from ...engine.sensitivity import SINGLE, Response, kernel_of
-from ...engine.short_vectors import expected_pull
+from ...engine.directions import expected_pull
+from ...engine.fluctuation import OverlapWalk, OwnOverlap, of_averages
+from ...engine.layout import Padding
+from ...engine.response import SINGLE, Around, Elementwise, Response, Sequence, kernel_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...errors import domain_error
 from ...formulas.normalization import RMSNORM
 from ...model.positions import RelativeBias, Rotary
 from ..normalization import FiniteNormalization
-from .alike import averaged
-from .by_token import (
+from .laws import attend_by_laws
+from .layers import (
     BEYOND_TABLES,
     PENALTIES_ON_CLASSES,
     Mask,
+    averaged,
     by_distance,
     layer_of,
     same_sequence,
     self_masks,
 )
-from .laws import attend_by_laws
 from .projections import (
     LogitLaw,
     Paths,

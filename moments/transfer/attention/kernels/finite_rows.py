@@ -397,6 +397,7 @@ def calibrate(
     own: Array,
     nodes: Nodes,
     widths: Widths,
+    between_nodes: bool = False,
 ) -> Calibration:
     """Exact statistics of every class at every node.
 
@@ -406,15 +407,20 @@ def calibrate(
             variance of the logits and by the mean overlap of the keys.
         nodes: correlations.
         widths: of the layer.
+        between_nodes: whether joint laws are formed at any correlation, of log odds interpolated to
+            it; False: at the nodes, and interpolated themselves.
     """
     single, column = (keys <= 1.0)[:, None], theta[:, None]
     rho = np.broadcast_to(nodes.rho, (len(theta), len(nodes.rho)))
     found = finite_rows(theta, keys, own, rho, widths)
-    closure = found.overlap @ nodes.basis(nodes.rho)[1]
-    still = single | (closure <= 0.0)
-    closure = np.where(still, 1.0, closure)
     odds = np.clip(found.overlap, 1e-12, 1.0 - 1e-12)
     odds = np.log(np.maximum(keys - 1.0, 1e-12)[:, None] * odds / (1.0 - odds))
+    derivative = nodes.basis(nodes.rho)[1]
+    closure = found.overlap @ derivative
+    if between_nodes:
+        closure = found.overlap * (1.0 - found.overlap) * (odds @ derivative)
+    still = single | (closure <= 0.0)
+    closure = np.where(still, 1.0, closure)
     # First order in what one key's logit varies: by its own part, where the keys are not alike.
     lift = np.where(unshared > 0.0, own / np.where(unshared > 0.0, unshared, 1.0), 1.0)
     alone, noise = keys <= 1.0, found.jacobian

@@ -421,7 +421,7 @@ class PositionAttention:
         """Keep what the way back needs of the laws, in single precision, and not the rest."""
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        del self._laws, self._response, self._slope
+        del self._laws, self._response, self._slope, self._sums, self._traces
 
     def _of_two_documents(self, met: Across) -> PositionAttention:
         """These rows, met by those of another document, which sees other tokens at the same places:
@@ -542,8 +542,9 @@ class PositionAttention:
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
         nodes = nodes_for(lowest, float(rows.theta.max()))
+        unshared, own_share = rows.unshared_fraction, rows.own_fraction
         self._calibration = calibration = calibrate(
-            rows.theta, rows.keys, rows.unshared_fraction, rows.own_fraction, nodes, self._widths
+            rows.theta, rows.keys, unshared, own_share, nodes, self._widths, between_nodes=True
         )
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
@@ -553,7 +554,9 @@ class PositionAttention:
 
         moved, unturned = [], []
         turn = np.ones(len(bare))
-        for tile in pairs.tiles:
+        self._sums = [self._sums_of(tile) for tile in pairs.tiles]
+        self._traces = [self._trace(sums) for sums in self._sums]
+        for tile, trace in zip(pairs.tiles, self._traces, strict=True):
             own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
             if tile.turned is None:
                 moved.append(self._projected(tile, (own, kernel)))
@@ -564,25 +567,32 @@ class PositionAttention:
             assert logits.turning is not None
             still = logits.turning.within[tile.rows, tile.left, tile.right]
             unturned.append(self._projected(tile, (own, kernel * still)))
-            meeting = self._gathered(tile, moved[-1]), self._gathered(tile, unturned[-1])
+            meeting = _gathered(trace, moved[-1]), _gathered(trace, unturned[-1])
             turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
         self._slope = slope
-        exponents, factors = moved, factor
+        exponents: list[Matrix] = moved
+        factors: Array | None = factor
         if turning is not None:
             # What comes of fluctuating products does not know how far apart the rows are; the rest
             # is per unit of what the kernel holds of the correlation.
             alone = exponent @ nodes.basis(np.zeros(1))[0][:, 0]
             apart = np.abs(rho) > RHO_MIN
             along = np.where(apart, (factor - alone) / np.where(apart, rho, 1.0), slope) * bare
-            exponents, factors = [], np.ones_like(factor)
+            exponents, factors = [], None
             for tile, one, other in zip(pairs.tiles, moved, unturned, strict=True):
                 exponents.append(_mixed(along[tile.pairs], one, alone[tile.pairs], other))
         self._laws = [
-            self._law(tile, one, (two, factors[tile.pairs]), factor[tile.pairs], slope[tile.pairs])
-            for tile, one, two in zip(pairs.tiles, moved, exponents, strict=True)
+            self._law(
+                sums,
+                one,
+                (two, None if factors is None else factors[sums.tile.pairs]),
+                factor[sums.tile.pairs],
+                slope[sums.tile.pairs],
+            )
+            for sums, one, two in zip(self._sums, moved, exponents, strict=True)
         ]
 
         shared_part = 2.0 / self._widths.d_model
@@ -601,23 +611,23 @@ class PositionAttention:
 
     def _law(
         self,
-        tile: Tile,
+        sums: _Sums,
         moved: Matrix,
-        exponent: tuple[Matrix, Array],
+        exponent: tuple[Matrix, Array | None],
         factor: Array,
         slope: Array,
     ) -> _Laws:
         """The joint law of pairs of rows, and its derivatives.
 
         Args:
-            tile: of pairs.
+            sums: over the keys of pairs.
             moved: the projected kernel.
-            exponent: of the law, as a matrix and what multiplies it.
+            exponent: of the law, as a matrix and what multiplies it; None: nothing does.
             factor: (c,) of the exponent in `moved`, for a row with itself.
             slope: (c,) its derivative in the correlation.
         """
-        logits, sight, weights = self.logits, self.logits.sight, self.weights
-        long, short, left, right = tile.long, tile.short, tile.left, tile.right
+        logits, tile = self.logits, sums.tile
+        long, left, right = tile.long, tile.left, tile.right
         alone = self._pairs.alone[tile.pairs]
         away = None
         if logits.turning is not None and alone.any():
@@ -627,31 +637,34 @@ class PositionAttention:
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
         held, times = exponent
         whole = held[0] + tile.diagonal(held[1])
-        own, pairs = _bounded_exp((whole, held[1]), times[:, None, None], away)
+        times = None if times is None else times[:, None, None]
+        own, pairs = _bounded_exp((whole, held[1]), times, away)
         own -= tile.diagonal(pairs)
         own *= tile.met_own
         pairs *= tile.met
-        # keys that the other row does not see lack what that row's own terms add
-        sums = _Sums(
-            tile,
-            sight.split[short, long, left] * weights[long, left],
-            sight.split[long, short, right] * weights[short, right],
-            weights[long, left] * self._met(tile, long, short, left),
-            weights[short, right] * self._met(tile, short, long, right),
-        )
-        joint = sums.balanced((own, pairs), JOINT_SWEEPS)
-
         directions = [moved]
         if not logits.aligned:
             of_values, between = self._kernels.values
             values = of_values[tile.own], between[left, right]
             directions.append(self._projected(tile, values))
-        for own, pairs in directions:
-            own += tile.diagonal(pairs)
-            own *= slope[:, None]
-            pairs *= slope[:, None, None]
-        tangents = sums.tangents(joint, directions)
+        for beside, between in directions:
+            beside += tile.diagonal(between)
+            beside *= slope[:, None]
+            between *= slope[:, None, None]
+        joint, tangents = sums.balanced_with((own, pairs), JOINT_SWEEPS, directions)
         return _Laws(joint, tangents[0], tangents[-1])
+
+    def _sums_of(self, tile: Tile) -> _Sums:
+        sight, weights = self.logits.sight, self.weights
+        long, short, left, right = tile.long, tile.short, tile.left, tile.right
+        # keys that the other row does not see lack what that row's own terms add
+        return _Sums(
+            tile,
+            sight.split[short, long, left] * weights[long, left],
+            sight.split[long, short, right] * weights[short, right],
+            weights[long, tile.own] * self._met(tile, long, short, tile.own),
+            weights[short, tile.own] * self._met(tile, short, long, tile.own),
+        )
 
     def _met(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
@@ -679,25 +692,25 @@ class PositionAttention:
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
         return np.asarray(np.einsum("rc,cr->c", self._basis, halves))
 
-    def _gathered(self, tile: Tile, law: Matrix) -> Array:
-        """(c,) tr(F C) of two rows, of the values' kernel."""
-        sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
+    def _trace(self, sums: _Sums) -> Matrix:
+        """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
+        values' kernel."""
+        sight, weights, tile = self.logits.sight, self.weights, sums.tile
+        long, short, alone = tile.long, tile.short, self._pairs.alone[tile.pairs]
         values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
-        left = sight.split[short, long, tile.left] * weights[long, tile.left]
-        right = sight.split[long, short, tile.right] * weights[short, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
-        alone = self._pairs.alone[tile.pairs]
         once[alone] = self.counted[long[alone], tile.own]
-        inside = tile.diagonal(law[1])
-        beside = (law[0] + inside) * values[tile.own]
-        beside -= inside * tile.diagonal(kernel)
-        met = ((law[1] * kernel) @ right[:, :, None])[..., 0]
-        return np.asarray((met * left).sum(1) + (beside * once * weights[short, tile.own]).sum(1))
+        once *= weights[short, tile.own]
+        pairs = sums.first[:, :, None] * sums.second[:, None, :]
+        pairs *= kernel
+        pairs_own = sums.on_own(pairs)
+        pairs_own += (values[tile.own] - tile.diagonal(kernel)) * once
+        return once * values[tile.own], pairs
 
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
-        laws = zip(self._pairs.tiles, self._laws, strict=True)
-        return np.concatenate([self._gathered(tile, law[of]) for tile, law in laws])
+        laws = zip(self._traces, self._laws, strict=True)
+        return np.concatenate([_gathered(trace, law[of]) for trace, law in laws])
 
     def _repeated(self, variance: Array) -> Array:
         """(C,) what the derivative in the correlation gathers besides where covariances of two
@@ -705,13 +718,12 @@ class PositionAttention:
 
         To first order in the logits, of keys that are projected alone.
         """
-        sight, weights, own = self.logits.sight, self.weights, self._response.own
-        found = []
-        for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
-            long, short, left, right = tile.long, tile.short, tile.left, tile.right
-            first = sight.split[short, long, left] * weights[long, left] * own[long, left]
-            second = sight.split[long, short, right] * weights[short, right] * own[short, right]
-            met = ((law.joint[1] * variance[left, right]) @ second[:, :, None])[..., 0]
+        own, found = self._response.own, []
+        for sums, law in zip(self._sums, self._laws, strict=True):
+            tile = sums.tile
+            first = sums.first * own[tile.long, tile.left]
+            second = sums.second * own[tile.short, tile.right]
+            met = _times(law.joint[1] * variance[tile.left, tile.right], second)
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
 
@@ -1082,18 +1094,27 @@ def _mixed(share: Array, one: Matrix, other_share: Array, other: Matrix) -> Matr
     return own, pairs
 
 
+def _gathered(trace: Matrix, law: Matrix) -> Array:
+    """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
+    inside = np.einsum("cnk,cnk->c", law[1], trace[1])
+    return np.asarray(inside + np.einsum("co,co->c", law[0], trace[0]))
+
+
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     usable = np.abs(whole) > 1e-12 * np.abs(whole).max(initial=1e-300)
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
 
 
-def _bounded_exp(exponent: Matrix, factor: Array, away: Array | None) -> tuple[Array, Array]:
-    """exp of a token's and of pairs' exponents times a factor per matrix; pairs' vary by `away`."""
-    inside = factor * exponent[1]
+def _bounded_exp(exponent: Matrix, factor: Array | None, away: Array | None) -> Matrix:
+    """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
+    which then are written over; pairs' vary by `away`."""
+    own, inside = exponent
+    if factor is not None:
+        own, inside = factor[..., 0] * own, factor * inside
     if away is not None:
         inside += away
     inside = np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-    return np.exp(np.minimum(factor[..., 0] * exponent[0], EXPONENT_MAX)), inside
+    return np.exp(np.minimum(own, EXPONENT_MAX)), inside
 
 
 class _Laws(NamedTuple):
@@ -1111,7 +1132,7 @@ class _Sums(NamedTuple):
     Attributes:
         tile: of pairs of rows.
         first, second: (c, n) and (c, k) weights of classes.
-        one, two: (c, n) and (c, k) of one token.
+        one, two: (c, o) of one token, on keys of both.
     """
 
     tile: Tile
@@ -1120,93 +1141,101 @@ class _Sums(NamedTuple):
     one: Array
     two: Array
 
-    def over_first(self, joint: Matrix, values: Array) -> Array:
-        """(c, k, ...) of values (c, n, ...)."""
-        first, one = (_lifted(weights, values) for weights in (self.first, self.one))
-        total = _before(joint[1], values * first)
-        part = _lifted(joint[0], values) * (values * one)[:, self.tile.own_left]
-        total[:, self.tile.own_right] += part
+    def over_first(self, law: Matrix) -> Array:
+        """(c, k)."""
+        total = _before(law[1], self.first)
+        total[:, self.tile.own_right] += law[0] * self.one
         return total
 
-    def over_second(self, joint: Matrix, values: Array) -> Array:
-        """(c, n, ...) of values (c, k, ...)."""
-        second, two = (_lifted(weights, values) for weights in (self.second, self.two))
-        total = _times(joint[1], values * second)
-        part = _lifted(joint[0], values) * (values * two)[:, self.tile.own_right]
-        total[:, self.tile.own_left] += part
+    def over_second(self, law: Matrix) -> Array:
+        """(c, n)."""
+        total = _times(law[1], self.second)
+        total[:, self.tile.own_left] += law[0] * self.two
         return total
 
-    def balanced(self, joint: Matrix, sweeps: int) -> Matrix:
-        """Scaled, in place, so that its means over either key are 1; see `joint_laws.balanced`."""
-        own, pairs = joint
-        left, right = np.ones_like(self.first), np.ones_like(self.second)
-        for _ in range(sweeps):
-            right = 1.0 / np.maximum(self.over_first(joint, left), 1e-300)
-            left = 1.0 / np.maximum(self.over_second(joint, right), 1e-300)
-        own *= left[:, self.tile.own_left]
-        own *= right[:, self.tile.own_right]
-        pairs *= left[:, :, None]
-        pairs *= right[:, None, :]
-        return own, pairs
+    def maps(self, law: Matrix) -> tuple[Array, Array]:
+        """(c, n, k) twice: what takes values (c, n) before it to sums of them times the law over
+        the first key, and values (c, k) behind it to sums over the second."""
+        first, second = law[1] * self.first[:, :, None], law[1] * self.second[:, None, :]
+        self.on_own(first)[...] += law[0] * self.one
+        self.on_own(second)[...] += law[0] * self.two
+        return first, second
 
-    def tangents(self, joint: Matrix, directions: Sequence[Matrix]) -> list[Matrix]:
-        """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0, made of each
-        direction in its place; see `joint_laws.tangent`.
+    def on_own(self, pairs: Array) -> Array:
+        """(c, o) entries of keys of both, to be written to."""
+        view: Array = np.einsum("cqq->cq", pairs[:, self.tile.own_left, self.tile.own_right])
+        return view
+
+    def balanced_with(
+        self, joint: Matrix, sweeps: int, directions: Sequence[Matrix]
+    ) -> tuple[Matrix, list[Matrix]]:
+        """The joint law scaled, in place, so that its means over either key are 1 (see
+        `joint_laws.balanced`); and of it joint o (direction + u 1^T + 1 v^T) whose means over
+        either key are 0, made of each direction in its place (see `joint_laws.tangent`).
 
         Args:
-            joint: of means 1.
+            joint: not yet scaled.
+            sweeps: of the scaling.
             directions: of a key of both, and of two keys.
         """
-        tile, sums = self.tile, []
-        whole = joint[0] + tile.diagonal(joint[1])
-        for own, pairs in directions:
-            pairs *= joint[1]
-            own *= whole
-            own -= tile.diagonal(pairs)
-            rows = self.over_second((own, pairs), np.ones_like(self.second))
-            sums.append((rows, self.over_first((own, pairs), np.ones_like(self.first))))
-        several = len(sums) > 1
+        tile, (own, pairs) = self.tile, joint
+        to_second, to_first = self.maps(joint)
+        left, right = np.ones_like(self.first), np.ones_like(self.second)
+        for _ in range(sweeps):
+            right = 1.0 / np.maximum(_before(to_second, left), 1e-300)
+            left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
+        own *= left[:, tile.own_left]
+        own *= right[:, tile.own_right]
+        pairs *= left[:, :, None]
+        pairs *= right[:, None, :]
+
+        whole = own + tile.diagonal(pairs)
+        for beside, between in directions:
+            between *= pairs
+            beside *= whole
+            beside -= tile.diagonal(between)
         rows, columns = (
-            np.stack(part, -1) if several else part[0] for part in zip(*sums, strict=True)
+            np.stack([-sums(one) for one in directions], -1)
+            for sums in (self.over_second, self.over_first)
         )
-        left, right = -rows, np.zeros_like(columns)
-        for _ in range(TANGENT_SWEEPS):
-            left = -rows - self.over_second(joint, right)
-            right = -columns - self.over_first(joint, left)
-        for k, (own, pairs) in enumerate(directions):
-            first, second = (left[..., k], right[..., k]) if several else (left, right)
-            pairs += joint[1] * (first[:, :, None] + second[:, None, :])
-            own += joint[0] * (first[:, tile.own_left] + second[:, tile.own_right])
-        return list(directions)
-
-
-def _lifted(weights: Array, values: Array) -> Array:
-    """Weights (c, n) that meet values (c, n) or (c, n, d)."""
-    return weights if values.ndim == 2 else weights[..., None]
+        left, right = left[..., None], right[..., None]
+        u, v = rows, np.zeros_like(columns)
+        for sweep in range(TANGENT_SWEEPS):
+            if sweep:
+                u = rows - left * _times(to_first, right * v)
+            v = columns - right * _before(to_second, left * u)
+        for k, (beside, between) in enumerate(directions):
+            first, second = u[..., k], v[..., k]
+            moved = first[:, :, None] + second[:, None, :]
+            moved *= pairs
+            between += moved
+            beside += own * (first[:, tile.own_left] + second[:, tile.own_right])
+        return joint, list(directions)
 
 
 def _times(matrices: Array, values: Array) -> Array:
     """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
-    if values.ndim == 3:
-        return np.asarray(matrices @ values)
-    return np.asarray((matrices @ values[:, :, None])[..., 0])
+    if values.ndim == 2:
+        return np.asarray((matrices @ values[:, :, None])[..., 0])
+    return np.asarray(matrices @ values)
 
 
 def _before(matrices: Array, values: Array) -> Array:
     """(c, k) or (c, k, d) of values (c, n) or (c, n, d) times matrices (c, n, k)."""
-    if values.ndim == 3:
-        return np.asarray(np.swapaxes(matrices, -1, -2) @ values)
-    return np.asarray((values[:, None, :] @ matrices)[:, 0])
+    if values.ndim == 2:
+        return np.asarray((values[:, None, :] @ matrices)[:, 0])
+    return np.asarray(np.swapaxes(matrices, -1, -2) @ values)
 
 
 def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
     """Factors that balance the law of every row with itself, over its own keys of these weights."""
     own, pairs = joint
+    to_second, to_first = pairs * counted[:, :, None], pairs * counted[:, None, :]
     met = own * weights
+    for each in (to_second, to_first):
+        np.einsum("pqq->pq", each)[...] += met
     left, right = np.ones_like(own), np.ones_like(own)
     for _ in range(sweeps):
-        total = ((left * counted)[:, None, :] @ pairs)[:, 0] + met * left
-        right = 1.0 / np.maximum(total, 1e-300)
-        total = (pairs @ (right * counted)[:, :, None])[..., 0] + met * right
-        left = 1.0 / np.maximum(total, 1e-300)
+        right = 1.0 / np.maximum(_before(to_second, left), 1e-300)
+        left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
     return left, right
