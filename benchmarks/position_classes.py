@@ -172,6 +172,27 @@ PLACED: dict[str, tuple[Any, dict[str, Any]]] = {
         }.items()
     },
 }
+TIED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "BLOOM 560M, 3 x 192": (moments.preset("bloom-560m", seq_len=192).replace(layers=3), {}),
+    "GPT-2 small, 4 x 128": (moments.preset("gpt2", seq_len=128).replace(layers=4), {}),
+    **{
+        f"tables of variance {variance}, {name}, 3 x 64": (
+            moments.Transformer(
+                **SMALL | {"dropout": 0.0} | fields,
+                embedding=moments.Embedding(1000, variance, positions="none"),
+                head=moments.Head(),
+            ),
+            {},
+        )
+        for variance in (1.0, 0.01)
+        for name, fields in {
+            "Pre-LN": {},
+            "Post-LN": {"norm": "post"},
+            "window of 16": {"window": 16},
+            "rotary": {"rotary": ROTARY},
+        }.items()
+    },
+}
 HALVED = {
     "Llama 3 8B, 32 x 8192": moments.preset("llama-3-8b"),
     "GPT-Neo 125M, 12 x 2048": moments.preset("gpt-neo-125m"),
@@ -203,7 +224,8 @@ def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> d
     found, own = timed(model, tokens=tokens, **given)
     bands = [np.log(p.grad_variance_band[1] / p.grad_variance_band[0]) for p in (found, exact)]
     frames = [p.weight_gradients().set_index(["layer", "weight"]) for p in (found, exact)]
-    ratio = (frames[0] / frames[1])["squared_norm"].dropna().drop("token", level=1, errors="ignore")
+    ratio = (frames[0] / frames[1])["squared_norm"].dropna()
+    ratio = ratio.drop("key.bias", level=1, errors="ignore")
     sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
     return {
         "classes": 1 if found.layout.classes is None else len(found.layout.classes.inside.nodes),
@@ -247,7 +269,7 @@ def halved(model: Any) -> dict[str, Any]:
     ratio, names = ratio[names != "key.bias"], names[names != "key.bias"]
     sharp = names.str.startswith(("query", "key"))
     return {
-        "classes": [len(p.layout.classes.nodes) for p in (found, fine)],
+        "classes": [len(p.layout.classes.inside.nodes) for p in (found, fine)],
         "variance": largest(found.variance, fine.variance),
         "correlation": float(np.abs(found.correlation - fine.correlation).max()),
         "gradient": largest(found.grad_variance, fine.grad_variance),
@@ -279,6 +301,7 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         ROTARY_ALIKE,
     ),
     "rows of their own": (lambda case: own_rows(*case), OWN_ROWS),
+    "tied heads": (lambda case: own_rows(*case), TIED),
     "several documents": (lambda case: own_rows(*case), SEVERAL),
     "places": (lambda case: own_rows(*case), PLACED),
     "twice the classes": (halved, HALVED),

@@ -593,6 +593,10 @@ def uniform_rows(leaf: Any, tokens: Signal) -> Any:
     return np.asarray(mask / mask.sum(1, keepdims=True))
 
 
+ALIKE = 1e-6
+"""Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
+
+
 def averaging_elasticity(weights: Any, tokens: Signal) -> float:
     """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
 
@@ -606,7 +610,9 @@ def averaging_elasticity(weights: Any, tokens: Signal) -> float:
         met = weights @ kernel.pairs
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
     owns = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
-    return max(owns[0], 0.0) ** 2 / (owns[1] * owns[2]) if min(owns[1:]) > 0.0 else 0.0
+    if owns[2] <= ALIKE * owns[1] or owns[1] <= 0.0:
+        return 0.0
+    return float(min(max(owns[0], 0.0) ** 2 / (owns[1] * owns[2]), 1.0))  # Cauchy and Schwarz
 
 
 def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> float:
