@@ -96,6 +96,7 @@ PENALISED: dict[str, tuple[Any, dict[str, Any]]] = {
         moments.preset("bloom-560m", seq_len=192).replace(layers=3, head=None),
         {},
     ),
+    "BLOOM 560M, 3 x 192": (moments.preset("bloom-560m", seq_len=192).replace(layers=3), {}),
     "logit variance .8, Pre-LN, 6 x 128": (
         moments.Transformer(6, 256, 8, 128, dropout=0.1, causal=True, alibi=True),
         {"correlation": 0.1},
@@ -173,8 +174,6 @@ PLACED: dict[str, tuple[Any, dict[str, Any]]] = {
     },
 }
 TIED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "BLOOM 560M, 3 x 192": (moments.preset("bloom-560m", seq_len=192).replace(layers=3), {}),
-    "GPT-2 small, 4 x 128": (moments.preset("gpt2", seq_len=128).replace(layers=4), {}),
     **{
         f"tables of variance {variance}, {name}, 3 x 64": (
             moments.Transformer(

@@ -906,19 +906,9 @@ def test_classifiers_of_texts(pool: str, causal: bool, monkeypatch: pytest.Monke
     head = moments.Head(
         loss="classification", classes=3, tied=False, weight_variance=4e-4, pool=pool, norm=causal
     )
-    embedding = moments.Embedding(30001, 4e-4, position_variance=4e-4, norm=True)
-    model = Transformer(
-        2,
-        128,
-        4,
-        48,
-        dropout=0.1,
-        causal=causal,
-        norm="pre" if causal else "post",
-        embedding=embedding,
-        head=head,
-    )
-    given = {"token_ids": texts(3, 48), "targets": np.array([0, 1, 0])}
+    model = moments.preset("gpt2" if causal else "bert-base")
+    model = model.replace(layers=2, seq_len=64, head=head)
+    given = {"token_ids": texts(3, 64), "targets": np.array([0, 1, 0])}
     found, expected, _ = compared(model, monkeypatch, **given)
     np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-3)
     np.testing.assert_allclose(found.loss_stderr, expected.loss_stderr, rtol=0.03)
@@ -926,7 +916,7 @@ def test_classifiers_of_texts(pool: str, causal: bool, monkeypatch: pytest.Monke
     one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (found, expected))
     whole = other.squared_norm.groupby(level="weight").sum()
     apart = (one.squared_norm - other.squared_norm).groupby(level="weight").sum()
-    assert (apart / whole)[whole > 1e-6 * whole.max()].abs().max() < 0.03
+    assert (apart / whole)[whole > 1e-6 * whole.max()].abs().max() < (0.06 if causal and pool == "mean" else 0.02)
 
 
 def test_batches_that_were_too_large_by_token() -> None:

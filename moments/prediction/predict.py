@@ -86,9 +86,9 @@ def predict(
             tells tokens apart, at any length (of up to 72 windows), an encoder's tokens being
             alike, and those of several sequences or documents likewise, however long each; not at
             all without a mask, long sequences of rotary positions included; token by token for a
-            text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's), an
-            image or a kernel. Of a longer text classes hold means over their cells and sequences.
-            `Prediction.resolution` says which.
+            text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's) and
+            512 of a batch, an image or a kernel. Of longer texts, with or without a mask, classes
+            hold means over their cells and sequences. `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
@@ -347,9 +347,9 @@ LONGEST_TEXT, SHORTEST_MEANS = 256, 64
 """Longest text that is resolved token by token unasked, of a longer one classes hold the means; and
 how long one at least is where logits are `FAINT`."""
 
-MOST_TOGETHER = 1024
-"""Tokens of a batch that are resolved one by one unasked: a layer takes some ten seconds then, and
-0.2 GB."""
+MOST_TOGETHER = 512
+"""Tokens of a batch that are resolved one by one unasked: a layer took half a minute of one busy
+processor and 0.6 GB, at twice as many 1.7 minutes and 2 GB."""
 
 FAINT = 0.5
 """Logit variance up to which means over cells stand for a shorter text. Measured on GPT-2's preset
