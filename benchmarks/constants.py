@@ -99,7 +99,7 @@ TABLE = (
     Constant(f"{KERNELS}.joint_laws", "RHO_MIN", (1e-2, 1e-5), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.attention", "FAINT", (1e-4, 1e-7), "range", ("text",)),
     Constant(f"{KERNELS}.exact_rows", "THETA_PEAKED", (100.0,), "range", ("hot",)),
-    Constant("transfer.attention.by_token", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
+    Constant("transfer.attention.layers", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
     Constant("transfer.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
     Constant("transfer.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
     Constant("transfer.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
@@ -403,7 +403,7 @@ _BELOW = """
 
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
-`moments/transfer/attention/by_token.py::PENALTY_NOTED`,
+`moments/transfer/attention/layers.py::PENALTY_NOTED`,
 `moments/transfer/attention/projections.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/head/output.py::_PEAKED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,

@@ -64,6 +64,8 @@ class Case:
         trained: layers whose parameters have gradients, where not all of them fit; 0 is the tables.
         optimizer, rates: of a step.
         tokens: as in `predict`.
+        alike: predicted without the tokens' own places and targets, as too many for the memory of
+            a prediction by token; or image by image.
         samples: whether every draw is kept.
     """
 
@@ -79,6 +81,7 @@ class Case:
     optimizer: str = ""
     rates: tuple[float, ...] = ()
     tokens: bool | None = None
+    alike: bool = False
     samples: bool = False
 
     def small(self) -> Case:
@@ -138,9 +141,22 @@ class Case:
         given = {} if self.task == "causal" else {"targets": data["labels"]}
         return {"token_ids": data["input_ids"], **given}
 
+    def alike_inputs(self) -> tuple[moments.Transformer, dict[str, Any]]:
+        """The model and what it is told where tokens are not told apart."""
+        model, read = self.model(), self.read()
+        if self.task == "translation":
+            return model, {"batch": self.batch}
+        assert model.head is not None
+        share = float((read["targets"] != -100).mean())
+        head = dataclasses.replace(model.head, target_share=share)
+        return model.replace(head=head), {"token_ids": read["token_ids"], "tokens": False}
+
     def predicted(self) -> moments.Prediction:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", moments.ValidityWarning)
+            if self.alike:
+                model, read = self.alike_inputs()
+                return moments.predict(model, **read)
             return moments.predict(self.model(), tokens=self.tokens, **self.read())
 
 
@@ -217,13 +233,13 @@ def _twin(layers: int, norm: str, scheme: str, seeds: int) -> Case:
 
 
 def _step(name: str, config: Mapping[str, Any], optimizer: str, rates: tuple[float, ...]) -> Case:
-    seeds = 6 if "GPT" in name else 3
+    seeds = 12 if "GPT" in name else 6
     return Case(
-        f"{name}, step of {optimizer}",
+        f"{name}, 2 x 128 tokens, step of {optimizer}",
         seeds,
         "step",
         config,
-        seq_len=512,
+        seq_len=128,
         batch=2,
         optimizer=optimizer,
         rates=rates,
@@ -231,6 +247,31 @@ def _step(name: str, config: Mapping[str, Any], optimizer: str, rates: tuple[flo
 
 
 CASES = [
+    Case(
+        "Llama 3 8B, 4 layers, 512 tokens",
+        8,
+        config=_preset("llama-3-8b", 4),
+        seq_len=512,
+        tokens=True,
+    ),
+    Case(
+        "Gemma 2B, 4 layers, 512 tokens",
+        8,
+        config=_preset("gemma-2b", 4),
+        seq_len=512,
+        tokens=True,
+    ),
+    Case(
+        "Pythia 1.4B, 4 layers, 512 tokens",
+        8,
+        config=_preset("pythia-1.4b", 4),
+        seq_len=512,
+        tokens=True,
+    ),
+    Case("BERT large, one text", 12, config=_preset("bert-large"), seq_len=512, alike=True),
+    Case("RoBERTa large, one text", 8, config=_preset("roberta-large"), seq_len=512, alike=True),
+    Case("T5 large, one text", 8, config=_preset("t5-large"), seq_len=512, alike=True),
+    Case("ViT large, one picture", 16, config=_preset("vit-large")),
     Case("Llama 3 8B, twin", 3, "twin", _preset("llama-3-8b"), seq_len=8192),
     Case("GPT-2, 1024 tokens", 32, config=_preset("gpt2"), seq_len=1024),
     Case("Llama 3 8B", 3, config=_preset("llama-3-8b"), seq_len=3072, trained=LARGEST),
@@ -246,7 +287,7 @@ CASES = [
     _step("GPT-2", _preset("gpt2"), "adam", ADAM),
     _step("Llama of 16 layers", LLAMA_1B, "adam", ADAM),
     Case(
-        "GPT-2, band", 400, config=_preset("gpt2"), seq_len=128, batch=2, tokens=True, samples=True
+        "GPT-2, band", 200, config=_preset("gpt2"), seq_len=128, batch=2, tokens=True, samples=True
     ),
     _twin(192, "post", "dslm", 12),
     _twin(768, "pre", "dslm", 4),
@@ -258,12 +299,19 @@ CASES = [
         declare=_bare,
         inputs={"variance": 1.0, "correlation": 0.2},
     ),
-    Case("T5 large", 8, config=_preset("t5-large"), seq_len=512, batch=2),
-    Case("BERT large", 12, config=_preset("bert-large"), seq_len=512, batch=2),
-    Case("ViT large", 12, config=_preset("vit-large"), batch=4),
+    Case("T5 large, 2 texts", 4, config=_preset("t5-large"), seq_len=512, batch=2, alike=True),
+    Case("BERT large, 2 texts", 6, config=_preset("bert-large"), seq_len=512, batch=2, alike=True),
+    Case("ViT large, 4 pictures", 6, config=_preset("vit-large"), batch=4, alike=True),
     Case("Gemma 2B", 4, config=_preset("gemma-2b"), seq_len=2048),
     Case("Qwen2 1.5B", 6, config=_preset("qwen2-1.5b"), seq_len=2048),
-    Case("RoBERTa large", 12, config=_preset("roberta-large"), seq_len=512, batch=2),
+    Case(
+        "RoBERTa large, 2 texts",
+        6,
+        config=_preset("roberta-large"),
+        seq_len=512,
+        batch=2,
+        alike=True,
+    ),
     Case("Falcon 7B, 8 layers", 4, config=_preset("falcon-7b", 8), seq_len=2048),
     _step("GPT-2", _preset("gpt2"), "sgd", SGD),
     _step("GPT-2", _preset("gpt2"), "muon", MUON),
@@ -298,20 +346,38 @@ def profile(by_token: Any) -> np.ndarray:
     return np.stack([chosen[:, s].mean(1) for s in bins(rows.shape[1])], 1)
 
 
+MOST_LAYERS = 192
+"""Deeper stacks are kept at every k-th point, the fewest that are no more than this."""
+
+
+def points(layers: int) -> np.ndarray:
+    """Points of the stream that are kept."""
+    return np.arange(0, layers + 1, -(-layers // MOST_LAYERS))
+
+
 def stack_record(m: Any) -> dict[str, np.ndarray]:
     """Of one stack, measured or predicted."""
-    found = {name: np.asarray(getattr(m, name), dtype=float) for name in STREAM}
+    chosen = points(len(m.variance) - 1)
+    found = {name: np.asarray(getattr(m, name), dtype=float)[chosen] for name in STREAM}
     found["covariance"] = found["variance"] * found["correlation"]
     for name in ("token_variance", "token_grad_variance"):
-        found[name] = profile(getattr(m, name)).ravel()
-    rows = m.weight_gradients()
-    norms = rows["squared_norm"].to_numpy(dtype=float)
-    found["weights"] = norms
+        if getattr(m, name) is not None:
+            found[name] = profile(getattr(m, name)).ravel()
+    found["weights"] = weight_rows(m)["squared_norm"].to_numpy(dtype=float)
     return found
 
 
-def weight_names(m: Any) -> list[str]:
+def weight_rows(m: Any) -> Any:
+    """Squared gradient norms; of deep stacks at some layers."""
     rows = m.weight_gradients()
+    layers = len(m.variance) - 1
+    if layers < MOST_LAYERS:
+        return rows
+    return rows[rows["layer"].isin([1, *places(layers)[1:]])]
+
+
+def weight_names(m: Any) -> list[str]:
+    rows = weight_rows(m)
     return [f"{a} {b}" for a, b in zip(rows["layer"], rows["weight"], strict=True)]
 
 
@@ -498,9 +564,28 @@ def measure_cases(
 # --- prediction ----------------------------------------------------------------------------------
 
 
+def images_apart(case: Case) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Means over images, each predicted by itself; of matrices, which all images reach, nothing."""
+    read, model, count = case.read(), case.model(), case.batch
+    rows, notes = [], set()
+    for k in range(count):
+        one = {name: value[k : k + 1] for name, value in read.items()}
+        p = moments.predict(model, **one)
+        found = stack_record(p) | {"loss": np.array([float(p.loss)])}
+        rows.append(found | {"logit_variance": np.array([float(p.logit_variance)])})
+        notes |= set(p.warnings)
+    mean = {name: np.mean([row[name] for row in rows], axis=0) for name in rows[0]}
+    for name in ("grad_variance", "token_grad_variance"):
+        mean[name] = mean[name] / count**2  # the loss is the mean of theirs
+    return mean | {"weights": np.full_like(mean["weights"], math.nan)}, sorted(notes)
+
+
 def predict_case(case: Case, names: Mapping[str, list[str]]) -> dict[str, Any]:
     """Today's theory in the form of what is kept of a measurement; weights it lacks are nan."""
     start = time.process_time()
+    if case.alike and case.task == "images":
+        found, notes = images_apart(case)
+        return _plain(found, notes, start)
     p = case.predicted()
     if case.kind == "step":
         with warnings.catch_warnings():
@@ -516,12 +601,20 @@ def predict_case(case: Case, names: Mapping[str, list[str]]) -> dict[str, Any]:
             assert p.encoder is not None
             found |= {f"encoder.{k}": v for k, v in stack_record(p.encoder).items()}
             found["encoder.weights"] = _in_order(p.encoder, names["encoder.weights"])
+        if case.alike and case.batch > 1:
+            # What texts have in common their weights' gradients share; alike, each is by itself.
+            for name in ("weights", "encoder.weights"):
+                found |= {name: np.full_like(found[name], math.nan)} if name in found else {}
         if p.loss is not None:
             found["loss"] = np.array([float(p.loss)])
             found["logit_variance"] = np.array([float(p.logit_variance)])
         if case.samples or case.declare is not None:
             found["band"] = np.asarray(p.grad_variance_band, dtype=float).ravel()
             found["typical"] = np.asarray(p.grad_variance_typical, dtype=float)
+    return _plain(found, notes, start)
+
+
+def _plain(found: Mapping[str, np.ndarray], notes: list[str], start: float) -> dict[str, Any]:
     return {
         "values": {k: [None if math.isnan(x) else x for x in _digits(v)] for k, v in found.items()},
         "notes": notes,
@@ -530,7 +623,7 @@ def predict_case(case: Case, names: Mapping[str, list[str]]) -> dict[str, Any]:
 
 
 def _in_order(p: Any, names: list[str]) -> np.ndarray:
-    rows = dict(zip(weight_names(p), p.weight_gradients()["squared_norm"], strict=True))
+    rows = dict(zip(weight_names(p), weight_rows(p)["squared_norm"], strict=True))
     return np.array([float(rows.get(name, math.nan)) for name in names])
 
 

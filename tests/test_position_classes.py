@@ -916,7 +916,9 @@ def test_classifiers_of_texts(pool: str, causal: bool, monkeypatch: pytest.Monke
     one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (found, expected))
     whole = other.squared_norm.groupby(level="weight").sum()
     apart = (one.squared_norm - other.squared_norm).groupby(level="weight").sum()
-    assert (apart / whole)[whole > 1e-6 * whole.max()].abs().max() < (0.06 if causal and pool == "mean" else 0.02)
+    assert (apart / whole)[whole > 1e-6 * whole.max()].abs().max() < (
+        0.06 if causal and pool == "mean" else 0.02
+    )
 
 
 def test_batches_that_were_too_large_by_token() -> None:

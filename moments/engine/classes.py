@@ -823,7 +823,9 @@ Matrix = tuple[Any, Any]
 
 def diagonal(pairs: Array) -> Array:
     """(..., P) values between neighbours."""
-    return np.diagonal(pairs, axis1=-2, axis2=-1)
+    if pairs.shape[-2:] == (1, 1):
+        return pairs[..., 0]
+    return pairs.diagonal(axis1=-2, axis2=-1)
 
 
 def product(one: Matrix, other: Matrix, counts: Array) -> Matrix:
@@ -856,7 +858,7 @@ class ClassMatrix:
     __slots__ = ("classes", "own", "pairs")
 
     def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
-        entries, matrix = np.shape(own), np.shape(pairs)
+        entries, matrix = own.shape, pairs.shape
         if entries != matrix[:-1] or matrix[-1] != matrix[-2]:
             shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
             own = np.broadcast_to(own, (*shape, size))

@@ -70,13 +70,14 @@ import numpy as np
 
 from ..engine.classes import ClassMatrix
 from ..engine.composition import Chain, Layer
-from ..engine.response import Around, Sublayer
-from ..engine.sensitivity import (
+from ..engine.response import (
     SINGLE,
+    Around,
     GradientAdjoint,
     Matrix,
     Response,
     SignalAdjoint,
+    Sublayer,
     count_of,
     matrix_of,
     paired,

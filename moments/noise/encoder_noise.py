@@ -30,7 +30,7 @@ import numpy as np
 
 from ..engine.classes import ClassMatrix, OneClass, one_class
 from ..engine.composition import Chain, Layer, forward
-from ..engine.sensitivity import (
+from ..engine.response import (
     SINGLE,
     GradientAdjoint,
     Matrix,

@@ -12,8 +12,7 @@ import numpy as np
 
 from ..engine.classes import DocumentClasses, PositionClasses
 from ..engine.composition import Chain, sum_of
-from ..engine.layout import Layout
-from ..engine.packing import by_document, check_documents, spans
+from ..engine.layout import Layout, by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.trace import Point, Record, Run, Trace, with_top_gradient

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.linalg import eigh, solve_triangular
+from scipy.linalg import eigh, solve_triangular, svd
 from scipy.linalg.lapack import dpstrf
 
 from .change import Array
@@ -217,7 +217,7 @@ class Orthogonal(NamedTuple):
                 d = lower.T @ right @ _mapped_root(right.shape[1], ends.sent_of, m, rng)
             else:
                 d = lower.T @ sent[k] / m**0.5
-            _, sigma, turned = np.linalg.svd(d.T @ z, full_matrices=False)
+            sigma, turned = _singular(d.T @ z)
             sigma = sigma * (n * m) ** 0.5
             mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
             ratio = np.divide(
@@ -238,6 +238,18 @@ class Orthogonal(NamedTuple):
         onto = overlaps @ spectrum.inner
         followed = float(((steps @ spectrum.inner) * overlaps).sum() / (onto * overlaps).sum())
         return cls(coherent * (slope / size), aligned, square, slope, followed * slope / size)
+
+
+def _singular(matrix: Array) -> tuple[Array, Array]:
+    """Singular values and right vectors.
+
+    Divide and conquer fails to converge on some finite matrices; QR iteration, slower, does not.
+    """
+    try:
+        _, sigma, turned = np.linalg.svd(matrix, full_matrices=False)
+    except np.linalg.LinAlgError:
+        _, sigma, turned = svd(matrix, full_matrices=False, lapack_driver="gesvd")
+    return sigma, turned
 
 
 def draws_of(tokens: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.packing import places
+from ..engine.layout import places
 from ..engine.state import Array, Kernel, Repeats
 from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
@@ -110,7 +110,7 @@ def joint_kernel(
         seq_len: tokens per sequence L.
         token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
         d_model: width; needed for sinusoidal positions.
-        documents: of packed rows, (L,) or (B, L), see `packing`: positions restart with each.
+        documents: of packed rows, (L,) or (B, L), see `layout`: positions restart with each.
 
     Raises:
         DomainError: ids of another shape or outside the table, or sinusoidal positions without
@@ -315,7 +315,7 @@ def embedding_gradients(
         gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or
             of tokens alike, one sequence of them.
         token_ids, segment_ids: the text; None: unknown, its tokens repeat by Zipf's law.
-        documents: of packed rows, (L,) or (B, L), see `packing`.
+        documents: of packed rows, (L,) or (B, L), see `layout`.
         ids: on classes of positions, the text as `class_kernel` takes it.
 
     Returns:
@@ -329,15 +329,15 @@ def embedding_gradients(
         token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
         classes = gradient.classes
         length = seq_len if classes is None else classes.length
-        own = length * gradient.mean_diagonal()
-        pairs = gradient.total(seq_len) - own
-        repeated, shared = token * pairs, 0.0 * own
+        alone = length * gradient.mean_diagonal()
+        pairs = gradient.total(seq_len) - alone
+        repeated, shared = token * pairs, 0.0 * alone
         if classes is not None:
             shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
             if ids is not None:
                 repeated = classes.sum_of_pairs(gradient.pairs * classes.pair_means(ids, ids))
-        found = {"token": scale * (own + repeated), "position": own + shared}
-        found["segment"] = own + segment * pairs
+        found = {"token": scale * (alone + repeated), "position": alone + shared}
+        found["segment"] = alone + segment * pairs
     else:
         count = gradient.pairs.shape[-1]
         if token_ids is None:

@@ -1,7 +1,7 @@
 """Attention: its statistics, and what it does forward and back.
 
 `self_attention` holds the components, `projections` what stands between tokens and logits, `laws`
-and `alike` tokens alike, `by_token` each of them or classes of positions, `response` first-order
+tokens alike that attend to themselves, `layers` every other resolution, `response` first-order
 changes; `kernels/` is the closure for any kernel, `softmax/` exact statistics of a row.
 
 Start with `self_attention`, then `laws`.

@@ -12,8 +12,7 @@ import numpy as np
 
 from ...engine.classes import ClassMatrix, PositionClasses, one_class
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
-from ...engine.response import Around
-from ...engine.sensitivity import SINGLE, GradientAdjoint, Response, SignalAdjoint
+from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...formulas.activation import gelu_function, gelu_tanh_function

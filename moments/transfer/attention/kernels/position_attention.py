@@ -81,6 +81,7 @@ class Tile:
         met, met_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
+        still: (c, n, k) means of rho of two keys of the longer row; None likewise.
         begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
@@ -95,6 +96,7 @@ class Tile:
     met: Array
     met_own: Array
     turned: tuple[Array, Array] | None
+    still: Array | None
     begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -107,30 +109,49 @@ class Tile:
         """The range of the longer rows."""
         return slice(int(self.long[0]), int(self.long[-1]) + 1)
 
-    def projected(self, maps: RowMaps, kernel: Matrix, by_pair: bool) -> Matrix:
-        """X C X'^T of rows' maps and a kernel C of its own and pairs' entries.
+    def projected(self, maps: RowMaps, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
+        """X C X'^T of rows' maps and kernels C of their own and pairs' entries.
 
         Args:
             maps: of all rows.
-            kernel: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or of pairs.
-            by_pair: whether it is (c, o) and (c, n, k) of pairs.
+            kernels: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or, where it is
+                said to be by pair, (c, o) and (c, n, k).
         """
-        if self.begun is not None:
-            kernel, by_pair = self._of_pairs(kernel, by_pair), True
-        first = self.long if by_pair else self.rows
-        own, pairs = maps.own[first, self.own], maps.pairs[first, self.left, self.own]
-        apart = kernel[0] - self.diagonal(kernel[1])
-        if self.begun is not None:
-            apart = apart * self.begun
-        middle, own = maps.whole[first, self.left, self.left] @ kernel[1], own * apart
-        middle[:, :, self.own_right] += pairs * apart[..., None, :]
-        if not by_pair:
-            where = self.long - self.long[0]
-            middle, own = middle[where], own[where]
-        found = middle @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
-        turned = np.swapaxes(maps.pairs[self.short, self.right, self.own], -1, -2)
-        found[:, self.own_left, :] += own[:, :, None] * turned
-        return own * maps.own[self.short, self.own], found
+        own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
+        second = maps.own[self.short, self.own]
+        counts = maps.counts[self.short, self.own]
+        once = np.where(counts > 0.0, 1.0 / np.where(counts > 0.0, counts, 1.0), 0.0)
+        middles, owns = [], []
+        for kernel, by_pair in kernels:
+            if self.begun is not None:
+                kernel, by_pair = self._of_pairs(kernel, by_pair), True
+            first = self.long if by_pair else self.rows
+            apart = kernel[0] - self.diagonal(kernel[1])
+            if self.begun is not None:
+                apart = apart * self.begun
+            middle = maps.whole[first, self.left, self.left] @ kernel[1]
+            beside = maps.pairs[first, self.left, self.own] * apart[..., None, :]
+            middle[:, :, self.own_right] += beside
+            own = maps.own[first, self.own] * apart
+            if not by_pair:
+                where = self.long - self.long[0]
+                middle, own = middle[where], own[where]
+            middles.append(middle)
+            owns.append(own)
+        found = np.concatenate(middles, axis=1) if len(middles) > 1 else middles[0]
+        parts = [slice(k * size, (k + 1) * size) for k in range(len(kernels))]
+        # One token of its own meets what counts multiply below; what it is with itself is `own`.
+        for part, own in zip(parts, owns, strict=True):
+            diagonal = _diagonal(found[:, part][:, own_keys[0], own_keys[1]])
+            diagonal += own * once
+        found = found @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
+        matrices = []
+        for part, own in zip(parts, owns, strict=True):
+            pairs, own = found[:, part], own * second
+            diagonal = _diagonal(pairs[:, own_keys[0], own_keys[1]])
+            diagonal -= own * once
+            matrices.append((own, pairs))
+        return matrices
 
     def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
         """(c, n, k) of what is of all rows, or of the longer ones."""
@@ -148,11 +169,13 @@ class RowMaps(NamedTuple):
 
     Attributes:
         own, pairs: (P, P) and (P, P, P).
+        counts: (P, P) of a row's keys.
         whole: (P, P, P) pairs times counts, and own on the diagonal.
     """
 
     own: Array
     pairs: Array
+    counts: Array
     whole: Array
 
     @classmethod
@@ -160,7 +183,7 @@ class RowMaps(NamedTuple):
         whole = pairs * counts[:, None, :]
         each = np.arange(len(own))
         whole[:, each, each] += own
-        return cls(own, pairs, whole)
+        return cls(own, pairs, counts, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +254,9 @@ def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) 
             between = turning.between(long, short, together, right, right)
             turned = between, (together @ turning.shares).real
             phases.append(together)
-        tiles.append(_tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned))
+        tiles.append(
+            _tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned, turning)
+        )
     every = np.arange(len(previous))
     return NeighbourRows(
         tuple(tiles),
@@ -251,6 +276,7 @@ def _tile(
     left: slice,
     right: slice,
     turned: tuple[Array, Array] | None,
+    turning: Turning | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
     own = slice(start, max(start, stop))
@@ -266,7 +292,8 @@ def _tile(
     begun = np.arange(own.start, own.stop) >= begin[:, None]
     several = None if begun.all() else begun.astype(float)
     where = left, right, own, own_left, own_right
-    return Tile(pairs, long, short, *where, met, met_own, turned, several)
+    still = None if turning is None else turning.within[long, left, right]
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -297,7 +324,7 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 turned = between, (together @ turning.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(_tile(sight, pairs, long, short, left, right, turned))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned, turning))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -495,7 +522,7 @@ class PositionAttention:
         """Keep what the way back needs of the laws, in single precision, and not the rest."""
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        del self._laws, self._response, self._slope
+        del self._laws, self._response, self._slope, self._sums, self._traces
 
     def _of_two_documents(self, met: Across) -> PositionAttention:
         """These rows, met by those of another document, which sees other tokens at the same places:
@@ -609,17 +636,18 @@ class PositionAttention:
 
     # --- pairs of rows -------------------------------------------------------------------------
 
-    def _projected(self, tile: Tile, kernel: Matrix, by_pair: bool = False) -> Matrix:
-        """(1 - A) C (1 - A')^T of pairs of rows; `kernel` as in `Tile.projected`."""
-        found = tile.projected(self._response, kernel, by_pair)
+    def _projected(self, tile: Tile, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
+        """(1 - A) C (1 - A')^T of pairs of rows; `kernels` as in `Tile.projected`."""
+        found = tile.projected(self._response, kernels)
         if isinstance(self.logits.sight, FadingSight):
             long, short = tile.long, tile.short
             heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
             heavier[long != short] = 0.0
-            apart = kernel[0] - tile.diagonal(kernel[1])
-            if not by_pair and apart.ndim > 1:
-                apart = apart[long - long[0]]
-            found[0][...] -= heavier * apart
+            for (kernel, by_pair), (own, _) in zip(kernels, found, strict=True):
+                apart = kernel[0] - tile.diagonal(kernel[1])
+                if not by_pair and apart.ndim > 1:
+                    apart = apart[long - long[0]]
+                own -= heavier * apart
         return found
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
@@ -639,8 +667,9 @@ class PositionAttention:
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
         nodes = nodes_for(lowest, float(rows.theta.max()))
+        unshared, by_mean = rows.unshared_fraction, rows.unshared_by_mean
         self._calibration = calibration = calibrate(
-            rows.theta, rows.keys, rows.unshared_fraction, rows.own_fraction, nodes, self._widths
+            rows.theta, rows.keys, unshared, by_mean, nodes, self._widths, between_nodes=True
         )
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
@@ -650,36 +679,52 @@ class PositionAttention:
 
         moved, unturned = [], []
         turn = np.ones(len(bare))
-        for tile in pairs.tiles:
+        self._sums = [self._sums_of(tile) for tile in pairs.tiles]
+        self._traces = [self._trace(sums) for sums in self._sums]
+        along_values = []
+        for tile, trace in zip(pairs.tiles, self._traces, strict=True):
             own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
-            if tile.turned is None:
-                moved.append(self._projected(tile, (own, kernel)))
-                continue
-            of_keys, of_rows = tile.turned
-            turned = own * of_rows[:, None], kernel * of_keys
-            moved.append(self._projected(tile, turned, True))
-            assert logits.turning is not None
-            still = logits.turning.within[tile.rows, tile.left, tile.right]
-            unturned.append(self._projected(tile, (own, kernel * still)))
-            meeting = self._gathered(tile, moved[-1]), self._gathered(tile, unturned[-1])
-            turn[tile.pairs] = _ratio(*meeting, of_rows)
+            kernels: list[tuple[Matrix, bool]] = [((own, kernel), False)]
+            if tile.turned is not None:
+                of_keys, of_rows = tile.turned
+                assert turning is not None
+                within = turning.within[tile.rows, tile.left, tile.right]
+                turned = own * of_rows[:, None], kernel * of_keys
+                kernels = [(turned, True), ((own, kernel * within), False)]
+            if not logits.aligned:
+                values = met.values[0][tile.own], met.values[1][tile.left, tile.right]
+                kernels.append((values, False))
+            found = self._projected(tile, kernels)
+            moved.append(found[0])
+            along_values.append(found[-1])
+            if tile.turned is not None:
+                unturned.append(found[1])
+                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
+                turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
         self._slope = slope
-        exponents, factors = moved, factor
+        exponents: list[Matrix] = moved
+        factors: Array | None = factor
         if turning is not None:
             # What comes of fluctuating products does not know how far apart the rows are; the rest
             # is per unit of what the kernel holds of the correlation.
             alone = exponent @ nodes.basis(np.zeros(1))[0][:, 0]
             apart = np.abs(rho) > RHO_MIN
             along = np.where(apart, (factor - alone) / np.where(apart, rho, 1.0), slope) * bare
-            exponents, factors = [], np.ones_like(factor)
+            exponents, factors = [], None
             for tile, one, other in zip(pairs.tiles, moved, unturned, strict=True):
                 exponents.append(_mixed(along[tile.pairs], one, alone[tile.pairs], other))
         self._laws = [
-            self._law(tile, one, (two, factors[tile.pairs]), factor[tile.pairs], slope[tile.pairs])
-            for tile, one, two in zip(pairs.tiles, moved, exponents, strict=True)
+            self._law(
+                sums,
+                (one,) if logits.aligned else (one, last),
+                (two, None if factors is None else factors[sums.tile.pairs]),
+                factor[sums.tile.pairs],
+                slope[sums.tile.pairs],
+            )
+            for sums, one, last, two in zip(self._sums, moved, along_values, exponents, strict=True)
         ]
 
         shared_part = 2.0 / self._widths.d_model
@@ -698,59 +743,55 @@ class PositionAttention:
 
     def _law(
         self,
-        tile: Tile,
-        moved: Matrix,
-        exponent: tuple[Matrix, Array],
+        sums: _Sums,
+        directions: Sequence[Matrix],
+        exponent: tuple[Matrix, Array | None],
         factor: Array,
         slope: Array,
     ) -> _Laws:
         """The joint law of pairs of rows, and its derivatives.
 
         Args:
-            tile: of pairs.
-            moved: the projected kernel.
-            exponent: of the law, as a matrix and what multiplies it.
-            factor: (c,) of the exponent in `moved`, for a row with itself.
+            sums: over the keys of pairs.
+            directions: the projected kernel, and where they are not its the values', written over.
+            exponent: of the law, as a matrix and what multiplies it; None: nothing does.
+            factor: (c,) of the exponent in the kernel, for a row with itself.
             slope: (c,) its derivative in the correlation.
         """
-        logits, sight, weights = self.logits, self.logits.sight, self.weights
-        long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        alone = self._pairs.alone[tile.pairs]
-        away = None
+        logits, tile = self.logits, sums.tile
+        long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
         if logits.turning is not None and alone.any():
-            away = np.zeros_like(moved[1])
+            away = np.zeros_like(directions[0][1])
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
-            _, inside = logits.among(rows, left)
+            _, inside = logits.among(rows, tile.left)
             assert inside is not None
             inside = inside[long[alone] - rows.start]
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
         held, times = exponent
         whole = held[0] + tile.diagonal(held[1])
-        own, pairs = _bounded_exp((whole, held[1]), times[:, None, None], away)
+        times = None if times is None else times[:, None, None]
+        own, pairs = _bounded_exp((whole, held[1]), times, away)
         own -= tile.diagonal(pairs)
         own *= tile.met_own
         pairs *= tile.met
+        for beside, between in directions:
+            beside += tile.diagonal(between)
+            beside *= slope[:, None]
+            between *= slope[:, None, None]
+        joint, tangents = sums.balanced_with((own, pairs), JOINT_SWEEPS, directions)
+        return _Laws(joint, tangents[0], tangents[-1])
+
+    def _sums_of(self, tile: Tile) -> _Sums:
+        sight, weights = self.logits.sight, self.weights
+        long, short, left, right = tile.long, tile.short, tile.left, tile.right
         # keys that the other row does not see lack what that row's own terms add
-        sums = _Sums(
+        return _Sums(
             tile,
             sight.split[short, long, left] * weights[long, left],
             sight.split[long, short, right] * weights[short, right],
-            weights[long, left] * self._shared(tile, long, short, left),
-            weights[short, right] * self._shared(tile, short, long, right),
+            weights[long, tile.own] * self._shared(tile, long, short, tile.own),
+            weights[short, tile.own] * self._shared(tile, short, long, tile.own),
         )
-        joint = sums.balanced((own, pairs), JOINT_SWEEPS)
-
-        directions = [moved]
-        if not logits.aligned:
-            of_values, between = self._kernels.values
-            values = of_values[tile.own], between[left, right]
-            directions.append(self._projected(tile, values))
-        for own, pairs in directions:
-            own += tile.diagonal(pairs)
-            own *= slope[:, None]
-            pairs *= slope[:, None, None]
-        tangents = sums.tangents(joint, directions)
-        return _Laws(joint, tangents[0], tangents[-1])
 
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
@@ -776,26 +817,26 @@ class PositionAttention:
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
         return np.asarray(np.einsum("rc,cr->c", self._basis, halves))
 
-    def _gathered(self, tile: Tile, law: Matrix) -> Array:
-        """(c,) tr(F C) of two rows, of the values' kernel."""
-        sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
+    def _trace(self, sums: _Sums) -> Matrix:
+        """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
+        values' kernel."""
+        sight, weights, tile = self.logits.sight, self.weights, sums.tile
+        long, short, alone = tile.long, tile.short, self._pairs.alone[tile.pairs]
         values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
-        left = sight.split[short, long, tile.left] * weights[long, tile.left]
-        right = sight.split[long, short, tile.right] * weights[short, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
-        alone = self._pairs.alone[tile.pairs]
         once[alone] = self.counted[long[alone], tile.own]
         once[alone] *= self._of_one_token(long[alone], tile.own)
-        inside = tile.diagonal(law[1])
-        beside = (law[0] + inside) * values[tile.own]
-        beside -= inside * tile.diagonal(kernel)
-        met = ((law[1] * kernel) @ right[:, :, None])[..., 0]
-        return np.asarray((met * left).sum(1) + (beside * once * weights[short, tile.own]).sum(1))
+        once *= weights[short, tile.own]
+        pairs = sums.first[:, :, None] * sums.second[:, None, :]
+        pairs *= kernel
+        pairs_own = _diagonal(pairs[:, tile.own_left, tile.own_right])
+        pairs_own += (values[tile.own] - tile.diagonal(kernel)) * once
+        return once * values[tile.own], pairs
 
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
-        laws = zip(self._pairs.tiles, self._laws, strict=True)
-        return np.concatenate([self._gathered(tile, law[of]) for tile, law in laws])
+        laws = zip(self._traces, self._laws, strict=True)
+        return np.concatenate([_gathered(trace, law[of]) for trace, law in laws])
 
     def _repeated(self, variance: Array) -> Array:
         """(C,) what the derivative in the correlation gathers besides where covariances of two
@@ -803,13 +844,12 @@ class PositionAttention:
 
         To first order in the logits, of keys that are projected alone.
         """
-        sight, weights, own = self.logits.sight, self.weights, self._response.own
-        found = []
-        for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
-            long, short, left, right = tile.long, tile.short, tile.left, tile.right
-            first = sight.split[short, long, left] * weights[long, left] * own[long, left]
-            second = sight.split[long, short, right] * weights[short, right] * own[short, right]
-            met = ((law.joint[1] * variance[left, right]) @ second[:, :, None])[..., 0]
+        own, found = self._response.own, []
+        for sums, law in zip(self._sums, self._laws, strict=True):
+            tile = sums.tile
+            first = sums.first * own[tile.long, tile.left]
+            second = sums.second * own[tile.short, tile.right]
+            met = _times(law.joint[1] * variance[tile.left, tile.right], second)
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
 
@@ -849,7 +889,7 @@ class PositionAttention:
                 self._growth,
                 calibration.stiffness,
                 calibration.against,
-                rows.own_fraction,
+                rows.unshared_by_mean,
                 mean,
                 excess,
                 slope,
@@ -1007,9 +1047,8 @@ class PositionAttention:
         if tile.turned is not None:
             own, pairs = found.pop()
             of_keys, of_rows = tile.turned
-            assert self.logits.turning is not None
-            still = self.logits.turning.within[long, left, right]
-            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * still)]
+            assert tile.still is not None
+            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * tile.still)]
         return [
             (own.astype(np.float32), pairs.reshape(len(pairs), -1).astype(np.float32))
             for own, pairs in found
@@ -1215,18 +1254,27 @@ def _mixed(share: Array, one: Matrix, other_share: Array, other: Matrix) -> Matr
     return own, pairs
 
 
+def _gathered(trace: Matrix, law: Matrix) -> Array:
+    """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
+    inside = np.einsum("cnk,cnk->c", law[1], trace[1])
+    return np.asarray(inside + np.einsum("co,co->c", law[0], trace[0]))
+
+
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     usable = np.abs(whole) > 1e-12 * np.abs(whole).max(initial=1e-300)
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
 
 
-def _bounded_exp(exponent: Matrix, factor: Array, away: Array | None) -> tuple[Array, Array]:
-    """exp of a token's and of pairs' exponents times a factor per matrix; pairs' vary by `away`."""
-    inside = factor * exponent[1]
+def _bounded_exp(exponent: Matrix, factor: Array | None, away: Array | None) -> Matrix:
+    """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
+    which then are written over; pairs' vary by `away`."""
+    own, inside = exponent
+    if factor is not None:
+        own, inside = factor[..., 0] * own, factor * inside
     if away is not None:
         inside += away
     inside = np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-    return np.exp(np.minimum(factor[..., 0] * exponent[0], EXPONENT_MAX)), inside
+    return np.exp(np.minimum(own, EXPONENT_MAX)), inside
 
 
 class _Laws(NamedTuple):
@@ -1244,7 +1292,7 @@ class _Sums(NamedTuple):
     Attributes:
         tile: of pairs of rows.
         first, second: (c, n) and (c, k) weights of classes.
-        one, two: (c, n) and (c, k) of one token.
+        one, two: (c, o) of one token, on keys of both.
     """
 
     tile: Tile
@@ -1253,93 +1301,104 @@ class _Sums(NamedTuple):
     one: Array
     two: Array
 
-    def over_first(self, joint: Matrix, values: Array) -> Array:
-        """(c, k, ...) of values (c, n, ...)."""
-        first, one = (_lifted(weights, values) for weights in (self.first, self.one))
-        total = _before(joint[1], values * first)
-        part = _lifted(joint[0], values) * (values * one)[:, self.tile.own_left]
-        total[:, self.tile.own_right] += part
+    def over_first(self, law: Matrix) -> Array:
+        """(c, k)."""
+        total: Array = (self.first[:, None, :] @ law[1])[:, 0]
+        total[:, self.tile.own_right] += law[0] * self.one
         return total
 
-    def over_second(self, joint: Matrix, values: Array) -> Array:
-        """(c, n, ...) of values (c, k, ...)."""
-        second, two = (_lifted(weights, values) for weights in (self.second, self.two))
-        total = _times(joint[1], values * second)
-        part = _lifted(joint[0], values) * (values * two)[:, self.tile.own_right]
-        total[:, self.tile.own_left] += part
+    def over_second(self, law: Matrix) -> Array:
+        """(c, n)."""
+        total = _times(law[1], self.second)
+        total[:, self.tile.own_left] += law[0] * self.two
         return total
 
-    def balanced(self, joint: Matrix, sweeps: int) -> Matrix:
-        """Scaled, in place, so that its means over either key are 1; see `joint_laws.balanced`."""
-        own, pairs = joint
-        left, right = np.ones_like(self.first), np.ones_like(self.second)
-        for _ in range(sweeps):
-            right = 1.0 / np.maximum(self.over_first(joint, left), 1e-300)
-            left = 1.0 / np.maximum(self.over_second(joint, right), 1e-300)
-        own *= left[:, self.tile.own_left]
-        own *= right[:, self.tile.own_right]
-        pairs *= left[:, :, None]
-        pairs *= right[:, None, :]
-        return own, pairs
+    def maps(self, law: Matrix) -> tuple[Array, Array]:
+        """(c, k, n) and (c, n, k): what takes values to sums of them times the law over the first
+        key, and over the second."""
+        pairs, (keys1, keys2) = law[1], (self.tile.own_left, self.tile.own_right)
+        first = np.empty((len(pairs), pairs.shape[2], pairs.shape[1]))
+        np.multiply(np.swapaxes(pairs, 1, 2), self.first[:, None, :], out=first)
+        second = pairs * self.second[:, None, :]
+        own = _diagonal(first[:, keys2, keys1]), _diagonal(second[:, keys1, keys2])
+        own[0][...] += law[0] * self.one
+        own[1][...] += law[0] * self.two
+        return first, second
 
-    def tangents(self, joint: Matrix, directions: Sequence[Matrix]) -> list[Matrix]:
-        """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0, made of each
-        direction in its place; see `joint_laws.tangent`.
+    def balanced_with(
+        self, joint: Matrix, sweeps: int, directions: Sequence[Matrix]
+    ) -> tuple[Matrix, list[Matrix]]:
+        """The joint law scaled, in place, so that its means over either key are 1 (see
+        `joint_laws.balanced`); and of it joint o (direction + u 1^T + 1 v^T) whose means over
+        either key are 0, made of each direction in its place (see `joint_laws.tangent`).
 
         Args:
-            joint: of means 1.
+            joint: not yet scaled.
+            sweeps: of the scaling.
             directions: of a key of both, and of two keys.
         """
-        tile, sums = self.tile, []
-        whole = joint[0] + tile.diagonal(joint[1])
-        for own, pairs in directions:
-            pairs *= joint[1]
-            own *= whole
-            own -= tile.diagonal(pairs)
-            rows = self.over_second((own, pairs), np.ones_like(self.second))
-            sums.append((rows, self.over_first((own, pairs), np.ones_like(self.first))))
-        several = len(sums) > 1
+        tile, (own, pairs) = self.tile, joint
+        to_second, to_first = self.maps(joint)
+        left, right = np.ones_like(self.first), np.ones_like(self.second)
+        for _ in range(sweeps):
+            right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
+            left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
+        own *= left[:, tile.own_left]
+        own *= right[:, tile.own_right]
+        pairs *= left[:, :, None]
+        pairs *= right[:, None, :]
+
+        whole = own + tile.diagonal(pairs)
+        for beside, between in directions:
+            between *= pairs
+            beside *= whole
+            beside -= tile.diagonal(between)
         rows, columns = (
-            np.stack(part, -1) if several else part[0] for part in zip(*sums, strict=True)
+            np.stack([-sums(one) for one in directions], -1)
+            for sums in (self.over_second, self.over_first)
         )
-        left, right = -rows, np.zeros_like(columns)
-        for _ in range(TANGENT_SWEEPS):
-            left = -rows - self.over_second(joint, right)
-            right = -columns - self.over_first(joint, left)
-        for k, (own, pairs) in enumerate(directions):
-            first, second = (left[..., k], right[..., k]) if several else (left, right)
-            pairs += joint[1] * (first[:, :, None] + second[:, None, :])
-            own += joint[0] * (first[:, tile.own_left] + second[:, tile.own_right])
-        return list(directions)
-
-
-def _lifted(weights: Array, values: Array) -> Array:
-    """Weights (c, n) that meet values (c, n) or (c, n, d)."""
-    return weights if values.ndim == 2 else weights[..., None]
+        left, right = left[..., None], right[..., None]
+        u, v = rows, np.zeros_like(columns)
+        for sweep in range(TANGENT_SWEEPS):
+            if sweep:
+                u = rows - left * _times(to_first, right * v)
+            last, v = v, columns - right * _times(to_second, left * u)
+            if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():  # what is left is rounding
+                break
+        for k, (beside, between) in enumerate(directions):
+            first, second = u[..., k], v[..., k]
+            moved = first[:, :, None] + second[:, None, :]
+            moved *= pairs
+            between += moved
+            beside += own * (first[:, tile.own_left] + second[:, tile.own_right])
+        return joint, list(directions)
 
 
 def _times(matrices: Array, values: Array) -> Array:
     """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
-    if values.ndim == 3:
-        return np.asarray(matrices @ values)
-    return np.asarray((matrices @ values[:, :, None])[..., 0])
+    if values.ndim == 2:
+        return np.asarray((matrices @ values[:, :, None])[..., 0])
+    return np.asarray(matrices @ values)
 
 
-def _before(matrices: Array, values: Array) -> Array:
-    """(c, k) or (c, k, d) of values (c, n) or (c, n, d) times matrices (c, n, k)."""
-    if values.ndim == 3:
-        return np.asarray(np.swapaxes(matrices, -1, -2) @ values)
-    return np.asarray((values[:, None, :] @ matrices)[:, 0])
+def _diagonal(matrices: Array) -> Array:
+    """(c, o) of (c, o, o), to be written to."""
+    view: Array = np.einsum("cqq->cq", matrices)
+    return view
 
 
 def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
     """Factors that balance the law of every row with itself, over its own keys of these weights."""
     own, pairs = joint
+    to_first = pairs * counted[:, None, :]
+    to_second = np.empty_like(to_first)
+    np.multiply(np.swapaxes(pairs, 1, 2), counted[:, None, :], out=to_second)
     met = own * weights
+    for each in (to_second, to_first):
+        its_own = _diagonal(each)
+        its_own += met
     left, right = np.ones_like(own), np.ones_like(own)
     for _ in range(sweeps):
-        total = ((left * counted)[:, None, :] @ pairs)[:, 0] + met * left
-        right = 1.0 / np.maximum(total, 1e-300)
-        total = (pairs @ (right * counted)[:, :, None])[..., 0] + met * right
-        left = 1.0 / np.maximum(total, 1e-300)
+        right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
+        left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
     return left, right

@@ -132,20 +132,20 @@ class Turning:
         first = self.keys[long, left].conj() * (rows * self.shares)[:, None, :]
         total = (first @ np.swapaxes(self.keys[short, right], -1, -2)).real
         mass = self._mass[long, left][:, :, None] * self._mass[short, right][:, None, :]
-        own = (rows @ self.shares).real[:, None, None]
-        return of_pairs(total, mass, self._same[short][:, left, right], own, own)
+        turned = (rows @ self.shares).real[:, None, None]
+        return of_pairs(total, mass, self._same[short][:, left, right], turned, turned)
 
 
 LEAST_PAIRS = 1e-6
 """Share of two different tokens in two cells' pairs below which there are none."""
 
 
-def of_pairs(mean: Array, pairs: Array, itself: Array, own: Any, beside: Any) -> Array:
+def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, beside: Any) -> Array:
     """Mean over two different tokens, from one over all pairs of which `itself` are one token
-    twice; `own` is what those have, `beside` what stands in where there are no others."""
+    twice; `of_itself` is what those have, `beside` what stands in where there are no others."""
     rest = pairs - itself
     usable = rest > LEAST_PAIRS * pairs
-    found = (mean * pairs - itself * own) / np.where(usable, rest, 1.0)
+    found = (mean * pairs - itself * of_itself) / np.where(usable, rest, 1.0)
     return np.asarray(np.where(usable, found, beside))
 
 

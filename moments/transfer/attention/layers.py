@@ -1,23 +1,54 @@
-"""Attention resolved by token: what an attention leaf declares, made into kernel operations."""
+"""Attention in every resolution of its tokens: what a leaf declares, made into rows of attention.
+
+`TokenLayer` is any kernel under any mask, `ClassLayer` classes of positions, `AlikeLayer` keys that
+are alike, met by queries of any resolution: in cross-attention, with biases on the queries and
+behind normalised queries and keys. (Tokens alike that attend to themselves, with none of these,
+have the laws of `laws`.) With query kernel (q, q rho), keys (k, k - k_own) and values (v, v -
+v_own), rows have logits of variance theta = tau q k_own and of correlation rho between rows, and by
+symmetry between keys
+
+    O = v - v_own + v_own C2,      V_jj = sum_ii' G_ii' C2/n,     V_jl = sum G (1 - C2)/(n (n-1)),
+    Q_ii' = G_ii' tau v_own k_own T,    K_jj = sum_ii' G_ii' tau q_ii' v_own T/n = (1 - n) K_jl,
+
+with the exact C2 = E sum a a' and T = E tr J J' at rho, or at 1 for i = i'. Orders 1/d_model and
+1/d_head as by token (`kernels.finite_rows`).
+
+That is what the others are held to, not one of them: one class of all tokens meets it to single
+precision (1e-7 in every path, 4e-5 with biases on the queries), the closure by token to 5e-4 and
+behind normalised queries and keys to .5 %. It stands for itself because its queries may be more or
+fewer than its keys and of another resolution, and because it takes any number of configurations at
+once, where a class costs three times as much for each. The laws differ from it by 1e-4 at most, in
+orders 1/d_model^2, and cost a seventieth.
+
+See docs/theory/attention.md, Tokens alike.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.classes import ClassRows, Matrix, OneClass, one_class
+from ...engine.classes import ClassRows, Matrix, one_class
 from ...engine.fluctuation import norm_variance
+from ...engine.layout import one_document, places
 from ...engine.neighbours import NeighbouringClasses
-from ...engine.packing import one_document, places
-from ...engine.state import Array, Kernel, Repeats, Signal, ratio_or_zero
+from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import DomainError
 from ...model.positions import alibi_slopes
-from .alike import AlikeAttention
-from .kernels import HeadAverage, KernelAttention, RelativeBiasNoise, Rotation, few_points
+from .kernels import (
+    HeadAverage,
+    KernelAttention,
+    RelativeBiasNoise,
+    Rotation,
+    exact_rows,
+    few_points,
+)
+from .kernels.attention import FAINT
+from .kernels.finite_rows import FiniteRows, Widths, finite_rows
 from .kernels.position_attention import (
     Across,
     ClassHeads,
@@ -28,6 +59,7 @@ from .kernels.position_attention import (
 from .kernels.relative_positions import ClassBiasNoise, Turning, fading
 from .laws import attention_diagnostics
 from .projections import LOGIT_VARIANCE_MAX, LogitLaw, Paths, positive
+from .softmax import PairStatistics, RowStatistics
 
 Mask = NDArray[np.bool_]
 
@@ -48,6 +80,9 @@ PENALTIES_ON_CLASSES = (
     "within 1.2 %, gradients within 4 % and those of weights within 7 %, under Post-LN within 9 "
     "and 18 %); tokens=True resolves each"
 )
+
+
+# --- what each query sees -------------------------------------------------------------------------
 
 
 def positions(tokens: int, leaf: Any) -> Array:
@@ -119,6 +154,9 @@ def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
     return _blocks([ones] * sequences)
 
 
+# --- by token -------------------------------------------------------------------------------------
+
+
 def build(
     leaf: Any,
     law: LogitLaw,
@@ -167,12 +205,52 @@ def build(
     return heads, wanted
 
 
+def _rotation(leaf: Any, where: list[Array]) -> Rotation:
+    frequencies, shares = leaf.rotary.frequencies(int(leaf.d_head))
+    return Rotation.of(frequencies, shares, *where)
+
+
+def head_slopes(leaf: Any) -> tuple[Array, Array]:
+    """Distance penalties that stand for those of all heads, and their shares."""
+    every = leaf.alibi * alibi_slopes(int(leaf.heads))
+    slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
+    return np.exp(slopes), shares
+
+
+def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
+    offset = np.subtract.outer(where[1], where[0]).T  # key's position minus query's
+    if leaf.alibi:
+        slopes, shares = head_slopes(leaf)
+        layers = [
+            KernelAttention(values, bias=-slope * np.abs(offset), **settings) for slope in slopes
+        ]
+    else:
+        shares = np.ones(1)
+        layers = [KernelAttention(values, **settings)]
+    table = leaf.relative_bias
+    if table is None or table.variance == 0.0:
+        return HeadAverage(layers, shares)
+    bucket = table.bucket(offset, leaf.causal)
+    mean = HeadAverage(layers, shares).mean_attention
+    return HeadAverage(layers, shares, RelativeBiasNoise(mean, bucket, table.variance))
+
+
 def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
     """tau of every kernel, no larger than there are laws for; and the variance that its logits were
     to have: what the tokens have of their own, which is what a row's logits vary with."""
     queries, keys = law.queries.kernel, law.keys.kernel
     wanted = law.scale * queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
     return law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)), wanted
+
+
+def memory_gain(leaf: Any) -> float:
+    """Variance of a value per unit of the tokens' kernel, kept above 0."""
+    return float(max(leaf.memory_width * leaf.value, 1e-60))
+
+
+def flat(kernel: Kernel) -> Array:
+    """(matrices, n, n)."""
+    return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
 
 
 class TokenLayer:
@@ -254,24 +332,25 @@ class TokenLayer:
         return self._leaf.d_model * np.reshape(tables, self._shape[:-2]) if tables else None
 
 
-class ClassLayer:
-    """`TokenLayer` on classes of positions; `coarse`: what that costs is to be said."""
+# --- by class -------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        leaf: Any,
-        law: LogitLaw,
-        tokens: Kernel,
-        norm_spread: Array,
-        repeats: Repeats | None = None,
-    ) -> None:
-        assert tokens.classes is not None
-        self._classes = classes = tokens.classes
-        self._lead = tokens.pairs.shape[:-2]
+
+class ClassLayer:
+    """`TokenLayer` on classes of positions; `coarse`: what that costs is to be said.
+
+    Tokens alike whose logits know their distance are one class of all.
+    """
+
+    def __init__(self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel) -> None:
+        self._alike = tokens.classes is None
+        self._classes = classes = tokens.classes or one_class(memory.seq_len)
+        self._lead = np.shape(tokens.pairs) if self._alike else tokens.pairs.shape[:-2]
         self._sight = sight = classes.seen(leaf.window)
         scales, self.wanted = logit_scales(law)
         lead = self._lead
-        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
+        given = scales, norm_variance(memory)
+        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
+        repeats = None if self._alike else memory.repeats
         turning, sights, shares = None, [sight], np.ones(1)
         if leaf.rotary is not None:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
@@ -320,8 +399,14 @@ class ClassLayer:
     def _flat(self, kernel: Kernel) -> list[tuple[Matrix, ...]]:
         """Of every configuration, its kernel by what two tokens have to do with each other."""
         size = len(self._classes.nodes)
-        own = np.broadcast_to(kernel.diagonal, (*self._lead, size)).reshape(-1, size)
-        pairs = np.broadcast_to(kernel.pairs, (*self._lead, size, size)).reshape(-1, size, size)
+        own, pairs = kernel.diagonal, kernel.pairs
+        if self._alike:
+            own, pairs = (
+                np.asarray(own, float)[..., None],
+                np.asarray(pairs, float)[..., None, None],
+            )
+        own = np.broadcast_to(own, (*self._lead, size)).reshape(-1, size)
+        pairs = np.broadcast_to(pairs, (*self._lead, size, size)).reshape(-1, size, size)
         return [self._classes.blocks(*one) for one in zip(own, pairs, strict=True)]
 
     def _neighbours(self, queries: Kernel) -> list[Neighbours | None]:
@@ -339,6 +424,8 @@ class ClassLayer:
         own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
         shape = own.shape[1:], pairs.shape[1:]
         own, pairs = own.reshape(*self._lead, *shape[0]), pairs.reshape(*self._lead, *shape[1])
+        if self._alike:
+            return Kernel(own[..., 0][()], pairs[..., 0, 0][()])
         return Kernel(own, pairs, self._classes)
 
     def _of_rows(self, function: Callable[..., Matrix], *kernels: Kernel) -> Kernel:
@@ -356,7 +443,10 @@ class ClassLayer:
 
     def _numbers(self, name: str) -> Array:
         found = np.stack([getattr(one, name) for one in self._rows])
-        return self._classes.repeated(found.reshape(*self._lead, *found.shape[1:]))
+        return self._of_tokens(found.reshape(*self._lead, *found.shape[1:]))
+
+    def _of_tokens(self, values: Array) -> Array:
+        return values[..., 0] if self._alike else self._classes.repeated(values)
 
     def forward(self) -> Kernel:
         found = self._of_rows(lambda one: one.output)
@@ -372,7 +462,10 @@ class ClassLayer:
     def mean_output(self) -> Kernel:
         return self._of_rows(lambda one: one.mean_output())
 
-    def weights(self) -> ClassRows:
+    def weights(self) -> ClassRows | None:
+        """Uniform, as far as tokens alike can tell."""
+        if self._alike:
+            return None
         found = np.stack([one.weights for one in self._rows])
         return ClassRows(found.reshape(*self._lead, *found.shape[1:]), self._sight)
 
@@ -381,7 +474,7 @@ class ClassLayer:
         return self._numbers("sum_square")
 
     def diagnostics(self) -> dict[str, Array]:
-        keys = self._classes.repeated(self._sight.size)
+        keys = self._of_tokens(self._sight.size)
         numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
         return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
 
@@ -432,7 +525,7 @@ class ClassLayer:
 
     def repeated(self, gained: Kernel) -> Kernel | None:
         """The part of the query path that comes of tokens that repeat within cells."""
-        if self._rows[0].repeated is None:
+        if self._alike or self._rows[0].repeated is None:
             return None
         return self._of_rows(lambda one: one.repeated) * gained
 
@@ -446,69 +539,241 @@ class ClassLayer:
         return np.asarray(self._d_model * (overlaps * gained).total(self._classes.length))
 
 
-class OneClassLayer:
-    """`ClassLayer` of tokens alike, whose positions differ by their distance alone: one class."""
+# --- tokens alike ---------------------------------------------------------------------------------
+
+
+class _Tables:
+    """Exact statistics of rows of one length, beyond the tables too."""
+
+    def __init__(self, keys: int) -> None:
+        self.keys = keys
+        self._rows = exact_rows.AlikeRows(keys)
+
+    def tabulated(self, theta: Array) -> Array:
+        return exact_rows.tabulated(theta)
+
+    def rows(self, theta: Array, keys: Array) -> RowStatistics:
+        return self._rows.single(theta)
+
+    def pairs(self, theta: Array, keys: Array, rho: Array) -> PairStatistics:
+        return self._rows.pair(theta, rho)
+
+
+@functools.lru_cache(maxsize=256)
+def _tables(keys: int) -> _Tables:
+    return _Tables(keys)
+
+
+class AlikeLayer:
+    """Moments of one layer, whose keys are alike and whose queries are of any resolution.
+
+    Attributes:
+        sum_square: E sum_j a_ij^2 of a row.
+        wanted: the variance that logits were to have, where `scale` is less.
+    """
+
+    beyond_tables = coarse = False
 
     def __init__(
-        self, leaf: Any, law: LogitLaw, tokens: Kernel, norm_spread: Array, seq_len: int
+        self,
+        queries: Kernel,
+        keys: Kernel,
+        values: Kernel,
+        *,
+        query_count: int,
+        key_count: int,
+        scale: Array,
+        drop_prob: Array,
+        d_model: Any,
+        d_head: Any,
+        norm_spread: Any,
+        value_bias: Any = 0.0,
+        wanted: Array = 0.0,
     ) -> None:
-        self._classes = classes = one_class(seq_len)
-        lifted = _lifted(tokens, classes)
-        same = law.queries.kernel is tokens, law.keys.kernel is tokens
-        queries, keys = (
-            side._replace(kernel=lifted if alike else _lifted(side.kernel, classes))
-            for side, alike in zip((law.queries, law.keys), same, strict=True)
+        """Evaluate the statistics; arguments as those of `kernels.KernelAttention`."""
+        self._counts, self._queries = (query_count, key_count), queries
+        self._values, self.wanted = values, wanted
+        self._noise = drop_prob / (1 - drop_prob)
+        unshared_value, unshared_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
+        size = queries.diagonal
+        if queries.resolved:  # of two rows the geometric mean, as of their log odds by token
+            first, second = queries.over_tokens(size)
+            size = np.sqrt(first * second)
+        two = self._at_pairs
+        theta = np.asarray(two(scale) * size * two(unshared_key), dtype=np.float64)
+        correlation = np.clip(ratio_or_zero(queries.pairs, size), -1.0, 1.0)
+        apart_from = two(ratio_or_zero(unshared_key, keys.diagonal))
+        flat = np.broadcast_arrays(theta, correlation, apart_from, two(norm_spread))
+        sizes, cosines, unshared, spreads = (np.ravel(one) for one in flat)
+        tables = _tables(key_count)
+        several = {s: Widths(float(d_model), float(d_head), s) for s in np.unique(spreads).tolist()}
+        self._shape = np.shape(flat[0])
+        # Vanishing logits: what is linear in them, from faint ones.
+        taken = np.maximum(sizes, FAINT)
+        self._drive = two(scale) * size / self._of(taken)
+        rows = _of_widths(tables, taken, cosines, unshared, spreads, several)
+        self._rows = rows = _linear(rows, sizes / taken, float(key_count))
+        self._wide = 1.0 / float(d_model)
+        deficit = self._of(np.array([several[s].deficit for s in spreads.tolist()]))
+        self._logit_variance = alone = self._alone(theta)[()]
+        overlap = self._at(rows.overlap)
+        self.sum_square = overlap.diagonal
+        self._entropy = np.asarray(tables.rows(alone, alone).entropy)[()]
+        self._own = (
+            two(unshared_value),
+            two(scale * unshared_key),
+            two(values.diagonal + value_bias),
         )
-        inner = law._replace(queries=queries, keys=keys)
-        self._layer = layer = ClassLayer(leaf, inner, lifted, norm_spread)
-        self.wanted, self.beyond_tables, self.coarse = layer.wanted, layer.beyond_tables, False
+        stiffness = self._of(rows.stiffness)
+        shared = np.maximum(1 - self._of(unshared), 0.0)
+        returned = 2 * deficit * shared**2
+        # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
+        looking = self._own[1] * (1 - self._of(rows.overlap[:, 0])) ** 2
+        self._overlap_path = self._at(rows.query_shift).at_pairs(looking * self._own[0])
+        kept = np.exp(-stiffness * (1 + correlation)), np.exp(-2 * stiffness)
+        mixed = overlap.weighted(self._alone(kept[1]), kept[0])
+        mixed = mixed + self._at(rows.growth).at_pairs(returned)
+        pulled = (self._at(rows.joint_shift) * queries).at_pairs(looking * self._wide)
+        mixed = (mixed + pulled).at_pairs(self._own[0])
+        against = two(values.pairs) * (1 - self._of(rows.against))
+        dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
+        own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
+        self._mixed = Kernel.joined(own, mixed.pairs + against, queries.resolved)
+
+    def forward(self) -> Kernel:
+        """Second moments per feature of sum_j a_ij y_j."""
+        return self._mixed
+
+    def mean_output(self) -> Kernel:
+        """Overlap of two heads that share keys and values."""
+        return averaged(self._values, self._counts[1])
 
     def weights(self) -> None:
-        """Uniform, as far as tokens alike can tell."""
+        """Uniform."""
         return
 
-    def repeated(self, gained: Kernel) -> None:
+    def diagnostics(self) -> dict[str, Array]:
+        """See `attention_diagnostics`."""
+        keys = float(self._counts[1])
+        return attention_diagnostics(self._logit_variance, self.sum_square, self._entropy, keys)
+
+    def overlap_path(self, gradient: Kernel) -> Kernel:
+        """What the query path gains per unit of the variance of two tokens' overlap."""
+        return gradient * self._overlap_path
+
+    def response(self) -> Kernel:
+        """What the query path is per unit of the gradient."""
+        return self.backward(self._queries.with_ones()).query
+
+    def repeated(self, gradient: Kernel) -> None:
         """No text's tokens are alike."""
         return
 
-    def forward(self) -> Kernel:
-        return _lowered(self._layer.forward())
+    def table_gradient(self, gradient: Kernel) -> None:
+        """Positions tell no token from another."""
+        return
 
-    def mean_output(self) -> Kernel:
-        return _lowered(self._layer.mean_output())
+    def backward(self, gradient: Kernel) -> Paths:
+        """Paths of a gradient at the averaged values, their weights' gain included."""
+        queries, keys = self._counts
+        rows, wide, others = self._rows, self._wide, max(keys - 1, 1)
+        unshared_value, scale, masked = self._own
+        noise = self._noise * masked
 
-    @property
-    def sum_square(self) -> Array:
-        return self._layer.sum_square[..., 0]
+        def sent(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
+            """To a key by all rows: rates of every two, and what dropout adds to a row's own."""
+            dropped = self._alone(dropped + 0.0 * self._of(rows.square))
+            rate = Kernel.joined(rate.diagonal + dropped, rate.pairs, rate.resolved)
+            return (gradient * rate.at_pairs(drive)).total(queries) / keys
 
-    def diagnostics(self) -> dict[str, Array]:
-        return {name: value[..., 0] for name, value in self._layer.diagnostics().items()}
+        ones = self._queries.with_ones()
+        overlap = self._at(rows.overlap)
+        held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
+        value = Kernel(held, sent(ones - overlap) / others)
+        path = self.overlap_path(gradient)
+        rate = self._at(rows.query).at_pairs(unshared_value)
+        own = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
+        rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
+        query = (gradient * rate.at_pairs(scale)).mixed(1.0, path, wide)
+        driven = self._at(rows.key).at_pairs(unshared_value)
+        key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
+        growth = self._at(rows.growth)
+        shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))
+        return Paths(value, query, Kernel(key, -key / others), Kernel(shared, -shared / others))
 
-    def backward(self, gained: Kernel) -> Paths:
-        found = self._layer.backward(_lifted(gained, self._classes))
-        return Paths(*map(_lowered, found))
+    def _at_pairs(self, number: Array) -> Array:
+        """A number per configuration, for every two rows."""
+        return self._queries.lift(number)[1]
 
-    def overlap_path(self, gained: Kernel) -> Kernel:
-        return _lowered(self._layer.overlap_path(_lifted(gained, self._classes)))
+    def _of(self, values: Array) -> Array:
+        """A number for every two rows, in the shape of the configurations."""
+        return np.asarray(values.reshape(self._shape)[()])
 
-    def response(self) -> Kernel:
-        return _lowered(self._layer.response())
+    def _alone(self, of_pairs: Array) -> Array:
+        """Of a row with itself."""
+        if not self._queries.resolved:
+            return of_pairs
+        return np.diagonal(np.broadcast_to(of_pairs, self._shape), axis1=-2, axis2=-1)
 
-    def table_gradient(self, gained: Kernel) -> Array | None:
-        return self._layer.table_gradient(_lifted(gained, self._classes))
-
-
-def _lifted(kernel: Kernel, classes: OneClass) -> Kernel:
-    """Tokens alike as a class."""
-    own, pairs = np.asarray(kernel.diagonal, float), np.asarray(kernel.pairs, float)
-    return Kernel(own[..., None], pairs[..., None, None], classes)
-
-
-def _lowered(kernel: Kernel) -> Kernel:
-    return Kernel(kernel.diagonal[..., 0][()], kernel.pairs[..., 0, 0][()])
+    def _at(self, values: Array) -> Kernel:
+        """For a row with itself and with another."""
+        own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
+        return Kernel.joined(own, pairs, self._queries.resolved)
 
 
-Layer = TokenLayer | ClassLayer | OneClassLayer | AlikeAttention
+def _of_widths(
+    tables: _Tables,
+    theta: Array,
+    rho: Array,
+    unshared: Array,
+    spreads: Array,
+    widths: Mapping[float, Widths],
+) -> FiniteRows:
+    """Statistics of every configuration under the widths that its norms' spread makes."""
+    parts = {}
+    for spread, one in widths.items():
+        here = spreads == spread
+        parts[spread] = (
+            here,
+            finite_rows(
+                tables.tabulated(theta[here]),
+                np.full(int(here.sum()), float(tables.keys)),
+                np.clip(unshared[here], 0.0, 2.0),
+                np.column_stack([np.ones_like(rho[here]), rho[here]]),
+                one,
+                tables,
+            ),
+        )
+    if len(parts) == 1:
+        return next(iter(parts.values()))[1]
+    order = np.argsort(np.concatenate([np.flatnonzero(here) for here, _ in parts.values()]))
+    columns = zip(*(found for _, found in parts.values()), strict=True)
+    return FiniteRows(*[np.concatenate(column)[order] for column in columns])
+
+
+def _linear(rows: FiniteRows, share: Array, keys: float) -> FiniteRows:
+    """Of logits whose variance is that share of the one given; the key path's per unit of it."""
+    pair = share[:, None]
+    return rows._replace(
+        overlap=1 / keys + pair * (rows.overlap - 1 / keys),
+        growth=pair * rows.growth,
+        stiffness=share * rows.stiffness,
+        against=share * rows.against,
+        masks=share * rows.masks,
+        dropped_cross=share * rows.dropped_cross,
+    )
+
+
+def averaged(tokens: Kernel, length: int) -> Kernel:
+    """Overlaps of two uniform averages of tokens alike."""
+    mean = tokens.pairs + (tokens.diagonal - tokens.pairs) / length
+    return Kernel(mean, mean)
+
+
+# --- which of them --------------------------------------------------------------------------------
+
+
+Layer = TokenLayer | ClassLayer | AlikeLayer
 """Attention in the resolution of its tokens: moments of what it mixes, and the paths back."""
 
 
@@ -526,12 +791,10 @@ def layer_of(
     (queries, tokens), spread = kernels, norm_variance(memory)
     if memory.resolved is True:
         return TokenLayer(leaf, law, queries, tokens, spread)
-    if memory.resolved:
-        return ClassLayer(leaf, law, tokens, spread, memory.repeats)
-    if by_distance(leaf) and memory.seq_len > 1:
-        return OneClassLayer(leaf, law, tokens, spread, memory.seq_len)
+    if memory.resolved or (by_distance(leaf) and memory.seq_len > 1):
+        return ClassLayer(leaf, law, memory, tokens)
     scale, wanted = logit_scales(law)
-    return AlikeAttention(
+    return AlikeLayer(
         law.queries.kernel,
         law.keys.kernel,
         tokens,
@@ -551,43 +814,3 @@ def by_distance(leaf: Any) -> bool:
     """Whether logits know how far apart tokens are."""
     table = leaf.relative_bias
     return leaf.rotary is not None or (table is not None and table.variance > 0.0)
-
-
-def memory_gain(leaf: Any) -> float:
-    """Variance of a value per unit of the tokens' kernel, kept above 0."""
-    return float(max(leaf.memory_width * leaf.value, 1e-60))
-
-
-def _rotation(leaf: Any, where: list[Array]) -> Rotation:
-    frequencies, shares = leaf.rotary.frequencies(int(leaf.d_head))
-    return Rotation.of(frequencies, shares, *where)
-
-
-def head_slopes(leaf: Any) -> tuple[Array, Array]:
-    """Distance penalties that stand for those of all heads, and their shares."""
-    every = leaf.alibi * alibi_slopes(int(leaf.heads))
-    slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
-    return np.exp(slopes), shares
-
-
-def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
-    offset = np.subtract.outer(where[1], where[0]).T  # key's position minus query's
-    if leaf.alibi:
-        slopes, shares = head_slopes(leaf)
-        layers = [
-            KernelAttention(values, bias=-slope * np.abs(offset), **settings) for slope in slopes
-        ]
-    else:
-        shares = np.ones(1)
-        layers = [KernelAttention(values, **settings)]
-    table = leaf.relative_bias
-    if table is None or table.variance == 0.0:
-        return HeadAverage(layers, shares)
-    bucket = table.bucket(offset, leaf.causal)
-    mean = HeadAverage(layers, shares).mean_attention
-    return HeadAverage(layers, shares, RelativeBiasNoise(mean, bucket, table.variance))
-
-
-def flat(kernel: Kernel) -> Array:
-    """(matrices, n, n)."""
-    return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
