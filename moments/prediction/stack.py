@@ -123,10 +123,11 @@ class Stack:
         self._logits: Point | None = None
         self.notes: tuple[str, ...] = ()
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
+        positions = 0
         if isinstance(resolved, PositionClasses):
-            tokens = len(resolved.nodes)
+            tokens, positions = len(resolved.nodes), model.seq_len
         self.rows = tokens if resolved else 1
-        check_memory(model, bool(resolved), math.prod(shape), tokens)
+        check_memory(model, bool(resolved), math.prod(shape), tokens, positions)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.documents = _documents(model, inputs, real)
