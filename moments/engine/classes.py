@@ -92,6 +92,11 @@ class PositionClasses:
         """Classes of one sequence or document: these, where there are no others."""
         return self
 
+    @property
+    def causal(self) -> PositionClasses:
+        """The same nodes under a mask, by which tokens and their pairs are counted."""
+        return self
+
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
         other: of one document, and where there are several of two."""
@@ -270,7 +275,6 @@ class BothSides(PositionClasses):
 
     @property
     def causal(self) -> PositionClasses:
-        """The same nodes under a mask, by which tokens and their pairs are counted."""
         return _nodes(self.length, tuple(self.nodes.tolist()))
 
     @property
@@ -394,7 +398,9 @@ class DocumentClasses(PositionClasses):
     def inside_count(self) -> Array:
         """(P, P) ordered pairs of different tokens of one document."""
         counts, many = self._counts
-        pairs = (many @ counts)[:, None] * (self.one.seen().keys - np.eye(len(self.one.nodes)))
+        pairs = (many @ counts)[:, None] * (
+            self.one.causal.seen().keys - np.eye(len(self.one.nodes))
+        )
         lengths = np.array(self.lengths, float)
         pairs = pairs + pairs.T
         return np.asarray(pairs * to_total(pairs, float(lengths @ (lengths - 1.0))))
@@ -406,7 +412,7 @@ class DocumentClasses(PositionClasses):
         # Of two documents as many as the shorter one has places, and then the rest of the longer.
         longer = many.sum() - np.cumsum(many)
         met = (many * (many - 1.0 + 2.0 * longer)) @ counts
-        pairs = met[:, None] * (self.one.seen().keys - np.eye(len(met)))
+        pairs = met[:, None] * (self.one.causal.seen().keys - np.eye(len(met)))
         rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
         rest = rest - (longer + many)[:, None] * counts
         pairs += np.einsum("n,np,nq->pq", many, rest, counts)

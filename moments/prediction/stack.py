@@ -67,7 +67,8 @@ class Inputs:
     @property
     def given_by_token(self) -> bool:
         """Whether what is given tells single tokens apart: more than a text, and where it ends."""
-        return any(value is not None for value in (self.segment_ids, self.pixels, self.kernel))
+        segments = self.segment_ids is not None and np.ptp(np.asarray(self.segment_ids)) != 0
+        return segments or any(value is not None for value in (self.pixels, self.kernel))
 
     @property
     def shape(self) -> tuple[int, ...]:
