@@ -258,9 +258,9 @@ def _averages(
     norm = np.maximum(plus + minus, 1e-12)
     size = tables.tabulated(theta[:, None, None] * norm)
     psi = size * (plus - minus) / norm
-    own = np.sqrt(1.0 + 2.0 * share * shared**2)[:, None] * (rule.nodes - 1.0)
-    own = np.maximum(1.0 + own, 0.0)
-    alone = tables.tabulated(theta[:, None] * own)
+    relative = np.sqrt(1.0 + 2.0 * share * shared**2)[:, None] * (rule.nodes - 1.0)
+    relative = np.maximum(1.0 + relative, 0.0)
+    alone = tables.tabulated(theta[:, None] * relative)
     size_seen, psi_seen, alone_seen = size, psi, alone
     if widths.deficit > 0.0:
         lifted = corrections._replace(
@@ -294,8 +294,8 @@ def _joint_shifts(pair: _Pairs, row: _Rows, theta: Array, rho: Array) -> tuple[A
     """E of two rows' shifts over their product: E tr D tr D' and E (a'.a^2 - a.a' sum a^2)
     interpolate between independent and equal rows."""
     product = np.maximum((1.0 - row.square) ** 2, 1e-300)
-    own, cosine = row.vacancy / product, rho * rho
-    query = 1.0 + cosine * (own[:, None] - 1.0)
+    equal, cosine = row.vacancy / product, rho * rho
+    query = 1.0 + cosine * (equal[:, None] - 1.0)
     rest = 4.0 * (row.cube - (row.vacancy - 1.0 + 2.0 * row.square))
     joint_shift = query + (pair.jacobian - rest[:, None]) / product[:, None]
     # equal rows: exactly E (a.s)^2 - theta P2, logits averaged with it
@@ -404,7 +404,7 @@ def calibrate(
     theta: Array,
     keys: Array,
     unshared: Array,
-    own: Array,
+    unshared_keys: Array,
     nodes: Nodes,
     widths: Widths,
     between_nodes: bool = False,
@@ -422,7 +422,7 @@ def calibrate(
     """
     single, column = (keys <= 1.0)[:, None], theta[:, None]
     rho = np.broadcast_to(nodes.rho, (len(theta), len(nodes.rho)))
-    found = finite_rows(theta, keys, own, rho, widths)
+    found = finite_rows(theta, keys, unshared_keys, rho, widths)
     odds = np.clip(found.overlap, 1e-12, 1.0 - 1e-12)
     odds = np.log(np.maximum(keys - 1.0, 1e-12)[:, None] * odds / (1.0 - odds))
     derivative = nodes.basis(nodes.rho)[1]
@@ -432,7 +432,7 @@ def calibrate(
     still = single | (closure <= 0.0)
     closure = np.where(still, 1.0, closure)
     # First order in what one key's logit varies: by its own part, where the keys are not alike.
-    lift = np.where(unshared > 0.0, own / np.where(unshared > 0.0, unshared, 1.0), 1.0)
+    lift = np.where(unshared > 0.0, unshared_keys / np.where(unshared > 0.0, unshared, 1.0), 1.0)
     alone, noise = keys <= 1.0, found.jacobian
     cross = 2.0 / widths.d_model * unshared * found.dropped_cross / (theta * noise)
     return Calibration(

@@ -210,6 +210,13 @@ class RowPairs:
         """The same for the same arguments."""
         return _pairs(sight, turning)
 
+    @classmethod
+    def of_neighbours(
+        cls, sight: Sight, turning: Turning | None, before: tuple[int, ...]
+    ) -> NeighbourRows:
+        """Of every row and the one before it, which is of node `before`; the same for the same."""
+        return _neighbours(sight, turning, before)
+
     def split(self, of_pairs: Array) -> Matrix:
         """(own (P,), pairs (P, P)) of a symmetric number for every pair."""
         own, several = of_pairs[self.alone], ~self.alone
@@ -221,6 +228,72 @@ class RowPairs:
     def joined(self, own: Array, pairs: Array) -> Array:
         """(C,) of the same."""
         return np.where(self.alone, own[self.long], pairs[self.long, self.short])
+
+
+class NeighbourRows(RowPairs):
+    """A pair for every row, with the one before it; two of one class are `alone`: they see the same
+    keys but for one."""
+
+    def split(self, of_pairs: Array) -> Matrix:
+        """(own (P,), nothing)."""
+        return of_pairs, np.zeros((0, 0))
+
+
+@functools.lru_cache(maxsize=16)
+def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) -> NeighbourRows:
+    previous, whole = np.array(before), RowPairs.of(sight, turning)
+    tiles, phases = [], []
+    for rows, keys in whole.rows:
+        long = np.arange(rows.start, rows.stop)
+        short = previous[rows]
+        seen = np.flatnonzero(sight.seen[short].any(0))
+        right = slice(min(keys.start, int(seen[0])), keys.stop)
+        turned = None
+        if turning is not None:
+            together = turning.of_neighbours(len(long))
+            between = turning.between(long, short, together, right, right)
+            turned = between, (together @ turning.shares).real
+            phases.append(together)
+        tiles.append(
+            _tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned, turning)
+        )
+    every = np.arange(len(previous))
+    return NeighbourRows(
+        tuple(tiles),
+        whole.rows,
+        every,
+        previous,
+        previous == every,
+        np.concatenate(phases) if phases else None,
+    )
+
+
+def _tile(
+    sight: Sight,
+    pairs: slice,
+    long: Indices,
+    short: Indices,
+    left: slice,
+    right: slice,
+    turned: tuple[Array, Array] | None,
+    turning: Turning | None,
+) -> Tile:
+    start, stop = max(left.start, right.start), min(left.stop, right.stop)
+    own = slice(start, max(start, stop))
+    empty = own.stop == own.start
+    own_left, own_right = (
+        slice(0, 0) if empty else slice(start - one.start, stop - one.start)
+        for one in (left, right)
+    )
+    looks = sight.seen[long, left], sight.seen[short, right]
+    met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
+    met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
+    begin = np.where(long > short, sight.begins[long], 0)
+    begun = np.arange(own.start, own.stop) >= begin[:, None]
+    several = None if begun.all() else begun.astype(float)
+    where = left, right, own, own_left, own_right
+    still = None if turning is None else turning.within[long, left, right]
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -242,31 +315,16 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 each = np.arange(rows1.start, rows1.stop)
                 long, short = np.concatenate([long, each]), np.concatenate([short, each])
                 alone = np.concatenate([alone, np.ones(len(each), bool)])
-            start, stop = max(left.start, right.start), min(left.stop, right.stop)
-            own = slice(start, max(start, stop))
-            empty = own.stop == own.start
-            own_left, own_right = (
-                slice(0, 0) if empty else slice(start - one.start, stop - one.start)
-                for one in (left, right)
-            )
-            turned, still = None, None
+            turned = None
             if turning is not None:
                 together = turning.of_rows(long, short)
                 together[alone] = 1.0
                 between = turning.between(long, short, together, left, right)
                 between[alone] = turning.within[long[alone]][:, left, right]
                 turned = between, (together @ turning.shares).real
-                still = turning.within[long, left, right]
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            looks = sight.seen[long, left], sight.seen[short, right]
-            met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
-            met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
-            begin = np.where(long > short, sight.begins[long], 0)
-            begun = np.arange(own.start, own.stop) >= begin[:, None]
-            where = left, right, own, own_left, own_right
-            several = None if begun.all() else begun.astype(float)
-            tiles.append(Tile(pairs, long, short, *where, met, met_own, turned, still, several))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned, turning))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -296,6 +354,18 @@ class Across(NamedTuple):
     repeats: Array | None = None
 
 
+class Neighbours(NamedTuple):
+    """Of every row and the one before it.
+
+    Attributes:
+        queries: (P,) kernel of their queries.
+        before: the node of the latter, as `neighbours.NeighbouringClasses.before`.
+    """
+
+    queries: Array
+    before: tuple[int, ...]
+
+
 class ClassLogits(NamedTuple):
     """`logits.Logits` on classes.
 
@@ -307,6 +377,7 @@ class ClassLogits(NamedTuple):
         repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
+        beside: queries of a row and of the one before it; None: these are like others of a class.
     """
 
     queries: Matrix
@@ -317,6 +388,7 @@ class ClassLogits(NamedTuple):
     turning: Turning | None = None
     repeats: Array | None = None
     across: Across | None = None
+    beside: Neighbours | None = None
 
     @property
     def prior(self) -> Array:
@@ -394,9 +466,12 @@ class PositionAttention:
             tokens' overlap.
         repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
         across: the same rows where two of them are of different documents; None: there is one.
+        beside: every row and the one before it, own parts being what these two have; None: they are
+            like others of a class.
     """
 
     across: PositionAttention | None = None
+    beside: PositionAttention | None = None
 
     def __init__(
         self,
@@ -439,6 +514,8 @@ class PositionAttention:
         self._forward()
         if logits.across is not None:
             self.across = self._of_two_documents(logits.across)
+        if logits.beside is not None:
+            self.beside = self._of_neighbours(logits.beside)
         self._give_back()
 
     def _give_back(self) -> None:
@@ -450,12 +527,35 @@ class PositionAttention:
     def _of_two_documents(self, met: Across) -> PositionAttention:
         """These rows, met by those of another document, which sees other tokens at the same places:
         what a row has with itself is what two at one place have."""
+        return self._met(met, self._pairs)
+
+    def _of_neighbours(self, met: Neighbours) -> PositionAttention:
+        """Every row met by the one before it, which sees the same keys but for the row's own."""
+        logits = self.logits
+        kernels = logits._replace(queries=(met.queries, logits.queries[1]))
+        pairs = RowPairs.of_neighbours(logits.sight, logits.turning, met.before)
+        return self._met(kernels, pairs)
+
+    def _met(self, kernels: Across | ClassLogits, pairs: RowPairs) -> PositionAttention:
         found = copy.copy(self)
-        found._kernels, found._dropped, found.across = met, 0.0, None
+        found._kernels, found._pairs, found._dropped = kernels, pairs, 0.0
+        found.across = found.beside = None
         found._joint_laws()
         found._forward()
         found._give_back()
         return found
+
+    @property
+    def _neighbouring(self) -> bool:
+        """Whether these are rows that follow one another."""
+        return isinstance(self._pairs, NeighbourRows)
+
+    def _of_one_token(self, rows: Indices, keys: slice) -> Array:
+        """(n, k) what of the squares of a row's weights it has with itself, or with the row before
+        where these are pairs of such."""
+        if not self._neighbouring:
+            return np.ones((len(rows), keys.stop - keys.start))
+        return np.asarray(self.logits.sight.met_before[rows, keys])
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -567,9 +667,9 @@ class PositionAttention:
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
         nodes = nodes_for(lowest, float(rows.theta.max()))
-        unshared, own_share = rows.unshared_fraction, rows.own_fraction
+        unshared, by_mean = rows.unshared_fraction, rows.unshared_by_mean
         self._calibration = calibration = calibrate(
-            rows.theta, rows.keys, unshared, own_share, nodes, self._widths, between_nodes=True
+            rows.theta, rows.keys, unshared, by_mean, nodes, self._widths, between_nodes=True
         )
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
@@ -664,6 +764,8 @@ class PositionAttention:
             away = np.zeros_like(directions[0][1])
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, tile.left)
+            assert inside is not None
+            inside = inside[long[alone] - rows.start]
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
         held, times = exponent
         whole = held[0] + tile.diagonal(held[1])
@@ -687,17 +789,15 @@ class PositionAttention:
             tile,
             sight.split[short, long, left] * weights[long, left],
             sight.split[long, short, right] * weights[short, right],
-            weights[long, tile.own] * self._met(tile, long, short, tile.own),
-            weights[short, tile.own] * self._met(tile, short, long, tile.own),
+            weights[long, tile.own] * self._shared(tile, long, short, tile.own),
+            weights[short, tile.own] * self._shared(tile, short, long, tile.own),
         )
 
-    def _met(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
+    def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
-        sight = self.logits.sight
-        if not isinstance(sight, FadingSight):
-            return 1.0
-        alone = self._pairs.alone[tile.pairs]
-        return np.where(alone[:, None], 1.0, sight.met_by_one[one, other, keys])
+        sight, alone = self.logits.sight, self._pairs.alone[tile.pairs]
+        others = sight.met_by_one[one, other, keys] if isinstance(sight, FadingSight) else 1.0
+        return np.where(alone[:, None], self._of_one_token(one, keys), others)
 
     @property
     def _alone(self) -> Matrix:
@@ -725,6 +825,7 @@ class PositionAttention:
         values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         once[alone] = self.counted[long[alone], tile.own]
+        once[alone] *= self._of_one_token(long[alone], tile.own)
         once *= weights[short, tile.own]
         pairs = sums.first[:, :, None] * sums.second[:, None, :]
         pairs *= kernel
@@ -756,14 +857,14 @@ class PositionAttention:
 
     def _forward(self) -> None:
         logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
-        met, one_document = self._kernels, self._kernels is logits
+        met, itself = self._kernels, self._kernels is logits
         own, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
         mean = pairs.joined(*whole)
         excess, slope = self._gather(0) - mean, self._gather(1)
-        if one_document:
+        if itself:
             self._shift = self._shifted(whole[0] + excess[alone])
         looking = logits.scale * self._looking(self._shift)
         temperature, of_queries = logits.queries[0], pairs.joined(*met.queries)
@@ -773,11 +874,13 @@ class PositionAttention:
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
-            if one_document:
+            if itself or self._neighbouring:
                 apart = self.counted @ own - whole[0]
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
-                held = pairs.joined((self.counted * weights).sum(1), shared)
+                every = np.arange(len(weights))
+                alike = self._of_one_token(every, slice(0, len(weights)))
+                held = pairs.joined((self.counted * weights * alike).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
@@ -786,7 +889,7 @@ class PositionAttention:
                 self._growth,
                 calibration.stiffness,
                 calibration.against,
-                rows.own_fraction,
+                rows.unshared_by_mean,
                 mean,
                 excess,
                 slope,
@@ -797,7 +900,7 @@ class PositionAttention:
 
         def sent(slope: Array) -> Array:
             found = self._query * slope / (norm[long] * norm[short])
-            if one_document:
+            if itself:
                 found[alone] += calibration.common * slope[alone] / temperature
             return np.asarray(found)
 
@@ -857,7 +960,9 @@ class PositionAttention:
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        alone = (self.counted * self.weights) @ apart
+        every = slice(0, len(own))
+        squares = self.counted * self.weights * self._of_one_token(np.arange(len(own)), every)
+        alone = squares @ apart
         return diagonal(smooth) + alone, np.asarray(smooth + of_own)
 
     # --- attention dropout (see `closure`) ------------------------------------------------------
@@ -926,7 +1031,9 @@ class PositionAttention:
         twice = np.where(long == short, 1.0, 2.0)[:, None]
         both = (twice * sent[long, left])[:, :, None] * sent[short, right][:, None, :]
         alike = twice * sent[long, tile.own] * sent[short, tile.own]
-        if alone.any():  # a row with itself instead of with its neighbour
+        if self._neighbouring:
+            both, alike = self._before_each(tile)
+        elif alone.any():  # a row with itself instead of with its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
             once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
@@ -947,14 +1054,34 @@ class PositionAttention:
             for own, pairs in found
         ]
 
-    def backward(self, own: Array, pairs: Array) -> Paths:
+    def _before_each(self, tile: Tile) -> tuple[Array, Array]:
+        """(c, n, k) and (c, o) how often and by what weights rows and the ones before them, in
+        either order, meet two keys, and one that is the same."""
+        sight, weights = self.logits.sight, self.weights
+        long, short, left, right, own = tile.long, tile.short, tile.left, tile.right, tile.own
+        alone = self._pairs.alone[tile.pairs][:, None]
+        # What the row before sees alone, behind a window's end, as often as a key with which that
+        # of its row begins.
+        every = np.arange(len(weights))
+        begin = sight.seen[long].argmax(1)[:, None, None]
+        keys, others = every[left][None, :, None], every[right][None, None, :]
+        first = begin + (keys == begin) * (begin + 1 < len(weights))
+        held = np.where(others < begin, first, others)
+        counts = sight.later[keys, held, long[:, None, None]]
+        both = weights[long, left][:, :, None] * weights[short, right][:, None, :] * counts
+        part = np.where(alone, sight.met_before[long, own], 1.0)
+        alike = weights[long, own] * weights[short, own] * sight.later_own[own][:, long].T * part
+        return 2.0 * both, 2.0 * alike
+
+    def backward(self, own: Array, pairs: Any) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
 
         Args:
-            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
+            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights; of rows and
+                the ones before them what these have in common, (P,), and nothing.
         """
         size, tiles = len(self.weights), self._pairs.tiles
-        scale, given = single(self._pairs.joined(own, pairs))
+        scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
         total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
@@ -968,7 +1095,9 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        query = own * self.response[0], pairs * self.response[1]
+        query = own * self.response[0], total[0]
+        if not self._neighbouring:
+            query = query[0], pairs * self.response[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
 
@@ -1021,8 +1150,15 @@ class ClassHeads:
 
     @property
     def across(self) -> ClassHeads | None:
-        layers = [layer.across for layer in self._layers if layer.across is not None]
-        return ClassHeads(layers, np.array(self._shares), self._sight) if layers else None
+        return self._of([layer.across for layer in self._layers])
+
+    @property
+    def beside(self) -> ClassHeads | None:
+        return self._of([layer.beside for layer in self._layers])
+
+    def _of(self, layers: list[PositionAttention | None]) -> ClassHeads | None:
+        there = [layer for layer in layers if layer is not None]
+        return ClassHeads(there, np.array(self._shares), self._sight) if there else None
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
