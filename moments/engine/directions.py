@@ -153,16 +153,16 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     return tokens.weighted(1 / (1 + one), 1 / (1 + (first + second) / 2))
 
 
-def persistence(signal: Signal, response: Array, own: bool = True) -> Kernel:
+def persistence(signal: Signal, response: Array, features: bool = True) -> Kernel:
     """Relative growth of a branch's gradient because the one above it falls with the same norm.
 
     With xi the relative deviation of a token's squared norm, which a skip connection keeps,
     E[g_i g_j | xi] is 1 - k (xi_i + xi_j)/2 times its mean above the sum, k the response, and the
     branch's normalisation multiplies it by 1 - (xi_i + xi_j)/2: k (v_i + v_j + 2 c_ij)/4 more on
-    average, v and c the relative variance and covariance of squared norms. `own` says whether they
-    include those of independent Gaussian features.
+    average, v and c the relative variance and covariance of squared norms. `features`
+    says whether they include those of independent Gaussian features.
     """
-    single, common = relative_spread(signal, own)
+    single, common = relative_spread(signal, features)
     kernel = signal.kernel
     one, first, second = at_tokens(kernel, response)
     v, w = kernel.over_tokens(single)
@@ -206,14 +206,14 @@ def shared_persistence(
     return np.einsum("...bi,...bij->...bj", shares * falls, own).reshape(*leading, count)
 
 
-def relative_spread(signal: Signal, own: bool = True) -> tuple[Array, Array]:
+def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array]:
     """Relative variance of squared norms and covariance of those of two tokens.
 
-    Without `own`, less what independent Gaussian features have of it, 2/width and 2 r^2/width.
+    Without `features`, less what independent Gaussian features have of it, 2/width and 2 r^2/width.
     """
     assert signal.fluctuation is not None
     kernel, spread = signal.kernel, signal.fluctuation.norms
-    if not own:
+    if not features:
         spread = spread - (kernel * kernel).scaled(2 / signal.width)
     first, second = kernel.over_tokens(kernel.diagonal)
     single = ratio_or_zero(spread.diagonal, kernel.diagonal * kernel.diagonal)

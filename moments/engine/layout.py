@@ -178,11 +178,11 @@ class Layout:
         """Variance of a token and covariance of two of one sequence, averaged."""
         if kernel.classes is not None:
             return kernel.mean_diagonal(), kernel.mean_pairs()
-        own, numbers = self.split(kernel), self.numbers
+        within, numbers = self.split(kernel), self.numbers
         # Behind a pooling head every token is one sequence's.
-        if own.resolved and numbers is not None and numbers.shape[-1] == own.pairs.shape[-1]:
-            return self._of_documents(own, numbers)
-        found = own.mean_diagonal(), own.mean_pairs()
+        if within.resolved and numbers is not None and numbers.shape[-1] == within.pairs.shape[-1]:
+            return self._of_documents(within, numbers)
+        found = within.mean_diagonal(), within.mean_pairs()
         if self.sequences == 1 or not kernel.resolved:
             return found
         return np.mean(found[0], axis=0), np.mean(found[1], axis=0)
@@ -202,8 +202,9 @@ class Layout:
 
     @property
     def _real(self) -> np.ndarray | None:
-        one = self.sequences == 1 and self.real is not None and self.real.ndim == 2
-        return self.real[0] if one else self.real  # type: ignore[index]
+        if self.sequences == 1 and self.real is not None and self.real.ndim == 2:
+            return np.asarray(self.real[0])
+        return self.real
 
     def _mean(self, signal: Signal) -> Array:
         if not signal.resolved or np.ndim(signal.mean) == 0:

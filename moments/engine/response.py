@@ -630,8 +630,8 @@ def last_matrix(path: Several[Record]) -> Record:
 
 
 def _together(kappas: Several[Array], shares: Several[Array]) -> Array:
-    own = ((kappa - 2) * share**2 for kappa, share in zip(kappas, shares, strict=True))
-    return 2 + sum(own)
+    excess = ((kappa - 2) * share**2 for kappa, share in zip(kappas, shares, strict=True))
+    return 2 + sum(excess)
 
 
 def _own_fluctuation(path: Several[Record], entering: Signal, reached: Signal) -> Array:
@@ -665,17 +665,17 @@ def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
     """Signals that differ in their kernels, on an axis of their own before those of
     configurations."""
 
-    def entries(values: Several[Array], own: int) -> Array:
+    def entries(values: Several[Array], axis_count: int) -> Array:
         shape = np.shape(values[0])
-        shape = np.broadcast_shapes(shape, axes + shape[len(shape) - own :])
+        shape = np.broadcast_shapes(shape, axes + shape[len(shape) - axis_count :])
         return np.stack([np.broadcast_to(value, shape) for value in values])
 
     def together(values: Several[Any]) -> Any:
         first = values[0]
         if isinstance(first, Kernel):
-            own, several = int(bool(first.resolved)), [one.diagonal for one in values]
-            pairs = entries([one.pairs for one in values], 2 * own)
-            return Kernel(entries(several, own), pairs, first.resolved)
+            axis_count, several = int(bool(first.resolved)), [one.diagonal for one in values]
+            pairs = entries([one.pairs for one in values], 2 * axis_count)
+            return Kernel(entries(several, axis_count), pairs, first.resolved)
         if isinstance(first, tuple):
             found = [together(one) for one in zip(*values, strict=True)]
             return type(first)(*found) if hasattr(first, "_fields") else tuple(found)

@@ -106,8 +106,8 @@ def recipe(laws: ComponentLaws) -> tuple[Any, ...]:
     Raises:
         DomainError: laws that no name leads to.
     """
-    own = registered_function(laws.name)
-    found = (laws.name, *(own or ()))
+    function = registered_function(laws.name)
+    found = (laws.name, *(function or ()))
     if found_again(*found) is not laws:
         raise DomainError(f"the laws {laws.name!r} cannot be found again by name")
     return found
@@ -144,8 +144,8 @@ def formula_page() -> str:
 def component_page(record: ComponentLaws, level: int = 2) -> str:
     """Markdown of one component's laws under a heading of that level."""
     lines = [f"{'#' * level} {record.title}\n", f"`moments.component({record.name!r})`\n"]
-    own = [name for theory in THEORIES for name in record.under(theory)]
-    meanings = QUANTITIES | {n: n.replace("_", " ") for n in own if n not in QUANTITIES}
+    names = [name for theory in THEORIES for name in record.under(theory)]
+    meanings = QUANTITIES | {n: n.replace("_", " ") for n in names if n not in QUANTITIES}
     for quantity, meaning in meanings.items():
         for law, theories in _variants(record, quantity):
             lines.append(_law(quantity, meaning, law, theories))

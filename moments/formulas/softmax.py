@@ -21,9 +21,9 @@ from .symbols import Interval
 
 
 def _published_variance(m: Any, seq_len: Any, v: Any, r: Any) -> Any:
-    own = v * (1 - r)
-    finite = own * seq_len / (seq_len - 1)
-    return m.expm1(finite) * m.exp(2 * finite) / ((seq_len - 1) * m.exp(own) + 1) ** 2
+    unshared = v * (1 - r)
+    finite = unshared * seq_len / (seq_len - 1)
+    return m.expm1(finite) * m.exp(2 * finite) / ((seq_len - 1) * m.exp(unshared) + 1) ** 2
 
 
 def _simplified_variance(m: Any, seq_len: Any, v: Any, r: Any) -> Any:

@@ -14,11 +14,11 @@ from ..formulas.checks import (
     check_in,
     check_layers,
     check_number,
-    settle,
 )
 from ..formulas.named_activations import activation_laws
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
 from .embedding import Embedding
+from .fields import settle
 from .placement import BUILT_IN, placement_names
 from .positions import RelativeBias, Rotary
 from .weights import Biases, Weights, check_lengths

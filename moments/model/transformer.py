@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import domain_error
-from ..formulas.checks import check_fields
 from .embedding import Embedding
+from .fields import check_fields
 from .positions import RelativeBias, Rotary
 from .weights import Biases, LayerWeights, Weights
 
@@ -253,7 +253,7 @@ class Transformer:
         version = fields.pop("format", None)
         if version != FORMAT_VERSION:
             raise domain_error("format", version, f"{FORMAT_VERSION}")
-        check_fields("model", fields, dataclasses.fields(cls))
+        check_fields("model", fields, cls)
         for name, read in _readers().items():
             if fields.get(name) is not None:
                 fields[name] = read(fields[name])

@@ -19,6 +19,7 @@ from ..engine.classes import (
     documents_on,
 )
 from ..engine.layout import Layout
+from ..engine.neighbours import NeighbouringClasses, with_neighbours
 from ..engine.state import Gradient, Kernel
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
@@ -129,7 +130,7 @@ def predict(
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
     check_count("batch", batch)
-    own = Inputs(
+    inputs = Inputs(
         variance,
         correlation,
         token_ids,
@@ -140,13 +141,13 @@ def predict(
         document_ids,
     )
     other = _encoder_inputs(model, encoder_inputs)
-    resolved = _resolution(model, theory, tokens, own, other, grad_kernel, targets)
+    resolved = _resolution(model, theory, tokens, inputs, other, grad_kernel, targets)
     received = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
     shapes = {name: given_shape(value) for name, value in received.items()}
     shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
-    shape = configurations(inputs=own.shape, encoder_inputs=other.shape, **shapes)
-    stack = Stack(model, theory, own, resolved, shape)
-    if stack.layout.classes is not None and own.token_ids is not None and not _faint(model):
+    shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
+    stack = Stack(model, theory, inputs, resolved, shape)
+    if stack.layout.classes is not None and inputs.token_ids is not None and not _faint(model):
         stack.notes += (
             "this text is held by means over classes of positions, which know how often tokens "
             "repeat and not which look at which: with logits as strong as these, query and key "
@@ -165,6 +166,10 @@ def predict(
         stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
     if stack.layout.sequences > 1:
         batch = _counted(batch, stack.layout.sequences)
+    elif inputs.sequences > 1:
+        batch = inputs.sequences // _counted(
+            batch, inputs.sequences
+        )  # alike, and no less averaged over
     runs = [s.run for s in stacks]
     with (
         computing(theory, runs, max(s.rows for s in stacks)),
@@ -187,9 +192,10 @@ def predict(
         )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     alone = None
-    if isinstance(stack.classes, DocumentClasses):
-        given = grad_variance, grad_correlation
-        alone = functools.partial(_of_one_document, stack, stack.classes.lengths, given, batch)
+    if isinstance(stack.classes, DocumentClasses | NeighbouringClasses):
+        given, one = (grad_variance, grad_correlation), stack.classes
+        lengths = one.lengths if isinstance(one, DocumentClasses) else (one.length,)
+        alone = functools.partial(_of_one_document, stack, lengths, given, batch)
     found = stack.prediction(batch, outcome, encoder, alone=alone)
     for note in found.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
@@ -230,9 +236,9 @@ def stack_of(model: Transformer, **inputs: Any) -> Stack:
     Raises:
         DomainError: as `predict`.
     """
-    own = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
-    resolved = _resolution(model, "refined", inputs.get("tokens"), own, Inputs(), None)
-    return Stack(model, "refined", own, resolved, own.shape)
+    entering = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
+    resolved = _resolution(model, "refined", inputs.get("tokens"), entering, Inputs(), None)
+    return Stack(model, "refined", entering, resolved, entering.shape)
 
 
 def _counted(batch: int, sequences: int) -> int:
@@ -270,7 +276,7 @@ def _resolution(
     model: Transformer,
     theory: Theory,
     tokens: bool | None,
-    own: Inputs,
+    inputs: Inputs,
     other: Inputs,
     grad_kernel: Any,
     targets: Any = None,
@@ -285,7 +291,7 @@ def _resolution(
     encoder = model.encoder
     stacks = [model] if encoder is None else [model, encoder]
     placed = any(positional(stack) for stack in stacks)
-    given = own.by_token or other.by_token or grad_kernel is not None
+    given = inputs.by_token or other.by_token or grad_kernel is not None
     if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
         # The laws of tokens alike are those of a token and its pairs.
         if theory != "refined":
@@ -302,7 +308,13 @@ def _resolution(
         raise DomainError(
             f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
         )
-    kernels = (own.kernel, grad_kernel, own.attention_mask, own.document_ids, own.pixels)
+    kernels = (
+        inputs.kernel,
+        grad_kernel,
+        inputs.attention_mask,
+        inputs.document_ids,
+        inputs.pixels,
+    )
     if not resolved and any(value is not None for value in kernels):
         raise DomainError(
             "kernel, grad_kernel, pixels, attention_mask and document_ids are resolved by token: "
@@ -315,17 +327,25 @@ def _resolution(
         )
     if not resolved or tokens is not None or grad_kernel is not None or targets is not None:
         return bool(resolved)
-    unknown = model.causal or not own.by_token
-    if own.given_by_token or other.by_token or not unknown or not by_position(model):
+    unknown = model.causal or not inputs.by_token
+    if inputs.given_by_token or other.by_token or not unknown or not by_position(model):
         return bool(resolved)
-    lengths = (model.seq_len,) if not own.by_token else _lengths(model, own)
+    lengths = (model.seq_len,) if not inputs.by_token else _lengths(model, inputs)
     if lengths is None:
         return bool(resolved)
     density = DENSE_PER_OCTAVE if _falls_steeply(model) or _waves(model) else PER_OCTAVE
     one = PositionClasses.of(max(lengths), _least_window(model), per_octave=density)
     if not model.causal:
         return both_sides(one)
-    return one if len(lengths) == 1 else documents_on(one, lengths)
+    if len(lengths) > 1:
+        return documents_on(one, lengths)
+    return with_neighbours(one) if _finds_targets(model) else one
+
+
+def _finds_targets(model: Transformer) -> bool:
+    """Whether the row of a token's target is in what the next token reads."""
+    head = model.head
+    return head is not None and head.tied and head.loss == "causal" and head.transform is None
 
 
 LEAST_LENGTH = 32
@@ -348,21 +368,21 @@ against every token with a row of its own: those of single tokens are off by 9 %
 mean by 2e-3, with as many classes as elsewhere by a factor of 3.7 and by 1e-2."""
 
 
-def _lengths(model: Transformer, own: Inputs) -> tuple[int, ...] | None:
+def _lengths(model: Transformer, inputs: Inputs) -> tuple[int, ...] | None:
     """Of the sequences or documents of a batch; None where classes do not hold them."""
-    if model.encoder is not None and own.sequences > 1:
+    if model.encoder is not None and inputs.sequences > 1:
         return None
-    marked = own.attention_mask is not None or own.document_ids is not None
-    where = document_spans(model, own) if marked or own.token_ids is not None else None
+    marked = inputs.attention_mask is not None or inputs.document_ids is not None
+    where = document_spans(model, inputs) if marked or inputs.token_ids is not None else None
     if where is None or where[:, 2].max() < 2:
         return None
     lengths = tuple(int(length) for length in where[:, 2])
-    if own.token_ids is None:
+    if inputs.token_ids is None:
         return lengths if max(lengths) >= LEAST_LENGTH or sum(lengths) > LONGEST_TEXT else None
-    if _padded(model, own.token_ids):
+    if _padded(model, inputs.token_ids):
         return None
     placed = getattr(model.embedding, "position_variance", 0.0) > 0.0
-    if placed and own.document_ids is None and len(set(where[:, 1].tolist())) > 1:
+    if placed and inputs.document_ids is None and len(set(where[:, 1].tolist())) > 1:
         return None  # behind padding tokens of one place do not share a row of the table
     least = SHORTEST_MEANS if _faint(model) else LONGEST_TEXT + 1
     return lengths if max(lengths) >= least else None

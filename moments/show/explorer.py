@@ -89,10 +89,10 @@ _ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "identity", "swiglu", "geglu")
 
 def _controls(model: Transformer) -> tuple[Control, ...]:
     """Those that make sense of a model, standing where it is."""
-    own = model.weights is None or "weights" in model._defaulted  # widths can follow
+    widths_follow = model.weights is None or "weights" in model._defaulted  # widths can follow
     embedded = model.embedding is not None
     found = [Control("layers", "layers", _DEPTHS, model.layers, whole=True)]
-    if own and not embedded and model.encoder is None:
+    if widths_follow and not embedded and model.encoder is None:
         found += [
             Control("d_model", "width d_model", _WIDTHS, model.d_model, whole=True),
             Control(

@@ -91,11 +91,11 @@ def simulate(
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise domain_error("device", device, f"a device torch can use ({error})") from None
-    own = Given(variance, correlation, token_ids, segment_ids, pixels, document_ids)
+    given = Given(variance, correlation, token_ids, segment_ids, pixels, document_ids)
     other = Given.of_encoder(model, encoder_inputs)
-    batch = batch_of(batch, (own, other))
+    batch = batch_of(batch, (given, other))
     joint, precision = injected is None, getattr(torch, dtype)
-    read = entering(model, own, batch, place, precision, joint)
+    read = entering(model, given, batch, place, precision, joint)
     encoder = None
     if model.encoder is not None:
         of_encoder = entering(model.encoder, other, batch, place, precision, read.joint)

@@ -82,14 +82,14 @@ class Twin:
     def run(self, seed: int, draw: int) -> Draw:
         """One forward and backward pass under the weights of draw number `draw`."""
         if self.encoder is None:
-            own = _Pass(self, seed, draw)
-            own.backward(own.finish(own.forward()))
-            return own.result()
+            decoder = _Pass(self, seed, draw)
+            decoder.backward(decoder.finish(decoder.forward()))
+            return decoder.result()
         read = _Pass(self.encoder, seed, draw)
-        own = _Pass(self, seed, draw, read.offer(read.forward()))
-        own.backward(own.finish(own.forward()))
-        read.backward(read.returned(own.memory_gradient))
-        return own.result(read.result())
+        decoder = _Pass(self, seed, draw, read.offer(read.forward()))
+        decoder.backward(decoder.finish(decoder.forward()))
+        read.backward(read.returned(decoder.memory_gradient))
+        return decoder.result(read.result())
 
     @property
     def numbers(self) -> int:
@@ -162,19 +162,19 @@ class _Pass:
         if model.head is not None:
             x = x.detach().requires_grad_()
             random = self.random(self.layers + 3)
-            own = draw_head(model, random, twin.dtype)
+            drawn = draw_head(model, random, twin.dtype)
             # The same stream of random numbers gives the same table as the input reads.
             tied = {"token": self._embedding(self.random(0))["token"]} if model.head.tied else {}
             watch = _watcher(self.seen, self.layers + 1)
-            logits, loss = run_head(model, x, twin.targets, {**own, **tied}, random, watch)
+            logits, loss = run_head(model, x, twin.targets, {**drawn, **tied}, random, watch)
             self.logit_variance = squared_norm(logits) / logits.numel()
             if loss is not None:
                 self.loss = float(loss.detach())
             if loss is not None and twin.gradient is None:
-                leaves = own | tied
+                leaves = drawn | tied
                 received, *pulled = torch.autograd.grad(loss, [x, *leaves.values()])
                 self.tied_gradient = pulled.pop() if tied else None
-                self._note(self.layers + 1, own, pulled)
+                self._note(self.layers + 1, drawn, pulled)
                 return received
         assert twin.gradient is not None
         random = self.random(self.layers + 1)

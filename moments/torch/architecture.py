@@ -123,9 +123,11 @@ def read_architecture(module: nn.Module) -> Transformer | None:
     position = found.named("position")
     length = len(tensors_of(module)[position[0].parameter]) if position else SEQ_LEN
     drops = {b.name: getattr(module.get_submodule(b.branch.path), "p", 0.0) for b in found.blocks}
-    own = {role.name.removesuffix(".bias") for role in found.roles if role.name.endswith(".bias")}
+    biased = {
+        role.name.removesuffix(".bias") for role in found.roles if role.name.endswith(".bias")
+    }
     drawn = Biases.torch_default(d_model, d_ff).to_dict()
-    biases = {name: drawn[name] for name in drawn if name in own}
+    biases = {name: drawn[name] for name in drawn if name in biased}
     return Transformer(
         layers=found.layers,
         d_model=d_model,

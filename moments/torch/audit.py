@@ -157,9 +157,9 @@ def audit(
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, "an nn.Module")
     parts = anatomy_of(module, batch, names, sites)
-    found, own = parts.found, architecture or parts.architecture()
+    found, declared = parts.found, architecture or parts.architecture()
     batch = parts.example if batch is None else batch
-    model, described = resolve(module, plan, names, own, options)
+    model, described = resolve(module, plan, names, declared, options)
     check_fits(model, found, described, placement=False)
     readings = conventions(plan, options, model)
     return audit_read(Read.of(module, found, batch, model), model, described, readings)

@@ -59,7 +59,7 @@ from .roles import (
     gathered_pattern,
     tensors_of,
 )
-from .tensors import own_loss
+from .tensors import module_loss
 from .text import mask_tokens
 from .unread import not_read
 from .wrappers import unwrapped
@@ -1282,7 +1282,7 @@ def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | Non
             output = run(module.eval(), batch)
         finally:
             module.train(training)
-    if own_loss(output) is not None:
+    if module_loss(output) is not None:
         return None
     try:
         logits = first_tensor(output)

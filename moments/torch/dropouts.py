@@ -37,12 +37,12 @@ def held_dropouts(
     parts = dict(module.named_modules())
     found: dict[Block, HeldDropout] = {}
     open_blocks = {block: list(_candidates(parts, block)) for block in blocks}
-    keys = dict.fromkeys(_key(b, held) for b, own in open_blocks.items() for held in own)
+    keys = dict.fromkeys(_key(b, held) for b, several in open_blocks.items() for held in several)
     for key in keys:
         tried = {
             block: held
-            for block, own in open_blocks.items()
-            for held in own
+            for block, several in open_blocks.items()
+            for held in several
             if block not in found and _key(block, held) == key
         }
         try:

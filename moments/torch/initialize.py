@@ -197,8 +197,8 @@ class _Fitted:
                 "another target, or pass plan.model to take the nearest model all the same"
             )
         parts = anatomy_of(module, batch, names, sites)
-        found, own = parts.found, architecture or parts.architecture()
-        model, described = resolve(module, plan, names, own, options)
+        found, declared = parts.found, architecture or parts.architecture()
+        model, described = resolve(module, plan, names, declared, options)
         check_fits(model, found, described)
         return cls(found, model, described)
 
@@ -270,19 +270,21 @@ def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
         for column in columns:
             held.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
     for layer, column in ((n + 1, c) for n in range(found.layers) for c in (0, 1)):
-        own = held.get((layer, column))
+        there = held.get((layer, column))
         wanted = {
             name: float(values[layer - 1, column])
             for name, values in (("skip_scale", scales.skip), ("branch_scale", scales.branch))
         }
         norms = (scales.norm_input[layer - 1, column], scales.norm_output[layer - 1, column])
-        lacking = [name for name, value in wanted.items() if value != 1 and name not in (own or ())]
-        if own and lacking:
+        lacking = [
+            name for name, value in wanted.items() if value != 1 and name not in (there or ())
+        ]
+        if there and lacking:
             raise DomainError(
-                f"layer {layer}: the module has a parameter for {', '.join(own)} but none for "
+                f"layer {layer}: the module has a parameter for {', '.join(there)} but none for "
                 f"{', '.join(lacking)}"
             )
-        if not found.blocks and ((lacking and not own) or any(factor != 1 for factor in norms)):
+        if not found.blocks and ((lacking and not there) or any(factor != 1 for factor in norms)):
             raise DomainError(
                 f"layer {layer}: the plan scales residual sums or norms, and where they sit in "
                 f"this module is not known: pass sites=[(layer, site, path, side), ...]"

@@ -148,10 +148,10 @@ class Blocks:
         )
         if model.placements[self.number - 1] == "hybrid":
             kind = "rmsnorm" if model.normalization == "rmsnorm" else "layernorm"
-            own = dataclasses.replace(
+            normalised = dataclasses.replace(
                 heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
             )
-            return self._projected("attention", "output", NormalizedAttention(own))
+            return self._projected("attention", "output", NormalizedAttention(normalised))
         return self._projected("attention", "output", heads)
 
     def cross(self) -> Chain:

@@ -14,7 +14,7 @@ from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
 from ..engine.fluctuation import (
     OverlapWalk,
-    OwnOverlap,
+    UnsharedOverlap,
     elasticity,
     followed,
     overlap_variance,
@@ -139,7 +139,9 @@ class GatedLinear(Leaf):
             )
         return output, GatedPullback(output, values, gate_back, factor_back)
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after)
@@ -205,7 +207,7 @@ class GatedLinear(Leaf):
             2 * p * p_other * other.pairs
             + more_pairs * gate.pairs * (u * u_other + 2 * other.pairs)
         ) / self.fan_out
-        own = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
+        diagonal = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
         elastic = self._elasticity(inner.kernel.diagonal, inner.algebra)
         moves = elastic * (1 - ratio_or_zero(self.gate_bias, inner.kernel.diagonal))
         moves = moves + (1 - ratio_or_zero(self.bias, factor.kernel.diagonal))
@@ -213,7 +215,7 @@ class GatedLinear(Leaf):
         moves = ratio_or_zero(moves, signal.second_moment().diagonal)
         first, second = of_gate.over_tokens(moves)
         shared = signal.fluctuation.norms.weighted(moves * moves, first * second)
-        return shared + Kernel.joined(own, own_pairs, of_gate.resolved)
+        return shared + Kernel.joined(diagonal, own_pairs, of_gate.resolved)
 
     def _elasticity(self, variance: Any, algebra: Any) -> Any:
         """d log E f(a)^2 / d log E a^2, by a central difference: 1 for functions of degree 1."""

@@ -297,10 +297,10 @@ class _Reading:
         if len(chains) > 2:  # whatever stands in them: what is read is the longest
             chains = self._longest(chains)
         for chain in chains:
-            own = len(self._matrices(chain))
-            if own < len(chain.sums):
+            matrices = len(self._matrices(chain))
+            if matrices < len(chain.sums):
                 self.reasons.append("layers that share their weights")
-                chain.sums = chain.sums[:own]
+                chain.sums = chain.sums[:matrices]
             stream.fill(chain)
         self.reasons += stream.doubts
         self.doubts += stream.notes

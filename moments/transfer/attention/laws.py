@@ -297,15 +297,15 @@ def _statistics(
     leaf: Any, signal: Signal, wanted: Array, correlation: Array
 ) -> AttentionStatistics:
     """Softmax statistics at the wanted logit scale, or at the most that is validated."""
-    own = 1 - correlation
+    unshared = 1 - correlation
     spread = norm_variance(signal)
     if signal.algebra.scalar:
         # Tokens that are all but equal have logits without variance at any scale.
-        scale = min(wanted, THETA_PEAKED / max(own, 1e-12))
+        scale = min(wanted, THETA_PEAKED / max(unshared, 1e-12))
         profiled = bool(spread == 0.0 and scale <= PROFILED_SCALE)
         widths = signal.seq_len, leaf.d_model, leaf.d_head
         return _from_flat(*_flat(scale, correlation, spread, profiled, *widths))
-    scale = np.minimum(wanted, THETA_PEAKED / np.maximum(own, 1e-12))
+    scale = np.minimum(wanted, THETA_PEAKED / np.maximum(unshared, 1e-12))
     return attention_statistics(
         scale, correlation, signal.seq_len, leaf.d_model, leaf.d_head, spread
     )
@@ -476,10 +476,10 @@ class AlikePullback(NamedTuple):
 
     def overlap_path(self, received: Kernel) -> Kernel:
         """What the query path gains per unit of the variance of an overlap (`noise.overlap`)."""
-        found, own = self.statistics, 1 - self.values["x_correlation"]
+        found, unshared = self.statistics, 1 - self.values["x_correlation"]
         apart = (1 - found["row_square"]) ** 2
         return received.weighted(found["row_vacancy"], apart).scaled(
-            self.gain * own**2 * found["logit_scale"]
+            self.gain * unshared**2 * found["logit_scale"]
         )
 
 

@@ -215,8 +215,8 @@ def logit_law(
         scale = scale * d_head / width
         variance, pairs = keys.kernel.mean_diagonal(), keys.kernel.mean_pairs()
         theta = scale * queries.kernel.mean_diagonal() * (variance - pairs)
-        own = (variance - pairs) / variance
-        gradient_scale = np.exp(3.5 * own**2 * theta / (width + 2.0))
+        unshared = (variance - pairs) / variance
+        gradient_scale = np.exp(3.5 * unshared**2 * theta / (width + 2.0))
         scale = scale / gradient_scale
     notes: tuple[str, ...] = ()
     if leaf.logit_softcap is not None:
@@ -373,8 +373,8 @@ def _freedom(leaf: Any) -> Any:
 
 def _within_heads(kernel: Kernel, path: Kernel, rows: Rows) -> Kernel:
     """(1 - N^2)^2 dQ/dN of different rows."""
-    own, other = kernel.over_tokens(kernel.diagonal)
-    size = np.sqrt(own * other)
+    size_i, other = kernel.over_tokens(kernel.diagonal)
+    size = np.sqrt(size_i * other)
     cosine = kernel.pairs / size
     theta, square = (
         np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(of))))

@@ -34,12 +34,12 @@ from ...engine.classes import ClassMatrix, ClassRows, OneClass, Sight
 from ...engine.composition import Pulled
 from ...engine.fluctuation import (
     OverlapWalk,
-    OwnOverlap,
+    UnsharedOverlap,
     between_rows,
     followed,
     has_fixed_norms,
     met_by,
-    own_variance,
+    unshared_variance,
 )
 from ...engine.response import (
     SINGLE,
@@ -554,8 +554,8 @@ class Attending:
 
 
 def through_attention(
-    leaf: Any, record: Record, at: OwnOverlap, walk: OverlapWalk, fixed: bool = False
-) -> OwnOverlap:
+    leaf: Any, record: Record, at: UnsharedOverlap, walk: OverlapWalk, fixed: bool = False
+) -> UnsharedOverlap:
     """Behind a `SelfAttention` or `CrossAttention`.
 
     Args:
@@ -580,14 +580,14 @@ def through_attention(
         keys = 1.0 / memory.seq_len
     walk.attended[record.place] = attended
     by_queries = query_elasticity(record.pulled, signal, output)
-    grown = 1.0 + (own_spread(memory) if fixed or has_fixed_norms(memory) else 0.0)
+    grown = 1.0 + (unshared_spread(memory) if fixed or has_fixed_norms(memory) else 0.0)
     for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
         walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
     groups = leaf.kv_heads
     kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
     fresh = 1.0 / (kept * output.width)
     fresh += min(by_queries, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
-    return OwnOverlap(attended + fresh, at.response * (averaged + by_queries))
+    return UnsharedOverlap(attended + fresh, at.response * (averaged + by_queries))
 
 
 def uniform_rows(leaf: Any, tokens: Signal) -> Any:
@@ -612,8 +612,10 @@ def averaging_elasticity(weights: Any, tokens: Signal) -> float:
     else:
         met = weights @ kernel.pairs
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
-    owns = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
-    return max(owns[0], 0.0) ** 2 / (owns[1] * owns[2]) if min(owns[1:]) > 0.0 else 0.0
+    unshared = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
+    return (
+        max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]) if min(unshared[1:]) > 0.0 else 0.0
+    )
 
 
 def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> float:
@@ -621,15 +623,15 @@ def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> fl
 
     0 where nothing was pulled.
     """
-    own = own_variance(after)
-    response = None if pulled is None or own == 0.0 else pulled.response()
+    unshared = unshared_variance(after)
+    response = None if pulled is None or unshared == 0.0 else pulled.response()
     if response is None:
         return 0.0
     sent = float(response.mean_pairs())
-    return float(sent * before.width / after.width * own_variance(before) / own)
+    return float(sent * before.width / after.width * unshared_variance(before) / unshared)
 
 
-def own_spread(tokens: Signal) -> float:
+def unshared_spread(tokens: Signal) -> float:
     """Relative variance over draws of what tokens have of their own, their norms made equal.
 
     They share a part whose squared norm c varies by y_kl^2, and the norms leave u = 1 - c to each:

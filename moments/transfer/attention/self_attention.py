@@ -15,7 +15,7 @@ import numpy as np
 
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled, Reader, ReaderPullback
 from ...engine.directions import expected_pull
-from ...engine.fluctuation import OverlapWalk, OwnOverlap, of_averages
+from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, of_averages
 from ...engine.layout import Padding
 from ...engine.response import SINGLE, Around, Elementwise, Response, Sequence, kernel_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
@@ -62,14 +62,18 @@ class Attention(Component):
     mixes_tokens: ClassVar[bool] = True
 
     value: Any
+    value_bias: Any
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         return through_attention(self, record, at, walk)
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
         if self.matrices[0] not in names:
             return self
-        return dataclasses.replace(self, value=self.value * factor)  # type: ignore[type-var]
+        leaf: Any = self  # a dataclass, whichever it is
+        return dataclasses.replace(leaf, value=self.value * factor)
 
 
 @dataclass(frozen=True)
@@ -402,7 +406,7 @@ def concatenated(
     """
     width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), squares)
-    own = kernel if heads is None else _with_bias(leaf, heads, squares)
+    found_heads = kernel if heads is None else _with_bias(leaf, heads, squares)
     mean = 0.0 * kernel.diagonal
     fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
@@ -422,7 +426,7 @@ def concatenated(
             norms, overlaps = (one.resolved_as(kernel) for one in (found.norms, found.overlaps))
             fluctuation = Fluctuation(alone + norms, alone + overlaps, shared=known)
     return Signal(
-        own,
+        found_heads,
         signal.seq_len,
         mean=mean,
         width=width,
@@ -579,7 +583,9 @@ class NormalizedAttention(Leaf):
         both = expected_pull(freedom, inner.correlation())
         return output, _Pullback(back, back_norm, factor, both, gain)
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         # norms are no overlaps of their own
         return through_attention(self.attention, record, at, walk, fixed=True)
 

@@ -211,7 +211,7 @@ class KernelAttention:
     def _forward(self) -> tuple[Array, Array, Array]:
         """O and Q/G, with the dropout of attention weights on their diagonals; `overlap_path`."""
         mean = self.mean_attention @ self.kernel @ self.mean_attention.T
-        closure, own = self._closure, np.diag(self.kernel)
+        closure, variance = self._closure, np.diag(self.kernel)
         excess, slope = closure.gather(self.kernel)
         linear = self._linear
         terms = WidthTerms(closure, self.logits, self._widths, mean, excess, slope)
@@ -222,7 +222,7 @@ class KernelAttention:
         query = query + np.diag(common)
         if self._dropped > 0.0:
             _, _, noise = self._noise.gather(self.logits.within)
-            masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ own)
+            masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ variance)
             output = output + self._dropped * np.diag(masks)
             query = query + self._dropped * self.logits.scale * np.diag(noise)
         return output, linear * query, linear * terms.overlap_path
@@ -259,10 +259,10 @@ class KernelAttention:
         value, key, cross = self._linear * self._closure.spread(gradient)
         value = value + self.mean_attention.T @ gradient @ self.mean_attention
         if self._dropped > 0.0:
-            own = np.diag(gradient)
-            value = value + self._dropped * np.diag(self._closure.squares.T @ own)
+            received = np.diag(gradient)
+            value = value + self._dropped * np.diag(self._closure.squares.T @ received)
             scale = self._dropped * self.logit_scale
-            noise, noise_cross = self._noise.spread(scale * own * self.logits.temperature)
+            noise, noise_cross = self._noise.spread(scale * received * self.logits.temperature)
             if self.logits.rotation is not None:
                 noise, noise_cross = noise * self.logits.rotation.keys, noise_cross
             key, cross = key + noise, cross + noise_cross

@@ -128,21 +128,21 @@ def _shared(patterns: Array, biased: bool) -> Array:
 
 
 def _make_class(
-    span: slice, own: int, extended: Array, stats: RowStatistics, kernel: Array, scale: float
+    span: slice, leader: int, extended: Array, stats: RowStatistics, kernel: Array, scale: float
 ) -> RowClass:
-    keys = as_slice(np.flatnonzero(extended[own]))
-    members = np.append(np.arange(span.start, span.stop), own)
+    keys = as_slice(np.flatnonzero(extended[leader]))
+    members = np.append(np.arange(span.start, span.stop), leader)
     inside = kernel[window(keys, keys)]
     prior = extended[members][:, keys]
     weights = mean_attention(inside, prior, stats, members, scale)
     response = np.zeros_like(inside)
     if len(inside) > 1:
-        pull = stats.odds[own]
-        tau = scale * stats.temperature[own] * stats.held[own]
+        pull = stats.odds[leader]
+        tau = scale * stats.temperature[leader] * stats.held[leader]
         guess = np.exp(pull * tau * (inside - inside.max(1, keepdims=True))) * prior[-1]
-        exponent = pull * tau / max(stats.strength[own], 1e-6) ** 2
+        exponent = pull * tau / max(stats.strength[leader], 1e-6) ** 2
         response = self_overlap(inside, weights[-1], guess, exponent)
-    return RowClass(span, keys, own, weights[:-1], weights[-1], response)
+    return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
 
 
 def _means(values: Array, group: Indices) -> Array:
@@ -169,20 +169,20 @@ class OverlapClosure:
         if logits.rotation is not None:
             correlation = np.minimum(correlation * logits.rotation.queries, 0.0)
         self._nodes = nodes = nodes_for(correlation, float(stats.theta.max()))
-        own = slice(len(self.group), None)
+        leaders = slice(len(self.group), None)
         self.calibration = calibrate(
-            stats.theta[own],
-            stats.keys[own],
-            stats.unshared_fraction[own],
-            stats.own_fraction[own],
+            stats.theta[leaders],
+            stats.keys[leaders],
+            stats.unshared_fraction[leaders],
+            stats.unshared_by_mean[leaders],
             nodes,
             widths,
         )
-        variance = np.maximum(stats.logit_variance[own], exact_rows.THETA_LEAST)
-        gap = variance * stats.strength[own] ** 2
+        variance = np.maximum(stats.logit_variance[leaders], exact_rows.THETA_LEAST)
+        gap = variance * stats.strength[leaders] ** 2
         self._exponent_per_logit = self.calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
         self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
-        exponents = self._exponent_per_logit * logits.scale * stats.temperature[own, None]
+        exponents = self._exponent_per_logit * logits.scale * stats.temperature[leaders, None]
         derivative = nodes.basis(nodes.rho)[1]
         self._laws = JointLaws(self.classes, self.pattern, exponents, derivative, logits)
         self.pairs = PairWeights.of(
@@ -268,9 +268,9 @@ class OverlapClosure:
         return np.asarray(self.rows.keys[self.pattern])
 
     @property
-    def own_fraction(self) -> Array:
+    def unshared_by_mean(self) -> Array:
         """(Lq,) the fraction of a key that it does not share with the row's others."""
-        return np.asarray(self.rows.own_fraction[self.pattern])
+        return np.asarray(self.rows.unshared_by_mean[self.pattern])
 
     @functools.cached_property
     def squares(self) -> Array:
@@ -283,22 +283,22 @@ class OverlapClosure:
                     group = wide.source
                     diagonal = np.diagonal(sums.excess[index, 0]) - 2.0 * sums.left[index, 0]
                     diagonal = diagonal + np.diagonal(sums.both[index, 0])[:, None]
-                    diagonal = diagonal[wide.own_patterns, wide.own_keys]
+                    diagonal = diagonal[wide.leader_patterns, wide.leader_keys]
                     scale = self._row_scale[0, group.patterns, None] ** 2
                     square = group.weights**2 * np.maximum(1.0 + scale * diagonal, 0.0)
                     compact[window(group.patterns, group.keys)] = square
         for group in self.classes:
-            if len(group.own_weights) == 1:
+            if len(group.leader_weights) == 1:
                 compact[window(group.patterns, group.keys)] = 1.0
         return compact[self.pattern]
 
-    def own_joints(self) -> dict[int, Array]:
+    def leader_joints(self) -> dict[int, Array]:
         """(n, n) F/(w w^T) of every class's own row with itself, symmetric, by the row's index."""
         joints = {}
         for block in self._laws.blocks:
             if block.own:
                 for (wide, _), excess in zip(block.pairs, block.overlap.excess, strict=True):
-                    inside = excess[0, wide.own_keys, wide.own_keys].astype(np.float64)
+                    inside = excess[0, wide.leader_keys, wide.leader_keys].astype(np.float64)
                     joints[wide.source.row] = 1.0 + 0.5 * (inside + inside.T)
         return joints
 
@@ -385,13 +385,13 @@ class DroppedAttention:
             closure.squares[members].sum(1), closure.rows.count[:patterns]
         )
         trace = trace * (closure.weights[members] @ variance)  # tr J D J, were D uniform
-        joints = closure.own_joints()
+        joints = closure.leader_joints()
         self._responses = []
         for index, group in enumerate(closure.classes):
-            if len(group.own_weights) > 1:
+            if len(group.leader_weights) > 1:
                 direction = (group.response * variance[group.keys]) @ group.response.T
                 direction = closure.exponent_slopes[index] * direction
-                response = marginal_free(joints[group.row], direction, group.own_weights)
+                response = marginal_free(joints[group.row], direction, group.leader_weights)
                 noise = NoiseResponse.of(group.weights, response, trace[group.patterns])
                 self._responses.append((index, group, noise))
 
@@ -452,12 +452,12 @@ class WidthTerms:
             slope: (Lq, Lq) its derivative in the correlation of two queries.
         """
         weights, pairs = closure.weights, closure.pairs
-        calibration, own_class = closure.calibration, closure.group[closure.pattern]
-        own = np.diagonal(logits.values)
-        shift = weights @ own - np.diagonal(mean + excess)
+        calibration, leader_class = closure.calibration, closure.group[closure.pattern]
+        variance = np.diagonal(logits.values)
+        shift = weights @ variance - np.diagonal(mean + excess)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
             moved = _apart(weights, logits.values)
-            usable = moved > 1e-9 * (weights @ own)
+            usable = moved > 1e-9 * (weights @ variance)
             ratio = _apart(weights, logits.keys) / np.where(usable, moved, 1.0)
             shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
         looking = logits.scale * _looking(weights, logits, shift)
@@ -467,7 +467,7 @@ class WidthTerms:
             return
         unshared = unshared_part(
             closure.effective_keys,
-            weights @ own - np.diagonal(mean),
+            weights @ variance - np.diagonal(mean),
             (weights * weights).sum(1),
         )
         rooted = weights * np.sqrt(unshared)[:, None]
@@ -477,9 +477,9 @@ class WidthTerms:
             (every[:, None], every[None, :]),
             pairs.correlation,
             pairs.growth,
-            calibration.stiffness[own_class],
-            calibration.against[own_class],
-            closure.own_fraction,
+            calibration.stiffness[leader_class],
+            calibration.against[leader_class],
+            closure.unshared_by_mean,
             mean,
             excess,
             slope,
@@ -509,7 +509,7 @@ def fixed_norms(
     growth: Array,
     stiffness: Array,
     against: Array,
-    own_fraction: Array,
+    unshared_by_mean: Array,
     mean: Array,
     excess: Array,
     slope: Array,
@@ -521,7 +521,7 @@ def fixed_norms(
         widths: of the layer.
         rows: both indices of every pair.
         correlation, growth: as in `joint_laws.PairWeights`.
-        stiffness, against, own_fraction: (Lq,) of every row.
+        stiffness, against, unshared_by_mean: (Lq,) of every row.
         mean, excess, slope: as in `WidthTerms`.
         held: what two rows hold in common of the same tokens' own parts.
     """
@@ -530,7 +530,7 @@ def fixed_norms(
     output = np.expm1(-(half[one] + half[two]) * (1.0 + correlation)) * (held + excess)
     half = 0.5 * against
     output -= (half[one] + half[two]) * (mean - held)
-    shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - own_fraction, 0.0, 1.0)
+    shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - unshared_by_mean, 0.0, 1.0)
     return np.asarray(output + shared[one] * shared[two] * growth * slope)
 
 

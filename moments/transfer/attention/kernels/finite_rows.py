@@ -31,6 +31,7 @@ See docs/theory/attention.md, The closure.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple, Protocol
 
@@ -257,9 +258,9 @@ def _averages(
     norm = np.maximum(plus + minus, 1e-12)
     size = tables.tabulated(theta[:, None, None] * norm)
     psi = size * (plus - minus) / norm
-    own = np.sqrt(1.0 + 2.0 * share * shared**2)[:, None] * (rule.nodes - 1.0)
-    own = np.maximum(1.0 + own, 0.0)
-    alone = tables.tabulated(theta[:, None] * own)
+    relative = np.sqrt(1.0 + 2.0 * share * shared**2)[:, None] * (rule.nodes - 1.0)
+    relative = np.maximum(1.0 + relative, 0.0)
+    alone = tables.tabulated(theta[:, None] * relative)
     size_seen, psi_seen, alone_seen = size, psi, alone
     if widths.deficit > 0.0:
         lifted = corrections._replace(
@@ -293,8 +294,8 @@ def _joint_shifts(pair: _Pairs, row: _Rows, theta: Array, rho: Array) -> tuple[A
     """E of two rows' shifts over their product: E tr D tr D' and E (a'.a^2 - a.a' sum a^2)
     interpolate between independent and equal rows."""
     product = np.maximum((1.0 - row.square) ** 2, 1e-300)
-    own, cosine = row.vacancy / product, rho * rho
-    query = 1.0 + cosine * (own[:, None] - 1.0)
+    equal, cosine = row.vacancy / product, rho * rho
+    query = 1.0 + cosine * (equal[:, None] - 1.0)
     rest = 4.0 * (row.cube - (row.vacancy - 1.0 + 2.0 * row.square))
     joint_shift = query + (pair.jacobian - rest[:, None]) / product[:, None]
     # equal rows: exactly E (a.s)^2 - theta P2, logits averaged with it
@@ -321,18 +322,20 @@ class Nodes(NamedTuple):
         low: the other end of the interval.
         rho: (nodes,) correlations.
         to_coefficients: (nodes, nodes) matrix from values at the nodes to Chebyshev coefficients.
+        to_slopes: (nodes - 1, nodes) to those of the derivative, on an interval of length 2.
     """
 
     low: float
     rho: Array
     to_coefficients: Array
+    to_slopes: Array
 
     def basis(self, rho: Array) -> tuple[Array, Array]:
         """Each (nodes, *rho.shape): what multiplies values at the nodes to give the value at rho,
         and the derivative at rho."""
         unit = np.clip((2.0 * rho - 1.0 - self.low) / (1.0 - self.low), -1.0, 1.0)
         terms = np.moveaxis(chebyshev.chebvander(unit, len(self.rho) - 1), -1, 0)
-        derivative = chebyshev.chebder(self.to_coefficients) * 2.0 / (1.0 - self.low)
+        derivative = self.to_slopes * 2.0 / (1.0 - self.low)
         value = np.tensordot(self.to_coefficients.T, terms, 1)
         return value, np.tensordot(derivative.T, terms[:-1], 1)
 
@@ -350,10 +353,17 @@ def nodes_for(correlation: Array, theta: float) -> Nodes:
     while order < MOST_ORDERS and term * (order + 1) > TOLERANCE:
         order += 1
         term *= half / order
-    unit = np.cos(np.pi * np.arange(order + 1) / order)
-    inverse = np.linalg.inv(chebyshev.chebvander(unit, order))
+    unit, to_coefficients, to_slopes = _lobatto(order)
     rho = 0.5 * (1.0 + low) + 0.5 * (1.0 - low) * unit
-    return Nodes(low, rho, np.asarray(inverse, dtype=np.float64))
+    return Nodes(low, rho, to_coefficients, to_slopes)
+
+
+@functools.cache
+def _lobatto(order: int) -> tuple[Array, Array, Array]:
+    """Nodes on [-1, 1], and matrices from values there to coefficients and to the derivative's."""
+    unit = np.cos(np.pi * np.arange(order + 1) / order)
+    inverse = np.asarray(np.linalg.inv(chebyshev.chebvander(unit, order)), dtype=np.float64)
+    return unit, inverse, np.asarray(chebyshev.chebder(inverse))
 
 
 class Calibration(NamedTuple):
@@ -394,7 +404,7 @@ def calibrate(
     theta: Array,
     keys: Array,
     unshared: Array,
-    own: Array,
+    unshared_keys: Array,
     nodes: Nodes,
     widths: Widths,
     between_nodes: bool = False,
@@ -412,7 +422,7 @@ def calibrate(
     """
     single, column = (keys <= 1.0)[:, None], theta[:, None]
     rho = np.broadcast_to(nodes.rho, (len(theta), len(nodes.rho)))
-    found = finite_rows(theta, keys, own, rho, widths)
+    found = finite_rows(theta, keys, unshared_keys, rho, widths)
     odds = np.clip(found.overlap, 1e-12, 1.0 - 1e-12)
     odds = np.log(np.maximum(keys - 1.0, 1e-12)[:, None] * odds / (1.0 - odds))
     derivative = nodes.basis(nodes.rho)[1]
@@ -422,7 +432,7 @@ def calibrate(
     still = single | (closure <= 0.0)
     closure = np.where(still, 1.0, closure)
     # First order in what one key's logit varies: by its own part, where the keys are not alike.
-    lift = np.where(unshared > 0.0, own / np.where(unshared > 0.0, unshared, 1.0), 1.0)
+    lift = np.where(unshared > 0.0, unshared_keys / np.where(unshared > 0.0, unshared, 1.0), 1.0)
     alone, noise = keys <= 1.0, found.jacobian
     cross = 2.0 / widths.d_model * unshared * found.dropped_cross / (theta * noise)
     return Calibration(

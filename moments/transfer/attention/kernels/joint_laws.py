@@ -157,14 +157,14 @@ def joint_excess(
     if not small.any():
         return found
     x = exponents[small]
-    own = np.broadcast_to(weights, exponents[..., 0].shape)[small]
+    weight = np.broadcast_to(weights, exponents[..., 0].shape)[small]
     other = np.broadcast_to(weights2, exponents[..., 0, :].shape)[small]
     excess = x * (1.0 + x * (0.5 + x / 6.0))
-    left = np.zeros_like(own)
+    left = np.zeros_like(weight)
     right = np.zeros_like(other)
     for _ in range(sweeps):
-        held = left * own
-        mean = ((own + held)[..., None, :] @ excess)[..., 0, :] + held.sum(-1, keepdims=True)
+        held = left * weight
+        mean = ((weight + held)[..., None, :] @ excess)[..., 0, :] + held.sum(-1, keepdims=True)
         right = -mean / (1.0 + mean)
         held = right * other
         mean = (excess @ (other + held)[..., None])[..., 0] + held.sum(-1, keepdims=True)
@@ -293,7 +293,7 @@ class PairWeights:
             overlaps: (1 + t, Lq, Lq) what each of `Rotation.kernels` adds to the overlap of two
                 rows' outputs, to first order; None without rotation.
         """
-        bare, rotation, own = logits.correlation(), logits.rotation, group[pattern]
+        bare, rotation, of_class = logits.correlation(), logits.rotation, group[pattern]
         turn: Array | float = 1.0
         if rotation is not None and overlaps is not None:
             turn = _turn(rotation, overlaps, bare, nodes.low)
@@ -302,7 +302,7 @@ class PairWeights:
         sharpened = sharpening(stats, pattern[:, None], pattern[None, :], correlation)
 
         def between(values: Array) -> Array:
-            factor = np.einsum("rij,ir->ij", value, values[own])
+            factor = np.einsum("rij,ir->ij", value, values[of_class])
             return np.asarray(0.5 * (factor + factor.T))
 
         query, growth = between(calibration.query) * sharpened, between(calibration.growth)
@@ -320,7 +320,7 @@ class PairWeights:
         key, cross = key * sharpened, shared * growth * sharpened
         classes = slice(len(group), None)
         risen = np.sqrt(_growth(stats.theta[classes], stats.keys[classes], nodes))
-        risen = np.einsum("rij,ir->ij", value, risen[own])
+        risen = np.einsum("rij,ir->ij", value, risen[of_class])
         amplitude = np.sqrt(logits.scale * logits.temperature * stats.softening[pattern])
         size = risen * risen.T * np.outer(amplitude, amplitude)
         terms = size * np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
@@ -389,7 +389,7 @@ def row_scale(
         inside = kernel[window(one.keys, one.keys)]
         unshared = max(stats.unshared[one.row], 1e-12)
         together = 1.0 + (inside - np.diagonal(inside).mean()) / unshared
-        lacking = one.weights - one.own_weights
+        lacking = one.weights - one.leader_weights
         inverse[one.patterns] += ((one.weights @ together**2) * lacking).sum(1)
 
     def excess(theta: Array, inverse_keys: Array) -> Array:
@@ -397,10 +397,10 @@ def row_scale(
         overlap = exact_rows.overlaps(exact_rows.tabulated(theta)[:, None], keys, rho)
         return np.asarray((overlap.T * keys - 1.0) / (1.0 - 1.0 / keys))
 
-    own = excess(stats.theta[leader] * relative, inverse)
+    alone = excess(stats.theta[leader] * relative, inverse)
     shared = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, group]
     trivial = (stats.count[:patterns] < 1.5) | (np.abs(shared) < 1e-14)
-    ratio = np.where(trivial, 1.0, own / np.where(trivial, 1.0, shared))
+    ratio = np.where(trivial, 1.0, alone / np.where(trivial, 1.0, shared))
     return np.sqrt(np.maximum(ratio, 0.0))
 
 
@@ -423,25 +423,25 @@ class PaddedClass(NamedTuple):
     Attributes:
         source: the class.
         patterns, keys: of its a rows and n keys, real and added.
-        own_patterns, own_keys: where among them the real ones are.
+        leader_patterns, leader_keys: where among them the real ones are.
         weights: (a, n) mean attention.
-        own_weights: (n,) of the class's own row.
+        leader_weights: (n,) of the class's own row.
         response: (n, n) 1 - A.
     """
 
     source: RowClass
     patterns: slice
     keys: slice | Indices
-    own_patterns: slice
-    own_keys: slice
+    leader_patterns: slice
+    leader_keys: slice
     weights: Single
-    own_weights: Single
+    leader_weights: Single
     response: Single
 
 
 def padded(classes: list[RowClass], patterns: int, tokens: int) -> dict[int, PaddedClass]:
     """The classes of more than one key, by index; `patterns` and `tokens` count either in all."""
-    several = {i: one for i, one in enumerate(classes) if len(one.own_weights) > 1}
+    several = {i: one for i, one in enumerate(classes) if len(one.leader_weights) > 1}
     shapes: dict[int, tuple[int, int]] = {}
     for one in several.values():
         rows, keys = one.weights.shape
@@ -459,14 +459,14 @@ def _bin(keys: int) -> int:
 
 
 def _in_shape(one: RowClass, shape: tuple[int, int], patterns: int, tokens: int) -> PaddedClass:
-    rows, own_rows = _wider(one.patterns, shape[0], patterns)
+    rows, leader_rows = _wider(one.patterns, shape[0], patterns)
     if isinstance(one.keys, slice):
         keys: slice | Indices
-        keys, own_keys = _wider(one.keys, shape[1], tokens)
+        keys, leader_keys = _wider(one.keys, shape[1], tokens)
     else:
         others = np.setdiff1d(np.arange(tokens), one.keys)
         keys = np.concatenate([one.keys, others[: shape[1] - len(one.keys)]])
-        own_keys = slice(0, len(one.keys))
+        leader_keys = slice(0, len(one.keys))
 
     def placed(values: Array, shape: tuple[int, ...], where: Any) -> Single:
         if values.shape == shape:
@@ -479,11 +479,11 @@ def _in_shape(one: RowClass, shape: tuple[int, int], patterns: int, tokens: int)
         one,
         rows,
         keys,
-        own_rows,
-        own_keys,
-        placed(one.weights, shape, (own_rows, own_keys)),
-        placed(one.own_weights, shape[1:], own_keys),
-        placed(one.response, (shape[1], shape[1]), (own_keys, own_keys)),
+        leader_rows,
+        leader_keys,
+        placed(one.weights, shape, (leader_rows, leader_keys)),
+        placed(one.leader_weights, shape[1:], leader_keys),
+        placed(one.response, (shape[1], shape[1]), (leader_keys, leader_keys)),
     )
 
 
@@ -581,8 +581,8 @@ class Block(NamedTuple):
         rows = stacked([one.weights for one, _ in pairs])
         rows2 = stacked([two.weights for _, two in pairs])
         shares = (
-            stacked([one.own_weights for one, _ in pairs])[:, None],
-            stacked([two.own_weights for _, two in pairs])[:, None],
+            stacked([one.leader_weights for one, _ in pairs])[:, None],
+            stacked([two.leader_weights for _, two in pairs])[:, None],
         )
         joint = exponents[..., None, None].astype(np.float32) * projected.within.of(pairs)
         np.minimum(joint, EXPONENT_MAX, out=joint)
@@ -595,8 +595,8 @@ class Block(NamedTuple):
             if projected.turned is not None:
                 turned = PairSum.of(projected.turned.of(pairs), rows, rows2)
                 plain = PairSum.of(along, rows, rows2)
-        own = pairs[0][0] is pairs[0][1]
-        return cls(pairs, own, PairSum.of(joint, rows, rows2), response, turned, plain)
+        with_itself = pairs[0][0] is pairs[0][1]
+        return cls(pairs, with_itself, PairSum.of(joint, rows, rows2), response, turned, plain)
 
     def of_keys(self, kernel: Single) -> Single:
         """(c, ..., n, k): the parts of a (..., Lk, Lk) kernel that the pairs meet."""
@@ -621,7 +621,7 @@ class Block(NamedTuple):
         sign = 1.0 if parity is None else parity[:, None, None]
         for (one, two), part in zip(self.pairs, parts, strict=True):
             rows, rows2 = one.source.patterns, two.source.patterns
-            inside = part[..., one.own_patterns, two.own_patterns]
+            inside = part[..., one.leader_patterns, two.leader_patterns]
             total[..., rows, rows2] = inside
             if not self.own:
                 total[..., rows2, rows] = sign * inside.swapaxes(-1, -2)

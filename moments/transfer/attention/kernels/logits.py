@@ -212,7 +212,7 @@ class RowClass:
         keys: the n indices of the keys that any of them attends to.
         row: index of the class's own row in the row statistics.
         weights: (a, n) mean attention of its patterns.
-        own_weights: (n,) mean attention of the class's own row.
+        leader_weights: (n,) mean attention of the class's own row.
         response: (n, n) 1 - A with A_jl = E[a_j a_l]/E a_j: how logit shifts move the softmax.
     """
 
@@ -220,7 +220,7 @@ class RowClass:
     keys: slice | Indices
     row: int
     weights: Array
-    own_weights: Array
+    leader_weights: Array
     response: Array
 
 

@@ -215,8 +215,8 @@ class RowStatistics:
         logit_variance: theta of the reference row.
         unshared: the same per unit of logit scale and query norm: C_jj - b.
         unshared_fraction: the same over the mean C_jj of the row's keys.
-        own_fraction: fraction of C_jj that n_e alike keys do not share if their mean overlap is the
-            row's; as `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
+        unshared_by_mean: fraction of C_jj that n_e alike keys do not share if their mean overlap is
+            the row's; as `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
         theta: the same within the tables, where the exact statistics were taken.
         keys: effective number of keys n_e.
         sum_square: P2 = E sum a^2 of the reference row.
@@ -234,7 +234,7 @@ class RowStatistics:
     logit_variance: Array
     unshared: Array
     unshared_fraction: Array
-    own_fraction: Array
+    unshared_by_mean: Array
     theta: Array
     keys: Array
     sum_square: Array
@@ -325,7 +325,7 @@ def statistics_of(
     rest = np.maximum(1.0 - square, 1e-300)
     # E sum a (1-a)(1-2a), by Gaussian interpolation: second derivative of a in its own logit
     curvature = 1.0 - 3.0 * square + 2.0 * cube
-    own = np.where(several, np.log(square * (keys - 1.0) / rest) / near, 1.0)
+    response_own = np.where(several, np.log(square * (keys - 1.0) / rest) / near, 1.0)
     wide = reference.keys > 2.0 + 1e-6
     response = np.where(wide, keys / np.maximum(keys - 2.0, 1e-6) * curvature / rest, 0.0)
     # the pull `response` already contains a share P2 of the key's own variance: added back
@@ -345,7 +345,7 @@ def statistics_of(
         np.asarray(exact.entropy) + uniform - np.log(reference.keys),
         strength,
         np.maximum(odds, 1e-12),
-        np.maximum(own, LEAST_RESPONSE),
+        np.maximum(response_own, LEAST_RESPONSE),
         response,
         own_variance,
     )
@@ -368,13 +368,13 @@ def mean_attention(
         rows: (a,) their indices in `statistics`; the last one's x is used for all.
         scale: tau, per unit of query norm.
     """
-    own = statistics.own_response[rows[-1]]
+    response = statistics.own_response[rows[-1]]
     tau = scale * statistics.temperature[rows[-1]] * statistics.softening[rows[-1]]
-    boltzmann = np.exp(own * tau * (kernel - kernel.max()))
+    boltzmann = np.exp(response * tau * (kernel - kernel.max()))
     crowd = np.log(np.maximum(prior @ boltzmann, 1e-300))
     variance = np.diag(kernel)
     relative = variance - (prior @ variance)[:, None]
-    log_weight = log_weights(statistics, rows, scale, relative, crowd, own)
+    log_weight = log_weights(statistics, rows, scale, relative, crowd, response)
     held = prior > 0.0
     log_weight = np.where(held, log_weight + np.log(np.where(held, prior, 1.0)), -np.inf)
     weight = np.exp(log_weight - log_weight.max(1, keepdims=True))
@@ -387,7 +387,7 @@ def log_weights(
     scale: float,
     relative: Array,
     crowd: Array,
-    own: Array | float,
+    response: Array | float,
 ) -> Array:
     """(a, n) logarithm of `mean_attention` over the prior, up to a constant of every row.
 
@@ -395,9 +395,9 @@ def log_weights(
         statistics, rows, scale: as there.
         relative: (a, n) a key's variance less the row's mean.
         crowd: (a, n) logarithm of the mean e^{x tau C_jk} over the row's keys k.
-        own: x, of every row or of all.
+        response: x, of every row or of all.
     """
     lift = scale * statistics.temperature[rows] * statistics.softening[rows]
     lift = lift * statistics.variance_response[rows]
-    shared = statistics.kernel_response[rows] / own
+    shared = statistics.kernel_response[rows] / response
     return np.asarray(lift[:, None] * relative - shared[:, None] * crowd)
