@@ -64,6 +64,8 @@ class Case:
         trained: layers whose parameters have gradients, where not all of them fit; 0 is the tables.
         optimizer, rates: of a step.
         tokens: as in `predict`.
+        alike: predicted without the tokens' own places and targets, as too many for the memory of
+            a prediction by token; or image by image.
         samples: whether every draw is kept.
     """
 
@@ -79,6 +81,7 @@ class Case:
     optimizer: str = ""
     rates: tuple[float, ...] = ()
     tokens: bool | None = None
+    alike: bool = False
     samples: bool = False
 
     def small(self) -> Case:
@@ -138,9 +141,22 @@ class Case:
         given = {} if self.task == "causal" else {"targets": data["labels"]}
         return {"token_ids": data["input_ids"], **given}
 
+    def alike_inputs(self) -> tuple[moments.Transformer, dict[str, Any]]:
+        """The model and what it is told where tokens are not told apart."""
+        model, read = self.model(), self.read()
+        if self.task == "translation":
+            return model, {"batch": self.batch}
+        assert model.head is not None
+        share = float((read["targets"] != -100).mean())
+        head = dataclasses.replace(model.head, target_share=share)
+        return model.replace(head=head), {"token_ids": read["token_ids"], "tokens": False}
+
     def predicted(self) -> moments.Prediction:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", moments.ValidityWarning)
+            if self.alike:
+                model, read = self.alike_inputs()
+                return moments.predict(model, **read)
             return moments.predict(self.model(), tokens=self.tokens, **self.read())
 
 
@@ -231,6 +247,31 @@ def _step(name: str, config: Mapping[str, Any], optimizer: str, rates: tuple[flo
 
 
 CASES = [
+    Case(
+        "Llama 3 8B, 4 layers, 512 tokens",
+        8,
+        config=_preset("llama-3-8b", 4),
+        seq_len=512,
+        tokens=True,
+    ),
+    Case(
+        "Gemma 2B, 4 layers, 512 tokens",
+        8,
+        config=_preset("gemma-2b", 4),
+        seq_len=512,
+        tokens=True,
+    ),
+    Case(
+        "Pythia 1.4B, 4 layers, 512 tokens",
+        8,
+        config=_preset("pythia-1.4b", 4),
+        seq_len=512,
+        tokens=True,
+    ),
+    Case("BERT large, one text", 12, config=_preset("bert-large"), seq_len=512, alike=True),
+    Case("RoBERTa large, one text", 8, config=_preset("roberta-large"), seq_len=512, alike=True),
+    Case("T5 large, one text", 8, config=_preset("t5-large"), seq_len=512, alike=True),
+    Case("ViT large, one picture", 16, config=_preset("vit-large")),
     Case("Llama 3 8B, twin", 3, "twin", _preset("llama-3-8b"), seq_len=8192),
     Case("GPT-2, 1024 tokens", 32, config=_preset("gpt2"), seq_len=1024),
     Case("Llama 3 8B", 3, config=_preset("llama-3-8b"), seq_len=3072, trained=LARGEST),
@@ -258,12 +299,19 @@ CASES = [
         declare=_bare,
         inputs={"variance": 1.0, "correlation": 0.2},
     ),
-    Case("T5 large", 8, config=_preset("t5-large"), seq_len=512, batch=2),
-    Case("BERT large", 12, config=_preset("bert-large"), seq_len=512, batch=2),
-    Case("ViT large", 12, config=_preset("vit-large"), batch=4),
+    Case("T5 large, 2 texts", 4, config=_preset("t5-large"), seq_len=512, batch=2, alike=True),
+    Case("BERT large, 2 texts", 6, config=_preset("bert-large"), seq_len=512, batch=2, alike=True),
+    Case("ViT large, 4 pictures", 6, config=_preset("vit-large"), batch=4, alike=True),
     Case("Gemma 2B", 4, config=_preset("gemma-2b"), seq_len=2048),
     Case("Qwen2 1.5B", 6, config=_preset("qwen2-1.5b"), seq_len=2048),
-    Case("RoBERTa large", 12, config=_preset("roberta-large"), seq_len=512, batch=2),
+    Case(
+        "RoBERTa large, 2 texts",
+        6,
+        config=_preset("roberta-large"),
+        seq_len=512,
+        batch=2,
+        alike=True,
+    ),
     Case("Falcon 7B, 8 layers", 4, config=_preset("falcon-7b", 8), seq_len=2048),
     _step("GPT-2", _preset("gpt2"), "sgd", SGD),
     _step("GPT-2", _preset("gpt2"), "muon", MUON),
@@ -516,9 +564,28 @@ def measure_cases(
 # --- prediction ----------------------------------------------------------------------------------
 
 
+def images_apart(case: Case) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Means over images, each predicted by itself; of matrices, which all images reach, nothing."""
+    read, model, count = case.read(), case.model(), case.batch
+    rows, notes = [], set()
+    for k in range(count):
+        one = {name: value[k : k + 1] for name, value in read.items()}
+        p = moments.predict(model, **one)
+        found = stack_record(p) | {"loss": np.array([float(p.loss)])}
+        rows.append(found | {"logit_variance": np.array([float(p.logit_variance)])})
+        notes |= set(p.warnings)
+    mean = {name: np.mean([row[name] for row in rows], axis=0) for name in rows[0]}
+    for name in ("grad_variance", "token_grad_variance"):
+        mean[name] = mean[name] / count**2  # the loss is the mean of theirs
+    return mean | {"weights": np.full_like(mean["weights"], math.nan)}, sorted(notes)
+
+
 def predict_case(case: Case, names: Mapping[str, list[str]]) -> dict[str, Any]:
     """Today's theory in the form of what is kept of a measurement; weights it lacks are nan."""
     start = time.process_time()
+    if case.alike and case.task == "images":
+        found, notes = images_apart(case)
+        return _plain(found, notes, start)
     p = case.predicted()
     if case.kind == "step":
         with warnings.catch_warnings():
@@ -534,12 +601,20 @@ def predict_case(case: Case, names: Mapping[str, list[str]]) -> dict[str, Any]:
             assert p.encoder is not None
             found |= {f"encoder.{k}": v for k, v in stack_record(p.encoder).items()}
             found["encoder.weights"] = _in_order(p.encoder, names["encoder.weights"])
+        if case.alike and case.batch > 1:
+            # What texts have in common their weights' gradients share; alike, each is by itself.
+            for name in ("weights", "encoder.weights"):
+                found |= {name: np.full_like(found[name], math.nan)} if name in found else {}
         if p.loss is not None:
             found["loss"] = np.array([float(p.loss)])
             found["logit_variance"] = np.array([float(p.logit_variance)])
         if case.samples or case.declare is not None:
             found["band"] = np.asarray(p.grad_variance_band, dtype=float).ravel()
             found["typical"] = np.asarray(p.grad_variance_typical, dtype=float)
+    return _plain(found, notes, start)
+
+
+def _plain(found: Mapping[str, np.ndarray], notes: list[str], start: float) -> dict[str, Any]:
     return {
         "values": {k: [None if math.isnan(x) else x for x in _digits(v)] for k, v in found.items()},
         "notes": notes,

@@ -597,7 +597,7 @@ def test_halving_the_classes_of_a_long_context(name: str, monkeypatch: pytest.Mo
     fine = PositionClasses.of(8192, per_octave=3.0)
     coarse = predicted(model)
     assert coarse.layout.classes is not None
-    assert len(coarse.layout.classes.nodes) < len(fine.nodes)
+    assert len(coarse.layout.classes.inside.nodes) < len(fine.nodes)
     monkeypatch.setattr(PositionClasses, "of", classmethod(lambda *_, **__: fine))
     finer = predicted(model)
     np.testing.assert_allclose(coarse.variance, finer.variance, rtol=2e-3)

@@ -115,6 +115,22 @@ class PositionClasses:
         """1 for two tokens that are at one place of two documents, else 0."""
         return np.zeros(())
 
+    @functools.cached_property
+    def following_pairs(self) -> Array:
+        """(P, P) share of pairs (i, j) in which j is the token behind i, as many as there are: two
+        nodes that are one position apart, and beyond them two of one class."""
+        one = self.inside
+        beside = np.diff(one.nodes) == 1
+        found = np.diag(beside.astype(float), 1)
+        inside = np.append(~beside, False)
+        inside[-2] = True
+        pairs = np.maximum(np.diagonal(one.pair_count), 0.0)
+        several = inside & (pairs > 0.0)
+        found[several, several] = np.minimum(one.count[several] / pairs[several], 1.0)
+        found = self.within(found)
+        total = float(self.there.sum() - len(np.atleast_2d(self.there)))
+        return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
+
     def shares_of(self, ids: NDArray[np.int64]) -> Array:
         """(L,), or as `ids`: the share of the text that is of each token."""
         _, where, count = np.unique(ids, return_inverse=True, return_counts=True)
@@ -179,6 +195,12 @@ class PositionClasses:
         """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
         second[l], each counted by weights[j]; over all pairs of the sequence as many as there
         are."""
+        return as_many(*self.pair_sums(first, second, weights), self.pair_count)
+
+    def pair_sums(
+        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(P, P) of the same: how many such pairs, and how many of all, by `hats`."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
         weights = np.ones(len(first)) if weights is None else weights
         sums = [
@@ -187,8 +209,7 @@ class PositionClasses:
         ]
         size = self.hats.sum(1)
         itself = (self.hats * (weights * (first == second))) @ self.hats.T
-        count = np.outer(size, size) - self.hats @ self.hats.T
-        return _as_many(sums[0] @ sums[1].T - itself, count, self.pair_count)
+        return sums[0] @ sums[1].T - itself, np.outer(size, size) - self.hats @ self.hats.T
 
     def spread_out(self, values: Array) -> Array:
         """(..., L) mean squares at every position, from (..., P).
@@ -354,7 +375,7 @@ class DocumentClasses(PositionClasses):
         pairs = (many @ counts)[:, None] * (self.one.seen().keys - np.eye(len(self.one.nodes)))
         lengths = np.array(self.lengths, float)
         pairs = pairs + pairs.T
-        return np.asarray(pairs * _to_total(pairs, float(lengths @ (lengths - 1.0))))
+        return np.asarray(pairs * to_total(pairs, float(lengths @ (lengths - 1.0))))
 
     @functools.cached_property
     def across_count(self) -> Matrix:
@@ -502,7 +523,7 @@ class DocumentClasses(PositionClasses):
         )
         expected = self.inside_count, self.across_count[1], self.across_count[0]
         inner, outer, own = (
-            _as_many(share, count, expects)
+            as_many(share, count, expects)
             for share, count, expects in zip(shares, counts, expected, strict=True)
         )
         return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
@@ -516,7 +537,7 @@ LEAST_SHARED = 1e-9
 """Pairs of documents that reach two positions, of those that reach one, below which none do."""
 
 
-def _as_many(found: Array, count: Array, expected: Array) -> Array:
+def as_many(found: Array, count: Array, expected: Array) -> Array:
     """Sums over their counts, such that weighed by what is counted elsewhere they are as many. A
     cell of one position has no pairs: those with the next stand in."""
     usable, total = count > 0.5, float(found.sum())
@@ -525,10 +546,10 @@ def _as_many(found: Array, count: Array, expected: Array) -> Array:
         for place in map(int, np.flatnonzero(~np.diagonal(usable))):
             beside = [min(place + 1, len(found) - 1), max(place - 1, 0)]
             found[place, place] = found[place, beside].mean()
-    return found * _to_total(found * expected, total)
+    return found * to_total(found * expected, total)
 
 
-def _to_total(counts: Array, total: float) -> float:
+def to_total(counts: Array, total: float) -> float:
     """The factor by which counts sum to what they should."""
     found = float(counts.sum())
     return total / found if found > 0.0 else 0.0
@@ -596,6 +617,8 @@ class Sight:
         later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
         begins: (P,) its first node that is a key.
+        met_before: (P, P) of a row's keys, the share of the squares of their weights that a row of
+            its class meets that comes right before it.
     """
 
     classes: PositionClasses
@@ -611,6 +634,13 @@ class Sight:
     later_own: Array = field(init=False)
     seen: NDArray[np.bool_] = field(init=False)
     begins: NDArray[np.intp] = field(init=False)
+
+    @functools.cached_property
+    def met_before(self) -> Array:
+        # all but the row's own position, by the weights of as many keys as that one sees
+        itself = np.diag(1.0 / np.maximum(np.diagonal(self.keys), 1.0))
+        before = np.clip(self.ends - self.starts - 1.0 * (self.starts == 0), 1.0, None)
+        return np.asarray((1.0 - itself) * (self.size / before)[:, None])
 
     def __post_init__(self) -> None:
         nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
@@ -787,7 +817,9 @@ Matrix = tuple[Any, Any]
 
 def diagonal(pairs: Array) -> Array:
     """(..., P) values between neighbours."""
-    return np.diagonal(pairs, axis1=-2, axis2=-1)
+    if pairs.shape[-2:] == (1, 1):
+        return pairs[..., 0]
+    return pairs.diagonal(axis1=-2, axis2=-1)
 
 
 def product(one: Matrix, other: Matrix, counts: Array) -> Matrix:
@@ -820,7 +852,7 @@ class ClassMatrix:
     __slots__ = ("classes", "own", "pairs")
 
     def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
-        entries, matrix = np.shape(own), np.shape(pairs)
+        entries, matrix = own.shape, pairs.shape
         if entries != matrix[:-1] or matrix[-1] != matrix[-2]:
             shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
             own = np.broadcast_to(own, (*shape, size))

@@ -28,7 +28,7 @@ import numpy as np
 
 from ..formulas.law import Law
 from ..formulas.recording import is_number, number_system
-from .classes import PositionClasses
+from .classes import PositionClasses, own_part
 
 Array = Any  # float or numpy array; see the module docstring
 
@@ -138,8 +138,7 @@ class Kernel:
     def at_pairs(self, factor: Array) -> Kernel:
         """Every entry times a factor per pair, a token's own being that of it with itself."""
         if self.classes is not None:
-            own = np.diagonal(factor, axis1=-2, axis2=-1) if np.ndim(factor) else factor
-            return Kernel(self.diagonal * own, self.pairs * factor, self.resolved)
+            return Kernel(self.diagonal * own_part(factor), self.pairs * factor, self.resolved)
         if not self.resolved:
             return Kernel(self.diagonal * factor, self.pairs * factor)
         return Kernel.of_matrix(self.pairs * factor)

@@ -167,6 +167,12 @@ def _hermite_series(function: Formula) -> LogSeries:
     return LogSeries(values)
 
 
+@functools.lru_cache(maxsize=256)
+def _square_series(function: Formula) -> LogSeries:
+    """Second moments."""
+    return LogSeries(lambda variance: _expect_float(lambda m, x: function(m, x) ** 2, variance))
+
+
 def _expect_float(function: Formula, variance: Any) -> Any:
     v, where = _distinct(np.asarray(variance, dtype=float))
     nodes, weights = _grid_for(v)
@@ -181,12 +187,11 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     E f(x) f(-x); it enters at the first order left out, which is exact at both ends.
     """
     v, w = np.asarray(variance, dtype=float), np.asarray(other, dtype=float)
-    nodes, weights = _grid_for(np.maximum(v.max(), w.max()))
     if variance is other and np.ndim(correlation) == 0 and correlation == 1:
         if LogSeries.serves(v):
-            found = _coefficients(function, v, nodes, weights, _hermite_rows(nodes.size // 2))
-            return (found.orders**2).sum(-1) + found.even + found.odd
+            return _square_series(function)(v.ravel()).reshape(v.shape)
         return _expect_float(lambda m, x: function(m, x) ** 2, v)
+    nodes, weights = _grid_for(np.maximum(v.max(), w.max()))
     rows = _hermite_rows(nodes.size // 2)
     if v.ndim == w.ndim == np.ndim(correlation) == 0:
         one = _scalar_coefficients(function, float(v), nodes.size // 2)

@@ -19,6 +19,7 @@ from ..engine.classes import (
     documents_on,
 )
 from ..engine.layout import Layout
+from ..engine.neighbours import NeighbouringClasses, with_neighbours
 from ..engine.state import Gradient, Kernel
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
@@ -165,6 +166,8 @@ def predict(
         stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
     if stack.layout.sequences > 1:
         batch = _counted(batch, stack.layout.sequences)
+    elif own.sequences > 1:
+        batch = own.sequences // _counted(batch, own.sequences)  # alike, and no less averaged over
     runs = [s.run for s in stacks]
     with (
         computing(theory, runs, max(s.rows for s in stacks)),
@@ -187,9 +190,10 @@ def predict(
         )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     alone = None
-    if isinstance(stack.classes, DocumentClasses):
-        given = grad_variance, grad_correlation
-        alone = functools.partial(_of_one_document, stack, stack.classes.lengths, given, batch)
+    if isinstance(stack.classes, DocumentClasses | NeighbouringClasses):
+        given, one = (grad_variance, grad_correlation), stack.classes
+        lengths = one.lengths if isinstance(one, DocumentClasses) else (one.length,)
+        alone = functools.partial(_of_one_document, stack, lengths, given, batch)
     found = stack.prediction(batch, outcome, encoder, alone=alone)
     for note in found.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
@@ -331,7 +335,15 @@ def _resolution(
     one = PositionClasses.of(max(lengths), _least_window(model), per_octave=density)
     if not model.causal:
         return both_sides(one)
-    return one if len(lengths) == 1 else documents_on(one, lengths)
+    if len(lengths) > 1:
+        return documents_on(one, lengths)
+    return with_neighbours(one) if _finds_targets(model) else one
+
+
+def _finds_targets(model: Transformer) -> bool:
+    """Whether the row of a token's target is in what the next token reads."""
+    head = model.head
+    return head is not None and head.tied and head.loss == "causal" and head.transform is None
 
 
 LEAST_LENGTH = 32

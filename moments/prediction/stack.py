@@ -153,14 +153,17 @@ class Stack:
         self.layout = Layout(sequences, real, self.documents, self.classes)
 
     def alone(self) -> Stack:
-        """Of several documents, the stack of one that is like them on average."""
+        """Of several documents, the stack of one that is like them on average; of neighbours, that
+        of means over cells."""
         several = self.classes
-        assert isinstance(several, DocumentClasses)
-        inside, _ = several.blocks(self.first.diagonal, self.first.pairs)
+        assert several is not None
+        (first, *_), one = several.blocks(self.first.diagonal, self.first.pairs), several.inside
         found = copy.copy(self)
-        found.resolved = found.classes = several.one
-        found.first = Kernel(*inside, several.one)
-        found.layout = Layout(classes=several.one)
+        found.resolved = found.classes = one
+        if not isinstance(several, DocumentClasses):
+            found.counted = one
+        found.first = Kernel(*first, one)
+        found.layout = Layout(classes=one)
         found.run = Run()
         found._embedding = found._layers = found._ending = found._logits = None
         return found

@@ -314,8 +314,7 @@ def embedding_gradients(
         d_model: width.
         gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or
             of tokens alike, one sequence of them.
-        token_ids, segment_ids: the text; required where the gradient is resolved, unless it is of
-            one sequence, whose tokens then are taken to differ.
+        token_ids, segment_ids: the text; None: unknown, its tokens repeat by Zipf's law.
         documents: of packed rows, (L,) or (B, L), see `layout`.
         ids: on classes of positions, the text as `class_kernel` takes it.
 
@@ -342,17 +341,17 @@ def embedding_gradients(
     else:
         count = gradient.pairs.shape[-1]
         if token_ids is None:
-            token_ids = np.arange(count).reshape(-1, seq_len) + embedding.vocab_size
-            where = _places(seq_len, count // seq_len, documents)
-            rows = (token_ids.reshape(-1), where, np.zeros(count))
+            token, _ = _patterns(embedding, seq_len, "refined", None, None)
+            where, segments = _places(seq_len, count // seq_len, documents), np.zeros(count)
+            of_one: Any = np.where(np.eye(count) > 0.0, 1.0, token)
         else:
-            rows = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
-        ids, where, segments = rows
-        if ids.size != count:
-            raise domain_error("token_ids", f"{ids.size} tokens", f"{count}, as the gradient has")
-        real = ids != embedding.padding_id
+            ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
+            if ids.size != count:
+                allowed = f"{count}, as the gradient has"
+                raise domain_error("token_ids", f"{ids.size} tokens", allowed)
+            of_one = _same(ids) * (ids != embedding.padding_id)
         found = {
-            "token": scale * (gradient.pairs * _same(ids) * real).sum((-2, -1)),
+            "token": scale * (gradient.pairs * of_one).sum((-2, -1)),
             "position": (gradient.pairs * _same(where)).sum((-2, -1)),
             "segment": (gradient.pairs * _same(segments)).sum((-2, -1)),
         }

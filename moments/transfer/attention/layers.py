@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from ...engine.classes import ClassRows, Matrix, one_class
 from ...engine.fluctuation import norm_variance
 from ...engine.layout import one_document, places
+from ...engine.neighbours import NeighbouringClasses
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import DomainError
 from ...model.positions import alibi_slopes
@@ -48,7 +49,13 @@ from .kernels import (
 )
 from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
-from .kernels.position_attention import Across, ClassHeads, ClassLogits, PositionAttention
+from .kernels.position_attention import (
+    Across,
+    ClassHeads,
+    ClassLogits,
+    Neighbours,
+    PositionAttention,
+)
 from .kernels.relative_positions import ClassBiasNoise, Turning, fading
 from .laws import attention_diagnostics
 from .projections import LOGIT_VARIANCE_MAX, LogitLaw, Paths, positive
@@ -352,8 +359,9 @@ class ClassLayer:
             sights = [fading(classes.inside, float(slope), leaf.window) for slope in slopes]
         self._rows: list[Any] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
-        for query_tokens, key_tokens, values, scale, spread in zip(
-            *kernels, scales, spreads, strict=True
+        beside = self._neighbours(law.queries.kernel)
+        for query_tokens, key_tokens, values, scale, spread, following in zip(
+            *kernels, scales, spreads, beside, strict=True
         ):
             # A common shift of all keys cancels in the softmax unless it is turned.
             plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
@@ -364,6 +372,8 @@ class ClassLayer:
                 own = np.zeros(repeats.variance.shape[-1])
                 varying = [pairs for _, pairs in classes.blocks(own, repeats.variance)]
             logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
+            if following is not None:
+                logits = logits._replace(beside=following)
             if across:
                 logits = logits._replace(across=Across(*across[0], varying[1]))
             heads = [
@@ -399,6 +409,17 @@ class ClassLayer:
         pairs = np.broadcast_to(pairs, (*self._lead, size, size)).reshape(-1, size, size)
         return [self._classes.blocks(*one) for one in zip(own, pairs, strict=True)]
 
+    def _neighbours(self, queries: Kernel) -> list[Neighbours | None]:
+        """Of every configuration, queries that follow one another; None where these are like others
+        of their class."""
+        classes = self._classes
+        if not isinstance(classes, NeighbouringClasses):
+            return [None] * int(np.prod(self._lead, dtype=int))
+        size = len(classes.nodes)
+        pairs = np.broadcast_to(queries.pairs, (*self._lead, size, size)).reshape(-1, size, size)
+        before = tuple(map(int, classes.before))
+        return [Neighbours(one, before) for one in classes.neighbours(pairs)]
+
     def _kernel(self, kernels: list[Any]) -> Kernel:
         own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
         shape = own.shape[1:], pairs.shape[1:]
@@ -412,8 +433,12 @@ class ClassLayer:
         found = []
         for one, *given in zip(self._rows, *map(self._flat, kernels), strict=True):
             rows = [one] if one.across is None else [one, one.across]
-            blocks = zip(rows, *given, strict=True)
-            found.append(self._classes.joined(*(function(*block) for block in blocks)))
+            blocks = [function(*block) for block in zip(rows, *given, strict=True)]
+            if isinstance(self._classes, NeighbouringClasses):
+                beside, _ = function(one.beside, *(blocks[0] for blocks in given))
+                found.append(self._classes.with_neighbours(*blocks[0], beside))
+            else:
+                found.append(self._classes.joined(*blocks))
         return self._kernel(found)
 
     def _numbers(self, name: str) -> Array:
@@ -457,6 +482,8 @@ class ClassLayer:
         found: list[list[Matrix]] = [[] for _ in Paths._fields]
         counts = self._classes.documents
         totals = gained if counts is None else gained.weighted(*counts)
+        if isinstance(self._classes, NeighbouringClasses):
+            return self._backward_beside(self._classes, gained)
         for one, given in zip(self._rows, self._flat(totals), strict=True):
             rows = [one] if one.across is None else [one, one.across]
             parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
@@ -469,6 +496,29 @@ class ClassLayer:
             return paths
         each = [ratio_or_zero(1.0, count) for count in counts]
         return Paths(*(path.weighted(*each) for path in paths))
+
+    def _backward_beside(self, classes: NeighbouringClasses, gained: Kernel) -> Paths:
+        """The same, the smooth part by all rows and the rest by those that follow one another."""
+        size, found = len(classes.nodes), list[list[Matrix]]([] for _ in Paths._fields)
+        own = np.broadcast_to(gained.diagonal, (*self._lead, size)).reshape(-1, size)
+        pairs = np.broadcast_to(gained.pairs, (*self._lead, size, size)).reshape(-1, size, size)
+        for one, diagonal, matrix in zip(self._rows, own, pairs, strict=True):
+            smooth = classes.smooth(diagonal, matrix)
+            beyond = classes.neighbours(matrix) - classes.near(smooth[1])
+            parts = one.backward(*smooth), one.beside.backward(beyond, None)
+            alike, others = parts[0].query
+            beside = one.beside.response[0] * classes.neighbours(matrix)
+            query = classes.of_smooth(alike, others, beside)
+            for name, of_path in zip(Paths._fields, found, strict=True):
+                if name == "query":
+                    of_path.append(query)
+                    continue
+                (a, b), (more, others) = (getattr(part, name) for part in parts)
+                of_path.append(classes.joined((a + more, b + others)))
+        paths = Paths(*map(self._kernel, found))
+        if self._biases:
+            paths = paths._replace(value=paths.value + self._biased("backward", gained))
+        return paths
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         return self._of_rows(lambda one: one.overlap_path) * gained

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.classes import DocumentClasses, PositionClasses
-from ...engine.state import Array, ratio_or_zero
+from ...engine.state import Array
 from ...errors import DomainError, domain_error
 from ...formulas.algebra import NUMPY
 from ...formulas.checks import check_array, check_count
@@ -187,8 +187,7 @@ def position_targets(
     """Targets of an unknown text on classes of positions, each token predicting the next one, or
     what is masked at random.
 
-    Two tokens i and i + 1 are the first nodes, one position apart; beyond them, neighbours of one
-    class are, in as many of its pairs as there are tokens.
+    Next tokens are found among what is read as often as there are some (`following_pairs`).
     """
     check_count("batch", batch)
     if head.loss != "causal":
@@ -202,17 +201,8 @@ def position_targets(
         }
         return Targets(alike.count, **each)
     collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
-    one, size = classes.inside, len(classes.nodes)
-    active = classes.cell_means(_followed(classes))
-    beside = np.diff(one.nodes) == 1
-    following = np.diag(beside.astype(float), 1)
-    inside = np.append(~beside, False)
-    inside[-2] = True
-    pairs = np.diagonal(one.pair_count)
-    following[inside, inside] = np.clip(
-        ratio_or_zero(one.count, np.maximum(pairs, 0.0))[inside], 0.0, 1.0
-    )
-    following = classes.within(following)
+    size, active = len(classes.nodes), classes.cell_means(_followed(classes))
+    following = classes.following_pairs
     hit = following + (1.0 - following) * collision
     both_hit = following.T * collision + (1.0 - following.T) * triple
     count = batch * float(_followed(classes).sum())

@@ -31,6 +31,7 @@ See docs/theory/attention.md, The closure.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple, Protocol
 
@@ -321,18 +322,20 @@ class Nodes(NamedTuple):
         low: the other end of the interval.
         rho: (nodes,) correlations.
         to_coefficients: (nodes, nodes) matrix from values at the nodes to Chebyshev coefficients.
+        to_slopes: (nodes - 1, nodes) to those of the derivative, on an interval of length 2.
     """
 
     low: float
     rho: Array
     to_coefficients: Array
+    to_slopes: Array
 
     def basis(self, rho: Array) -> tuple[Array, Array]:
         """Each (nodes, *rho.shape): what multiplies values at the nodes to give the value at rho,
         and the derivative at rho."""
         unit = np.clip((2.0 * rho - 1.0 - self.low) / (1.0 - self.low), -1.0, 1.0)
         terms = np.moveaxis(chebyshev.chebvander(unit, len(self.rho) - 1), -1, 0)
-        derivative = chebyshev.chebder(self.to_coefficients) * 2.0 / (1.0 - self.low)
+        derivative = self.to_slopes * 2.0 / (1.0 - self.low)
         value = np.tensordot(self.to_coefficients.T, terms, 1)
         return value, np.tensordot(derivative.T, terms[:-1], 1)
 
@@ -350,10 +353,17 @@ def nodes_for(correlation: Array, theta: float) -> Nodes:
     while order < MOST_ORDERS and term * (order + 1) > TOLERANCE:
         order += 1
         term *= half / order
-    unit = np.cos(np.pi * np.arange(order + 1) / order)
-    inverse = np.linalg.inv(chebyshev.chebvander(unit, order))
+    unit, to_coefficients, to_slopes = _lobatto(order)
     rho = 0.5 * (1.0 + low) + 0.5 * (1.0 - low) * unit
-    return Nodes(low, rho, np.asarray(inverse, dtype=np.float64))
+    return Nodes(low, rho, to_coefficients, to_slopes)
+
+
+@functools.cache
+def _lobatto(order: int) -> tuple[Array, Array, Array]:
+    """Nodes on [-1, 1], and matrices from values there to coefficients and to the derivative's."""
+    unit = np.cos(np.pi * np.arange(order + 1) / order)
+    inverse = np.asarray(np.linalg.inv(chebyshev.chebvander(unit, order)), dtype=np.float64)
+    return unit, inverse, np.asarray(chebyshev.chebder(inverse))
 
 
 class Calibration(NamedTuple):

@@ -81,6 +81,7 @@ class Tile:
         met, met_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
+        still: (c, n, k) means of rho of two keys of the longer row; None likewise.
         begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
@@ -95,6 +96,7 @@ class Tile:
     met: Array
     met_own: Array
     turned: tuple[Array, Array] | None
+    still: Array | None
     begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -107,30 +109,49 @@ class Tile:
         """The range of the longer rows."""
         return slice(int(self.long[0]), int(self.long[-1]) + 1)
 
-    def projected(self, maps: RowMaps, kernel: Matrix, by_pair: bool) -> Matrix:
-        """X C X'^T of rows' maps and a kernel C of its own and pairs' entries.
+    def projected(self, maps: RowMaps, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
+        """X C X'^T of rows' maps and kernels C of their own and pairs' entries.
 
         Args:
             maps: of all rows.
-            kernel: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or of pairs.
-            by_pair: whether it is (c, o) and (c, n, k) of pairs.
+            kernels: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or, where it is
+                said to be by pair, (c, o) and (c, n, k).
         """
-        if self.begun is not None:
-            kernel, by_pair = self._of_pairs(kernel, by_pair), True
-        first = self.long if by_pair else self.rows
-        own, pairs = maps.own[first, self.own], maps.pairs[first, self.left, self.own]
-        apart = kernel[0] - self.diagonal(kernel[1])
-        if self.begun is not None:
-            apart = apart * self.begun
-        middle, own = maps.whole[first, self.left, self.left] @ kernel[1], own * apart
-        middle[:, :, self.own_right] += pairs * apart[..., None, :]
-        if not by_pair:
-            where = self.long - self.long[0]
-            middle, own = middle[where], own[where]
-        found = middle @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
-        turned = np.swapaxes(maps.pairs[self.short, self.right, self.own], -1, -2)
-        found[:, self.own_left, :] += own[:, :, None] * turned
-        return own * maps.own[self.short, self.own], found
+        own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
+        second = maps.own[self.short, self.own]
+        counts = maps.counts[self.short, self.own]
+        once = np.where(counts > 0.0, 1.0 / np.where(counts > 0.0, counts, 1.0), 0.0)
+        middles, owns = [], []
+        for kernel, by_pair in kernels:
+            if self.begun is not None:
+                kernel, by_pair = self._of_pairs(kernel, by_pair), True
+            first = self.long if by_pair else self.rows
+            apart = kernel[0] - self.diagonal(kernel[1])
+            if self.begun is not None:
+                apart = apart * self.begun
+            middle = maps.whole[first, self.left, self.left] @ kernel[1]
+            beside = maps.pairs[first, self.left, self.own] * apart[..., None, :]
+            middle[:, :, self.own_right] += beside
+            own = maps.own[first, self.own] * apart
+            if not by_pair:
+                where = self.long - self.long[0]
+                middle, own = middle[where], own[where]
+            middles.append(middle)
+            owns.append(own)
+        found = np.concatenate(middles, axis=1) if len(middles) > 1 else middles[0]
+        parts = [slice(k * size, (k + 1) * size) for k in range(len(kernels))]
+        # One token of its own meets what counts multiply below; what it is with itself is `own`.
+        for part, own in zip(parts, owns, strict=True):
+            diagonal = _diagonal(found[:, part][:, own_keys[0], own_keys[1]])
+            diagonal += own * once
+        found = found @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
+        matrices = []
+        for part, own in zip(parts, owns, strict=True):
+            pairs, own = found[:, part], own * second
+            diagonal = _diagonal(pairs[:, own_keys[0], own_keys[1]])
+            diagonal -= own * once
+            matrices.append((own, pairs))
+        return matrices
 
     def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
         """(c, n, k) of what is of all rows, or of the longer ones."""
@@ -148,11 +169,13 @@ class RowMaps(NamedTuple):
 
     Attributes:
         own, pairs: (P, P) and (P, P, P).
+        counts: (P, P) of a row's keys.
         whole: (P, P, P) pairs times counts, and own on the diagonal.
     """
 
     own: Array
     pairs: Array
+    counts: Array
     whole: Array
 
     @classmethod
@@ -160,7 +183,7 @@ class RowMaps(NamedTuple):
         whole = pairs * counts[:, None, :]
         each = np.arange(len(own))
         whole[:, each, each] += own
-        return cls(own, pairs, whole)
+        return cls(own, pairs, counts, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +210,13 @@ class RowPairs:
         """The same for the same arguments."""
         return _pairs(sight, turning)
 
+    @classmethod
+    def of_neighbours(
+        cls, sight: Sight, turning: Turning | None, before: tuple[int, ...]
+    ) -> NeighbourRows:
+        """Of every row and the one before it, which is of node `before`; the same for the same."""
+        return _neighbours(sight, turning, before)
+
     def split(self, of_pairs: Array) -> Matrix:
         """(own (P,), pairs (P, P)) of a symmetric number for every pair."""
         own, several = of_pairs[self.alone], ~self.alone
@@ -198,6 +228,72 @@ class RowPairs:
     def joined(self, own: Array, pairs: Array) -> Array:
         """(C,) of the same."""
         return np.where(self.alone, own[self.long], pairs[self.long, self.short])
+
+
+class NeighbourRows(RowPairs):
+    """A pair for every row, with the one before it; two of one class are `alone`: they see the same
+    keys but for one."""
+
+    def split(self, of_pairs: Array) -> Matrix:
+        """(own (P,), nothing)."""
+        return of_pairs, np.zeros((0, 0))
+
+
+@functools.lru_cache(maxsize=16)
+def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) -> NeighbourRows:
+    previous, whole = np.array(before), RowPairs.of(sight, turning)
+    tiles, phases = [], []
+    for rows, keys in whole.rows:
+        long = np.arange(rows.start, rows.stop)
+        short = previous[rows]
+        seen = np.flatnonzero(sight.seen[short].any(0))
+        right = slice(min(keys.start, int(seen[0])), keys.stop)
+        turned = None
+        if turning is not None:
+            together = turning.of_neighbours(len(long))
+            between = turning.between(long, short, together, right, right)
+            turned = between, (together @ turning.shares).real
+            phases.append(together)
+        tiles.append(
+            _tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned, turning)
+        )
+    every = np.arange(len(previous))
+    return NeighbourRows(
+        tuple(tiles),
+        whole.rows,
+        every,
+        previous,
+        previous == every,
+        np.concatenate(phases) if phases else None,
+    )
+
+
+def _tile(
+    sight: Sight,
+    pairs: slice,
+    long: Indices,
+    short: Indices,
+    left: slice,
+    right: slice,
+    turned: tuple[Array, Array] | None,
+    turning: Turning | None,
+) -> Tile:
+    start, stop = max(left.start, right.start), min(left.stop, right.stop)
+    own = slice(start, max(start, stop))
+    empty = own.stop == own.start
+    own_left, own_right = (
+        slice(0, 0) if empty else slice(start - one.start, stop - one.start)
+        for one in (left, right)
+    )
+    looks = sight.seen[long, left], sight.seen[short, right]
+    met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
+    met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
+    begin = np.where(long > short, sight.begins[long], 0)
+    begun = np.arange(own.start, own.stop) >= begin[:, None]
+    several = None if begun.all() else begun.astype(float)
+    where = left, right, own, own_left, own_right
+    still = None if turning is None else turning.within[long, left, right]
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -219,13 +315,6 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 each = np.arange(rows1.start, rows1.stop)
                 long, short = np.concatenate([long, each]), np.concatenate([short, each])
                 alone = np.concatenate([alone, np.ones(len(each), bool)])
-            start, stop = max(left.start, right.start), min(left.stop, right.stop)
-            own = slice(start, max(start, stop))
-            empty = own.stop == own.start
-            own_left, own_right = (
-                slice(0, 0) if empty else slice(start - one.start, stop - one.start)
-                for one in (left, right)
-            )
             turned = None
             if turning is not None:
                 together = turning.of_rows(long, short)
@@ -235,14 +324,7 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 turned = between, (together @ turning.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            looks = sight.seen[long, left], sight.seen[short, right]
-            met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
-            met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
-            begin = np.where(long > short, sight.begins[long], 0)
-            begun = np.arange(own.start, own.stop) >= begin[:, None]
-            where = left, right, own, own_left, own_right
-            several = None if begun.all() else begun.astype(float)
-            tiles.append(Tile(pairs, long, short, *where, met, met_own, turned, several))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned, turning))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -272,6 +354,18 @@ class Across(NamedTuple):
     repeats: Array | None = None
 
 
+class Neighbours(NamedTuple):
+    """Of every row and the one before it.
+
+    Attributes:
+        queries: (P,) kernel of their queries.
+        before: the node of the latter, as `neighbours.NeighbouringClasses.before`.
+    """
+
+    queries: Array
+    before: tuple[int, ...]
+
+
 class ClassLogits(NamedTuple):
     """`logits.Logits` on classes.
 
@@ -283,6 +377,7 @@ class ClassLogits(NamedTuple):
         repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
+        beside: queries of a row and of the one before it; None: these are like others of a class.
     """
 
     queries: Matrix
@@ -293,6 +388,7 @@ class ClassLogits(NamedTuple):
     turning: Turning | None = None
     repeats: Array | None = None
     across: Across | None = None
+    beside: Neighbours | None = None
 
     @property
     def prior(self) -> Array:
@@ -370,9 +466,12 @@ class PositionAttention:
             tokens' overlap.
         repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
         across: the same rows where two of them are of different documents; None: there is one.
+        beside: every row and the one before it, own parts being what these two have; None: they are
+            like others of a class.
     """
 
     across: PositionAttention | None = None
+    beside: PositionAttention | None = None
 
     def __init__(
         self,
@@ -415,6 +514,8 @@ class PositionAttention:
         self._forward()
         if logits.across is not None:
             self.across = self._of_two_documents(logits.across)
+        if logits.beside is not None:
+            self.beside = self._of_neighbours(logits.beside)
         self._give_back()
 
     def _give_back(self) -> None:
@@ -426,12 +527,35 @@ class PositionAttention:
     def _of_two_documents(self, met: Across) -> PositionAttention:
         """These rows, met by those of another document, which sees other tokens at the same places:
         what a row has with itself is what two at one place have."""
+        return self._met(met, self._pairs)
+
+    def _of_neighbours(self, met: Neighbours) -> PositionAttention:
+        """Every row met by the one before it, which sees the same keys but for the row's own."""
+        logits = self.logits
+        kernels = logits._replace(queries=(met.queries, logits.queries[1]))
+        pairs = RowPairs.of_neighbours(logits.sight, logits.turning, met.before)
+        return self._met(kernels, pairs)
+
+    def _met(self, kernels: Across | ClassLogits, pairs: RowPairs) -> PositionAttention:
         found = copy.copy(self)
-        found._kernels, found._dropped, found.across = met, 0.0, None
+        found._kernels, found._pairs, found._dropped = kernels, pairs, 0.0
+        found.across = found.beside = None
         found._joint_laws()
         found._forward()
         found._give_back()
         return found
+
+    @property
+    def _neighbouring(self) -> bool:
+        """Whether these are rows that follow one another."""
+        return isinstance(self._pairs, NeighbourRows)
+
+    def _of_one_token(self, rows: Indices, keys: slice) -> Array:
+        """(n, k) what of the squares of a row's weights it has with itself, or with the row before
+        where these are pairs of such."""
+        if not self._neighbouring:
+            return np.ones((len(rows), keys.stop - keys.start))
+        return np.asarray(self.logits.sight.met_before[rows, keys])
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -512,17 +636,18 @@ class PositionAttention:
 
     # --- pairs of rows -------------------------------------------------------------------------
 
-    def _projected(self, tile: Tile, kernel: Matrix, by_pair: bool = False) -> Matrix:
-        """(1 - A) C (1 - A')^T of pairs of rows; `kernel` as in `Tile.projected`."""
-        found = tile.projected(self._response, kernel, by_pair)
+    def _projected(self, tile: Tile, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
+        """(1 - A) C (1 - A')^T of pairs of rows; `kernels` as in `Tile.projected`."""
+        found = tile.projected(self._response, kernels)
         if isinstance(self.logits.sight, FadingSight):
             long, short = tile.long, tile.short
             heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
             heavier[long != short] = 0.0
-            apart = kernel[0] - tile.diagonal(kernel[1])
-            if not by_pair and apart.ndim > 1:
-                apart = apart[long - long[0]]
-            found[0][...] -= heavier * apart
+            for (kernel, by_pair), (own, _) in zip(kernels, found, strict=True):
+                apart = kernel[0] - tile.diagonal(kernel[1])
+                if not by_pair and apart.ndim > 1:
+                    apart = apart[long - long[0]]
+                own -= heavier * apart
         return found
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
@@ -556,19 +681,26 @@ class PositionAttention:
         turn = np.ones(len(bare))
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
         self._traces = [self._trace(sums) for sums in self._sums]
+        along_values = []
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
             own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
-            if tile.turned is None:
-                moved.append(self._projected(tile, (own, kernel)))
-                continue
-            of_keys, of_rows = tile.turned
-            turned = own * of_rows[:, None], kernel * of_keys
-            moved.append(self._projected(tile, turned, True))
-            assert logits.turning is not None
-            still = logits.turning.within[tile.rows, tile.left, tile.right]
-            unturned.append(self._projected(tile, (own, kernel * still)))
-            meeting = _gathered(trace, moved[-1]), _gathered(trace, unturned[-1])
-            turn[tile.pairs] = _ratio(*meeting, of_rows)
+            kernels: list[tuple[Matrix, bool]] = [((own, kernel), False)]
+            if tile.turned is not None:
+                of_keys, of_rows = tile.turned
+                assert turning is not None
+                within = turning.within[tile.rows, tile.left, tile.right]
+                turned = own * of_rows[:, None], kernel * of_keys
+                kernels = [(turned, True), ((own, kernel * within), False)]
+            if not logits.aligned:
+                values = met.values[0][tile.own], met.values[1][tile.left, tile.right]
+                kernels.append((values, False))
+            found = self._projected(tile, kernels)
+            moved.append(found[0])
+            along_values.append(found[-1])
+            if tile.turned is not None:
+                unturned.append(found[1])
+                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
+                turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
@@ -587,12 +719,12 @@ class PositionAttention:
         self._laws = [
             self._law(
                 sums,
-                one,
+                (one,) if logits.aligned else (one, last),
                 (two, None if factors is None else factors[sums.tile.pairs]),
                 factor[sums.tile.pairs],
                 slope[sums.tile.pairs],
             )
-            for sums, one, two in zip(self._sums, moved, exponents, strict=True)
+            for sums, one, last, two in zip(self._sums, moved, along_values, exponents, strict=True)
         ]
 
         shared_part = 2.0 / self._widths.d_model
@@ -612,7 +744,7 @@ class PositionAttention:
     def _law(
         self,
         sums: _Sums,
-        moved: Matrix,
+        directions: Sequence[Matrix],
         exponent: tuple[Matrix, Array | None],
         factor: Array,
         slope: Array,
@@ -621,19 +753,19 @@ class PositionAttention:
 
         Args:
             sums: over the keys of pairs.
-            moved: the projected kernel.
+            directions: the projected kernel, and where they are not its the values', written over.
             exponent: of the law, as a matrix and what multiplies it; None: nothing does.
-            factor: (c,) of the exponent in `moved`, for a row with itself.
+            factor: (c,) of the exponent in the kernel, for a row with itself.
             slope: (c,) its derivative in the correlation.
         """
         logits, tile = self.logits, sums.tile
-        long, left, right = tile.long, tile.left, tile.right
-        alone = self._pairs.alone[tile.pairs]
-        away = None
+        long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
         if logits.turning is not None and alone.any():
-            away = np.zeros_like(moved[1])
+            away = np.zeros_like(directions[0][1])
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
-            _, inside = logits.among(rows, left)
+            _, inside = logits.among(rows, tile.left)
+            assert inside is not None
+            inside = inside[long[alone] - rows.start]
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
         held, times = exponent
         whole = held[0] + tile.diagonal(held[1])
@@ -642,11 +774,6 @@ class PositionAttention:
         own -= tile.diagonal(pairs)
         own *= tile.met_own
         pairs *= tile.met
-        directions = [moved]
-        if not logits.aligned:
-            of_values, between = self._kernels.values
-            values = of_values[tile.own], between[left, right]
-            directions.append(self._projected(tile, values))
         for beside, between in directions:
             beside += tile.diagonal(between)
             beside *= slope[:, None]
@@ -662,17 +789,15 @@ class PositionAttention:
             tile,
             sight.split[short, long, left] * weights[long, left],
             sight.split[long, short, right] * weights[short, right],
-            weights[long, tile.own] * self._met(tile, long, short, tile.own),
-            weights[short, tile.own] * self._met(tile, short, long, tile.own),
+            weights[long, tile.own] * self._shared(tile, long, short, tile.own),
+            weights[short, tile.own] * self._shared(tile, short, long, tile.own),
         )
 
-    def _met(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
+    def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
-        sight = self.logits.sight
-        if not isinstance(sight, FadingSight):
-            return 1.0
-        alone = self._pairs.alone[tile.pairs]
-        return np.where(alone[:, None], 1.0, sight.met_by_one[one, other, keys])
+        sight, alone = self.logits.sight, self._pairs.alone[tile.pairs]
+        others = sight.met_by_one[one, other, keys] if isinstance(sight, FadingSight) else 1.0
+        return np.where(alone[:, None], self._of_one_token(one, keys), others)
 
     @property
     def _alone(self) -> Matrix:
@@ -700,10 +825,11 @@ class PositionAttention:
         values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         once[alone] = self.counted[long[alone], tile.own]
+        once[alone] *= self._of_one_token(long[alone], tile.own)
         once *= weights[short, tile.own]
         pairs = sums.first[:, :, None] * sums.second[:, None, :]
         pairs *= kernel
-        pairs_own = sums.on_own(pairs)
+        pairs_own = _diagonal(pairs[:, tile.own_left, tile.own_right])
         pairs_own += (values[tile.own] - tile.diagonal(kernel)) * once
         return once * values[tile.own], pairs
 
@@ -731,14 +857,14 @@ class PositionAttention:
 
     def _forward(self) -> None:
         logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
-        met, one_document = self._kernels, self._kernels is logits
+        met, itself = self._kernels, self._kernels is logits
         own, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
         mean = pairs.joined(*whole)
         excess, slope = self._gather(0) - mean, self._gather(1)
-        if one_document:
+        if itself:
             self._shift = self._shifted(whole[0] + excess[alone])
         looking = logits.scale * self._looking(self._shift)
         temperature, of_queries = logits.queries[0], pairs.joined(*met.queries)
@@ -748,11 +874,13 @@ class PositionAttention:
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
-            if one_document:
+            if itself or self._neighbouring:
                 apart = self.counted @ own - whole[0]
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
-                held = pairs.joined((self.counted * weights).sum(1), shared)
+                every = np.arange(len(weights))
+                alike = self._of_one_token(every, slice(0, len(weights)))
+                held = pairs.joined((self.counted * weights * alike).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
@@ -772,7 +900,7 @@ class PositionAttention:
 
         def sent(slope: Array) -> Array:
             found = self._query * slope / (norm[long] * norm[short])
-            if one_document:
+            if itself:
                 found[alone] += calibration.common * slope[alone] / temperature
             return np.asarray(found)
 
@@ -832,7 +960,9 @@ class PositionAttention:
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        alone = (self.counted * self.weights) @ apart
+        every = slice(0, len(own))
+        squares = self.counted * self.weights * self._of_one_token(np.arange(len(own)), every)
+        alone = squares @ apart
         return diagonal(smooth) + alone, np.asarray(smooth + of_own)
 
     # --- attention dropout (see `closure`) ------------------------------------------------------
@@ -901,7 +1031,9 @@ class PositionAttention:
         twice = np.where(long == short, 1.0, 2.0)[:, None]
         both = (twice * sent[long, left])[:, :, None] * sent[short, right][:, None, :]
         alike = twice * sent[long, tile.own] * sent[short, tile.own]
-        if alone.any():  # a row with itself instead of with its neighbour
+        if self._neighbouring:
+            both, alike = self._before_each(tile)
+        elif alone.any():  # a row with itself instead of with its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
             once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
@@ -915,22 +1047,41 @@ class PositionAttention:
         if tile.turned is not None:
             own, pairs = found.pop()
             of_keys, of_rows = tile.turned
-            assert self.logits.turning is not None
-            still = self.logits.turning.within[long, left, right]
-            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * still)]
+            assert tile.still is not None
+            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * tile.still)]
         return [
             (own.astype(np.float32), pairs.reshape(len(pairs), -1).astype(np.float32))
             for own, pairs in found
         ]
 
-    def backward(self, own: Array, pairs: Array) -> Paths:
+    def _before_each(self, tile: Tile) -> tuple[Array, Array]:
+        """(c, n, k) and (c, o) how often and by what weights rows and the ones before them, in
+        either order, meet two keys, and one that is the same."""
+        sight, weights = self.logits.sight, self.weights
+        long, short, left, right, own = tile.long, tile.short, tile.left, tile.right, tile.own
+        alone = self._pairs.alone[tile.pairs][:, None]
+        # What the row before sees alone, behind a window's end, as often as a key with which that
+        # of its row begins.
+        every = np.arange(len(weights))
+        begin = sight.seen[long].argmax(1)[:, None, None]
+        keys, others = every[left][None, :, None], every[right][None, None, :]
+        first = begin + (keys == begin) * (begin + 1 < len(weights))
+        held = np.where(others < begin, first, others)
+        counts = sight.later[keys, held, long[:, None, None]]
+        both = weights[long, left][:, :, None] * weights[short, right][:, None, :] * counts
+        part = np.where(alone, sight.met_before[long, own], 1.0)
+        alike = weights[long, own] * weights[short, own] * sight.later_own[own][:, long].T * part
+        return 2.0 * both, 2.0 * alike
+
+    def backward(self, own: Array, pairs: Any) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
 
         Args:
-            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
+            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights; of rows and
+                the ones before them what these have in common, (P,), and nothing.
         """
         size, tiles = len(self.weights), self._pairs.tiles
-        scale, given = single(self._pairs.joined(own, pairs))
+        scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
         total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
@@ -944,7 +1095,9 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        query = own * self.response[0], pairs * self.response[1]
+        query = own * self.response[0], total[0]
+        if not self._neighbouring:
+            query = query[0], pairs * self.response[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
 
@@ -997,8 +1150,15 @@ class ClassHeads:
 
     @property
     def across(self) -> ClassHeads | None:
-        layers = [layer.across for layer in self._layers if layer.across is not None]
-        return ClassHeads(layers, np.array(self._shares), self._sight) if layers else None
+        return self._of([layer.across for layer in self._layers])
+
+    @property
+    def beside(self) -> ClassHeads | None:
+        return self._of([layer.beside for layer in self._layers])
+
+    def _of(self, layers: list[PositionAttention | None]) -> ClassHeads | None:
+        there = [layer for layer in layers if layer is not None]
+        return ClassHeads(there, np.array(self._shares), self._sight) if there else None
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -1143,7 +1303,7 @@ class _Sums(NamedTuple):
 
     def over_first(self, law: Matrix) -> Array:
         """(c, k)."""
-        total = _before(law[1], self.first)
+        total: Array = (self.first[:, None, :] @ law[1])[:, 0]
         total[:, self.tile.own_right] += law[0] * self.one
         return total
 
@@ -1154,17 +1314,16 @@ class _Sums(NamedTuple):
         return total
 
     def maps(self, law: Matrix) -> tuple[Array, Array]:
-        """(c, n, k) twice: what takes values (c, n) before it to sums of them times the law over
-        the first key, and values (c, k) behind it to sums over the second."""
-        first, second = law[1] * self.first[:, :, None], law[1] * self.second[:, None, :]
-        self.on_own(first)[...] += law[0] * self.one
-        self.on_own(second)[...] += law[0] * self.two
+        """(c, k, n) and (c, n, k): what takes values to sums of them times the law over the first
+        key, and over the second."""
+        pairs, (keys1, keys2) = law[1], (self.tile.own_left, self.tile.own_right)
+        first = np.empty((len(pairs), pairs.shape[2], pairs.shape[1]))
+        np.multiply(np.swapaxes(pairs, 1, 2), self.first[:, None, :], out=first)
+        second = pairs * self.second[:, None, :]
+        own = _diagonal(first[:, keys2, keys1]), _diagonal(second[:, keys1, keys2])
+        own[0][...] += law[0] * self.one
+        own[1][...] += law[0] * self.two
         return first, second
-
-    def on_own(self, pairs: Array) -> Array:
-        """(c, o) entries of keys of both, to be written to."""
-        view: Array = np.einsum("cqq->cq", pairs[:, self.tile.own_left, self.tile.own_right])
-        return view
 
     def balanced_with(
         self, joint: Matrix, sweeps: int, directions: Sequence[Matrix]
@@ -1182,7 +1341,7 @@ class _Sums(NamedTuple):
         to_second, to_first = self.maps(joint)
         left, right = np.ones_like(self.first), np.ones_like(self.second)
         for _ in range(sweeps):
-            right = 1.0 / np.maximum(_before(to_second, left), 1e-300)
+            right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
             left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
         own *= left[:, tile.own_left]
         own *= right[:, tile.own_right]
@@ -1203,7 +1362,9 @@ class _Sums(NamedTuple):
         for sweep in range(TANGENT_SWEEPS):
             if sweep:
                 u = rows - left * _times(to_first, right * v)
-            v = columns - right * _before(to_second, left * u)
+            last, v = v, columns - right * _times(to_second, left * u)
+            if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():  # what is left is rounding
+                break
         for k, (beside, between) in enumerate(directions):
             first, second = u[..., k], v[..., k]
             moved = first[:, :, None] + second[:, None, :]
@@ -1220,22 +1381,24 @@ def _times(matrices: Array, values: Array) -> Array:
     return np.asarray(matrices @ values)
 
 
-def _before(matrices: Array, values: Array) -> Array:
-    """(c, k) or (c, k, d) of values (c, n) or (c, n, d) times matrices (c, n, k)."""
-    if values.ndim == 2:
-        return np.asarray((values[:, None, :] @ matrices)[:, 0])
-    return np.asarray(np.swapaxes(matrices, -1, -2) @ values)
+def _diagonal(matrices: Array) -> Array:
+    """(c, o) of (c, o, o), to be written to."""
+    view: Array = np.einsum("cqq->cq", matrices)
+    return view
 
 
 def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
     """Factors that balance the law of every row with itself, over its own keys of these weights."""
     own, pairs = joint
-    to_second, to_first = pairs * counted[:, :, None], pairs * counted[:, None, :]
+    to_first = pairs * counted[:, None, :]
+    to_second = np.empty_like(to_first)
+    np.multiply(np.swapaxes(pairs, 1, 2), counted[:, None, :], out=to_second)
     met = own * weights
     for each in (to_second, to_first):
-        np.einsum("pqq->pq", each)[...] += met
+        its_own = _diagonal(each)
+        its_own += met
     left, right = np.ones_like(own), np.ones_like(own)
     for _ in range(sweeps):
-        right = 1.0 / np.maximum(_before(to_second, left), 1e-300)
+        right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
         left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
     return left, right

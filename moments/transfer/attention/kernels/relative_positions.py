@@ -115,6 +115,10 @@ class Turning:
         found /= np.where(usable, pairs - same, 1.0)[:, None]
         return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
 
+    def of_neighbours(self, count: int) -> Phases:
+        """(count, m) e^{i w} of rows that follow one another."""
+        return np.tile(np.exp(1j * self._speed), (count, 1))
+
     def between(
         self, long: Indices, short: Indices, rows: Phases, left: slice, right: slice
     ) -> Array:
@@ -335,6 +339,19 @@ class FadingSight(Sight):
     prior: Array = field(init=False)
     heavier: Array = field(init=False)
     met_by_one: Array = field(init=False)
+
+    @functools.cached_property
+    def met_before(self) -> Array:
+        """e^s sum_{j < i} p_ij^2 over the whole of it: the row before weighs its keys by e^s more,
+        and does not see the row's own position."""
+        squares = self.keys * self.prior**2
+        itself = np.diag(1.0 / np.maximum(np.diagonal(squares), 1.0))
+        sizes = (
+            _size(np.clip(np.minimum(self.classes.nodes - less, self.window), 1, None), self.slope)
+            for less in (0, 1)
+        )
+        whole, before = sizes
+        return np.asarray(np.exp(self.slope) * (1.0 - itself) * (whole / before)[:, None])
 
     def __post_init__(self) -> None:
         self._set(_fading(self.classes, self.slope, self.window))
