@@ -60,8 +60,8 @@ class Inputs:
 
     @property
     def by_token(self) -> bool:
-        marks = (self.attention_mask, self.document_ids)
-        given = (self.token_ids, self.pixels, self.kernel, *marks)
+        masks = (self.attention_mask, self.document_ids)
+        given = (self.token_ids, self.pixels, self.kernel, *masks)
         return any(value is not None for value in given)
 
     @property
