@@ -111,6 +111,63 @@ HELD: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40,
     },
 }
+# Chosen before anything of them was run, after what the modules above had shown was mended.
+FRESH: dict[str, dict[str, Any]] = {
+    "GPT-J": {
+        "model_type": "gptj",
+        "vocab_size": 512,
+        "n_embd": 128,
+        "n_layer": 4,
+        "n_head": 4,
+        "rotary_dim": 16,
+        "n_positions": 32,
+    },
+    "Falcon": ENCODER | {"model_type": "falcon", "vocab_size": 512},
+    "GPT-Neo": {
+        "model_type": "gpt_neo",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "num_layers": 4,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 8,
+        "max_position_embeddings": 32,
+    },
+    "Mistral, width 256": LLAMA
+    | {
+        "model_type": "mistral",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+    },
+    "StableLM, 6 layers": LIKE_LLAMA
+    | {
+        "model_type": "stablelm",
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 6,
+    },
+    "DistilBERT": {
+        "model_type": "distilbert",
+        "vocab_size": 512,
+        "dim": 128,
+        "hidden_dim": 512,
+        "n_layers": 3,
+        "n_heads": 4,
+        "max_position_embeddings": 32,
+    },
+    "GPT-2, width 64, 12 layers": GPT2 | {"n_embd": 64, "n_layer": 12},
+    "ViT, width 192": ENCODER
+    | {
+        "model_type": "vit",
+        "image_size": 32,
+        "patch_size": 8,
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+    },
+}
 ADAM, MUON, SGD = (1e-5, 1e-4, 3e-4, 1e-3), (3e-4, 3e-3), (3e-3, 3e-2)
 FAMILIES = [
     *((name, "adam", ADAM) for name in CONFIGS),
@@ -132,15 +189,31 @@ SEVERAL = [
     )
     for name in names
 ]
+# Muon's further steps; Llama's and those of a module that nothing was looked at on beside
+SEVERAL += [
+    (name, "muon", (3e-4, 1e-3, 3e-3), {})
+    for name in (
+        "GPT-2, untied, no dropout",
+        "GPT-2, no dropout",
+        "BERT, no dropout",
+        "Llama",
+        "Mistral, width 256",
+    )
+]
 HELD_STEPS = [
     (name, *run) for name in HELD for run in (("adam", ADAM), ("muon", MUON), ("sgd", SGD))
 ]
-HELD_SEED, HELD_DRAWS = 100, 30
+FRESH_STEPS = [
+    (name, *run) for name in FRESH for run in (("adam", ADAM), ("muon", MUON), ("sgd", SGD))
+]
+# the first seed and how many, of what was looked at, held out and chosen last
+SEEDS = {"family": (0, 10), "held": (100, 30), "fresh": (1000, 60)}
 DROPLESS = {
     "GPT-2, no dropout": GPT2 | WIDTH | DRY,
     "BERT, no dropout": CONFIGS["BERT"]
     | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
+EVERY = CONFIGS | HELD | FRESH | DROPLESS
 STEPS = (2, 4)
 WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 8, 24)
 SWEPT = GPT2 | DRY | {"n_head": 2, "n_embd": 64, "n_layer": 4, "tie_word_embeddings": False}
@@ -232,6 +305,8 @@ def cases() -> dict[str, Any]:
         found[f"family/{name}/{optimizer}"] = (name, optimizer, rates)
     for name, optimizer, rates in HELD_STEPS:
         found[f"held/{name}/{optimizer}"] = (name, optimizer, rates)
+    for name, optimizer, rates in FRESH_STEPS:
+        found[f"fresh/{name}/{optimizer}"] = (name, optimizer, rates)
     for name, optimizer, rates, options in SEVERAL:
         for steps in STEPS:
             found[f"steps/{name}/{optimizer}/{steps}"] = (name, optimizer, rates, options, steps)
@@ -248,56 +323,49 @@ def measure(chosen: list[str]) -> None:
     """Run what is missing."""
     import torch
 
-    from moments.torch import measure_step
-    from moments.torch.huggingface_modules import build_module
-
     torch.set_num_threads(1)
-    for key, case in cases().items():
+    for key in cases():
         data = stored()
         if key in data or (chosen and not any(part in key for part in chosen)):
             continue
-        began = time.process_time()
-        if key.startswith(("family", "held")):
-            name, optimizer, rates = case
-            config = (CONFIGS | HELD)[name]
-            batch, _ = batch_of(config)
+        _store(data | {key: measured_case(key)})
+        print(key, flush=True)
 
-            def factory(seed: int, config: Any = config) -> Any:
-                return build_module(config, seed)
 
-            first = HELD_SEED if key.startswith("held") else 0
-            draws = HELD_DRAWS if key.startswith("held") else 10
-            measured = measure_step(factory, batch, optimizer, list(rates), seeds=draws, seed=first)
-        elif key.startswith("steps"):
-            name, optimizer, rates, options, steps = case
-            config = (CONFIGS | DROPLESS)[name]
-            batch, _ = batch_of(config, steps)
-            made = functools.partial(build_module, config)
-            measured = measure_step(
-                made, batch, optimizer, list(rates), seeds=8, steps=steps, **options
-            )
-        else:
-            size, name = case
-            factory, _, multipliers, loss = scaled(size, name)
-            batch, _ = batch_of(SWEPT)
-            large = size.get("d_model", 64) > 256
-            measured = measure_step(
-                factory,
-                batch,
-                "adam",
-                [RATE],
-                loss=loss,
-                seeds=4 if large else 8,
-                multipliers=multipliers,
-            )
-        spent = time.process_time() - began
-        rates = [found.learning_rate for found in measured]
-        data[key] = {
-            str(rate): {"measured": _measured(found, spent)}
-            for rate, found in zip(rates, measured, strict=True)
-        }
-        _store(data)
-        print(f"{key}: {spent:.0f} s", flush=True)
+def measured_case(key: str) -> dict[str, Any]:
+    """What a case's modules do, by rate."""
+    from moments.torch import measure_step
+    from moments.torch.huggingface_modules import build_module
+
+    began, case, kind = time.process_time(), cases()[key], key.split("/")[0]
+    if kind in SEEDS:
+        name, optimizer, rates = case
+        batch, _ = batch_of(EVERY[name])
+        made = functools.partial(build_module, EVERY[name])
+        first, draws = SEEDS[kind]
+        measured = measure_step(made, batch, optimizer, list(rates), seeds=draws, seed=first)
+    elif kind == "steps":
+        name, optimizer, rates, options, steps = case
+        batch, _ = batch_of(EVERY[name], steps)
+        made = functools.partial(build_module, EVERY[name])
+        measured = measure_step(
+            made, batch, optimizer, list(rates), seeds=8, steps=steps, **options
+        )
+    else:
+        size, name = case
+        factory, _, multipliers, loss = scaled(size, name)
+        batch, _ = batch_of(SWEPT)
+        measured = measure_step(
+            factory,
+            batch,
+            "adam",
+            [RATE],
+            loss=loss,
+            seeds=4 if size.get("d_model", 64) > 256 else 8,
+            multipliers=multipliers,
+        )
+    spent = time.process_time() - began
+    return {str(found.learning_rate): {"measured": _measured(found, spent)} for found in measured}
 
 
 def predict(chosen: list[str]) -> None:
@@ -307,15 +375,15 @@ def predict(chosen: list[str]) -> None:
         if key not in data or (chosen and not any(part in key for part in chosen)):
             continue
         options: dict[str, Any] = {}
-        if key.startswith(("family", "held")):
+        if key.split("/")[0] in SEEDS:
             name, optimizer, _ = case
             if name not in known:
-                known[name] = batch_of((CONFIGS | HELD)[name])[1]
+                known[name] = batch_of(EVERY[name])[1]
             prediction = known[name]
         elif key.startswith("steps"):
             name, optimizer, _, options, steps = case
             options = options | {"steps": steps}
-            prediction = batch_of((CONFIGS | DROPLESS)[name], steps)[1]
+            prediction = batch_of(EVERY[name], steps)[1]
         else:
             optimizer = "adam"
             _, model, options["multipliers"], _ = scaled(*case)

@@ -196,8 +196,8 @@ class Prediction:
 
         What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
         `token_ids` that is held by token or by classes; else for one sequence. Layer 0 holds
-        embedding tables, layer N + 1 the head.
-        Theories that state no query or key gradient have no such rows.
+        embedding tables, layer N + 1 the head. Theories that state no query or key gradient have no
+        such rows.
 
         Raises:
             DomainError: several configurations were predicted at once.

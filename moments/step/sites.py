@@ -22,8 +22,7 @@ from ..errors import DomainError
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..transfer.architecture import declare, declare_embedding, declare_output
-from ..transfer.attention.cross import CrossAttention
-from ..transfer.attention.self_attention import AttentionPulled, SelfAttention
+from ..transfer.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
 from ..transfer.embedding import joint_kernel, table_rows
 from ..transfer.head.readout import Readout
 from ..transfer.images import cut_patches, image_kernel

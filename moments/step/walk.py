@@ -18,8 +18,7 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
-from ..transfer.attention.cross import CrossAttention
-from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.attention.self_attention import CrossAttention, SelfAttention
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool

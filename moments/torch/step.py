@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
-from ..optional import optional
 from ..prediction.draws import STREAM
 from ..step.measured import Place, StepDraw, StepMeasurement
 from ..step.rules import group_of
-from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
+from .hook_points import HookPoint, hook_points, weight_parts
 from .measure import Loss, _add_labels, _built, _objective, _tensors
-from .tensors import first_tensor, own_logits
+from .tensors import first_tensor, module_logits
 from .watch import training
 from .wrappers import unwrapped
 
@@ -70,9 +69,10 @@ def measure_step(
             "vectors"), as in `Prediction.after`.
         steps: of the optimizer, each on its own share of the batch's rows, in order; the loss is
             that of the last share, sites are those of all shares, each under the dropout masks of
-            its step. All but "muon", or a function, without multipliers.
+            its step. Without multipliers.
         progress: write one line per draw to standard error.
-        options: of a named optimizer: betas, eps, weight_decay, momentum, nesterov, adjust.
+        options: of a named optimizer: betas, eps, weight_decay, momentum, nesterov, adjust. Muon's
+            momentum is .95 by Nesterov, as its author's, where nothing is given.
 
     Returns:
         A StepMeasurement, or one for every learning rate.
@@ -84,8 +84,8 @@ def measure_step(
     check_count("seeds", seeds)
     check_count("seed", seed, least=0)
     check_count("steps", steps)
-    if steps > 1 and (multipliers or optimizer == "muon"):
-        raise DomainError("steps above 1 are without multipliers, and not those of muon")
+    if steps > 1 and multipliers:
+        raise DomainError("steps above 1 are without multipliers")
     rates, update, name = _rates(optimizer, learning_rate, multipliers or {}, options)
     make = _made(optimizer, options) if steps > 1 else None
     draws: list[list[StepDraw]] = [[] for _ in rates]
@@ -127,7 +127,7 @@ class _Seen:
         top, cotangent = _objective(output, self.inputs, self.loss)
         if cotangent is not None:
             raise DomainError("a step needs a loss: pass labels in the batch, or a loss")
-        logits = own_logits(output)
+        logits = module_logits(output)
         if logits is not None:
             last = max(layer for layer, site in sites if site == STREAM)
             sites[last + 1, "logits"] = logits.detach()
@@ -195,7 +195,7 @@ def _several(
     module: nn.Module,
     batch: Any,
     loss: Loss | None,
-    make: Callable[[list[nn.Parameter], float], Any],
+    make: Callable[[nn.Module, list[nn.Parameter], float], Any],
     rates: list[float],
     state: int,
     steps: int,
@@ -211,7 +211,7 @@ def _several(
         _set_gradients(loss_before, named)
         last = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         for rate in rates:
-            optimizer = make(list(named.values()), rate)
+            optimizer = make(module, list(named.values()), rate)
             for share in shares:
                 top, *_ = share()
                 _set_gradients(top, named)
@@ -290,10 +290,52 @@ class _Lion(torch.optim.Optimizer):  # type: ignore[misc]
                     past.lerp_(p.grad, 1 - two)
 
 
-def _made(optimizer: Any, options: dict[str, Any]) -> Callable[[list[nn.Parameter], float], Any]:
+class _Muon:
+    """Jordan's Muon on each hidden matrix by itself, everything else by Adam."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adjust: str = "original",
+        weight_decay: float = 0.0,
+        **adam: Any,
+    ) -> None:
+        self.module, self.rate, self.decay = module, lr, weight_decay
+        self.momentum, self.nesterov, self.adjust = momentum, nesterov, adjust
+        self.adam = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, **adam)
+        self.past = {id(p): torch.zeros_like(p) for p in parameters}
+
+    def step(self) -> None:
+        parameters = dict(self.module.named_parameters())
+        old = {name: p.detach().clone() for name, p in parameters.items()}
+        self.adam.step()
+        for row, part in weight_parts(self.module):
+            p = parameters[row.parameter]
+            if id(p) not in self.past or p.grad is None or group_of(row.weight) != "matrices":
+                continue
+            if part.of(p.grad).ndim < 2:
+                continue
+            past, gradient = part.of(self.past[id(p)]), part.of(p.grad)
+            past.lerp_(gradient, 1 - self.momentum)
+            update = torch.lerp(gradient, past, self.momentum) if self.nesterov else past.clone()
+            update = _muon(self.module, row.parameter, update, self.adjust)
+            with torch.no_grad():
+                kept = (1 - self.rate * self.decay) * part.of(old[row.parameter])
+                part.of(p.detach()).copy_(kept - self.rate * update)
+
+
+def _made(
+    optimizer: Any, options: dict[str, Any]
+) -> Callable[[nn.Module, list[nn.Parameter], float], Any]:
     """torch's own optimizer of a name."""
     if not isinstance(optimizer, str):
-        return lambda parameters, _: optimizer(parameters)
+        return lambda module, parameters, _: optimizer(parameters)
+    if optimizer == "muon":
+        return lambda module, parameters, rate: _Muon(module, parameters, rate, **options)
     kinds = {
         "sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
@@ -301,7 +343,7 @@ def _made(optimizer: Any, options: dict[str, Any]) -> Callable[[list[nn.Paramete
         "lion": _Lion,
         "sign": _Sign,
     }
-    return lambda parameters, rate: kinds[optimizer](parameters, lr=rate, **options)
+    return lambda module, parameters, rate: kinds[optimizer](parameters, lr=rate, **options)
 
 
 def _squares(before: Tensor, after: Tensor) -> tuple[float, float, float]:
@@ -394,10 +436,12 @@ def _rates(
         if multipliers or options:
             raise DomainError("multipliers and options belong to a named optimizer")
         probe = optimizer([nn.Parameter(torch.zeros(2, 2))])
-        own = float(probe.param_groups[0]["lr"])
-        if rate not in (None, own):
-            raise DomainError(f"learning_rate = {rate}: the optimizer's own is {own}; leave it out")
-        return [own], _by_torch(lambda parameters, _: optimizer(parameters)), type(probe).__name__
+        given = float(probe.param_groups[0]["lr"])
+        if rate not in (None, given):
+            raise DomainError(
+                f"learning_rate = {rate}: the optimizer's own is {given}; leave it out"
+            )
+        return [given], _by_torch(lambda parameters, _: optimizer(parameters)), type(probe).__name__
     if optimizer not in OPTIMIZERS:
         raise domain_error("optimizer", optimizer, f"one of {', '.join(OPTIMIZERS)}")
     if rate is None:
@@ -430,6 +474,8 @@ def _named(kind: str, options: dict[str, Any], multipliers: Mapping[str, float])
     epsilon = options.get("eps", 1e-8)
     betas = options.get("betas", (0.9, 0.999))
     extra = {name: options[name] for name in options if name not in ("eps", "betas")}
+    if kind == "muon":  # of one step only the direction counts
+        extra = {name: extra[name] for name in extra if name not in ("momentum", "nesterov")}
 
     def whole(rate: float) -> Update:
         if kind == "sgd":
@@ -451,7 +497,7 @@ def _named(kind: str, options: dict[str, Any], multipliers: Mapping[str, float])
             if kind == "muon" and group == "matrices" and step.ndim >= 2:
                 gradient = parameters[row.parameter].grad
                 assert gradient is not None
-                step = -rate * _muon(module, part, row.parameter, gradient, adjust)
+                step = -rate * _muon(module, row.parameter, part.of(gradient), adjust)
             value = part.of(parameters[row.parameter].detach())
             part.of(result[row.parameter]).add_(factor * (step - rate * decay * value))
         return result
@@ -467,9 +513,8 @@ def _signs(module: nn.Module, rate: float) -> dict[str, Tensor]:
     }
 
 
-def _muon(module: nn.Module, part: WeightPart, name: str, gradient: Tensor, adjust: str) -> Tensor:
-    """Jordan's Newton-Schulz iteration on one matrix."""
-    g = part.of(gradient)
+def _muon(module: nn.Module, name: str, g: Tensor, adjust: str) -> Tensor:
+    """Jordan's Newton-Schulz iteration on one matrix, a part of the parameter of that name."""
     x = _flat(g) / (g.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
