@@ -245,7 +245,8 @@ class PositionClasses:
         found[..., self.nodes[:-1] - 1] = known
         for inside, held, weights in _between(tuple(self.nodes.tolist())):
             found[..., inside] = known[..., held] @ weights
-        np.exp(found, out=found, where=positive)
+        others = found[..., :-1]
+        np.exp(others, out=others, where=positive)
         found[..., -1] = values[..., -1]
         return found
 

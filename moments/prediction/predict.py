@@ -166,10 +166,8 @@ def predict(
         stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
     if stack.layout.sequences > 1:
         batch = _counted(batch, stack.layout.sequences)
-    elif inputs.sequences > 1:
-        batch = inputs.sequences // _counted(
-            batch, inputs.sequences
-        )  # alike, and no less averaged over
+    elif inputs.sequences > 1:  # alike, and no less averaged over
+        batch = inputs.sequences // _counted(batch, inputs.sequences)
     runs = [s.run for s in stacks]
     with (
         computing(theory, runs, max(s.rows for s in stacks)),

@@ -60,8 +60,8 @@ class Inputs:
 
     @property
     def by_token(self) -> bool:
-        marks = (self.attention_mask, self.document_ids)
-        given = (self.token_ids, self.pixels, self.kernel, *marks)
+        masks = (self.attention_mask, self.document_ids)
+        given = (self.token_ids, self.pixels, self.kernel, *masks)
         return any(value is not None for value in given)
 
     @property
@@ -312,8 +312,11 @@ class Stack:
         as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.gradient_sent
-        stream = trace.stream()
-        columns = [layout.moments(point)[1:] for point in stream]
+        columns: list[tuple[Any, ...]]
+        if isinstance(trace.stack, Replayed):
+            columns = trace.stack.stream()
+        else:
+            columns = [layout.moments(point)[1:] for point in trace.stream()]
         if any(np.ndim(one) for column in columns for one in column):
             columns = [tuple(np.broadcast_arrays(*column)) for column in columns]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
@@ -333,7 +336,7 @@ class Stack:
             gate.sites(trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
-            token_variance, token_grad_variance = _by_token(stream, layout)
+            token_variance, token_grad_variance = _by_token(trace.stream(), layout)
             gate.parts("the variance of single tokens", token_variance)
             token_grad_variance = gate.parts("single tokens' gradients", token_grad_variance)
         loss, loss_stderr, logit_variance = None, None, None
