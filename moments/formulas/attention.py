@@ -41,9 +41,9 @@ def _average_variance(
     """Variance of sum_j a_ij x_j."""
     theta, unshared = _theta(d_model, query, key, x_variance), 1 - x_correlation
     weights = m.exp(unshared * d_model * theta) / (1 - drop_prob)
-    tilt = unshared**2 * (seq_len - 1) * theta
+    scattered = unshared**2 * (seq_len - 1) * theta
     return x_variance * (
-        (tilt + weights * (4 * unshared**2 * theta + unshared)) / seq_len + x_correlation
+        (scattered + weights * (4 * unshared**2 * theta + unshared)) / seq_len + x_correlation
     )
 
 

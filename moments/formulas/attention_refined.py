@@ -92,12 +92,12 @@ def average_covariance(
     # rows or many keys.
     vacancies = (1 - row_square) ** 2 * (1 - r**2) + r**2 * row_vacancy
     square_square = row_vacancy - 1 + 2 * row_square
-    tilt = vacancies + jacobian_overlap - 4 * (row_cube - square_square)
-    tilt = r * unshared * logit_scale / d_model * tilt
+    joint_shift = vacancies + jacobian_overlap - 4 * (row_cube - square_square)
+    joint_shift = r * unshared * logit_scale / d_model * joint_shift
     shared = (1 + r) * row_dropout_cross / row_square
     stiff = m.exp(-(unshared**2) * norm_deficit * shared)
     against = 2 * r**2 * overlap_slope - r * (1 + unshared) * row_skewness
-    return r + unshared * (overlap * stiff + tilt + norm_deficit * against)
+    return r + unshared * (overlap * stiff + joint_shift + norm_deficit * against)
 
 
 def value_variance(
@@ -207,11 +207,11 @@ def key_variance(
 ) -> Any:
     """Through the logits' right factor."""
     unshared = 1 - x_correlation
-    tilt = jacobian_curvature / jacobian_square
-    stiff = unshared**2 * norm_deficit * tilt
+    curvature = jacobian_curvature / jacobian_square
+    stiff = unshared**2 * norm_deficit * curvature
     straight = jacobian_square_logit * (1 - 1 / d_model) + jacobian_radial_logit / d_model
     straight = unshared * straight * m.exp(-stiff)
-    masks = jacobian_square_logit * (1 + unshared * (1 / d_model - norm_deficit) * tilt)
+    masks = jacobian_square_logit * (1 + unshared * (1 / d_model - norm_deficit) * curvature)
     alone = logit_scale * (straight + _dropped(drop_prob) * masks)
     others = jacobian_overlap_logit * (1 - 1 / d_model) + radial_overlap_logit / d_model
     others = others * m.exp(-(1 + x_correlation) / 2 * stiff)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag, check_number
+from ..formulas.named_activations import activation_laws
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
 from .fields import Stored, settle
 
@@ -67,8 +68,6 @@ class Head(Stored):
     norm_gain: float = 1.0
 
     def __post_init__(self) -> None:
-        from ..formulas.named_activations import activation_laws
-
         settle(self, ("tied", "norm", "bias", "transform_norm"), check_flag)
         check_choice("loss", self.loss, LOSSES)
         check_choice("pool", self.pool, POOLS)

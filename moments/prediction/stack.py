@@ -60,14 +60,15 @@ class Inputs:
 
     @property
     def by_token(self) -> bool:
-        marks = (self.attention_mask, self.document_ids)
-        given = (self.token_ids, self.pixels, self.kernel, *marks)
+        masks = (self.attention_mask, self.document_ids)
+        given = (self.token_ids, self.pixels, self.kernel, *masks)
         return any(value is not None for value in given)
 
     @property
     def given_by_token(self) -> bool:
         """Whether what is given tells single tokens apart: more than a text, and where it ends."""
-        return any(value is not None for value in (self.segment_ids, self.pixels, self.kernel))
+        segments = self.segment_ids is not None and np.ptp(np.asarray(self.segment_ids)) != 0
+        return segments or any(value is not None for value in (self.pixels, self.kernel))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -122,10 +123,11 @@ class Stack:
         self._logits: Point | None = None
         self.notes: tuple[str, ...] = ()
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
+        positions = 0
         if isinstance(resolved, PositionClasses):
-            tokens = len(resolved.nodes)
+            tokens, positions = len(resolved.nodes), model.seq_len
         self.rows = tokens if resolved else 1
-        check_memory(model, bool(resolved), math.prod(shape), tokens)
+        check_memory(model, bool(resolved), math.prod(shape), tokens, positions)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.documents = _documents(model, inputs, real)

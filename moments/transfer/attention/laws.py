@@ -26,7 +26,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,12 +34,11 @@ from ...engine.fluctuation import norm_variance
 from ...engine.state import Array, Fluctuation, Kernel, Signal, evaluate
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from ...formulas.recording import whole
-from .kernels.exact_rows import THETA_PEAKED
+from .kernels.exact_rows import THETA_PEAKED, AlikeRows
 from .projections import positive, variance_notes
+from .softmax import chi_square_rule
+from .softmax.norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections, pair_spreads
 from .softmax.table import chebyshev_basis
-
-if TYPE_CHECKING:
-    from .kernels.exact_rows import AlikeRows
 
 # --- statistics of rows ---------------------------------------------------------------------------
 
@@ -63,8 +62,6 @@ class AttentionStatistics:
 
 @functools.lru_cache(maxsize=256)
 def _rows(seq_len: int) -> AlikeRows:
-    from .kernels.exact_rows import AlikeRows
-
     return AlikeRows(seq_len)
 
 
@@ -82,8 +79,6 @@ class _Rule(NamedTuple):
 def _rule(variance: float, count: int = 0) -> _Rule:
     """The default rule of that relative variance; `count` nodes at least, those added of weight
     0."""
-    from .softmax import chi_square_rule
-
     nodes, weights = chi_square_rule(2 / variance if variance else np.inf)
     added = max(count - nodes.size, 0)
     nodes, weights = np.append(nodes, np.ones(added)), np.append(weights, np.zeros(added))
@@ -126,8 +121,6 @@ def _norms(r: Any, d_model: Any, d_head: Any, norm_spread: Any, deficit: Any) ->
 
     What depends on the correlation rescales the nodes about their mean.
     """
-    from .softmax.norms import pair_spreads
-
     common = 2 / d_head + 2 / d_model + norm_spread
     rule = _rules(common)
     r = _positive_part(r)  # negative correlations are at most 1/(L-1)
@@ -196,8 +189,6 @@ def attention_statistics(
         d_model, d_head: widths that make the queries' norms fluctuate.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token; 0 after a normalisation.
     """
-    from .softmax.norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections
-
     scalar = type(logit_scale) is float
     deficit = _positive_part(1 / d_model - norm_spread / 2)
     r = np.asarray(correlation, dtype=float)[..., None]

@@ -428,7 +428,7 @@ def _saturation(
 # --- sensitivities --------------------------------------------------------------------------------
 
 
-class Together(NamedTuple):
+class HeadNoise(NamedTuple):
     """The gradient that attention's rows send through one head's weights and keys, by how many
     vectors over tokens it is made of.
 
@@ -450,7 +450,7 @@ class Together(NamedTuple):
     alone: Array
 
     @classmethod
-    def of(cls, maps: AttentionResponse, gradient: Matrix) -> Together:
+    def of(cls, maps: AttentionResponse, gradient: Matrix) -> HeadNoise:
         own = own_entries(gradient)
         single = ratio(
             own, trace_of(gradient)[..., None]
@@ -469,14 +469,14 @@ class Together(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Attending:
+class AttentionSublayer:
     """Attention, with its value projection.
 
     Attributes:
         maps: of the attention weights.
         gain, back_gain: of the value projection, on a signal and on a gradient.
         received: (..., L, L) gradient at the output.
-        together: what a head's rows send together.
+        head_noise: what a head's rows send together.
         heads, d_head, d_model: number and width of the heads, width of the tokens.
     """
 
@@ -484,13 +484,13 @@ class Attending:
     gain: Array
     back_gain: Array
     received: Matrix
-    together: Together
+    head_noise: HeadNoise
     heads: float
     d_head: float
     d_model: float
 
     @classmethod
-    def of(cls, attention: Any, signal: Signal, received: Matrix) -> Attending:
+    def of(cls, attention: Any, signal: Signal, received: Matrix) -> AttentionSublayer:
         """Around the signal that enters and the gradient kernel received."""
         tokens = signal.second_moment()
         kernel = matrix_of(tokens, signal.seq_len)
@@ -508,7 +508,7 @@ class Attending:
             attention.d_model * attention.value,
             back_gain,
             received,
-            Together.of(maps, per_pair(back_gain) * received),
+            HeadNoise.of(maps, per_pair(back_gain) * received),
             attention.heads,
             attention.d_head,
             attention.d_model,
@@ -520,17 +520,17 @@ class Attending:
         adjoint = self.maps.gradient_adjoint(sensitivity)
         onward = per_pair(self.back_gain) * adjoint.onward
         noise = 2 / (self.heads * self.d_head) * paired(onward, self.received, self.received)
-        together = self.together
+        head = self.head_noise
         sizes = entrywise(np.abs, self.maps.by_head * self.received * adjoint.gathered)
         rows = row_sums(sizes)
-        crowding = ratio(over_tokens(rows * together.crowding, sizes), over_tokens(rows, sizes))
-        for sent in (together.gradients, together.queries):
+        crowding = ratio(over_tokens(rows * head.crowding, sizes), over_tokens(rows, sizes))
+        for sent in (head.gradients, head.queries):
             by_key = (3 * crowding - 1) * paired(sensitivity, sent, sent)
             size = 2 * total(sensitivity * sent) ** 2 / self.d_model
             noise = noise + (by_key + size) / self.heads
         own = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
         own = own_entries(per_pair(self.back_gain) * own * self.received)
-        noise = noise + over_tokens(own**2 * together.alone, self.received) / self.heads
+        noise = noise + over_tokens(own**2 * head.alone, self.received) / self.heads
         met = total(sensitivity * (self.received @ self.maps.weights))
         whole = total(sensitivity * self.received) * total(onward * self.received)
         return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
@@ -600,6 +600,10 @@ def uniform_rows(leaf: Any, tokens: Signal) -> Any:
     return np.asarray(mask / mask.sum(1, keepdims=True))
 
 
+ALIKE = 1e-6
+"""Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
+
+
 def averaging_elasticity(weights: Any, tokens: Signal) -> float:
     """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
 
@@ -613,9 +617,11 @@ def averaging_elasticity(weights: Any, tokens: Signal) -> float:
         met = weights @ kernel.pairs
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
     unshared = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
-    return (
-        max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]) if min(unshared[1:]) > 0.0 else 0.0
-    )
+    if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
+        return 0.0
+    return float(
+        min(max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]), 1.0)
+    )  # Cauchy and Schwarz
 
 
 def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> float:

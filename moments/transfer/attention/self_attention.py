@@ -46,7 +46,7 @@ from .projections import (
     through,
     variance_notes,
 )
-from .response import Attending, through_attention
+from .response import AttentionSublayer, through_attention
 
 
 class Attention(Component):
@@ -211,7 +211,7 @@ class SelfAttention(Attention, Leaf):
         )
 
     def response(self, record: Record, around: Around) -> Response:
-        return Attending.of(self, record.input, around.received(record))
+        return AttentionSublayer.of(self, record.input, around.received(record))
 
     @property
     def _width(self) -> Any:
@@ -608,7 +608,7 @@ class NormalizedAttention(Leaf):
         (unit, plain), signal = self.values_normalised(), record.input
         received = around.received(record)
         tokens, _ = unit.forward(signal)
-        attending = Attending.of(plain, tokens, received)
+        attending = AttentionSublayer.of(plain, tokens, received)
         sent, _ = attending.maps.signal_adjoint(
             SINGLE(attending.back_gain) * received, None, received
         )
