@@ -5,9 +5,10 @@
 
 Torch's own gradients over draws of all weights, no formula of the package in common: `BLOCKS` are
 blocks written out here, below a norm and a generic gradient; `TWINS` whole models by
-`moments.simulate`. `data/small_draws.json` holds every mean with its standard error;
-`tests/test_directions.py` and `tests/test_refined.py` compare, and draw a few again by other random
-numbers.
+`moments.simulate`; `STACKS` layers of ReLU units without norms, above which a product of two linear
+maps is regressed on what varies. `data/small_draws.json` holds every mean with its standard error;
+`tests/test_directions.py`, `tests/test_refined.py` and `tests/test_band.py` compare, the first two
+after a few other draws.
 """
 
 from __future__ import annotations
@@ -131,6 +132,52 @@ def block_draws(name: str, draws: int, seed: int, chunk: int = 500) -> dict[str,
     return {k: [float(v.mean()), float(v.std()) / math.sqrt(len(v))] for k, v in both.items()}
 
 
+# --- products of linear maps above layers without norms -------------------------------------------
+
+STACKS: dict[str, tuple[int, float, int, float]] = {
+    "width 64, 4 layers": (64, 0.3, 4, 0.7),
+    "width 32, 6 layers": (32, 0.1, 6, 0.5),
+}
+"""Width, correlation of two tokens, layers, and the factor on a layer's output."""
+
+
+def growth_draws(name: str, draws: int, seed: int, chunk: int = 500) -> dict[str, Any]:
+    """How (W x) * (V x) of two tokens depends on their overlap and on their growth.
+
+    Its covariance, given the draw below, is o^2 in their overlap o = x.x'/width: least squares of
+    it on o less its mean, and on half the sum of the tokens' squared norms over their mean.
+    """
+    width, correlation, layers, scale = STACKS[name]
+    generator, found = torch.Generator().manual_seed(seed), []
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(chunk, *shape, generator=generator)
+
+    for _ in range(draws // chunk):
+        x = math.sqrt(correlation) * normal(1, width) + math.sqrt(1 - correlation) * normal(
+            2, width
+        )
+        for _ in range(layers):
+            hidden = torch.relu(x @ normal(width, width)) * math.sqrt(2 / width)
+            x = x + scale * hidden @ normal(width, width) / math.sqrt(width)
+        found.append((x @ x.transpose(1, 2) / width).double())
+    overlaps = torch.cat(found)
+    norms, overlap = overlaps.diagonal(dim1=1, dim2=2).mean(1), overlaps[:, 0, 1]
+    columns = torch.stack(
+        (torch.ones_like(norms), overlap - overlap.mean(), norms / norms.mean()), 1
+    )
+    fit = torch.linalg.lstsq(columns, overlap[:, None] ** 2).solution[:, 0]
+    left = overlap**2 - columns @ fit
+    error = (left.var() * torch.linalg.inv(columns.T @ columns).diagonal()).sqrt()
+    return {
+        "norm": float(norms.mean()),
+        "overlap": float(overlap.mean()),
+        "overlap_variance": float(overlap.var()),
+        "by_overlap": [float(fit[1]), float(error[1])],
+        "by_growth": [float(fit[2]), float(error[2])],
+    }
+
+
 # --- whole models ---------------------------------------------------------------------------------
 
 
@@ -177,17 +224,20 @@ def twin_draws(name: str, seeds: int, seed: int) -> dict[str, Any]:
 
 
 def stored() -> dict[str, Any]:
-    """By name, "block/..." and "twin/..."."""
+    """By name, "block/...", "growth/..." and "twin/..."."""
     return json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
 
 
 def run(names: list[str]) -> None:
     """Draw and store those named, or all."""
-    every = [*(f"block/{name}" for name in BLOCKS), *(f"twin/{name}" for name in TWINS)]
+    kinds = {"block": BLOCKS, "growth": STACKS, "twin": TWINS}
+    every = [f"{kind}/{name}" for kind, names_of in kinds.items() for name in names_of]
     for full in names or every:
         kind, _, name = full.partition("/")
         if kind == "block":
             entry = {"draws": DRAWS, "seed": 3, "found": block_draws(name, DRAWS, 3)}
+        elif kind == "growth":
+            entry = {"draws": DRAWS, "seed": 3, "found": growth_draws(name, DRAWS, 3)}
         else:
             entry = {"draws": SEEDS, "seed": 3, "found": twin_draws(name, SEEDS, 3)}
         entry["torch"] = torch.__version__

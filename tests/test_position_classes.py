@@ -23,6 +23,7 @@ from moments.engine.classes import (
     one_class,
     product,
 )
+from moments.prediction import predict as deciding
 from moments.transfer.attention.kernels import (
     KernelAttention,
     Rotation,
@@ -858,3 +859,76 @@ def test_sums_over_what_rows_see_on_both_sides(window: int) -> None:
     np.testing.assert_allclose(sight.shared @ held, both @ values, rtol=0.01, atol=0.1)
     sums = np.einsum("pqr,r->pq", sight.later, held / sight.size**2)
     np.testing.assert_allclose(sums, both @ (values / sizes**2), rtol=0.02, atol=2e-3)
+
+
+# --- texts that see both sides, and classifiers ---------------------------------------------------
+
+
+def texts(*shape: int) -> np.ndarray:
+    """Tokens by Zipf's law, none of which pads."""
+    share = 1.0 / np.arange(1.0, 30001)
+    return np.random.default_rng(0).choice(30000, shape, p=share / share.sum()) + 1
+
+
+def compared(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, **given: Any
+) -> tuple[moments.Prediction, moments.Prediction, Any]:
+    """On classes and by token, and the ratios of their gradients of weights."""
+    monkeypatch.setattr(deciding, "MOST_TOGETHER", 32)
+    monkeypatch.setattr(deciding, "LONGEST_TEXT", 32)
+    found, expected = predicted(model, **given), predicted(model, tokens=True, **given)
+    assert found.layout.classes is not None
+    one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (found, expected))
+    ratio = (one.squared_norm / other.squared_norm).drop("key.bias", level=1, errors="ignore")
+    return found, expected, ratio.dropna()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_texts_without_a_mask(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moments.preset("bert-base").replace(layers=2, seq_len=64)
+    ids = texts(count, 64)
+    same = np.zeros_like(ids)  # as tokenizers say of one segment
+    found, expected, ratio = compared(model, monkeypatch, token_ids=ids)
+    np.testing.assert_allclose(found.correlation, expected.correlation, atol=3e-4)
+    np.testing.assert_allclose(found.grad_variance, expected.grad_variance, rtol=3e-4)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
+    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.015)
+    sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
+    assert ratio[~sharp].to_numpy() == pytest.approx(1.0, abs=2e-3)
+    again = predicted(model, token_ids=ids, segment_ids=same)
+    assert again.resolution == found.resolution
+    np.testing.assert_allclose(again.grad_variance, found.grad_variance, rtol=1e-12)
+
+
+@pytest.mark.parametrize("pool", ["first", "mean"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_classifiers_of_texts(pool: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = moments.Head(
+        loss="classification", classes=3, tied=False, weight_variance=4e-4, pool=pool, norm=causal
+    )
+    model = moments.preset("gpt2" if causal else "bert-base")
+    model = model.replace(layers=2, seq_len=64, head=head)
+    given = {"token_ids": texts(3, 64), "targets": np.array([0, 1, 0])}
+    found, expected, _ = compared(model, monkeypatch, **given)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-3)
+    np.testing.assert_allclose(found.loss_stderr, expected.loss_stderr, rtol=0.03)
+    np.testing.assert_allclose(found.grad_variance, expected.grad_variance, rtol=8e-3)
+    one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (found, expected))
+    whole = other.squared_norm.groupby(level="weight").sum()
+    apart = (one.squared_norm - other.squared_norm).groupby(level="weight").sum()
+    assert (apart / whole)[whole > 1e-6 * whole.max()].abs().max() < (
+        0.06 if causal and pool == "mean" else 0.02
+    )
+
+
+def test_batches_that_were_too_large_by_token() -> None:
+    model = moments.preset("bert-base").replace(layers=1)
+    assert "classes" in predicted(model, token_ids=texts(8, 512)).resolution
+    mask = np.ones((2, 512))
+    mask[1, 300:] = 0.0  # what bidirectional rows see differs with the length
+    with pytest.raises(moments.DomainError, match="memory"):
+        predicted(
+            model.replace(layers=40),
+            token_ids=texts(16, 512),
+            attention_mask=np.repeat(mask, 8, axis=0),
+        )

@@ -92,6 +92,11 @@ class PositionClasses:
         """Classes of one sequence or document: these, where there are no others."""
         return self
 
+    @property
+    def causal(self) -> PositionClasses:
+        """The same nodes under a mask, by which tokens and their pairs are counted."""
+        return self
+
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
         other: of one document, and where there are several of two."""
@@ -180,14 +185,30 @@ class PositionClasses:
         return np.asarray((pairs * self.pair_count).sum((-2, -1)))
 
     @functools.cached_property
+    def _cells(self) -> tuple[NDArray[np.intp], Array]:
+        """(L,) the node at a position or before it, and the next one's part by log position."""
+        place, last = np.arange(1, self.length + 1), max(len(self.nodes) - 2, 0)
+        left = np.minimum(np.searchsorted(self.nodes, place, side="right") - 1, last)
+        logs = np.log(np.append(self.nodes, 2.0 * self.length))
+        return left, (np.log(place) - logs[left]) / (logs[left + 1] - logs[left])
+
+    @functools.cached_property
     def hats(self) -> Array:
         """(P, L) functions linear in log position between nodes, 1 at their own: cells."""
-        place, logs = np.arange(1.0, self.length + 1), np.log(self.nodes)
-        return np.array([np.interp(np.log(place), logs, one) for one in np.eye(len(logs))])
+        (left, share), place = self._cells, np.arange(self.length)
+        found = np.zeros((len(self.nodes) + 1, self.length))
+        found[left, place], found[left + 1, place] = 1.0 - share, share
+        return found[:-1]
 
     def cell_means(self, values: Array) -> Array:
         """(P,) means over cells of (L,) values."""
-        return np.asarray(self.hats @ values / self.hats.sum(1))
+        left, share = self._cells
+        sums, sizes = (
+            np.bincount(left, (1.0 - share) * one, len(self.nodes) + 1)
+            + np.bincount(left + 1, share * one, len(self.nodes) + 1)
+            for one in (values, np.ones(self.length))
+        )
+        return np.asarray(sums[:-1] / sizes[:-1])
 
     def pair_means(
         self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
@@ -217,11 +238,17 @@ class PositionClasses:
         Their logarithms are interpolated: gradients under Post-LN fall from one position to the
         next by more than what is added to them, and a cubic of the values would overshoot zero.
         """
-        inner, matrix = values[..., :-1], _interpolation(self.nodes)[:-1, :-1].T
+        inner = values[..., :-1]
         positive = np.all(inner > 0, axis=-1, keepdims=True)
-        by_logs = np.exp(np.log(np.where(positive, inner, 1.0)) @ matrix)
-        found = np.where(positive, by_logs, inner @ matrix)
-        return np.concatenate([found, values[..., -1:]], axis=-1)
+        known = np.where(positive, np.log(np.where(positive, inner, 1.0)), inner)
+        found = np.empty((*values.shape[:-1], self.length))
+        found[..., self.nodes[:-1] - 1] = known
+        for inside, held, weights in _between(tuple(self.nodes.tolist())):
+            found[..., inside] = known[..., held] @ weights
+        others = found[..., :-1]
+        np.exp(others, out=others, where=positive)
+        found[..., -1] = values[..., -1]
+        return found
 
 
 @functools.lru_cache(maxsize=16)
@@ -248,7 +275,6 @@ class BothSides(PositionClasses):
 
     @property
     def causal(self) -> PositionClasses:
-        """The same nodes under a mask, by which tokens and their pairs are counted."""
         return _nodes(self.length, tuple(self.nodes.tolist()))
 
     @property
@@ -372,7 +398,9 @@ class DocumentClasses(PositionClasses):
     def inside_count(self) -> Array:
         """(P, P) ordered pairs of different tokens of one document."""
         counts, many = self._counts
-        pairs = (many @ counts)[:, None] * (self.one.seen().keys - np.eye(len(self.one.nodes)))
+        pairs = (many @ counts)[:, None] * (
+            self.one.causal.seen().keys - np.eye(len(self.one.nodes))
+        )
         lengths = np.array(self.lengths, float)
         pairs = pairs + pairs.T
         return np.asarray(pairs * to_total(pairs, float(lengths @ (lengths - 1.0))))
@@ -384,7 +412,7 @@ class DocumentClasses(PositionClasses):
         # Of two documents as many as the shorter one has places, and then the rest of the longer.
         longer = many.sum() - np.cumsum(many)
         met = (many * (many - 1.0 + 2.0 * longer)) @ counts
-        pairs = met[:, None] * (self.one.seen().keys - np.eye(len(met)))
+        pairs = met[:, None] * (self.one.causal.seen().keys - np.eye(len(met)))
         rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
         rest = rest - (longer + many)[:, None] * counts
         pairs += np.einsum("n,np,nq->pq", many, rest, counts)
@@ -778,18 +806,15 @@ class _Sums:
 
 
 @functools.lru_cache(maxsize=4)
-def _interpolated(nodes: tuple[int, ...]) -> Array:
-    logs, matrix = np.log(nodes), np.zeros((nodes[-1], len(nodes)))
-    matrix[np.asarray(nodes) - 1, np.arange(len(nodes))] = 1.0
+def _between(nodes: tuple[int, ...]) -> list[tuple[slice, slice, Array]]:
+    """Between every two nodes the positions, the nodes that give them, and the weights of those."""
+    logs, found = np.log(nodes), []
     for cell, (low, high) in enumerate(itertools.pairwise(nodes)):
-        held = stencil(cell, 0, len(nodes) - 2)
-        inside = np.arange(low + 1, high)
-        matrix[inside - 1, held] = lagrange(logs[held], np.log(inside)).T
-    return matrix
-
-
-def _interpolation(nodes: NDArray[np.intp]) -> Array:
-    return _interpolated(tuple(int(node) for node in nodes))
+        if high > low + 1:
+            held = stencil(cell, 0, len(nodes) - 2)
+            weights = lagrange(logs[held], np.log(np.arange(low + 1, high)))
+            found.append((slice(low, high - 1), held, weights))
+    return found
 
 
 class ClassRows(NamedTuple):

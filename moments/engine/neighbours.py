@@ -15,7 +15,7 @@ neighbours by itself. Sums over pairs count K for all of them and correct the L 
 which is how attention sends a gradient, too: the smooth part by all pairs of rows, the rest by rows
 that follow one another. What attends to tokens takes the mean of a cell, neighbours included.
 
-See docs/theory/state.md, Neighbours.
+See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations

@@ -643,10 +643,17 @@ def _own_fluctuation(path: Several[Record], entering: Signal, reached: Signal) -
 
 
 def _grown(fluctuation: Fluctuation | None) -> Fluctuation | None:
-    """Norms as of tokens whose kernel grew by a step; overlaps of different tokens as they are."""
+    """What varies over draws of tokens that grew by a step, correlated in every draw as they were.
+
+    Then overlaps vary in proportion, and what is of a degree in the tokens grows by that degree,
+    whatever is a mean over them. `docs/theory/band.md` measures it.
+    """
     if fluctuation is None:
         return None
-    return fluctuation._replace(norms=fluctuation.norms.scaled((1 + STEP) ** 2))
+    square = (1 + STEP) ** 2
+    norms, overlaps, *_ = fluctuation
+    of_overlaps = None if overlaps is None else overlaps.scaled(square)
+    return fluctuation._replace(norms=norms.scaled(square), overlaps=of_overlaps)
 
 
 def in_units(kernel: Matrix, unit: Array) -> Matrix:

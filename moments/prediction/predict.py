@@ -86,9 +86,9 @@ def predict(
             tells tokens apart, at any length (of up to 72 windows), an encoder's tokens being
             alike, and those of several sequences or documents likewise, however long each; not at
             all without a mask, long sequences of rotary positions included; token by token for a
-            text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's), an
-            image or a kernel. Of a longer text classes hold means over their cells and sequences.
-            `Prediction.resolution` says which.
+            text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's) and
+            512 of a batch, an image or a kernel. Of longer texts, with or without a mask, classes
+            hold means over their cells and sequences. `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
@@ -323,18 +323,20 @@ def _resolution(
             "tokens=False: under a causal mask, a window or a penalty on distance tokens are not "
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
-    if not resolved or tokens is not None or grad_kernel is not None or targets is not None:
+    labels = model.head is not None and model.head.loss == "classification"
+    chosen = targets is not None and not labels
+    if not resolved or tokens is not None or grad_kernel is not None or chosen:
         return bool(resolved)
-    unknown = model.causal or not inputs.by_token
-    if inputs.given_by_token or other.by_token or not unknown or not by_position(model):
+    text = inputs.token_ids is not None
+    if inputs.given_by_token or other.by_token or not by_position(model, text):
         return bool(resolved)
     lengths = (model.seq_len,) if not inputs.by_token else _lengths(model, inputs)
-    if lengths is None:
+    if lengths is None or ((labels or not model.causal) and len(set(lengths)) > 1):
         return bool(resolved)
     density = DENSE_PER_OCTAVE if _falls_steeply(model) or _waves(model) else PER_OCTAVE
     one = PositionClasses.of(max(lengths), _least_window(model), per_octave=density)
     if not model.causal:
-        return both_sides(one)
+        one = both_sides(one)
     if len(lengths) > 1:
         return documents_on(one, lengths)
     return with_neighbours(one) if _finds_targets(model) else one
@@ -352,6 +354,10 @@ LEAST_LENGTH = 32
 LONGEST_TEXT, SHORTEST_MEANS = 256, 64
 """Longest text that is resolved token by token unasked, of a longer one classes hold the means; and
 how long one at least is where logits are `FAINT`."""
+
+MOST_TOGETHER = 512
+"""Tokens of a batch that are resolved one by one unasked: a layer took half a minute of one busy
+processor and 0.6 GB, at twice as many 1.7 minutes and 2 GB."""
 
 FAINT = 0.5
 """Logit variance up to which means over cells stand for a shorter text. Measured on GPT-2's preset
@@ -382,8 +388,11 @@ def _lengths(model: Transformer, inputs: Inputs) -> tuple[int, ...] | None:
     placed = getattr(model.embedding, "position_variance", 0.0) > 0.0
     if placed and inputs.document_ids is None and len(set(where[:, 1].tolist())) > 1:
         return None  # behind padding tokens of one place do not share a row of the table
-    least = SHORTEST_MEANS if _faint(model) else LONGEST_TEXT + 1
-    return lengths if max(lengths) >= least else None
+    longest, total, faint = max(lengths), sum(lengths), _faint(model)
+    if model.causal and faint:
+        return lengths if longest >= SHORTEST_MEANS else None
+    together = LONGEST_TEXT if faint else MOST_TOGETHER
+    return lengths if longest > LONGEST_TEXT or total > together else None
 
 
 LEAST_DRAWN = 0.5
@@ -406,24 +415,26 @@ def _mostly_waves(model: Transformer) -> bool:
     return embedding.scale**2 * embedding.token_variance < LEAST_DRAWN
 
 
-def by_position(model: Transformer) -> bool:
-    """Whether tokens are alike but for how many they see, so that classes of positions serve."""
+def by_position(model: Transformer, text: bool = False) -> bool:
+    """Whether tokens are alike but for how many they see, so that classes of positions serve.
+    Without a mask or windows they are all alike, unless a text tells them apart."""
     encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
-    around = any(model.windows) and model.relative_bias is None  # rows that see both sides
+    around = (text or any(model.windows)) and model.relative_bias is None  # rows see both sides
     return (
         (model.causal or around)
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
         and not (model.alibi and not model.causal)  # penalties are counted over what is before
         and (model.seq_len > LONGEST_TEXT or not _mostly_waves(model))
         and (encoder is None or not positional(encoder))
-        and (model.head is None or model.head.loss in losses)
+        and (model.head is None or model.head.loss in (*losses, "classification"))
     )
 
 
 def _faint(model: Transformer) -> bool:
     """Whether logits hardly tell a text's tokens apart, and no norm on the stream does."""
     head, embedding, weights = model.head, model.embedding, model.weights
-    if weights is None or set(model.placements) != {"pre"} or model.rotary or model.qk_norm:
+    on_stream = model.causal and set(model.placements) != {"pre"}
+    if weights is None or on_stream or model.rotary or model.qk_norm:
         return False
     query, key = (np.asarray(weights.of(name), dtype=float) for name in ("query", "key"))
     logits = [np.max(model.d_model**2 * query * key / np.asarray(model.temperatures) ** 2)]

@@ -67,7 +67,8 @@ class Inputs:
     @property
     def given_by_token(self) -> bool:
         """Whether what is given tells single tokens apart: more than a text, and where it ends."""
-        return any(value is not None for value in (self.segment_ids, self.pixels, self.kernel))
+        segments = self.segment_ids is not None and np.ptp(np.asarray(self.segment_ids)) != 0
+        return segments or any(value is not None for value in (self.pixels, self.kernel))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -122,10 +123,11 @@ class Stack:
         self._logits: Point | None = None
         self.notes: tuple[str, ...] = ()
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
+        positions = 0
         if isinstance(resolved, PositionClasses):
-            tokens = len(resolved.nodes)
+            tokens, positions = len(resolved.nodes), model.seq_len
         self.rows = tokens if resolved else 1
-        check_memory(model, bool(resolved), math.prod(shape), tokens)
+        check_memory(model, bool(resolved), math.prod(shape), tokens, positions)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.documents = _documents(model, inputs, real)
@@ -310,8 +312,11 @@ class Stack:
         as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.gradient_sent
-        stream = trace.stream()
-        columns = [layout.moments(point)[1:] for point in stream]
+        columns: list[tuple[Any, ...]]
+        if isinstance(trace.stack, Replayed):
+            columns = trace.stack.stream()
+        else:
+            columns = [layout.moments(point)[1:] for point in trace.stream()]
         if any(np.ndim(one) for column in columns for one in column):
             columns = [tuple(np.broadcast_arrays(*column)) for column in columns]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
@@ -331,7 +336,7 @@ class Stack:
             gate.sites(trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
-            token_variance, token_grad_variance = _by_token(stream, layout)
+            token_variance, token_grad_variance = _by_token(trace.stream(), layout)
             gate.parts("the variance of single tokens", token_variance)
             token_grad_variance = gate.parts("single tokens' gradients", token_grad_variance)
         loss, loss_stderr, logit_variance = None, None, None

@@ -600,6 +600,10 @@ def uniform_rows(leaf: Any, tokens: Signal) -> Any:
     return np.asarray(mask / mask.sum(1, keepdims=True))
 
 
+ALIKE = 1e-6
+"""Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
+
+
 def averaging_elasticity(weights: Any, tokens: Signal) -> float:
     """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
 
@@ -613,9 +617,11 @@ def averaging_elasticity(weights: Any, tokens: Signal) -> float:
         met = weights @ kernel.pairs
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
     unshared = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
-    return (
-        max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]) if min(unshared[1:]) > 0.0 else 0.0
-    )
+    if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
+        return 0.0
+    return float(
+        min(max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]), 1.0)
+    )  # Cauchy and Schwarz
 
 
 def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> float:

@@ -191,15 +191,7 @@ def position_targets(
     """
     check_count("batch", batch)
     if head.loss != "causal":
-        alike = alike_targets(head, vocab_size, classes.length, batch)
-        of_one, of_two = np.ones(len(classes.nodes)), np.ones((len(classes.nodes),) * 2)
-        one_token = {"active", "own"}
-        each = {
-            name: value * (of_one if name in one_token else of_two)
-            for name, value in vars(alike).items()
-            if name != "count"
-        }
-        return Targets(alike.count, **each)
+        return _chosen_at_random(head, vocab_size, classes, batch)
     collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
     size, active = len(classes.nodes), classes.cell_means(_followed(classes))
     following = classes.following_pairs
@@ -211,6 +203,21 @@ def position_targets(
     return Targets(count, active, np.outer(active, active), even, even, hit, own, both_hit)
 
 
+def _chosen_at_random(
+    head: Head, vocab_size: int, classes: PositionClasses, batch: int = 1
+) -> Targets:
+    """Of tokens that are masked at random, whose targets are drawn by Zipf's law."""
+    alike = alike_targets(head, vocab_size, classes.length, batch)
+    of_one, of_two = np.ones(len(classes.nodes)), np.ones((len(classes.nodes),) * 2)
+    one_token = {"active", "own"}
+    each = {
+        name: value * (of_one if name in one_token else of_two)
+        for name, value in vars(alike).items()
+        if name != "count"
+    }
+    return Targets(alike.count, **each)
+
+
 def _followed(classes: PositionClasses) -> Array:
     """(L,) or (documents, longest): 1 for a token that another of its document follows."""
     there = classes.there + 0.0
@@ -219,14 +226,21 @@ def _followed(classes: PositionClasses) -> Array:
     return found
 
 
-def position_text(classes: PositionClasses, ids: np.ndarray) -> Targets:
-    """Targets of a text on classes of positions, the next token of each: means over cells.
+def position_text(
+    head: Head, vocab_size: int, classes: PositionClasses, ids: np.ndarray
+) -> Targets:
+    """Targets of a text on classes of positions, the next token of each or what is masked at
+    random: means over cells.
 
     Args:
+        head, vocab_size: as of `position_targets`.
         classes: of positions.
         ids: (L,), or (documents, longest) where they are of several.
     """
     read, active = ids.astype(np.int64), _followed(classes)
+    if head.loss != "causal":
+        same = classes.pair_means(read, read)
+        return replace(_chosen_at_random(head, vocab_size, classes), same_token=same)
     # None has none in common with another's.
     none = NO_TARGET - np.arange(read.size).reshape(read.shape)
     chosen = np.where(active > 0.0, np.roll(read, -1, axis=-1), none)
