@@ -265,12 +265,12 @@ def plain(text: str) -> str:
 
 
 @contextmanager
-def steps(title: str, total: float) -> Iterator[Callable[[float], None]]:
+def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
     """How far a long computation is, on standard error: a bar, or where none can be drawn a line
     at its start and at every tenth of its work.
 
     Yields:
-        What to call with the work of each step.
+        What to call with the work of each step, and with what is done next.
     """
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -278,11 +278,16 @@ def steps(title: str, total: float) -> Iterator[Callable[[float], None]]:
         columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True) as bar:
             task = bar.add_task(title, total=round(total))
-            yield lambda work: bar.advance(task, work)
+
+            def moved(work: float, doing: str = "") -> None:
+                said = f"{title}: {doing}" if doing else title
+                bar.update(task, advance=work, description=said)
+
+            yield moved
         return
     begun, done, tenths = time.monotonic(), 0.0, 0
 
-    def advance(work: float) -> None:
+    def advance(work: float, doing: str = "") -> None:
         nonlocal done, tenths
         done += work
         reached = int(10 * done / total) if total else 10
