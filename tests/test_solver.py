@@ -568,7 +568,7 @@ def test_layers_solved_on_a_program_are_those_of_the_plain_walk(
         asked.append(("stream_variance", 1.2 + 0.01 * np.arange(70.0)))
     walks = importlib.import_module("moments.solver.layerwise")
     steps = []
-    sought = importlib.import_module("moments.solver.replay").Replay._sought
+    sought = importlib.import_module("moments.solver.layerwise").Replay._sought
     monkeypatch.setattr(walks.Replay, "_sought", lambda *a: steps.append(sought(*a)) or steps[-1])
     for objective, target in asked:
         found = solve(model, objective, target=target, correlation=0.3)
