@@ -36,6 +36,10 @@ from .several import Batches, Updates
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
+    from .draws import Draws
+
+Matrix = tuple[int, int, str, str]
+"""The site that it reads, its layer, its name, and the rule that it is stepped by."""
 
 ENCODER = "encoder."
 """Stands before the names of an encoder's sites and parameters beside a decoder's."""
@@ -163,7 +167,6 @@ class Site:
                 float(leaf.drop_prob),
                 frequencies,
                 np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
-                float(leaf.d_model),
             ),
             int(leaf.sequences),
         )
@@ -367,9 +370,21 @@ class Reading:
         return max(found, default=0.0)
 
     @functools.cached_property
-    def rows(self) -> dict[int, Rows]:
-        """Attention that was read already, by the index of its site."""
+    def _rows(self) -> dict[int, Rows]:
         return {}
+
+    @functools.cached_property
+    def draws(self) -> Draws | None:
+        """Of the network's tokens; None where they cannot be drawn."""
+        from .draws import Draws
+
+        return Draws.of(self)
+
+    def attention(self, leaf: Any, entering: Site, leaving: Site, memory: Site) -> Rows:
+        """The attention that reads a site, once."""
+        if entering.index not in self._rows:
+            self._rows[entering.index] = entering.attention_rows(leaf, leaving, memory)
+        return self._rows[entering.index]
 
     @functools.cached_property
     def neurons(self) -> dict[int, Neurons | None]:
@@ -377,7 +392,7 @@ class Reading:
         return {}
 
     @functools.cached_property
-    def signs(self) -> dict[tuple[int, int, str], Signs]:
+    def signs(self) -> dict[Matrix, Signs]:
         """What is not Gaussian at matrices, which all learning rates share."""
         return {}
 
@@ -387,7 +402,7 @@ class Reading:
         return {}
 
     @functools.cached_property
-    def spectra(self) -> dict[tuple[int, int, str], Any]:
+    def spectra(self) -> dict[Matrix, Any]:
         """Eigenvalues of matrices, which all learning rates share."""
         return {}
 
