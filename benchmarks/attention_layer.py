@@ -28,7 +28,7 @@ import numpy as np
 from scipy.special import gammaln, hyp2f1
 
 import moments
-from moments.transfer.attention.statistics import attention_statistics
+from moments.transfer.attention.laws import attention_statistics
 
 Array = np.ndarray
 Config = dict[str, Any]

@@ -15,16 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from moments.transfer.attention.softmax.chebyshev import (
+from moments.transfer.attention.softmax.exact import Array
+from moments.transfer.attention.softmax.table import (
     chebyshev_coefficients,
+    encode_row,
+    encode_square_pair,
     far_rho_at,
     far_theta_at,
     gauss_nodes,
     length_at,
     theta_at,
 )
-from moments.transfer.attention.softmax.encoding import encode_row, encode_square_pair
-from moments.transfer.attention.softmax.laplace import Array
 
 ROW_NODES = (28, 44)
 """theta, log n."""

@@ -66,7 +66,7 @@ def _third(pair: Any, row: Any, theta: Any, rho: Any) -> Any:
 
 
 def _one_more(p2: Any, p3: Any, p4: Any) -> Any:
-    """`fixed_norms._least_fifth` with the geometric continuation P4^2/P3, which is larger."""
+    """`norms._least_fifth` with the geometric continuation P4^2/P3, which is larger."""
     return p4 * p4 / np.maximum(p3, 1e-300)
 
 
@@ -77,45 +77,49 @@ def _of_hottest(rows: Any) -> float:
 
 BY_TOKEN = ("text", "rotary", "distances")
 TABLE = (
-    Constant(f"{KERNELS}.balance", "EXPONENT_MAX", (30.0, 80.0), "range", ("hot", "text")),
-    Constant(f"{KERNELS}.balance", "TOLERANCE", (2e-3, 2e-5), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.balance", "ITERATIONS", (15, 60), "precision", ("hot", "text")),
-    Constant(f"{KERNELS}.balance", "SELF_SWEEPS", (2, 8), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.balance", "JOINT_SWEEPS", (2, 6), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.balance", "TANGENT_SWEEPS", (3, 12), "precision", ("rotary",)),
-    Constant(f"{KERNELS}.independent_noise", "MARGINAL_SWEEPS", (6, 24), "precision", ("text",)),
-    Constant(f"{KERNELS}.calibration", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
-    Constant(f"{KERNELS}.calibration", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
-    Constant(f"{KERNELS}.calibration", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.rotation", "TURNS", (1.0, 4.0), "choice", ("rotary",)),
-    Constant(f"{KERNELS}.rotation", "TERM_TOLERANCE", (0.05, 0.002), "precision", ("rotary",)),
+    Constant(f"{KERNELS}.joint_laws", "EXPONENT_MAX", (30.0, 80.0), "range", ("hot", "text")),
+    Constant(f"{KERNELS}.joint_laws", "TOLERANCE", (2e-3, 2e-5), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.joint_laws", "ITERATIONS", (15, 60), "precision", ("hot", "text")),
+    Constant(f"{KERNELS}.joint_laws", "SELF_SWEEPS", (2, 8), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.joint_laws", "JOINT_SWEEPS", (2, 6), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.joint_laws", "TANGENT_SWEEPS", (3, 12), "precision", ("rotary",)),
+    Constant(f"{KERNELS}.closure", "MARGINAL_SWEEPS", (6, 24), "precision", ("text",)),
+    Constant(f"{KERNELS}.finite_rows", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
+    Constant(f"{KERNELS}.finite_rows", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
+    Constant(f"{KERNELS}.finite_rows", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.logits", "TURNS", (1.0, 4.0), "choice", ("rotary",)),
+    Constant(f"{KERNELS}.logits", "TERM_TOLERANCE", (0.05, 0.002), "precision", ("rotary",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_SCALE", (1e-2, 1e-4), "range", ("text",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_RESPONSE", (1e-2, 1e-4), "range", BY_TOKEN),
-    Constant(f"{KERNELS}.reference", "FEWEST_KEYS", (2.5, 4.0), "choice", BY_TOKEN),
-    Constant(f"{KERNELS}.row_classes", "EXACT_KEYS", (2, 8), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.row_classes", "SUPPORT_SLACK", (0.6, 0.1), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.row_classes", "NORM_STEP", (0.2, 0.01), "precision", ("bare", *BY_TOKEN)),
+    Constant(f"{KERNELS}.row_statistics", "FEWEST_KEYS", (2.5, 4.0), "choice", BY_TOKEN),
+    Constant(f"{KERNELS}.logits", "EXACT_KEYS", (2, 8), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.logits", "SUPPORT_SLACK", (0.6, 0.1), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.logits", "NORM_STEP", (0.2, 0.01), "precision", ("bare", *BY_TOKEN)),
     Constant(f"{KERNELS}.logits", "LEAST_WEIGHT", (1e-2, 1e-5), "precision", ("distances",)),
-    Constant(f"{KERNELS}.pair_weights", "RHO_MIN", (1e-2, 1e-5), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.joint_laws", "RHO_MIN", (1e-2, 1e-5), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.attention", "FAINT", (1e-4, 1e-7), "range", ("text",)),
     Constant(f"{KERNELS}.exact_rows", "THETA_PEAKED", (100.0,), "range", ("hot",)),
-    Constant("transfer.attention.by_token", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
+    Constant("transfer.attention.layers", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
     Constant("transfer.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
     Constant("transfer.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
-    Constant("transfer.attention.logits", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
-    Constant("transfer.attention.normalized", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)),
-    Constant(f"{SOFTMAX}.fixed_norms", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
-    Constant(f"{SOFTMAX}.fixed_norms", "_RELATIVE_STEP", (0.05, 0.008), "step", ("alike", "text")),
-    Constant(f"{SOFTMAX}.fixed_norms", "_THETA_LEAST", (1e-3, 1e-5), "step", ("alike", "text")),
-    Constant(f"{SOFTMAX}.fixed_norms", "_least_fifth", (_one_more,), "guess", ("alike", "text")),
+    Constant("transfer.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
+    Constant(
+        "transfer.attention.self_attention", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)
+    ),
+    Constant(f"{SOFTMAX}.norms", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
+    Constant(f"{SOFTMAX}.norms", "_RELATIVE_STEP", (0.05, 0.008), "step", ("alike", "text")),
+    Constant(f"{SOFTMAX}.norms", "_THETA_LEAST", (1e-3, 1e-5), "step", ("alike", "text")),
+    Constant(f"{SOFTMAX}.norms", "_least_fifth", (_one_more,), "guess", ("alike", "text")),
     Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
     Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
-    Constant(f"{KERNELS}.fading", "REACH", (20.0, 90.0), "range", ("fading",)),
-    Constant(f"{KERNELS}.fading", "LEAST_SHARE", (1e-3, 1e-12), "range", ("fading",)),
-    Constant(f"{KERNELS}.turning", "SAMPLED", (8, 128), "precision", ("long rotary",)),
-    Constant(f"{KERNELS}.turning", "OFFSETS", (3, 12), "precision", ("one class",)),
-    Constant(f"{KERNELS}.turning", "LEAST_PAIRS", (1e-3, 1e-9), "range", ("long rotary",)),
+    Constant(f"{KERNELS}.relative_positions", "REACH", (20.0, 90.0), "range", ("fading",)),
+    Constant(f"{KERNELS}.relative_positions", "LEAST_SHARE", (1e-3, 1e-12), "range", ("fading",)),
+    Constant(f"{KERNELS}.relative_positions", "SAMPLED", (8, 128), "precision", ("long rotary",)),
+    Constant(f"{KERNELS}.relative_positions", "OFFSETS", (3, 12), "precision", ("one class",)),
+    Constant(
+        f"{KERNELS}.relative_positions", "LEAST_PAIRS", (1e-3, 1e-9), "range", ("long rotary",)
+    ),
     Constant("transfer.attention.response", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
     Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),
     Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
@@ -389,18 +393,18 @@ Every number in the engine that no argument gives, and what predictions change b
 another: the largest relative change (of correlation: the change) over the models named, over their
 layers and matrices. Written by `python benchmarks/constants.py page` from
 `benchmarks/data/constants.json`; do not edit. Numbers that have a derivation (as 3.5 in
-`moments/transfer/attention/logits.py`) stand on the other pages; limits of the logit variance stand
-together in [softmax statistics](softmax.md); nodes of position with their own measured effect in
-`moments/engine/classes.py`. Zeros mean that no model here reaches the edge.
+`moments/transfer/attention/projections.py`) stand on the other pages; limits of the logit variance
+stand together in [softmax statistics](softmax.md); nodes of position with their own measured effect
+in `moments/engine/classes.py`. Zeros mean that no model here reaches the edge.
 """
 
 _BELOW = """
 ## Numbers that move no prediction
 
 Thresholds of notes and warnings say from where on something is mentioned:
-`moments/transfer/attention/by_token.py::LOGIT_VARIANCE_NOTED`,
-`moments/transfer/attention/by_token.py::PENALTY_NOTED`,
-`moments/transfer/attention/logits.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
+`moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
+`moments/transfer/attention/layers.py::PENALTY_NOTED`,
+`moments/transfer/attention/projections.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/head/output.py::_PEAKED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
 `moments/transfer/attention/kernels/joint_laws.py::STACK_ENTRIES`,

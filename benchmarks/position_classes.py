@@ -26,7 +26,7 @@ import numpy as np
 
 import moments
 from moments.engine.classes import PositionClasses
-from moments.transfer.attention.kernels import balance, row_classes
+from moments.transfer.attention.kernels import joint_laws, logits
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
 PLAIN = {"layers": 12, "d_model": 256, "heads": 4, "dropout": 0.1, "causal": True}
@@ -96,6 +96,7 @@ PENALISED: dict[str, tuple[Any, dict[str, Any]]] = {
         moments.preset("bloom-560m", seq_len=192).replace(layers=3, head=None),
         {},
     ),
+    "BLOOM 560M, 3 x 192": (moments.preset("bloom-560m", seq_len=192).replace(layers=3), {}),
     "logit variance .8, Pre-LN, 6 x 128": (
         moments.Transformer(6, 256, 8, 128, dropout=0.1, causal=True, alibi=True),
         {"correlation": 0.1},
@@ -172,6 +173,25 @@ PLACED: dict[str, tuple[Any, dict[str, Any]]] = {
         }.items()
     },
 }
+TIED: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{
+        f"tables of variance {variance}, {name}, 3 x 64": (
+            moments.Transformer(
+                **SMALL | {"dropout": 0.0} | fields,
+                embedding=moments.Embedding(1000, variance, positions="none"),
+                head=moments.Head(),
+            ),
+            {},
+        )
+        for variance in (1.0, 0.01)
+        for name, fields in {
+            "Pre-LN": {},
+            "Post-LN": {"norm": "post"},
+            "window of 16": {"window": 16},
+            "rotary": {"rotary": ROTARY},
+        }.items()
+    },
+}
 HALVED = {
     "Llama 3 8B, 32 x 8192": moments.preset("llama-3-8b"),
     "GPT-Neo 125M, 12 x 2048": moments.preset("gpt-neo-125m"),
@@ -203,7 +223,8 @@ def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> d
     found, own = timed(model, tokens=tokens, **given)
     bands = [np.log(p.grad_variance_band[1] / p.grad_variance_band[0]) for p in (found, exact)]
     frames = [p.weight_gradients().set_index(["layer", "weight"]) for p in (found, exact)]
-    ratio = (frames[0] / frames[1])["squared_norm"].dropna().drop("token", level=1, errors="ignore")
+    ratio = (frames[0] / frames[1])["squared_norm"].dropna()
+    ratio = ratio.drop("key.bias", level=1, errors="ignore")
     sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
     return {
         "classes": 1 if found.layout.classes is None else len(found.layout.classes.inside.nodes),
@@ -220,12 +241,12 @@ def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> d
 
 def own_rows(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     """`compared`, by token with a class for every row and its iteration run to its end."""
-    kept = row_classes.SUPPORT_SLACK, balance.TOLERANCE
-    row_classes.SUPPORT_SLACK, balance.TOLERANCE = 0.0, 2e-5
+    kept = logits.SUPPORT_SLACK, joint_laws.TOLERANCE
+    logits.SUPPORT_SLACK, joint_laws.TOLERANCE = 0.0, 2e-5
     try:
         return compared(model, given)
     finally:
-        row_classes.SUPPORT_SLACK, balance.TOLERANCE = kept
+        logits.SUPPORT_SLACK, joint_laws.TOLERANCE = kept
 
 
 def halved(model: Any) -> dict[str, Any]:
@@ -247,7 +268,7 @@ def halved(model: Any) -> dict[str, Any]:
     ratio, names = ratio[names != "key.bias"], names[names != "key.bias"]
     sharp = names.str.startswith(("query", "key"))
     return {
-        "classes": [len(p.layout.classes.nodes) for p in (found, fine)],
+        "classes": [len(p.layout.classes.inside.nodes) for p in (found, fine)],
         "variance": largest(found.variance, fine.variance),
         "correlation": float(np.abs(found.correlation - fine.correlation).max()),
         "gradient": largest(found.grad_variance, fine.grad_variance),
@@ -279,6 +300,7 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         ROTARY_ALIKE,
     ),
     "rows of their own": (lambda case: own_rows(*case), OWN_ROWS),
+    "tied heads": (lambda case: own_rows(*case), TIED),
     "several documents": (lambda case: own_rows(*case), SEVERAL),
     "places": (lambda case: own_rows(*case), PLACED),
     "twice the classes": (halved, HALVED),

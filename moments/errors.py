@@ -1,9 +1,10 @@
-"""Everything the package raises or warns on purpose."""
+"""Everything the package raises or warns on purpose, and imports that only an extra brings."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -90,3 +91,25 @@ def brief(value: object, most: int = 240) -> str:
 
 
 _BRIEF = _Brief()
+
+
+@contextmanager
+def optional(extra: str, *packages: str) -> Iterator[None]:
+    """Turn a missing `packages` import inside the block into an error that names the extra.
+
+    Args:
+        extra: the extra of `transformer-moments` that brings the packages.
+        packages: top-level import names; any other failing import passes through untouched.
+
+    Raises:
+        MomentsError: one of the packages is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] not in packages:
+            raise
+        raise MomentsError(
+            f"this needs {missing.name}, which is not installed; "
+            f'pip install "transformer-moments[{extra}]"'
+        ) from missing

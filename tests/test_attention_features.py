@@ -13,11 +13,10 @@ from moments.engine.classes import PositionClasses
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.model.positions import RelativeBias, Rotary, alibi_slopes
-from moments.transfer.attention.cross import CrossAttention
 from moments.transfer.attention.kernels import KernelAttention, Rotation, few_points
 from moments.transfer.attention.kernels.position_attention import ClassLogits, PositionAttention
-from moments.transfer.attention.kernels.turning import Turning
-from moments.transfer.attention.self_attention import SelfAttention, attended
+from moments.transfer.attention.kernels.relative_positions import Turning
+from moments.transfer.attention.self_attention import CrossAttention, SelfAttention, attended
 
 Array = NDArray[np.float64]
 

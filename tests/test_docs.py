@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import moments
-from moments.formulas.pages import formula_page
+from moments.formulas.registry import formula_page
 from moments.model.huggingface import FAMILIES
 
 ROOT = Path(__file__).parent.parent

@@ -352,7 +352,7 @@ def test_harmonic_sums_against_zeta(count: int) -> None:
 def test_caches_hold_tens_of_megabytes_at_most() -> None:
     """Largest results that the caches of arrays are asked for, times how many each keeps."""
     from moments.transfer.attention.laws import _profile
-    from moments.transfer.attention.softmax.laplace import PAIR_STEP, laplace_row, pair_modes
+    from moments.transfer.attention.softmax.exact import PAIR_STEP, laplace_row, pair_modes
 
     held = {
         laplace_row: laplace_row(30.0, 8.0, 0.0, PAIR_STEP, True),

@@ -196,7 +196,7 @@ def test_bad_input_is_named(layer: int, inputs: dict[str, Any], match: str) -> N
 
 
 def test_an_error_leaves_no_observer_behind() -> None:
-    from moments.engine.evaluation import _OBSERVER, observed
+    from moments.engine.state import _OBSERVER, observed
 
     with pytest.raises(moments.DomainError), observed(lambda *_: None):
         explain(BASE.replace(causal=True), 1, tokens=False)

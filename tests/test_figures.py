@@ -119,7 +119,7 @@ def test_heat_maps_read_by_layer_and_steps() -> None:
     pre = setup("sun-3").panels[1]
     assert isinstance(pre, HeatMap)
     values = pre.distances()
-    expected = angular_distance(pre.prediction())
+    expected = angular_distance(pre.predicted)
     assert values.shape == (12, 12)
     for steps in (1, 5, 12):
         kept = values[steps - 1]

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import moments
 from moments.formulas.named_activations import activation_laws
 from moments.step.change import Change, Overlaps
+from moments.step.draws import Draws
 from moments.step.elementwise import Pairs, activated
 from moments.step.heads import Heads
 from moments.step.neurons import Neurons
@@ -297,7 +298,8 @@ def test_draws_scatter_as_real_modules_do(batch: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moments.ValidityWarning)
         reading = Reading.of(moments.predict(model, token_ids=batch["input_ids"]))
-    assert reading.draws is not None
+    draws = Draws.shared(reading)
+    assert draws is not None
     read: dict[int, list[np.ndarray]] = {1: [], 3: []}
     for seed in range(32):
         module = build_module(config, seed)
@@ -314,7 +316,7 @@ def test_draws_scatter_as_real_modules_do(batch: Any) -> None:
             read[layer].append(flat @ flat.T / 64)
     scatter = {}
     for layer, seen in read.items():
-        drawn = reading.draws.sides[layer, "query"].read
+        drawn = draws.sides[layer, "query"].read
         mean = np.mean(seen, 0)
         assert np.abs(drawn.mean(0) - mean).mean() < 0.03
         there = drawn.var(0, ddof=1).mean(), np.var(seen, 0, ddof=1).mean()

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from moments.errors import DomainError
 from moments.formulas.attention_refined import AVERAGE
 from moments.transfer.attention.kernels import KernelAttention, Rotation
-from moments.transfer.attention.kernels.pair_weights import _turn
-from moments.transfer.attention.kernels.reference import matched
+from moments.transfer.attention.kernels.joint_laws import _turn
+from moments.transfer.attention.kernels.row_statistics import matched
+from moments.transfer.attention.laws import attention_statistics
 from moments.transfer.attention.response import AttentionResponse, _saturation
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.attention.softmax import SquareTable, pair_statistics
-from moments.transfer.attention.statistics import attention_statistics
 
 Array = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ from moments.formulas.named_activations import activation_laws
 from moments.formulas.normalization import LAYERNORM, RMSNORM
 from moments.noise.overlap import stack_overlaps
 from moments.prediction.inputs import alike, gaussian
-from moments.transfer.attention.overlap import averaging_elasticity, own_spread, uniform_rows
+from moments.transfer.attention.response import averaging_elasticity, uniform_rows, unshared_spread
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.elementary import Activation, Dropout, Linear
 from moments.transfer.gated import GatedLinear
@@ -187,7 +187,7 @@ def test_what_tokens_have_of_their_own_varies_with_what_they_share() -> None:
     output, _ = forward(Chain((Layer(Chain((NORM, *parts)), 1),)), signal)
     error = squares.std() / math.sqrt(draws)
     assert squares.mean() > 0.02
-    assert own_spread(output) == pytest.approx(squares.mean(), abs=2.5 * error)
+    assert unshared_spread(output) == pytest.approx(squares.mean(), abs=2.5 * error)
 
 
 # --- entrywise units ----------------------------------------------------------------------------

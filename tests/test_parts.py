@@ -14,7 +14,7 @@ from quadrature import Estimate, exchangeable, gridded_pair, token_moments
 
 import moments
 from moments.engine.composition import Leaf
-from moments.engine.short_vectors import expected_cosine, expected_pull, persistent_pull
+from moments.engine.directions import expected_cosine, expected_pull, persistent_pull
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.formulas import named_activations as activations

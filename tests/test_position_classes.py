@@ -23,20 +23,20 @@ from moments.engine.classes import (
     one_class,
     product,
 )
+from moments.prediction import predict as deciding
 from moments.transfer.attention.kernels import (
     KernelAttention,
     Rotation,
-    balance,
-    calibration,
-    row_classes,
+    finite_rows,
+    joint_laws,
 )
-from moments.transfer.attention.kernels.fading import fading
+from moments.transfer.attention.kernels import logits as kernel_logits
 from moments.transfer.attention.kernels.position_attention import (
     Across,
     ClassLogits,
     PositionAttention,
 )
-from moments.transfer.attention.kernels.turning import Turning
+from moments.transfer.attention.kernels.relative_positions import Turning, fading
 
 LENGTH = 96
 
@@ -44,8 +44,8 @@ LENGTH = 96
 @pytest.fixture
 def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """By token, a class for every row and its iteration run to its end."""
-    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
 
 
 def predicted(model: Transformer, **arguments: Any) -> moments.Prediction:
@@ -162,9 +162,9 @@ def test_products_of_matrices_over_keys() -> None:
 
 def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a class for every row there, too, and its iteration run to its end."""
-    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
-    monkeypatch.setattr(calibration, "TOLERANCE", 1e-6)  # for classes as fine
+    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
+    monkeypatch.setattr(finite_rows, "TOLERANCE", 1e-6)  # for classes as fine
     length = 20
     scale = 1.5
     settings = {
@@ -203,9 +203,9 @@ def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.Monkey
 def test_two_documents_are_attention_by_token_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same of rows that see their own document alone, whose keys share something across: most
     at one place, as under a table of positions."""
-    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
-    monkeypatch.setattr(calibration, "TOLERANCE", 1e-6)
+    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
+    monkeypatch.setattr(finite_rows, "TOLERANCE", 1e-6)
     length, scale = 14, 1.2
     settings = {"d_model": 128.0, "d_head": 32.0, "norm_spread": 0.002}
     place, same = np.arange(length), np.eye(length) > 0
@@ -315,8 +315,8 @@ def test_classes_against_every_token(name: str) -> None:
 
 def test_queries_and_keys_against_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """By token, with a class for every row; see above for what grouped rows cost there."""
-    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     model = Transformer(3, 128, 4, 40, dropout=0.1, norm="post", causal=True)
     by_token = predicted(model, tokens=True, correlation=0.2)
     by_class = predicted(model, correlation=0.2)
@@ -433,8 +433,8 @@ def test_queries_and_keys_that_are_not_the_tokens(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By token, with a class for every row: grouped rows alone cost .7 % of a Llama's gradient."""
-    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     model = Transformer(2, 128, 4, 40, dropout=0.1, causal=True, **OTHERS[name])
     by_class = predicted(model, correlation=0.3)
     by_token = predicted(model, tokens=True, correlation=0.3)
@@ -556,8 +556,8 @@ def test_distance_penalties_are_held_by_means_over_cells(norm: str) -> None:
 def test_decoders_on_classes_read_encoders_of_tokens_alike(
     relative: moments.RelativeBias | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     encoder = Transformer(2, 96, 4, 36, dropout=0.1, relative_bias=relative)
     model = Transformer(
         2, 128, 4, 40, dropout=0.1, causal=True, encoder=encoder, relative_bias=relative
@@ -582,8 +582,8 @@ def test_decoders_on_classes_read_encoders_of_tokens_alike(
 
 def test_gradients_that_fall_steeply_meet_those_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind many norms on the stream the first tokens' gradients are orders above the others'."""
-    monkeypatch.setattr(row_classes, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(balance, "TOLERANCE", 2e-5)
+    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     model = Transformer(16, 64, 4, 32, causal=True, norm="post")
     by_token, by_class = (predicted(model, tokens=t) for t in (True, None))
     assert by_class.layout.classes is not None
@@ -598,7 +598,7 @@ def test_halving_the_classes_of_a_long_context(name: str, monkeypatch: pytest.Mo
     fine = PositionClasses.of(8192, per_octave=3.0)
     coarse = predicted(model)
     assert coarse.layout.classes is not None
-    assert len(coarse.layout.classes.nodes) < len(fine.nodes)
+    assert len(coarse.layout.classes.inside.nodes) < len(fine.nodes)
     monkeypatch.setattr(PositionClasses, "of", classmethod(lambda *_, **__: fine))
     finer = predicted(model)
     np.testing.assert_allclose(coarse.variance, finer.variance, rtol=2e-3)
@@ -859,3 +859,76 @@ def test_sums_over_what_rows_see_on_both_sides(window: int) -> None:
     np.testing.assert_allclose(sight.shared @ held, both @ values, rtol=0.01, atol=0.1)
     sums = np.einsum("pqr,r->pq", sight.later, held / sight.size**2)
     np.testing.assert_allclose(sums, both @ (values / sizes**2), rtol=0.02, atol=2e-3)
+
+
+# --- texts that see both sides, and classifiers ---------------------------------------------------
+
+
+def texts(*shape: int) -> np.ndarray:
+    """Tokens by Zipf's law, none of which pads."""
+    share = 1.0 / np.arange(1.0, 30001)
+    return np.random.default_rng(0).choice(30000, shape, p=share / share.sum()) + 1
+
+
+def compared(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, **given: Any
+) -> tuple[moments.Prediction, moments.Prediction, Any]:
+    """On classes and by token, and the ratios of their gradients of weights."""
+    monkeypatch.setattr(deciding, "MOST_TOGETHER", 32)
+    monkeypatch.setattr(deciding, "LONGEST_TEXT", 32)
+    found, expected = predicted(model, **given), predicted(model, tokens=True, **given)
+    assert found.layout.classes is not None
+    one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (found, expected))
+    ratio = (one.squared_norm / other.squared_norm).drop("key.bias", level=1, errors="ignore")
+    return found, expected, ratio.dropna()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_texts_without_a_mask(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moments.preset("bert-base").replace(layers=2, seq_len=64)
+    ids = texts(count, 64)
+    same = np.zeros_like(ids)  # as tokenizers say of one segment
+    found, expected, ratio = compared(model, monkeypatch, token_ids=ids)
+    np.testing.assert_allclose(found.correlation, expected.correlation, atol=3e-4)
+    np.testing.assert_allclose(found.grad_variance, expected.grad_variance, rtol=3e-4)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
+    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.015)
+    sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
+    assert ratio[~sharp].to_numpy() == pytest.approx(1.0, abs=2e-3)
+    again = predicted(model, token_ids=ids, segment_ids=same)
+    assert again.resolution == found.resolution
+    np.testing.assert_allclose(again.grad_variance, found.grad_variance, rtol=1e-12)
+
+
+@pytest.mark.parametrize("pool", ["first", "mean"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_classifiers_of_texts(pool: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = moments.Head(
+        loss="classification", classes=3, tied=False, weight_variance=4e-4, pool=pool, norm=causal
+    )
+    model = moments.preset("gpt2" if causal else "bert-base")
+    model = model.replace(layers=2, seq_len=64, head=head)
+    given = {"token_ids": texts(3, 64), "targets": np.array([0, 1, 0])}
+    found, expected, _ = compared(model, monkeypatch, **given)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-3)
+    np.testing.assert_allclose(found.loss_stderr, expected.loss_stderr, rtol=0.03)
+    np.testing.assert_allclose(found.grad_variance, expected.grad_variance, rtol=8e-3)
+    one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (found, expected))
+    whole = other.squared_norm.groupby(level="weight").sum()
+    apart = (one.squared_norm - other.squared_norm).groupby(level="weight").sum()
+    assert (apart / whole)[whole > 1e-6 * whole.max()].abs().max() < (
+        0.06 if causal and pool == "mean" else 0.02
+    )
+
+
+def test_batches_that_were_too_large_by_token() -> None:
+    model = moments.preset("bert-base").replace(layers=1)
+    assert "classes" in predicted(model, token_ids=texts(8, 512)).resolution
+    mask = np.ones((2, 512))
+    mask[1, 300:] = 0.0  # what bidirectional rows see differs with the length
+    with pytest.raises(moments.DomainError, match="memory"):
+        predicted(
+            model.replace(layers=40),
+            token_ids=texts(16, 512),
+            attention_mask=np.repeat(mask, 8, axis=0),
+        )

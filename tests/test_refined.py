@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 import warnings
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +22,12 @@ from moments.prediction.inputs import alike, gaussian
 from moments.transfer.elementary import Linear
 from moments.transfer.normalization import FiniteNormalization
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
 
-def small(**changes: object) -> moments.Transformer:
-    fields = {"layers": 4, "d_model": 96, "heads": 4, "seq_len": 24, "dropout": 0.1}
-    return moments.Transformer(**{**fields, **changes})  # type: ignore[arg-type]
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+draws: Any = importlib.import_module("small_draws")
+small = draws.small
 
 
 def log_ratio(predicted: np.ndarray, measured: np.ndarray, stderr: np.ndarray) -> np.ndarray:
@@ -31,48 +35,46 @@ def log_ratio(predicted: np.ndarray, measured: np.ndarray, stderr: np.ndarray) -
     return np.maximum(np.abs(np.log(predicted / measured)) - 3 * stderr / measured, 0.0)
 
 
-CASES = {
-    "pre": {},
-    "post": {"norm": "post"},
-    "gelu": {"norm": "post", "activation": "gelu"},
-    "causal": {"causal": True},
-    "causal post": {"causal": True, "norm": "post"},
-    "sharp": {"temperature": 0.7},
-    "scaled": {"skip_scale": 0.9, "branch_scale": [0.8, 0.6, 0.5, 0.4]},
-    "layernorm scaling": {"layernorm_scaling": True},
-    "narrow values": {"d_head": 12},
-}
+@pytest.fixture(scope="module")
+def stored() -> dict[str, dict[str, Any]]:
+    """Means and standard errors over draws, stored by `benchmarks/small_draws.py`."""
+    found = {name: draws.stored()[f"twin/{name}"] for name in draws.TWINS}
+    assert all(entry["draws"] >= 48 for entry in found.values())
+    return {name: entry["found"] for name, entry in found.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_moments_against_the_simulation(name: str) -> None:
-    model = small(**CASES[name])
-    entering = {"correlation": 0.3, "grad_correlation": 0.2}
-    measured = moments.simulate(model, seeds=48, batch=1, seed=3, **entering)
-    predicted = moments.predict(model, **entering)
-    variance = log_ratio(predicted.variance, measured.variance, measured.variance_stderr + 1e-9)
-    assert variance.max() < 0.02
-    correlation = np.abs(predicted.correlation - measured.correlation)
-    assert np.all(correlation < 0.015 + 3 * measured.correlation_stderr)
-    gradient = log_ratio(
-        predicted.grad_variance, measured.grad_variance, measured.grad_variance_stderr
-    )
-    assert gradient.mean() < 0.03
-    grad_correlation = np.abs(predicted.grad_correlation - measured.grad_correlation)
-    assert np.all(grad_correlation < 0.02 + 3 * measured.grad_correlation_stderr)
+@pytest.mark.parametrize("name", draws.TWINS)
+def test_moments_against_the_simulation(name: str, stored: dict[str, Any]) -> None:
+    predicted = moments.predict(small(**draws.TWINS[name]), **draws.ENTERING)
+    measured = {quantity: np.array(stored[name][quantity]) for quantity in draws.STREAM}
+    value, error = measured["variance"]
+    assert log_ratio(predicted.variance, value, error + 1e-9).max() < 0.02
+    value, error = measured["correlation"]
+    assert np.all(np.abs(predicted.correlation - value) < 0.015 + 3 * error)
+    assert log_ratio(predicted.grad_variance, *measured["grad_variance"]).mean() < 0.03
+    value, error = measured["grad_correlation"]
+    assert np.all(np.abs(predicted.grad_correlation - value) < 0.02 + 3 * error)
 
 
-@pytest.mark.parametrize("name", ["pre", "post", "causal"])
-def test_weight_gradients_against_the_simulation(name: str) -> None:
-    model = small(layers=2, **CASES[name])
-    measured = moments.simulate(model, seeds=64, batch=1, seed=5, correlation=0.3)
-    norms = measured.weight_gradients().set_index(["layer", "weight"])
-    predicted = moments.predict(model, correlation=0.3).weight_gradients()
+@pytest.mark.parametrize("name", draws.TWINS)
+def test_weight_gradients_against_the_simulation(name: str, stored: dict[str, Any]) -> None:
+    predicted = moments.predict(small(**draws.TWINS[name]), **draws.ENTERING).weight_gradients()
     assert set(predicted.weight) == {"query", "key", "value", "output", "ffn_in", "ffn_out"}
     for layer, weight, norm in predicted.itertuples(index=False):
-        row = norms.loc[(layer, weight)]
-        tolerance = 0.05 * row.squared_norm + 3 * row.squared_norm_stderr
-        assert abs(norm - row.squared_norm) < tolerance, (layer, weight)
+        measured, error = stored[name]["norms"][f"{layer}.{weight}"]
+        assert abs(norm - measured) < 0.05 * measured + 3 * error, (layer, weight)
+
+
+@pytest.mark.parametrize("name", draws.TWINS)
+def test_simulating_again_agrees_with_what_is_stored(name: str, stored: dict[str, Any]) -> None:
+    """Twins as they are today, by other random numbers: one draw scatters as those stored did."""
+    again, seeds = draws.twin_draws(name, 2, 11), draws.stored()[f"twin/{name}"]["draws"]
+    for quantity in draws.STREAM:
+        (first, error), (second, _) = (np.array(v[quantity]) for v in (stored[name], again))
+        scatter = error * math.sqrt(seeds / 2 + 1)
+        z = (second - first) / np.maximum(scatter, 2e-6)
+        assert np.any(second != first)
+        assert np.sqrt(np.mean(z**2)) < 3, (quantity, z)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])

@@ -248,6 +248,42 @@ def test_backward_by_layers_is_backward_through_the_whole(norm):
         assert measured.grad_variance[n] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"causal": True, "kv_heads": 2, "window": 5, "rotary": moments.Rotary()},
+        {"alibi": 1.0, "causal": True},
+        {"relative_bias": moments.RelativeBias(variance=0.1), "logit_softcap": 2.0},
+    ],
+)
+@pytest.mark.parametrize("group", [1, 3])
+def test_heads_in_groups_are_heads_at_once(changes, group, monkeypatch):
+    """Many logits are computed by groups of heads, and again in the backward pass."""
+    model = Transformer(2, 32, 8, 12, dropout=0.1, attention_dropout=0.0, **changes)
+    once = simulate(model, correlation=0.2, seeds=1, batch=2)
+    calls = []
+    attention = importlib.import_module("moments.simulation.attention")
+    mix = attention._mix
+    monkeypatch.setattr(attention, "_mix", lambda *given: calls.append(1) or mix(*given))
+    monkeypatch.setattr(attention, "MOST_LOGITS", group * 2 * 12 * 12)
+    grouped = simulate(model, correlation=0.2, seeds=1, batch=2)
+    assert len(calls) == 3 * 2 * -(-8 // group)
+    np.testing.assert_allclose(grouped.variance, once.variance, rtol=1e-5)
+    np.testing.assert_allclose(grouped.grad_variance, once.grad_variance, rtol=1e-5)
+    norms = [m.weight_gradients()["squared_norm"] for m in (grouped, once)]
+    np.testing.assert_allclose(*norms, rtol=1e-4)
+
+
+def test_dropped_logits_in_groups_are_drawn_once(monkeypatch):
+    """The masks of a group's forward pass are those of its backward pass."""
+    model = Transformer(1, 32, 8, 12, attention_dropout=0.5)
+    monkeypatch.setattr("moments.simulation.attention.MOST_LOGITS", 2 * 12 * 12)
+    found = simulate(model, correlation=0.2, seeds=40, batch=2)
+    p = moments.predict(model, correlation=0.2)
+    gap = abs(found.grad_variance[0] / p.grad_variance[0] - 1)
+    assert gap < 0.01 + 4 * found.grad_variance_stderr[0] / p.grad_variance[0]
+
+
 def test_one_layer_agrees_with_numpy():
     """A Pre-LN layer with everything on but dropout, written out again in numpy."""
     model = Transformer(

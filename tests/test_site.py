@@ -8,7 +8,6 @@ import html
 import importlib
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -64,11 +63,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, with a few components and schemes in place of all."""
     pytest.importorskip("material", reason="needs the extra docs")
     pytest.importorskip("latex2mathml", reason="needs the extra docs")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
     target = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
-    quick = {"MOMENTS_SITE_QUICK": "1", "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | quick, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    written = {path.stem for path in (ROOT / "docs/generate").glob("*.py")}
+    held = {name: sys.modules.pop(name) for name in written & set(sys.modules)}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of mkdocs; those of the site end the build
+        patch.setenv("MOMENTS_SITE_QUICK", "1")
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        patch.setattr(sys, "path", [*sys.path])
+        build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(target)))
+    for name in written:
+        sys.modules.pop(name, None)
+    sys.modules.update(held)
     return target
 
 

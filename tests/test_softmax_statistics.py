@@ -25,17 +25,18 @@ from moments.transfer.attention.softmax import (
     pair_statistics,
     row_statistics,
 )
-from moments.transfer.attention.softmax.chebyshev import (
+from moments.transfer.attention.softmax.exact import THETA_EXACT
+from moments.transfer.attention.softmax.table import (
     chebyshev_basis,
     chebyshev_coefficients,
+    encode_row,
+    encode_square_pair,
     far_rho_at,
     far_theta_at,
     gauss_nodes,
     length_at,
     theta_at,
 )
-from moments.transfer.attention.softmax.encoding import encode_row, encode_square_pair
-from moments.transfer.attention.softmax.exact import THETA_EXACT
 
 
 def softmax(logits):

@@ -10,7 +10,7 @@ import pytest
 from scipy.integrate import quad
 
 import moments
-from moments.formulas.random_energy import RANDOM_ENERGY
+from moments.formulas.softmax import RANDOM_ENERGY
 from moments.papers.analysis import (
     boundaries,
     correlation_fixed_points,

@@ -168,15 +168,15 @@ def test_a_geometric_mean_is_below_the_mean(stored: dict[str, Stored]) -> None:
 
 @pytest.mark.parametrize("c", QUICK, ids=lambda c: c.name)
 def test_simulating_again_agrees(c: Configuration, stored: dict[str, Stored]) -> None:
-    """Other random numbers, 12 draws: within joint standard errors."""
+    """Other random numbers, 6 draws that scatter as those stored did."""
     pytest.importorskip("torch")
-    first, second = stored[c.name], store.simulate_one(c, seeds=12, seed=1)
+    first, second = stored[c.name], store.simulate_one(c, seeds=6, seed=1)
     inside = {"variance": slice(1, None), "correlation": slice(1, None)}
     for name in (*STREAM, "log_grad_variance"):
         part = inside.get(name, slice(None, -1))
         difference = np.abs(first.values[name] - second.values[name])[part]
         assert np.any(difference > 0), f"{name}: the same random numbers"
-        joint = np.hypot(first.stderr[name], second.stderr[name])[part]
+        joint = (first.stderr[name] * np.sqrt(1 + first.seeds / second.seeds))[part]
         # Post-LN fixes the variance: rounding is all that is left to differ.
         z = difference / np.maximum(joint, 2e-6)
         assert z.mean() < 2.5, name

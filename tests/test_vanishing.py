@@ -11,8 +11,8 @@ import pytest
 import moments
 from moments import DomainError, Embedding, Transformer, ValidityWarning, Weights
 from moments.engine.state import Kernel
-from moments.transfer.attention.alike import AlikeAttention
 from moments.transfer.attention.kernels import KernelAttention
+from moments.transfer.attention.layers import AlikeLayer
 
 SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "seq_len": 4}
 XAVIER = Weights.xavier(16, 4)
@@ -79,7 +79,7 @@ def test_vanishing_logits_by_token_are_those_of_tokens_alike(tau: float) -> None
     widths = {"logit_scale": tau, "d_model": 16.0, "d_head": 4.0}
     one = KernelAttention(kernel, **widths).backward(gradient)
     tokens = Kernel(1.0, 0.3)
-    two = AlikeAttention(
+    two = AlikeLayer(
         tokens,
         tokens,
         tokens,

@@ -13,8 +13,7 @@ sys.path.append(str(Path(__file__).parent.parent.parent / "benchmarks"))
 from component_pictures import panels, stored
 from figure import svg
 
-from moments.formulas.pages import component_page, symbols_page
-from moments.formulas.registry import COMPONENTS, STACKS
+from moments.formulas.registry import COMPONENTS, STACKS, component_page, symbols_page
 
 QUICK = bool(os.environ.get("MOMENTS_SITE_QUICK"))
 """Whether a few components and schemes stand for all: what a test of the build needs."""

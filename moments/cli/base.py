@@ -333,8 +333,8 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
         missing = [key for key in required if key not in given]
         if missing:
             flags = ", ".join("--" + key.replace("_", "-") for key in missing)
-            own = f", or add {flags}" if set(required) <= set(changes) else ""
-            raise DomainError(f"no MODEL given: name a preset or a config.json{own}")
+            alternative = f", or add {flags}" if set(required) <= set(changes) else ""
+            raise DomainError(f"no MODEL given: name a preset or a config.json{alternative}")
         return Transformer(**given), {}
     seq_len = given.pop("seq_len", None)
     inputs: dict[str, Any] = {}
@@ -371,8 +371,8 @@ def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, A
     from ..model.transformer import FORMAT_VERSION
 
     entries = read_config(name)
-    own = "model" in entries or entries.get("format") == FORMAT_VERSION
-    if "model_type" in entries or not own:
+    is_model = "model" in entries or entries.get("format") == FORMAT_VERSION
+    if "model_type" in entries or not is_model:
         return from_huggingface(entries, seq_len=seq_len), {}
     model, inputs = stored_model(entries)
     return model if seq_len is None else model.replace(seq_len=seq_len), inputs

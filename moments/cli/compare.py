@@ -175,8 +175,8 @@ def _given(
     refined = theory == "refined"
     if not refined:
         given.pop("tokens", None)
-    own = declared.head is not None and declared.head.loss is not None
-    if own and refined and measurement.loss is not None and not measured:
+    has_loss = declared.head is not None and declared.head.loss is not None
+    if has_loss and refined and measurement.loss is not None and not measured:
         return given
     given.pop("targets", None)
     if refined:

@@ -55,7 +55,7 @@ def formulas(
 ) -> None:
     """Print a component's formulas with their sources, or list the components."""
     if markdown:
-        from ..formulas.pages import formula_page
+        from ..formulas.registry import formula_page
 
         print(formula_page(), end="")
         return

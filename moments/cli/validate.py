@@ -50,6 +50,9 @@ def validate(
             show_default=False,
         ),
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where --run simulates, such as cpu or cuda.")
+    ] = "cpu",
     max_error: Annotated[
         float | None,
         typer.Option(
@@ -77,7 +80,12 @@ def validate(
     if held is None:
         data = Path("validation.json") if data is None else data
         with steps("simulating", sum(c.cost * c.seeds for c in configurations)) as advance:
-            held = run_grid(configurations, data, progress=lambda c: advance(c.cost * c.seeds))
+            held = run_grid(
+                configurations,
+                data,
+                device=device,
+                progress=lambda c: advance(c.cost * c.seeds),
+            )
     with steps(f"predicting {len(configurations)} models", len(configurations)) as advance:
         frame = errors(theories, configurations, held, lambda c: advance(1))
     if csv is not None:

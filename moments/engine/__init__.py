@@ -2,7 +2,9 @@
 
 `state` are the moments that travel and `classes` their resolution; `composition` says what a
 component is, how components compose and how a signal passes them; `trace` is what a pass
-saw. `directions`, `fluctuation` and `short_vectors` are what finite width adds.
+saw; `layout` divides tokens into sequences and documents. `directions` and `fluctuation` are what
+finite width adds, `response` how a number answers to small changes, `program` many layers of one
+shape replayed.
 
 Imports `model` and `formulas`. Start with `state`, then `composition`, then `trace`.
 """

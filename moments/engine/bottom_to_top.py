@@ -24,13 +24,13 @@ import numpy as np
 
 from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
-from .fluctuation import followed
-from .own_overlap import OverlapWalk, OwnOverlap
-from .response import Around, Sublayer
-from .sensitivity import (
+from .fluctuation import OverlapWalk, UnsharedOverlap, followed
+from .response import (
     SINGLE,
+    Around,
     GradientAdjoint,
     SignalAdjoint,
+    Sublayer,
     count_of,
     diagonal,
     over_tokens,
@@ -103,7 +103,9 @@ class BottomToTop(Component):
         carried = around.by_token(carried, record.input.kernel).astype(SINGLE)
         return bypassed((sublayers[0], sublayers[1], sublayers[2]), carried, around.kernels(record))
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         for child in record.children:
             at = walk.through(child, at)
         return at
@@ -144,9 +146,9 @@ class Sum(NamedTuple):
 
     def crossed(self, kernel: Kernel, factor: Array = 1.0) -> Kernel:
         """What the sum's moments gain because u holds the input by the carried amplitude."""
-        own = self.carried * factor
-        first, second = kernel.over_tokens(own)
-        return kernel.weighted(2 * own, first + second)
+        factor_kept = self.carried * factor
+        first, second = kernel.over_tokens(factor_kept)
+        return kernel.weighted(2 * factor_kept, first + second)
 
     def output(self) -> Signal:
         """The sum."""
@@ -240,8 +242,8 @@ class Sum(NamedTuple):
             done = branch.backward(gradient.with_kernel(handed), run)
             merged = kept + done.gradient_sent.kernel
             return ffn.completed(above, Gradient(merged, gradient.seq_len), (done,))
-        total, own = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
-        held, whole = square(node.skip_scale) * own, self.inner.kernel.mean_diagonal()
+        total, entering = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
+        held, whole = square(node.skip_scale) * entering, self.inner.kernel.mean_diagonal()
         added, shared = whole - held, self._overlap()
         done = branch.backward(gradient.at_addend(handed, added / total), run)
         sent = done.gradient_sent
@@ -253,7 +255,7 @@ class Sum(NamedTuple):
         if not isotropic(gradient.radial):
             along = whole - (1.0 - gradient.radial) * (whole + shared) ** 2 / total
             received = gradient.kernel.mean_diagonal()
-            radial = ratio_or_zero(along * received, own * merged.mean_diagonal())
+            radial = ratio_or_zero(along * received, entering * merged.mean_diagonal())
         kept_share = ratio_or_zero(kept.mean_diagonal(), merged.mean_diagonal())
         centred = gradient.centred_share * kept_share
         found = Gradient(merged, gradient.seq_len, radial, centred)
@@ -265,18 +267,18 @@ class Sum(NamedTuple):
         above = gradient.kernel
         if self.signal.fluctuation is None:
             return Gradient(sent.kernel + (above + self.crossed(above)), gradient.seq_len)
-        own, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
+        carried, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
         skip = square(self.node.ffn.skip_scale)
         held, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()
         lacks = (1.0 - gradient.radial) / total
         # E (x.g)^2, E (x.g)(y.g), E (y.g)^2, y what the skip connection of u holds
-        alone = own - lacks * (own + shared) ** 2
-        mutual = shared - lacks * (own + shared) * (held + shared)
+        alone = carried - lacks * (carried + shared) ** 2
+        mutual = shared - lacks * (carried + shared) * (held + shared)
         beside = held - lacks * (held + shared) ** 2
         # Through s the input receives P g/|s| with P orthogonal to y; and attention, along x, what
         # cancels that, averaged over the tokens' gradients.
         common = ratio_or_zero(above.mean_pairs(), above.mean_diagonal())
-        turned = (alone - shared * mutual / held) / own
+        turned = (alone - shared * mutual / held) / carried
         lost = beside / held
         if self.entering.centred is not None:  # the mean over features
             lost = lost + 1.0 - gradient.centred_share
@@ -292,14 +294,14 @@ class Sum(NamedTuple):
         return Gradient(
             kernel,
             gradient.seq_len,
-            ratio_or_zero(alone * received, own * size),
+            ratio_or_zero(alone * received, carried * size),
             ratio_or_zero(centred, size),
         )
 
     def _overlap(self) -> Array:
         """Of the input and u."""
-        own = self.signal.kernel
-        return own.weighted(self.carried, 1.0).mean_diagonal()
+        kernel = self.signal.kernel
+        return kernel.weighted(self.carried, 1.0).mean_diagonal()
 
 
 # --- one draw, by token ---------------------------------------------------------------------------

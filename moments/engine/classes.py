@@ -92,6 +92,11 @@ class PositionClasses:
         """Classes of one sequence or document: these, where there are no others."""
         return self
 
+    @property
+    def causal(self) -> PositionClasses:
+        """The same nodes under a mask, by which tokens and their pairs are counted."""
+        return self
+
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
         other: of one document, and where there are several of two."""
@@ -114,6 +119,22 @@ class PositionClasses:
     def at_one_place(self) -> Array:
         """1 for two tokens that are at one place of two documents, else 0."""
         return np.zeros(())
+
+    @functools.cached_property
+    def following_pairs(self) -> Array:
+        """(P, P) share of pairs (i, j) in which j is the token behind i, as many as there are: two
+        nodes that are one position apart, and beyond them two of one class."""
+        one = self.inside
+        beside = np.diff(one.nodes) == 1
+        found = np.diag(beside.astype(float), 1)
+        inside = np.append(~beside, False)
+        inside[-2] = True
+        pairs = np.maximum(np.diagonal(one.pair_count), 0.0)
+        several = inside & (pairs > 0.0)
+        found[several, several] = np.minimum(one.count[several] / pairs[several], 1.0)
+        found = self.within(found)
+        total = float(self.there.sum() - len(np.atleast_2d(self.there)))
+        return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
 
     def shares_of(self, ids: NDArray[np.int64]) -> Array:
         """(L,), or as `ids`: the share of the text that is of each token."""
@@ -164,14 +185,30 @@ class PositionClasses:
         return np.asarray((pairs * self.pair_count).sum((-2, -1)))
 
     @functools.cached_property
+    def _cells(self) -> tuple[NDArray[np.intp], Array]:
+        """(L,) the node at a position or before it, and the next one's part by log position."""
+        place, last = np.arange(1, self.length + 1), max(len(self.nodes) - 2, 0)
+        left = np.minimum(np.searchsorted(self.nodes, place, side="right") - 1, last)
+        logs = np.log(np.append(self.nodes, 2.0 * self.length))
+        return left, (np.log(place) - logs[left]) / (logs[left + 1] - logs[left])
+
+    @functools.cached_property
     def hats(self) -> Array:
         """(P, L) functions linear in log position between nodes, 1 at their own: cells."""
-        place, logs = np.arange(1.0, self.length + 1), np.log(self.nodes)
-        return np.array([np.interp(np.log(place), logs, one) for one in np.eye(len(logs))])
+        (left, share), place = self._cells, np.arange(self.length)
+        found = np.zeros((len(self.nodes) + 1, self.length))
+        found[left, place], found[left + 1, place] = 1.0 - share, share
+        return found[:-1]
 
     def cell_means(self, values: Array) -> Array:
         """(P,) means over cells of (L,) values."""
-        return np.asarray(self.hats @ values / self.hats.sum(1))
+        left, share = self._cells
+        sums, sizes = (
+            np.bincount(left, (1.0 - share) * one, len(self.nodes) + 1)
+            + np.bincount(left + 1, share * one, len(self.nodes) + 1)
+            for one in (values, np.ones(self.length))
+        )
+        return np.asarray(sums[:-1] / sizes[:-1])
 
     def pair_means(
         self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
@@ -179,6 +216,12 @@ class PositionClasses:
         """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
         second[l], each counted by weights[j]; over all pairs of the sequence as many as there
         are."""
+        return as_many(*self.pair_sums(first, second, weights), self.pair_count)
+
+    def pair_sums(
+        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(P, P) of the same: how many such pairs, and how many of all, by `hats`."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
         weights = np.ones(len(first)) if weights is None else weights
         sums = [
@@ -187,8 +230,7 @@ class PositionClasses:
         ]
         size = self.hats.sum(1)
         itself = (self.hats * (weights * (first == second))) @ self.hats.T
-        count = np.outer(size, size) - self.hats @ self.hats.T
-        return _as_many(sums[0] @ sums[1].T - itself, count, self.pair_count)
+        return sums[0] @ sums[1].T - itself, np.outer(size, size) - self.hats @ self.hats.T
 
     def spread_out(self, values: Array) -> Array:
         """(..., L) mean squares at every position, from (..., P).
@@ -196,11 +238,17 @@ class PositionClasses:
         Their logarithms are interpolated: gradients under Post-LN fall from one position to the
         next by more than what is added to them, and a cubic of the values would overshoot zero.
         """
-        inner, matrix = values[..., :-1], _interpolation(self.nodes)[:-1, :-1].T
+        inner = values[..., :-1]
         positive = np.all(inner > 0, axis=-1, keepdims=True)
-        by_logs = np.exp(np.log(np.where(positive, inner, 1.0)) @ matrix)
-        found = np.where(positive, by_logs, inner @ matrix)
-        return np.concatenate([found, values[..., -1:]], axis=-1)
+        known = np.where(positive, np.log(np.where(positive, inner, 1.0)), inner)
+        found = np.empty((*values.shape[:-1], self.length))
+        found[..., self.nodes[:-1] - 1] = known
+        for inside, held, weights in _between(tuple(self.nodes.tolist())):
+            found[..., inside] = known[..., held] @ weights
+        others = found[..., :-1]
+        np.exp(others, out=others, where=positive)
+        found[..., -1] = values[..., -1]
+        return found
 
 
 @functools.lru_cache(maxsize=16)
@@ -227,7 +275,6 @@ class BothSides(PositionClasses):
 
     @property
     def causal(self) -> PositionClasses:
-        """The same nodes under a mask, by which tokens and their pairs are counted."""
         return _nodes(self.length, tuple(self.nodes.tolist()))
 
     @property
@@ -351,10 +398,12 @@ class DocumentClasses(PositionClasses):
     def inside_count(self) -> Array:
         """(P, P) ordered pairs of different tokens of one document."""
         counts, many = self._counts
-        pairs = (many @ counts)[:, None] * (self.one.seen().keys - np.eye(len(self.one.nodes)))
+        pairs = (many @ counts)[:, None] * (
+            self.one.causal.seen().keys - np.eye(len(self.one.nodes))
+        )
         lengths = np.array(self.lengths, float)
         pairs = pairs + pairs.T
-        return np.asarray(pairs * _to_total(pairs, float(lengths @ (lengths - 1.0))))
+        return np.asarray(pairs * to_total(pairs, float(lengths @ (lengths - 1.0))))
 
     @functools.cached_property
     def across_count(self) -> Matrix:
@@ -363,7 +412,7 @@ class DocumentClasses(PositionClasses):
         # Of two documents as many as the shorter one has places, and then the rest of the longer.
         longer = many.sum() - np.cumsum(many)
         met = (many * (many - 1.0 + 2.0 * longer)) @ counts
-        pairs = met[:, None] * (self.one.seen().keys - np.eye(len(met)))
+        pairs = met[:, None] * (self.one.causal.seen().keys - np.eye(len(met)))
         rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
         rest = rest - (longer + many)[:, None] * counts
         pairs += np.einsum("n,np,nq->pq", many, rest, counts)
@@ -502,7 +551,7 @@ class DocumentClasses(PositionClasses):
         )
         expected = self.inside_count, self.across_count[1], self.across_count[0]
         inner, outer, own = (
-            _as_many(share, count, expects)
+            as_many(share, count, expects)
             for share, count, expects in zip(shares, counts, expected, strict=True)
         )
         return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
@@ -516,7 +565,7 @@ LEAST_SHARED = 1e-9
 """Pairs of documents that reach two positions, of those that reach one, below which none do."""
 
 
-def _as_many(found: Array, count: Array, expected: Array) -> Array:
+def as_many(found: Array, count: Array, expected: Array) -> Array:
     """Sums over their counts, such that weighed by what is counted elsewhere they are as many. A
     cell of one position has no pairs: those with the next stand in."""
     usable, total = count > 0.5, float(found.sum())
@@ -525,10 +574,10 @@ def _as_many(found: Array, count: Array, expected: Array) -> Array:
         for place in map(int, np.flatnonzero(~np.diagonal(usable))):
             beside = [min(place + 1, len(found) - 1), max(place - 1, 0)]
             found[place, place] = found[place, beside].mean()
-    return found * _to_total(found * expected, total)
+    return found * to_total(found * expected, total)
 
 
-def _to_total(counts: Array, total: float) -> float:
+def to_total(counts: Array, total: float) -> float:
     """The factor by which counts sum to what they should."""
     found = float(counts.sum())
     return total / found if found > 0.0 else 0.0
@@ -596,6 +645,8 @@ class Sight:
         later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
         begins: (P,) its first node that is a key.
+        met_before: (P, P) of a row's keys, the share of the squares of their weights that a row of
+            its class meets that comes right before it.
     """
 
     classes: PositionClasses
@@ -611,6 +662,13 @@ class Sight:
     later_own: Array = field(init=False)
     seen: NDArray[np.bool_] = field(init=False)
     begins: NDArray[np.intp] = field(init=False)
+
+    @functools.cached_property
+    def met_before(self) -> Array:
+        # all but the row's own position, by the weights of as many keys as that one sees
+        itself = np.diag(1.0 / np.maximum(np.diagonal(self.keys), 1.0))
+        before = np.clip(self.ends - self.starts - 1.0 * (self.starts == 0), 1.0, None)
+        return np.asarray((1.0 - itself) * (self.size / before)[:, None])
 
     def __post_init__(self) -> None:
         nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
@@ -748,18 +806,15 @@ class _Sums:
 
 
 @functools.lru_cache(maxsize=4)
-def _interpolated(nodes: tuple[int, ...]) -> Array:
-    logs, matrix = np.log(nodes), np.zeros((nodes[-1], len(nodes)))
-    matrix[np.asarray(nodes) - 1, np.arange(len(nodes))] = 1.0
+def _between(nodes: tuple[int, ...]) -> list[tuple[slice, slice, Array]]:
+    """Between every two nodes the positions, the nodes that give them, and the weights of those."""
+    logs, found = np.log(nodes), []
     for cell, (low, high) in enumerate(itertools.pairwise(nodes)):
-        held = stencil(cell, 0, len(nodes) - 2)
-        inside = np.arange(low + 1, high)
-        matrix[inside - 1, held] = lagrange(logs[held], np.log(inside)).T
-    return matrix
-
-
-def _interpolation(nodes: NDArray[np.intp]) -> Array:
-    return _interpolated(tuple(int(node) for node in nodes))
+        if high > low + 1:
+            held = stencil(cell, 0, len(nodes) - 2)
+            weights = lagrange(logs[held], np.log(np.arange(low + 1, high)))
+            found.append((slice(low, high - 1), held, weights))
+    return found
 
 
 class ClassRows(NamedTuple):
@@ -787,7 +842,9 @@ Matrix = tuple[Any, Any]
 
 def diagonal(pairs: Array) -> Array:
     """(..., P) values between neighbours."""
-    return np.diagonal(pairs, axis1=-2, axis2=-1)
+    if pairs.shape[-2:] == (1, 1):
+        return pairs[..., 0]
+    return pairs.diagonal(axis1=-2, axis2=-1)
 
 
 def product(one: Matrix, other: Matrix, counts: Array) -> Matrix:
@@ -820,7 +877,7 @@ class ClassMatrix:
     __slots__ = ("classes", "own", "pairs")
 
     def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
-        entries, matrix = np.shape(own), np.shape(pairs)
+        entries, matrix = own.shape, pairs.shape
         if entries != matrix[:-1] or matrix[-1] != matrix[-2]:
             shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
             own = np.broadcast_to(own, (*shape, size))

@@ -29,11 +29,9 @@ from .directions import (
     persistence,
     shared_persistence,
 )
-from .fluctuation import summed
-from .own_overlap import OverlapWalk, OwnOverlap, own_variance
-from .packing import Padding
-from .response import Around, Elementwise, Sequence, Sublayer, Sum
-from .sensitivity import Response
+from .fluctuation import OverlapWalk, UnsharedOverlap, summed, unshared_variance
+from .layout import Padding
+from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum
 from .state import Array, Gradient, Kernel, Repeats, Signal, ratio_or_zero
 from .trace import Record, Run
 
@@ -109,7 +107,9 @@ class Component(abc.ABC):
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         """Complete a record of this component with a gradient at its output, carried back."""
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         """What it does to how much the overlap of what tokens have of their own varies."""
         return at
 
@@ -425,7 +425,9 @@ class Chain(Component):
             sent = children[-1].gradient_sent
         return record.completed(gradient, sent, tuple(reversed(children)))
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         before = []
         for child in record.children:
             before.append(at)
@@ -454,7 +456,7 @@ class Chain(Component):
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         found: list[tuple[Record, ...]] = [()]
         for child in record.children:
-            found = [one + own for one in found for own in child.paths()]
+            found = [one + path for one in found for path in child.paths()]
         return found
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
@@ -468,7 +470,7 @@ class Chain(Component):
     def paths(self) -> tuple[Chain, ...]:
         found: tuple[Chain, ...] = (Chain(()),)
         for part in self.parts:
-            found = tuple(Chain(one.parts + own.parts) for one in found for own in part.paths())
+            found = tuple(Chain(one.parts + path.parts) for one in found for path in part.paths())
         return found
 
     @functools.cached_property
@@ -518,13 +520,15 @@ class Parallel(Component):
         sent = Gradient(sum_of(kernels), gradient.seq_len)
         return record.completed(gradient, sent, tuple(children))
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
-        total, own = at, 0.0
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        total, before = at, 0.0
         for index, child in enumerate(record.children):
-            inner, gained = walk.through(child, at), own_variance(child.output)
+            inner, gained = walk.through(child, at), unshared_variance(child.output)
             width = child.output.width
-            total = total.added(inner, (own, gained), at, width) if index else inner
-            own += gained
+            total = total.added(inner, (before, gained), at, width) if index else inner
+            before += gained
         return total
 
     @property
@@ -643,11 +647,13 @@ class Residual(Component):
         )
         return record.completed(gradient, merged, (done,))
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         (child,) = record.children
         inner, width = walk.through(child, at), record.input.width
-        kept = own_variance(record.input) * self.skip_scale**2
-        gained = own_variance(child.output) * self.branch_scale**2
+        kept = unshared_variance(record.input) * self.skip_scale**2
+        gained = unshared_variance(child.output) * self.branch_scale**2
         return at.added(inner, (kept, gained), at, width)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
@@ -706,7 +712,7 @@ class Residual(Component):
             shared = shared_persistence(signal, response, above, self.branch.documents)
             return persistence(signal, response), shared
         of_groups = grouped_persistence(signal, passed, norm.groups, norm.freedom(signal.width))
-        grown = persistence(signal, response, own=False) + of_groups
+        grown = persistence(signal, response, features=False) + of_groups
         tokens = grown.pairs.shape[-1] if grown.resolved is True else signal.seq_len
         return grown, grown.lift(grown.total(tokens) / tokens**2)[0]
 
@@ -740,7 +746,9 @@ class Layer(Component):
         run.layer_done()
         return record.completed(gradient, done.gradient_sent, (done,))
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         return walk.through(record.children[0], at)
 
     def carried(self, record: Record, amplitude: Array) -> Array:

@@ -12,17 +12,77 @@ connection and of a normalised branch in |x|^2, q the skip connection's share of
 since the branch returns nothing along its input, and divides by its norm. Below a branch of degree
 1 that holds no norm, x.g is what u.g is at the sum: radial q/T.
 
+Where features are normalised in groups or head by head, norms fluctuate too much to expand: the
+cosine of two Gaussian vectors of few features and the inverses of their norms are taken exactly.
+
 See docs/theory/gradients.md.
+
+See docs/theory/norms.md, Short vectors.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ..formulas.recording import is_number
-from .packing import one_document
-from .short_vectors import persistent_pull
+from .layout import one_document
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
+
+# --- short vectors --------------------------------------------------------------------------------
+
+PARALLEL = 1 - 1e-12
+"""Squared correlation that stands for 1, where hypergeometric functions have their singularity."""
+
+
+def expected_cosine(freedom: float, correlation: Array) -> Array:
+    """E cos(x, x') over r, of two Gaussian vectors of n entries that correlate by r.
+
+    (2/n) (Gamma((n + 1)/2)/Gamma(n/2))^2 2F1(1/2, 1/2; n/2 + 1; r^2), the mean of a sample
+    correlation about a known mean (Hotelling 1953).
+    """
+    from scipy.special import hyp2f1
+
+    ratio = math.exp(2 * (math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)))
+    return 2 / freedom * ratio * hyp2f1(0.5, 0.5, freedom / 2 + 1, correlation * correlation)
+
+
+def expected_pull(freedom: float, correlation: Array) -> Array:
+    """E tr(P P')/(|x| |x'|) over r, of two Gaussian vectors x, x' of n entries and variance 1.
+
+    P projects on what is orthogonal to x, so that tr P P' = n - 2 + c^2 with c the cosine of x and
+    x'. Derived here, from the joint density of norms and cosine as a series in r:
+
+        E 1/(|x| |x'|) = h F(1/2, 1/2; n/2; r^2),      h = (Gamma((n - 1)/2)/Gamma(n/2))^2/2,
+        E (1 - c^2)/(|x| |x'|) = h (n - 1)/n (1 - r^2) F(3/2, 3/2; n/2 + 1; r^2).
+
+    At r = 1 it is (n - 1)/(n - 2).
+    """
+    n = freedom
+    if is_number(correlation) and correlation * correlation == 1.0:
+        return (n - 1) / (n - 2)
+    from scipy.special import hyp2f1
+
+    square = np.minimum(correlation * correlation, PARALLEL)
+    half = 0.5 * math.exp(2 * (math.lgamma((n - 1) / 2) - math.lgamma(n / 2)))
+    both = hyp2f1(0.5, 0.5, n / 2, square)
+    apart = (1 - square) * hyp2f1(1.5, 1.5, n / 2 + 1, square)
+    found = half * (n - 1) * (both - apart / n)
+    return found if np.ndim(found) else float(found)
+
+
+def persistent_pull(freedom: float, share: Array) -> Array:
+    """E 1/(|x|^2 |x'|^2) over E 1/|x|^2 E 1/|x'|^2, less 1, of vectors as in `expected_pull`.
+
+    F(1, 1; n/2; share) - 1, share the squared correlation of their entries; derived as there.
+    """
+    from scipy.special import hyp2f1
+
+    return hyp2f1(1.0, 1.0, freedom / 2, np.minimum(share, PARALLEL)) - 1.0
+
+
+# --- directions -----------------------------------------------------------------------------------
 
 
 def isotropic(radial: Array) -> bool:
@@ -93,16 +153,16 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     return tokens.weighted(1 / (1 + one), 1 / (1 + (first + second) / 2))
 
 
-def persistence(signal: Signal, response: Array, own: bool = True) -> Kernel:
+def persistence(signal: Signal, response: Array, features: bool = True) -> Kernel:
     """Relative growth of a branch's gradient because the one above it falls with the same norm.
 
     With xi the relative deviation of a token's squared norm, which a skip connection keeps,
     E[g_i g_j | xi] is 1 - k (xi_i + xi_j)/2 times its mean above the sum, k the response, and the
     branch's normalisation multiplies it by 1 - (xi_i + xi_j)/2: k (v_i + v_j + 2 c_ij)/4 more on
-    average, v and c the relative variance and covariance of squared norms. `own` says whether they
-    include those of independent Gaussian features.
+    average, v and c the relative variance and covariance of squared norms. `features`
+    says whether they include those of independent Gaussian features.
     """
-    single, common = relative_spread(signal, own)
+    single, common = relative_spread(signal, features)
     kernel = signal.kernel
     one, first, second = at_tokens(kernel, response)
     v, w = kernel.over_tokens(single)
@@ -146,14 +206,14 @@ def shared_persistence(
     return np.einsum("...bi,...bij->...bj", shares * falls, own).reshape(*leading, count)
 
 
-def relative_spread(signal: Signal, own: bool = True) -> tuple[Array, Array]:
+def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array]:
     """Relative variance of squared norms and covariance of those of two tokens.
 
-    Without `own`, less what independent Gaussian features have of it, 2/width and 2 r^2/width.
+    Without `features`, less what independent Gaussian features have of it, 2/width and 2 r^2/width.
     """
     assert signal.fluctuation is not None
     kernel, spread = signal.kernel, signal.fluctuation.norms
-    if not own:
+    if not features:
         spread = spread - (kernel * kernel).scaled(2 / signal.width)
     first, second = kernel.over_tokens(kernel.diagonal)
     single = ratio_or_zero(spread.diagonal, kernel.diagonal * kernel.diagonal)

@@ -1,6 +1,6 @@
 """What varies over draws: realised overlaps about their means, and what that does to means.
 
-A `Fluctuation` travels with the signal; `own_overlap` is what it does not know of.
+A `Fluctuation` travels with the signal; an `UnsharedOverlap` is what it does not know of.
 
 o_ij = x_i.x_j/width has mean C_ij and, over draws of the weights before, covariances of order
 1/width. Of a network's features these are not those of independent ones: a block's output is turned
@@ -31,19 +31,29 @@ Two things come of it. A correlation behind a normalisation is E o_ij/sqrt(q_i q
 over o. Left out: what varies because attention weights do, and how overlaps move where a unit is
 even in them.
 
+How much the overlap of what two tokens have of their own varies is followed through the records:
+`moments.noise.overlap` derives it, and every component says what it does by `unshared_overlap`.
+
 See docs/theory/norms.md, Realised overlaps.
+
+See docs/theory/norms.md, Overlaps of what tokens have of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..formulas.recording import is_number
 from .classes import ClassRows, diagonal
-from .state import Array, Fluctuation, Kernel, Signal, ratio_or_zero
+from .state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
+
+if TYPE_CHECKING:
+    from .composition import Leaf
+    from .trace import Record
 
 
 def has_fixed_norms(signal: Signal) -> bool:
@@ -87,13 +97,13 @@ def overlap_variance(signal: Signal) -> Array | None:
     variance = 0.5 * (first * second + square.pairs)
     if not has_fixed_norms(signal):
         return variance
-    own, other = kernel.over_tokens(kernel.diagonal)
-    one = ratio_or_zero(first * kernel.pairs, own)
+    size, other = kernel.over_tokens(kernel.diagonal)
+    one = ratio_or_zero(first * kernel.pairs, size)
     two = ratio_or_zero(second * kernel.pairs, other)
     # d o - (r d q_i + r' d q_j)/2, r = C_ij/C_ii
     fixed = variance - (one + two) * root.pairs
     fixed = fixed + 0.25 * (one * one + two * two)
-    fixed = fixed + 0.5 * ratio_or_zero(kernel.pairs**2, own * other) * square.pairs
+    fixed = fixed + 0.5 * ratio_or_zero(kernel.pairs**2, size * other) * square.pairs
     return np.maximum(fixed, 0.0) if np.ndim(fixed) else max(fixed, 0.0)
 
 
@@ -134,13 +144,13 @@ def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
     """
     assert signal.fluctuation is not None
     moment, added = output.second_moment(), 2 / output.width
-    own, square = moment * moment, gain * gain
+    squared, square = moment * moment, gain * gain
     norms, overlaps, _, _ = signal.fluctuation
-    norms = norms.mixed(square, own, added)
+    norms = norms.mixed(square, squared, added)
     if overlaps is None:
         return Fluctuation(norms)
     return Fluctuation(
-        norms, overlaps.mixed(square, own, added), shared=scaled_shared(signal, gain)
+        norms, overlaps.mixed(square, squared, added), shared=scaled_shared(signal, gain)
     )
 
 
@@ -210,15 +220,15 @@ def _by_token(
     mixed = (met @ turned) ** 2
     met = met * met
     size = tokens.diagonal[..., :, None]
-    own = ratio_or_zero(1.0, size)
-    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * own)
+    inverse = ratio_or_zero(1.0, size)
+    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * inverse)
     if not fixed:
         return (*free, *free)
     lost = weights * ratio_or_zero(weights @ tokens.pairs, tokens.diagonal[..., None, :])
     back = np.swapaxes(lost, -1, -2)
     cross = met @ back
     mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.pairs @ back
-    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) * own
+    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) * inverse
     return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
 
 
@@ -230,10 +240,10 @@ def _by_class(
     met = met * met
     mixed = between_rows(weights, root)
     mixed = mixed * mixed
-    own, _ = tokens.over_tokens(1.0 / tokens.diagonal)
+    inverse, _ = tokens.over_tokens(1.0 / tokens.diagonal)
 
     def shared(of_rows: Kernel) -> Kernel:
-        pairs = np.swapaxes(of_rows.pairs, -1, -2) * own
+        pairs = np.swapaxes(of_rows.pairs, -1, -2) * inverse
         return Kernel(diagonal(pairs), pairs, tokens.resolved)
 
     free = mixed, shared(met)
@@ -279,8 +289,8 @@ def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
     counted, each, shared = rows.counted, rows.weights, rows.sight.shared
 
     def between(pairs: Array, apart: Array) -> Array:
-        own = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
-        return np.asarray(counted @ pairs @ np.swapaxes(counted, -1, -2) + own)
+        alone = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
+        return np.asarray(counted @ pairs @ np.swapaxes(counted, -1, -2) + alone)
 
     return _of_rows(between, kernel)
 
@@ -288,14 +298,14 @@ def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
 def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
     root = signed_root(square, tokens)
     met = ((root.diagonal + (seq_len - 1) * root.pairs) / seq_len) ** 2
-    own = ratio_or_zero(1.0, tokens.diagonal)
-    free = Kernel(met, met), Kernel(met * own, met * own)
+    inverse = ratio_or_zero(1.0, tokens.diagonal)
+    free = Kernel(met, met), Kernel(met * inverse, met * inverse)
     if not fixed:
         return (*free, *free)
-    lost = (1 + (seq_len - 1) * tokens.pairs * own) / seq_len
+    lost = (1 + (seq_len - 1) * tokens.pairs * inverse) / seq_len
     mean = (square.diagonal + (seq_len - 1) * square.pairs) / seq_len
     mixed = met - 2 * lost * met + lost * lost * mean
-    shared = (met - lost * mean) * own
+    shared = (met - lost * mean) * inverse
     return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
 
 
@@ -340,11 +350,11 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
     assert signal.fluctuation is not None
     moment = output.second_moment()
     ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
-    before, own = signal.kernel * signal.kernel, moment * moment
+    before, squared = signal.kernel * signal.kernel, moment * moment
 
     def passed(kernel: Kernel, fresh: Array, moved: Array) -> Kernel:
         more = kernel.mixed(1.0, before, -2 / signal.width)
-        return own.mixed(fresh / output.width, more, moved * moved)
+        return squared.mixed(fresh / output.width, more, moved * moved)
 
     norms, overlaps, _, _ = signal.fluctuation
     norms = passed(norms, kurtosis - 1, ratio)
@@ -375,3 +385,106 @@ def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:
         return Fluctuation(norms)
     overlaps = masked(overlaps, 2 / signal.width * (1 / kept**2 - 1))
     return Fluctuation(norms, overlaps, shared=scaled_shared(signal, 1.0, 1 / kept))
+
+
+# --- overlaps of what two tokens have of their own ------------------------------------------------
+
+
+class UnsharedOverlap(NamedTuple):
+    """How much the overlap of what two tokens have of their own varies, at one point of a network.
+
+    Which of Y no more knows: attention takes the mean of its rows away from it, and what is left
+    differs by the rows' own weights. One number for all pairs, followed through the tree of records
+    when weight gradients of queries and keys ask for it; derived in `moments.noise.overlap`.
+
+    Attributes:
+        variance: nu, over the product of both tokens' own variances.
+        response: relative change of the overlap per relative change of the stack's input's.
+    """
+
+    variance: float
+    response: float = 1.0
+
+    def mapped(self, width: Array) -> UnsharedOverlap:
+        """Behind a linear map onto so many features."""
+        return UnsharedOverlap(self.variance + 1.0 / width, self.response)
+
+    def activated(self, elasticity: float, widths: tuple[float, float]) -> UnsharedOverlap:
+        """Of independent features' nonlinear images, (features in, features out)."""
+        moved = elasticity**2 * (self.variance - 1.0 / widths[0])
+        return UnsharedOverlap(moved + 1.0 / widths[1], self.response * elasticity)
+
+    def dropped(self, before: float, after: float, width: float) -> UnsharedOverlap:
+        """Behind dropout; own variances before and after."""
+        if after == 0.0:
+            return self
+        kept = before / after
+        variance = self.variance * kept**2 + (1.0 - kept**2) / width
+        return UnsharedOverlap(variance, self.response * kept)
+
+    def added(
+        self,
+        other: UnsharedOverlap,
+        variances: tuple[float, float],
+        source: UnsharedOverlap,
+        width: float,
+    ) -> UnsharedOverlap:
+        """Of a sum of two tensors, independent in direction, that both depend on `source`.
+
+        Args:
+            other: of what is added.
+            variances: own variances of both.
+            source: of what both are made from.
+            width: number of features.
+        """
+        first, second = variances
+        total = first + second
+        if total == 0.0:
+            return self
+        # Where nothing of the input is left in the overlap, nothing of it is common to both.
+        moved = self.response * other.response
+        moved *= source.variance / source.response**2 if source.response else 0.0
+        variance = self.variance * first**2 + other.variance * second**2
+        variance += 2.0 * (moved + 1.0 / width) * first * second
+        response = (self.response * first + other.response * second) / total
+        return UnsharedOverlap(variance / total**2, response)
+
+
+@dataclass
+class OverlapWalk:
+    """A walk through a tree of records, and what it gathers.
+
+    Attributes:
+        memory: nu of what cross-attention reads; None: 1/width of that.
+        attended: nu of what every attention attends to, by its place.
+        growth: factors on squared gradient norms, by layer and name.
+        chains: every chain, with the overlap before each of its parts.
+    """
+
+    memory: float | None = None
+    attended: dict[tuple[int, str], float] = field(default_factory=dict)
+    growth: dict[tuple[int, str], float] = field(default_factory=dict)
+    chains: list[tuple[Record, list[UnsharedOverlap]]] = field(default_factory=list)
+
+    def through(self, record: Record, at: UnsharedOverlap) -> UnsharedOverlap:
+        """That behind a component."""
+        return record.component.unshared_overlap(record, at, self)
+
+
+def unshared_variance(signal: Signal) -> float:
+    """What a token's second moment has beyond what two tokens share, averaged."""
+    tokens = signal.second_moment()
+    return max(float(tokens.mean_diagonal()) - float(tokens.mean_pairs()), 0.0)
+
+
+def elasticity(leaf: Leaf, before: Signal, after: Signal) -> float:
+    """Relative change of two tokens' overlap behind an entrywise function per that before it."""
+    tokens = Kernel(float(before.kernel.mean_diagonal()), float(before.kernel.mean_pairs()))
+    mean = before.second_moment().mean_diagonal() - before.kernel.mean_diagonal()
+    entering = Signal(tokens, before.seq_len, float(max(mean, 0.0)) ** 0.5, before.width)
+    output, pullback = leaf.forward(entering)
+    unshared = unshared_variance(output)
+    if unshared == 0.0:
+        return 1.0
+    sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.pairs
+    return float(float(sent) * before.width / after.width * unshared_variance(entering) / unshared)

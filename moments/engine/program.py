@@ -31,7 +31,7 @@ from ..formulas.recording import (
     Unrecordable,
 )
 from .composition import Component
-from .state import Fluctuation, Gradient, Kernel, Signal
+from .state import Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Point, Record, Run
 
 _Found = TypeVar("_Found")
@@ -499,6 +499,16 @@ class Replayed(Record):
 
     def between_layers(self) -> list[Point]:
         return self._between
+
+    def stream(self) -> list[tuple[Any, ...]]:
+        """Variance and correlation at every point of the stream, of signal and gradient."""
+        gradients = self._gradients
+        assert gradients is not None
+        found = []
+        for (_, signal), (_, gradient) in zip(self._signals, gradients, strict=True):
+            (own, pairs), (sent, both) = signal[:2], gradient[:2]
+            found.append((own, ratio_or_zero(pairs, own), sent, ratio_or_zero(both, sent)))
+        return found
 
     @functools.cached_property
     def _between(self) -> list[Point]:

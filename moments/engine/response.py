@@ -5,6 +5,11 @@ the leaves themselves return at slightly changed kernels, so that no law is stat
 Chains and parallel branches pass sensitivities on to what they hold, and additions add noise
 (`moments.noise.network`).
 
+A number y is linear in the gradient's kernel, dy = sum(Lambda o dG), and smooth in the signal's,
+dy = sum(Gamma o dC), at every point. Through a part with signals C -> C' and gradients G' -> G,
+
+    Lambda' = (dG/dG')^T Lambda,    Gamma = (dC'/dC)^T Gamma' + d<Lambda, G>/dC.
+
 See docs/theory/band.md, How it travels.
 """
 
@@ -12,38 +17,232 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .classes import ClassMatrix, OneClass, one_class, own_part
 from .fluctuation import norm_variance
-from .sensitivity import (
-    SINGLE,
-    GradientAdjoint,
-    Matrix,
-    Response,
-    SignalAdjoint,
-    diagonal,
-    entrywise,
-    grown,
-    kernel_of,
-    matrix_of,
-    off_diagonal,
-    ones,
-    own_entries,
-    per_pair,
-    per_unit,
-    present,
-    ratio,
-    row_sums,
-    sum_of,
-    total,
-    transposed,
-)
 from .state import Array, Fluctuation, Gradient, Kernel, Signal
 from .trace import Record
+
+SINGLE = np.float32
+"""Precision of sensitivities and of the maps they pass through: they need no more."""
+
+
+class GradientAdjoint(NamedTuple):
+    """What a sensitivity at a part's input says about the part.
+
+    Attributes:
+        sensitivity: (..., L, L) Lambda', to the gradient at the output.
+        exposure: what `Response.signal_adjoint` needs of it.
+        noise: (...,) variance that randomness inside the part adds to y.
+        coherence: (...,) share of the part's gain that overlaps of different directions have.
+    """
+
+    sensitivity: Array
+    exposure: Any
+    noise: Array
+    coherence: Array
+
+
+class SignalAdjoint(NamedTuple):
+    """What a sensitivity to the signal at a part's output says about the part.
+
+    Attributes:
+        sensitivity: (..., L, L) Gamma, to the signal at the input.
+        noise: (...,) variance that randomness inside the part adds to y.
+        common: (...,) the same for sequences that share the weights, over the square of their
+            tokens' correlation; and that of tokens which agree on average in nothing.
+    """
+
+    sensitivity: Array
+    noise: Array
+    common: Array
+
+
+class Response(Protocol):
+    """What a part does to sensitivities; kernels (targets, ..., L, L)."""
+
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        """From the gradient at the input to that at the output."""
+
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        """Sensitivity to the signal at the input, of one to that at the output.
+
+        `exposure` is that of a `GradientAdjoint`, possibly of fewer targets: the first ones.
+        """
+
+
+def ratio(numerator: Array, denominator: Array) -> Array:
+    """A ratio, in the numerator's precision; 0 where there is no such mode (tokens identical, or of
+    zero sum)."""
+    numerator, denominator = np.asarray(numerator), np.asarray(denominator)
+    present = denominator != 0
+    if present.all():
+        found = numerator / denominator
+    else:
+        found = numerator / np.where(present, denominator, denominator.dtype.type(1))
+        found = np.where(present, found, 0)
+    return np.asarray(found, numerator.dtype)
+
+
+# --- matrices over tokens: arrays (..., L, L), or on classes --------------------------------------
+
+Matrix = Any
+
+
+def matrix_of(kernel: Kernel, seq_len: int) -> Matrix:
+    """A kernel's entries; tokens alike are one class of `seq_len`."""
+    if kernel.classes is not None:  # of one document, for all: others are sequences of a batch
+        inside, *_ = kernel.classes.blocks(kernel.diagonal, kernel.pairs)
+        return ClassMatrix(*inside, kernel.classes.inside)
+    if kernel.resolved:
+        return kernel.pairs
+    own, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
+    return ClassMatrix(own[..., None], pairs[..., None, None], one_class(seq_len))
+
+
+def kernel_of(matrix: Matrix) -> Kernel:
+    """The kernel of these entries."""
+    if isinstance(matrix, ClassMatrix):
+        if isinstance(matrix.classes, OneClass):
+            return Kernel(matrix.own[..., 0], matrix.pairs[..., 0, 0])
+        return Kernel(matrix.own, matrix.pairs, matrix.classes)
+    return Kernel.of_matrix(matrix)
+
+
+def transposed(matrix: Matrix) -> Matrix:
+    return matrix.transposed() if isinstance(matrix, ClassMatrix) else np.swapaxes(matrix, -1, -2)
+
+
+def symmetric(matrix: Matrix) -> Matrix:
+    """The symmetric part: an antisymmetric rounding error would grow through a deep network."""
+    return 0.5 * (matrix + transposed(matrix))
+
+
+def own_entries(matrix: Matrix) -> Array:
+    """(..., L) entries of every token with itself."""
+    if isinstance(matrix, ClassMatrix):
+        return matrix.own
+    return np.diagonal(matrix, axis1=-2, axis2=-1)
+
+
+def total(matrix: Matrix) -> Array:
+    """(...) sum of all entries."""
+    return matrix.total() if isinstance(matrix, ClassMatrix) else matrix.sum((-2, -1))
+
+
+def row_sums(matrix: Matrix) -> Array:
+    """(..., L) sums over the second token."""
+    return matrix.row_sums() if isinstance(matrix, ClassMatrix) else matrix.sum(-1)
+
+
+def trace_of(matrix: Matrix) -> Array:
+    """(...) sum over tokens of their own entries."""
+    if isinstance(matrix, ClassMatrix):
+        return matrix.trace()
+    return np.trace(matrix, axis1=-2, axis2=-1)
+
+
+def over_tokens(entries: Array, like: Matrix) -> Array:
+    """(...) sum over tokens of a number for each."""
+    if isinstance(like, ClassMatrix):
+        return np.asarray((entries * like.classes.count).sum(-1))
+    return np.asarray(entries.sum(-1))
+
+
+def count_of(matrix: Matrix) -> float:
+    """Number of tokens."""
+    return float(matrix.classes.length if isinstance(matrix, ClassMatrix) else matrix.shape[-1])
+
+
+def diagonal(entries: Array, like: Matrix) -> Matrix:
+    """The diagonal matrices of entries (..., L)."""
+    if isinstance(like, ClassMatrix):
+        none = np.zeros((*entries.shape, entries.shape[-1]), entries.dtype)
+        return ClassMatrix(entries, none, like.classes)
+    matrix = np.zeros((*entries.shape, entries.shape[-1]), entries.dtype)
+    index = np.arange(entries.shape[-1])
+    matrix[..., index, index] = entries
+    return matrix
+
+
+def off_diagonal(matrix: Matrix) -> Matrix:
+    """The same without what tokens have with themselves."""
+    return matrix - diagonal(own_entries(matrix), matrix)
+
+
+def ones(shape: tuple[int, ...], like: Matrix) -> Matrix:
+    """A matrix of ones of shape (..., L, L)."""
+    if isinstance(like, ClassMatrix):
+        return ClassMatrix(np.ones(shape[:-1]), np.ones(shape), like.classes)
+    return np.ones(shape)
+
+
+def stacked(matrices: Several[Matrix], axis: Any = np.concatenate) -> Matrix:
+    """Matrices one after the other along their first axis, or along a new one by np.stack."""
+    first = matrices[0]
+    if isinstance(first, ClassMatrix):
+        own = axis([one.own for one in matrices])
+        return ClassMatrix(own, axis([one.pairs for one in matrices]), first.classes)
+    return axis(matrices)
+
+
+def present(matrix: Matrix) -> bool:
+    """Whether any entry is not 0."""
+    if isinstance(matrix, ClassMatrix):
+        return bool(np.any(matrix.own) or np.any(matrix.pairs))
+    return bool(np.any(matrix))
+
+
+def sum_of(matrices: Several[Matrix]) -> Matrix:
+    found = matrices[0]
+    for one in matrices[1:]:
+        found = found + one
+    return found
+
+
+def grown(matrix: Matrix, first: Matrix) -> Matrix:
+    """The sum, of a matrix with possibly fewer leading entries: the first ones."""
+    if len(first) == len(matrix):
+        return matrix + first
+    return stacked([matrix[: len(first)] + first, matrix[len(first) :]])
+
+
+def entrywise(function: Callable[..., Any], *matrices: Any) -> Any:
+    """A function of entries, which may return several; arrays meet pairs of tokens."""
+    on = next((one.classes for one in matrices if isinstance(one, ClassMatrix)), None)
+    if on is None:
+        return function(*matrices)
+    own = function(*(m.own if isinstance(m, ClassMatrix) else own_part(m) for m in matrices))
+    pairs = function(*(m.pairs if isinstance(m, ClassMatrix) else m for m in matrices))
+    if isinstance(own, tuple):
+        return tuple(ClassMatrix(a, b, on) for a, b in zip(own, pairs, strict=True))
+    return ClassMatrix(own, pairs, on)
+
+
+def per_pair(values: Any) -> Array:
+    """A number for each configuration, to meet a matrix's entries."""
+    return np.asarray(values, SINGLE)[..., None, None]
+
+
+def per_unit(matrix: Matrix, unit: Array) -> Matrix:
+    """Entries over a number (...,); 0 where that is."""
+    return entrywise(ratio, matrix, np.asarray(unit)[..., None, None])
+
+
+def paired(sensitivity: Matrix, first: Matrix, second: Matrix) -> Array:
+    """tr(Lambda A Lambda B) of symmetric matrices."""
+    one = sensitivity @ first
+    other = one if second is first else sensitivity @ second
+    return total(one * transposed(other))
+
+
+# --- responses of components ----------------------------------------------------------------------
 
 STEP = 1e-4
 """Relative step of the one-sided differences, whose error is of this order."""
@@ -283,13 +482,13 @@ class Sublayer:
     attends: Array = 1.0
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        """What a sensitivity to the gradient sent says; see `sensitivity.GradientAdjoint`."""
+        """What a sensitivity to the gradient sent says; see `GradientAdjoint`."""
         found = self.response.gradient_adjoint(sensitivity)
         onward = per_pair(self.scale) * found.sensitivity + per_pair(self.skip) * sensitivity
         return found._replace(sensitivity=onward)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        """What a sensitivity to the signal that leaves says; see `sensitivity.SignalAdjoint`."""
+        """What a sensitivity to the signal that leaves says; see `SignalAdjoint`."""
         found = self.response.signal_adjoint(per_pair(self.scale) * sensitivity, exposure)
         return found._replace(sensitivity=found.sensitivity + per_pair(self.skip) * sensitivity)
 
@@ -431,8 +630,8 @@ def last_matrix(path: Several[Record]) -> Record:
 
 
 def _together(kappas: Several[Array], shares: Several[Array]) -> Array:
-    own = ((kappa - 2) * share**2 for kappa, share in zip(kappas, shares, strict=True))
-    return 2 + sum(own)
+    excess = ((kappa - 2) * share**2 for kappa, share in zip(kappas, shares, strict=True))
+    return 2 + sum(excess)
 
 
 def _own_fluctuation(path: Several[Record], entering: Signal, reached: Signal) -> Array:
@@ -444,10 +643,17 @@ def _own_fluctuation(path: Several[Record], entering: Signal, reached: Signal) -
 
 
 def _grown(fluctuation: Fluctuation | None) -> Fluctuation | None:
-    """Norms as of tokens whose kernel grew by a step; overlaps of different tokens as they are."""
+    """What varies over draws of tokens that grew by a step, correlated in every draw as they were.
+
+    Then overlaps vary in proportion, and what is of a degree in the tokens grows by that degree,
+    whatever is a mean over them. `docs/theory/band.md` measures it.
+    """
     if fluctuation is None:
         return None
-    return fluctuation._replace(norms=fluctuation.norms.scaled((1 + STEP) ** 2))
+    square = (1 + STEP) ** 2
+    norms, overlaps, *_ = fluctuation
+    of_overlaps = None if overlaps is None else overlaps.scaled(square)
+    return fluctuation._replace(norms=norms.scaled(square), overlaps=of_overlaps)
 
 
 def in_units(kernel: Matrix, unit: Array) -> Matrix:
@@ -459,17 +665,17 @@ def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
     """Signals that differ in their kernels, on an axis of their own before those of
     configurations."""
 
-    def entries(values: Several[Array], own: int) -> Array:
+    def entries(values: Several[Array], axis_count: int) -> Array:
         shape = np.shape(values[0])
-        shape = np.broadcast_shapes(shape, axes + shape[len(shape) - own :])
+        shape = np.broadcast_shapes(shape, axes + shape[len(shape) - axis_count :])
         return np.stack([np.broadcast_to(value, shape) for value in values])
 
     def together(values: Several[Any]) -> Any:
         first = values[0]
         if isinstance(first, Kernel):
-            own, several = int(bool(first.resolved)), [one.diagonal for one in values]
-            pairs = entries([one.pairs for one in values], 2 * own)
-            return Kernel(entries(several, own), pairs, first.resolved)
+            axis_count, several = int(bool(first.resolved)), [one.diagonal for one in values]
+            pairs = entries([one.pairs for one in values], 2 * axis_count)
+            return Kernel(entries(several, axis_count), pairs, first.resolved)
         if isinstance(first, tuple):
             found = [together(one) for one in zip(*values, strict=True)]
             return type(first)(*found) if hasattr(first, "_fields") else tuple(found)

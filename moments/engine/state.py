@@ -11,19 +11,24 @@ Leading axes are configurations. Without any, exchangeable entries are plain flo
 deep scalar prediction free of array overhead. All three classes are values: nothing changes one
 after it is made (they are not declared frozen, which would double the time to make them).
 
+Laws at work: what their symbols are bound to, and the one place where they are evaluated.
+
 See docs/theory/state.md, The kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..formulas.law import Law
 from ..formulas.recording import is_number, number_system
-from .classes import PositionClasses
+from .classes import PositionClasses, own_part
 
 Array = Any  # float or numpy array; see the module docstring
 
@@ -133,8 +138,7 @@ class Kernel:
     def at_pairs(self, factor: Array) -> Kernel:
         """Every entry times a factor per pair, a token's own being that of it with itself."""
         if self.classes is not None:
-            own = np.diagonal(factor, axis1=-2, axis2=-1) if np.ndim(factor) else factor
-            return Kernel(self.diagonal * own, self.pairs * factor, self.resolved)
+            return Kernel(self.diagonal * own_part(factor), self.pairs * factor, self.resolved)
         if not self.resolved:
             return Kernel(self.diagonal * factor, self.pairs * factor)
         return Kernel.of_matrix(self.pairs * factor)
@@ -413,3 +417,69 @@ class Gradient:
         return Gradient(
             kernel, self.seq_len, radial, norm_response=response, persistence=persistence
         )
+
+
+# --- laws at work ---------------------------------------------------------------------------------
+
+Values = dict[str, Array]
+
+Observer = Callable[[Law, Mapping[str, Array], Array], None]
+
+_OBSERVER: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed(by: Observer) -> Iterator[None]:
+    """Show every law that is evaluated inside, in this thread or task alone."""
+    token = _OBSERVER.set(by)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Values]:
+    """Values of the laws' symbols: those of one token, and those of a pair of tokens.
+
+    With tokens alike both are one dictionary, so that a law may mix them, as the published ones do.
+    """
+    kernel = signal.kernel
+    if not signal.resolved:
+        values = dict(parameters)
+        values["x_mean"] = values["x_other_mean"] = signal.mean
+        values["x_variance"] = values["x_other_variance"] = kernel.diagonal
+        values["x_correlation"] = signal.correlation()
+        if signal.fluctuation is None:
+            values["x_hidden_correlation"] = ratio_or_zero(
+                signal.hidden_covariance, kernel.diagonal
+            )
+        return values, values
+    lifted = {name: kernel.lift(value) for name, value in parameters.items()}
+    single = {name: one for name, (one, _) in lifted.items()}
+    single |= {"x_mean": signal.mean, "x_variance": kernel.diagonal}
+    pair = {name: two for name, (_, two) in lifted.items()}
+    pair["x_variance"], pair["x_other_variance"] = kernel.over_tokens(kernel.diagonal)
+    pair["x_mean"], pair["x_other_mean"] = kernel.over_tokens(signal.mean + 0 * kernel.diagonal)
+    pair["x_correlation"] = signal.correlation()
+    return single, pair
+
+
+def evaluate(law: Law, algebra: Any, values: Values) -> Array:
+    """One law on bound values, in the number system of the signal."""
+    result = law.formula(algebra, *law.pick(values))
+    if (observer := _OBSERVER.get()) is not None:
+        observer(law, values, result)
+    return result
+
+
+def evaluate_sides(
+    law: Law, algebra: Any, values: Values, sides: tuple[Values, Values]
+) -> tuple[Array, Array]:
+    """One law at two values of some symbols.
+
+    What is observed is the law at `values`, between them.
+    """
+    if (observer := _OBSERVER.get()) is not None:
+        observer(law, values, law.formula(algebra, *law.pick(values)))
+    one, two = (law.formula(algebra, *law.pick(values | side)) for side in sides)
+    return one, two

@@ -4,20 +4,27 @@ Each activation is two functions of a pair of tokens with variances v, v' and co
 second moment E phi(x) phi(x') and the slope E phi'(x) phi'(x') (its derivative in the covariance,
 by Price's theorem). A token with itself is the pair at r = 1, so every law below follows from these
 two and from the mean. Closed forms where they exist, Gaussian expectations elsewhere.
+
+Smooth activations without closed forms are taken by quadrature. A function's Hermite coefficients
+fall like exp(-sqrt(2 n/v) times the distance of its nearest pole from the real axis), which sets
+the largest variance at which pairs are resolved: there the slope of a pair at correlations up to
+.9999 is right to 1e-8, everything else to 1e-10.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from ..errors import domain_error
 from .algebra import FLOAT, NUMPY, LogSeries
 from .law import ComponentLaws, Law, Source, derived
 from .recording import RECORDED, whole
-from .references import kedia
+from .references import CHO, kedia
 from .symbols import Interval
 
 Pair = Callable[[Any, Any, Any, Any], Any]
@@ -107,6 +114,11 @@ def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
     def law(m: Any, *values: Any) -> Any:
         if m is FLOAT:
             return at(*values)
+        if (held := getattr(m, "held", None)) is not None:
+            key = (law, *map(id, values))
+            if key not in held:  # with the values, so that nothing else takes their places
+                held[key] = law(NUMPY, *values), values
+            return held[key][0]
         if m is NUMPY and len(values) == 1:
             variance = np.asarray(values[0], dtype=float)
             if LogSeries.serves(variance):
@@ -306,4 +318,169 @@ GELU_TANH = by_quadrature(
     gelu_tanh_function,
     gelu_tanh_derivative,
     even_part=lambda m, x: x * _tanh_gate(m, x) / 2,
+)
+
+
+# --- further closed forms -------------------------------------------------------------------------
+
+# --- Leaky ReLU: a x + (1 - a) ReLU(x) ------------------------------------------------------------
+# Stein: E x ReLU(x') = c/2, so that the moment is a c + (1-a)^2 times ReLU's.
+
+
+def leaky_relu(slope: str | int | float | Fraction = "0.01") -> ComponentLaws:
+    """ReLU with `slope` below zero, a decimal that is taken at its word.
+
+    Its name carries the slope unless that is 0.01.
+
+    Raises:
+        DomainError: a slope that is not a finite number.
+    """
+    try:
+        exact = Fraction(str(slope))
+    except (ValueError, ZeroDivisionError):
+        raise domain_error("slope", slope, "a finite number, such as 0.2") from None
+
+    def a(m: Any) -> Any:
+        return m.ratio(exact.numerator, exact.denominator)
+
+    usual = exact == Fraction(1, 100)
+    return activation(
+        "leaky_relu" if usual else f"leaky_relu({float(exact):g})",
+        f"Leaky ReLU, {float(exact):g} x below zero",
+        mean=lambda m, v: (1 - a(m)) * m.sqrt(v / (2 * m.pi)),
+        moment=lambda m, v, other, r: (
+            a(m) * r * m.sqrt(v * other) + (1 - a(m)) ** 2 * relu_moment(m, v, other, r)
+        ),
+        slope=lambda m, v, other, r: a(m) + (1 - a(m)) ** 2 * relu_slope(m, v, other, r),
+        kurtosis=lambda m, v: 6 * (1 + a(m) ** 4) / (1 + a(m) ** 2) ** 2 + 0 * v,
+        alignment=lambda m, v: 2 * (1 + a(m) ** 4) / (1 + a(m) ** 2) ** 2 + 0 * v,
+        source={},
+        entrywise=(
+            lambda m, x: a(m) * x + (1 - a(m)) * (x + abs(x)) / 2,
+            lambda m, x: a(m) + (1 - a(m)) * (x > 0),
+        ),
+    )
+
+
+LEAKY_RELU = leaky_relu()
+
+
+# --- Squared ReLU: the arc-cosine kernels of degree 2 and 1 ---------------------------------------
+
+
+def _relu_squared_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
+    edge = 3 * r * m.sqrt((1 - r) * (1 + r)) / (2 * m.pi)
+    return v * other * ((1 + 2 * r**2) * relu_slope(m, v, other, r) + edge)
+
+
+RELU_SQUARED = activation(
+    "relu_squared",
+    "Squared ReLU, max(x, 0)^2",
+    mean=lambda m, v: v / 2,
+    moment=_relu_squared_moment,
+    slope=lambda m, v, other, r: 4 * relu_moment(m, v, other, r),
+    kurtosis=lambda m, v: m.ratio(70, 3) + 0 * v,
+    alignment=lambda m, v: 10 + 0 * v,
+    source=dict.fromkeys(
+        ("covariance", "hidden_covariance", "variance", "grad_covariance", "grad_variance"),
+        Source(CHO, "Section 2.1, the arc-cosine kernels of degree 2 and 1"),
+    ),
+    entrywise=(lambda m, x: (x + abs(x)) ** 2 / 4, lambda m, x: x + abs(x)),
+)
+
+
+# --- erf: the arcsine kernel ----------------------------------------------------------------------
+# erf(x) = 2 Phi(sqrt(2) x) - 1: orthant probabilities again, with slope by Price's theorem.
+
+
+def erf_function(m: Any, x: Any) -> Any:
+    return 2 * m.normal_cdf(m.sqrt(2) * x) - 1
+
+
+ERF = activation(
+    "erf",
+    "Error function, erf(x)",
+    mean=lambda m, v: 0 * v,
+    moment=lambda m, v, other, r: (
+        2 / m.pi * m.asin(2 * r * m.sqrt(v * other) / m.sqrt((1 + 2 * v) * (1 + 2 * other)))
+    ),
+    # (1+2v)(1+2v') - 4c^2, written without cancellation at r near 1
+    slope=lambda m, v, other, r: (
+        4 / (m.pi * m.sqrt(1 + 2 * v + 2 * other + 4 * v * other * (1 - r) * (1 + r)))
+    ),
+    kurtosis=lambda m, v: fourth_over_squared(m, erf_function, v),
+    # phi'^2 = (4/pi) e^(-2 x^2) makes a Gaussian of variance v/(1 + 4v) of one of variance v.
+    alignment=lambda m, v: m.asin(2 * v / (1 + 6 * v)) / m.asin(2 * v / (1 + 2 * v)),
+    source={},
+    entrywise=(erf_function, lambda m, x: 2 / m.sqrt(m.pi) * m.exp(-(x**2))),
+)
+
+
+# --- smooth functions, by quadrature --------------------------------------------------------------
+
+
+def _sigmoid(m: Any, x: Any) -> Any:
+    return (1 + m.tanh(x / 2)) / 2
+
+
+def _softplus(m: Any, x: Any) -> Any:
+    return m.log1p(m.exp(x))
+
+
+def _mish_gate(m: Any, x: Any) -> Any:
+    return m.tanh(_softplus(m, x))
+
+
+def _quick(m: Any) -> Any:
+    return m.ratio(1702, 1000)
+
+
+def _weighted_slope(m: Any, x: Any, rate: Any) -> Any:
+    """Derivative of x sigmoid(rate x)."""
+    gate = _sigmoid(m, rate * x)
+    return gate * (1 + rate * x * (1 - gate))
+
+
+SIGMOID = by_quadrature(
+    "sigmoid",
+    "Logistic sigmoid, 1/(1 + exp(-x))",
+    _sigmoid,
+    lambda m, x: _sigmoid(m, x) * _sigmoid(m, -x),
+)
+
+SILU = by_quadrature(
+    "silu",
+    "SiLU (Swish), x sigmoid(x)",
+    lambda m, x: x * _sigmoid(m, x),
+    lambda m, x: _weighted_slope(m, x, 1),
+    largest_variance=20.0,
+    even_part=lambda m, x: x * m.tanh(x / 2) / 2,
+)
+
+QUICK_GELU = by_quadrature(
+    "quick_gelu",
+    "GeLU, sigmoid form, x sigmoid(1.702 x), as in CLIP",
+    lambda m, x: x * _sigmoid(m, _quick(m) * x),
+    lambda m, x: _weighted_slope(m, x, _quick(m)),
+    largest_variance=9.0,
+    even_part=lambda m, x: x * m.tanh(_quick(m) * x / 2) / 2,
+)
+
+TANH = by_quadrature(
+    "tanh",
+    "Hyperbolic tangent",
+    lambda m, x: m.tanh(x),
+    lambda m, x: 1 - m.tanh(x) ** 2,
+    largest_variance=9.0,
+    odd=True,
+)
+
+SOFTPLUS = by_quadrature("softplus", "Softplus, log(1 + exp(x))", _softplus, _sigmoid)
+
+MISH = by_quadrature(
+    "mish",
+    "Mish, x tanh(softplus(x))",
+    lambda m, x: x * _mish_gate(m, x),
+    lambda m, x: _mish_gate(m, x) + x * (1 - _mish_gate(m, x) ** 2) * _sigmoid(m, x),
+    largest_variance=12.0,
 )

@@ -48,6 +48,7 @@ def _harmonic_sum(count: int, order: int) -> float:
 
 _FINEST = 4096  # steps on either side of 0
 _WIDEST = 12.0  # the Gaussian weight beyond twelve deviations is below 1e-31
+_AT_ONCE = 2**16  # products of coefficients made in one call
 _ORDERS = 400  # Hermite orders; those that matter at the variances of a call are summed
 
 
@@ -87,9 +88,10 @@ def _distinct(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """
     if variance.size < 8:
         return variance, None
-    values, where = np.unique(variance, return_inverse=True)
-    if 2 * values.size > variance.size:
+    ordered = np.sort(variance, axis=None)
+    if 2 * (1 + np.count_nonzero(np.diff(ordered))) > variance.size:
         return variance, None
+    values, where = np.unique(variance, return_inverse=True)
     return values, where.reshape(variance.shape)
 
 
@@ -131,11 +133,17 @@ class LogSeries:
         first, last = int(octaves.min()), int(octaves.max())
         if first == last:
             return np.asarray(terms @ self._octave(first))
-        found = [np.empty(0)] * variance.size
+        found: np.ndarray | None = None
         for octave in range(first, last + 1):
-            for place in np.flatnonzero(octaves == octave):
-                found[place] = terms[place] @ self._octave(octave)
-        return np.array(found)
+            places = octaves == octave
+            if not places.any():
+                continue
+            series = self._octave(octave)
+            if found is None:
+                found = np.empty((variance.size, *series.shape[1:]))
+            found[places] = terms[places] @ series
+        assert found is not None
+        return found
 
     def _octave(self, octave: int) -> np.ndarray:
         if octave not in self._octaves:
@@ -159,6 +167,12 @@ def _hermite_series(function: Formula) -> LogSeries:
     return LogSeries(values)
 
 
+@functools.lru_cache(maxsize=256)
+def _square_series(function: Formula) -> LogSeries:
+    """Second moments."""
+    return LogSeries(lambda variance: _expect_float(lambda m, x: function(m, x) ** 2, variance))
+
+
 def _expect_float(function: Formula, variance: Any) -> Any:
     v, where = _distinct(np.asarray(variance, dtype=float))
     nodes, weights = _grid_for(v)
@@ -173,12 +187,11 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     E f(x) f(-x); it enters at the first order left out, which is exact at both ends.
     """
     v, w = np.asarray(variance, dtype=float), np.asarray(other, dtype=float)
-    nodes, weights = _grid_for(np.maximum(v.max(), w.max()))
     if variance is other and np.ndim(correlation) == 0 and correlation == 1:
         if LogSeries.serves(v):
-            found = _coefficients(function, v, nodes, weights, _hermite_rows(nodes.size // 2))
-            return (found.orders**2).sum(-1) + found.even + found.odd
+            return _square_series(function)(v.ravel()).reshape(v.shape)
         return _expect_float(lambda m, x: function(m, x) ** 2, v)
+    nodes, weights = _grid_for(np.maximum(v.max(), w.max()))
     rows = _hermite_rows(nodes.size // 2)
     if v.ndim == w.ndim == np.ndim(correlation) == 0:
         one = _scalar_coefficients(function, float(v), nodes.size // 2)
@@ -205,8 +218,20 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     if orders >= _ORDERS - 1:  # one parity may vanish
         orders = _ORDERS
         total = np.sqrt(first.even * second.even) + np.sign(r) * np.sqrt(first.odd * second.odd)
-    for a in range(orders - 1, -1, -1):
-        total = total * r + first.orders[..., a] * second.orders[..., a]
+    shape = np.broadcast_shapes(v.shape, w.shape, r.shape)
+    left, right = (
+        np.moveaxis(one.orders[..., :orders], -1, 0).reshape(
+            orders, *(1,) * (len(shape) - one.even.ndim), *one.even.shape
+        )
+        for one in (first, second)
+    )
+    total = np.array(np.broadcast_to(total, shape))
+    several = max(1, _AT_ONCE // max(1, total.size))
+    for high in range(orders, 0, -several):
+        part = slice(max(0, high - several), high)
+        for product in (left[part] * right[part])[::-1]:
+            total *= r
+            total += product
     return total
 
 
@@ -284,6 +309,17 @@ NUMPY = SimpleNamespace(
 )
 
 
+class Keeping(SimpleNamespace):
+    """NUMPY that has expectations of the very same arrays once (`activation.remembered`), for as
+    long as it lives: a layer asks for some of them forward, and again backward."""
+
+    def __init__(self) -> None:
+        super().__init__(**vars(NUMPY), held={})
+
+    def __reduce__(self) -> Any:
+        return Keeping, ()
+
+
 def _elementwise(name: str) -> Callable[..., Any]:
     return getattr(math, name)  # type: ignore[no-any-return]
 
@@ -309,28 +345,31 @@ def mpmath_namespace() -> SimpleNamespace:
     import mpmath as mp
 
     this = SimpleNamespace()
-    cut = 12  # standard deviations; the Gaussian weight beyond is below 1e-31
 
-    def density(x: Any) -> Any:
-        return mp.exp(-x * x / 2) / mp.sqrt(2 * mp.pi)
+    def gaussian_mean(function: Any) -> Any:
+        """Over a standard normal, as far out as its weight counts at the precision in force."""
+        norm = 1 / mp.sqrt(2 * mp.pi)
+        cut = mp.ceil(mp.sqrt(2 * mp.log(10) * mp.mp.dps)) + 1
+        return mp.quad(
+            lambda x: norm * mp.exp(-x * x / 2) * function(x),
+            [-cut, *(mark for mark in (-6, -3, 0, 3, 6) if abs(mark) < cut), cut],
+            method="gauss-legendre",
+        )
 
     def expect(function: Formula, variance: Any) -> Any:
         scale = mp.sqrt(variance)
-        return mp.quad(lambda x: density(x) * function(this, scale * x), [-cut, -3, 0, 3, cut])
+        return gaussian_mean(lambda x: function(this, scale * x))
 
     def expect_pair(function: Formula, variance: Any, other: Any, r: Any) -> Any:
         if r == 1 and variance == other:
             return expect(lambda m, x: function(m, x) ** 2, variance)
         scale, scale_other, rest = mp.sqrt(variance), mp.sqrt(other), mp.sqrt((1 - r) * (1 + r))
-
-        def inner(x: Any) -> Any:
-            partner = mp.quad(
-                lambda y: density(y) * function(this, scale_other * (r * x + rest * y)),
-                [-cut, 0, cut],
+        return gaussian_mean(
+            lambda x: (
+                function(this, scale * x)
+                * gaussian_mean(lambda y: function(this, scale_other * (r * x + rest * y)))
             )
-            return density(x) * function(this, scale * x) * partner
-
-        return mp.quad(inner, [-cut, 0, cut])
+        )
 
     vars(this).update(
         # `pi` must follow the precision in force, so it is an mpmath constant, not a number.

@@ -39,10 +39,12 @@ def _average_variance(
     x_correlation: Any,
 ) -> Any:
     """Variance of sum_j a_ij x_j."""
-    theta, own = _theta(d_model, query, key, x_variance), 1 - x_correlation
-    weights = m.exp(own * d_model * theta) / (1 - drop_prob)
-    tilt = own**2 * (seq_len - 1) * theta
-    return x_variance * ((tilt + weights * (4 * own**2 * theta + own)) / seq_len + x_correlation)
+    theta, unshared = _theta(d_model, query, key, x_variance), 1 - x_correlation
+    weights = m.exp(unshared * d_model * theta) / (1 - drop_prob)
+    scattered = unshared**2 * (seq_len - 1) * theta
+    return x_variance * (
+        (scattered + weights * (4 * unshared**2 * theta + unshared)) / seq_len + x_correlation
+    )
 
 
 def _average_covariance(
@@ -55,8 +57,8 @@ def _average_covariance(
     x_correlation: Any,
 ) -> Any:
     """Covariance of sum_j a_ij x_j and sum_j a_kj x_j."""
-    theta, own = _theta(d_model, query, key, x_variance), 1 - x_correlation
-    return x_variance * (x_correlation + (2 * own**2 * theta + own) / seq_len)
+    theta, unshared = _theta(d_model, query, key, x_variance), 1 - x_correlation
+    return x_variance * (x_correlation + (2 * unshared**2 * theta + unshared) / seq_len)
 
 
 def _returned_variance(

@@ -57,14 +57,16 @@ def average_variance(
     row_skewness: Any,
 ) -> Any:
     """Variance of sum_j a_ij x_j over that of x."""
-    own = 1 - x_correlation
-    stiff = m.exp(-2 * own**2 * norm_deficit * row_dropout_cross / row_square)
-    mixed = own * (row_square * stiff * (1 - 1 / d_model) + row_tilt / d_model)
-    fluctuating = own * (1 / d_model - norm_deficit)
+    unshared = 1 - x_correlation
+    stiff = m.exp(-2 * unshared**2 * norm_deficit * row_dropout_cross / row_square)
+    mixed = unshared * (row_square * stiff * (1 - 1 / d_model) + row_tilt / d_model)
+    fluctuating = unshared * (1 / d_model - norm_deficit)
     masks = row_square + fluctuating * (row_logit_square - row_square)
     # Overlaps with tokens of fixed norm fluctuate less, and against the logit variance.
-    against = 2 * x_correlation**2 * row_square_slope - x_correlation * (1 + own) * row_skewness
-    mixed = mixed + norm_deficit * own * against
+    against = (
+        2 * x_correlation**2 * row_square_slope - x_correlation * (1 + unshared) * row_skewness
+    )
+    mixed = mixed + norm_deficit * unshared * against
     return x_correlation + mixed + _dropped(drop_prob) * masks
 
 
@@ -84,18 +86,18 @@ def average_covariance(
     jacobian_overlap: Any,
 ) -> Any:
     """Covariance of sum_j a_ij x_j and sum_j a_kj x_j over the variance of x."""
-    r, own = x_correlation, 1 - x_correlation
+    r, unshared = x_correlation, 1 - x_correlation
     # E tr D tr D' and E (a'.a^2 - a.a' sum a^2) interpolate between independent and equal rows;
     # `shared` stands for theta E sum_l (d_l + d'_l)^2 a_l a'_l / 2 over C_2, and is that for equal
     # rows or many keys.
     vacancies = (1 - row_square) ** 2 * (1 - r**2) + r**2 * row_vacancy
     square_square = row_vacancy - 1 + 2 * row_square
-    tilt = vacancies + jacobian_overlap - 4 * (row_cube - square_square)
-    tilt = r * own * logit_scale / d_model * tilt
+    joint_shift = vacancies + jacobian_overlap - 4 * (row_cube - square_square)
+    joint_shift = r * unshared * logit_scale / d_model * joint_shift
     shared = (1 + r) * row_dropout_cross / row_square
-    stiff = m.exp(-(own**2) * norm_deficit * shared)
-    against = 2 * r**2 * overlap_slope - r * (1 + own) * row_skewness
-    return r + own * (overlap * stiff + tilt + norm_deficit * against)
+    stiff = m.exp(-(unshared**2) * norm_deficit * shared)
+    against = 2 * r**2 * overlap_slope - r * (1 + unshared) * row_skewness
+    return r + unshared * (overlap * stiff + joint_shift + norm_deficit * against)
 
 
 def value_variance(
@@ -141,10 +143,10 @@ def query_variance(
     grad_variance: Any,
 ) -> Any:
     """Through the logits' left factor."""
-    own = 1 - x_correlation
+    unshared = 1 - x_correlation
     diagonal = row_square - 2 * row_cube + row_fourth
     straight = jacobian_square * (1 - 2 / d_model - 1 / d_head)
-    stiff = own**2 * norm_deficit / jacobian_square
+    stiff = unshared**2 * norm_deficit / jacobian_square
     # The keys' own variance, fluctuating by 2 r^2 delta, enters squared and through the weights.
     common = x_correlation**2 * norm_deficit
     radial = straight + jacobian_radial * (1 / d_head + 3 / d_model)
@@ -152,9 +154,11 @@ def query_variance(
     radial = radial + row_vacancy / d_model + common * (4 * jacobian_radial - 2 * jacobian_square)
     masks = straight + jacobian_radial * (1 / d_head + 2 / d_model)
     masks = masks * m.exp(-stiff * jacobian_curvature)
-    masks = masks + own * (1 / d_model - norm_deficit) * (2 * diagonal + jacobian_curvature)
+    masks = masks + unshared * (1 / d_model - norm_deficit) * (2 * diagonal + jacobian_curvature)
     masks = masks + 2 * common * (jacobian_radial - jacobian_square)
-    return own * logit_scale * (own * radial + _dropped(drop_prob) * masks) * grad_variance
+    return (
+        unshared * logit_scale * (unshared * radial + _dropped(drop_prob) * masks) * grad_variance
+    )
 
 
 def query_covariance(
@@ -173,15 +177,15 @@ def query_covariance(
     radial_overlap: Any,
     grad_covariance: Any,
 ) -> Any:
-    own = 1 - x_correlation
+    unshared = 1 - x_correlation
     straight = jacobian_overlap * (1 - 2 / d_model - 1 / d_head)
     radial = straight + radial_overlap * (1 / d_head + 3 / d_model)
     # The curvature of two rows over that of one: (1 + r)/2 for many keys and for equal rows.
     diagonal = row_square - 2 * row_cube + row_fourth
     shared = diagonal + (1 + x_correlation) / 2 * jacobian_curvature
-    stiff = m.exp(-2 * own**2 * norm_deficit * shared / jacobian_square)
+    stiff = m.exp(-2 * unshared**2 * norm_deficit * shared / jacobian_square)
     shape = (1 - row_square) ** 2 / d_model + radial * stiff
-    return own * logit_scale * own * shape * grad_covariance
+    return unshared * logit_scale * unshared * shape * grad_covariance
 
 
 def key_variance(
@@ -202,12 +206,12 @@ def key_variance(
     grad_covariance: Any,
 ) -> Any:
     """Through the logits' right factor."""
-    own = 1 - x_correlation
-    tilt = jacobian_curvature / jacobian_square
-    stiff = own**2 * norm_deficit * tilt
+    unshared = 1 - x_correlation
+    curvature = jacobian_curvature / jacobian_square
+    stiff = unshared**2 * norm_deficit * curvature
     straight = jacobian_square_logit * (1 - 1 / d_model) + jacobian_radial_logit / d_model
-    straight = own * straight * m.exp(-stiff)
-    masks = jacobian_square_logit * (1 + own * (1 / d_model - norm_deficit) * tilt)
+    straight = unshared * straight * m.exp(-stiff)
+    masks = jacobian_square_logit * (1 + unshared * (1 / d_model - norm_deficit) * curvature)
     alone = logit_scale * (straight + _dropped(drop_prob) * masks)
     others = jacobian_overlap_logit * (1 - 1 / d_model) + radial_overlap_logit / d_model
     others = others * m.exp(-(1 + x_correlation) / 2 * stiff)

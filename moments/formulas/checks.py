@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DomainError, domain_error
+from ..errors import domain_error
 from .symbols import Interval
 
 Array = NDArray[np.float64]
@@ -75,34 +74,6 @@ def check_array(name: str, value: Any, allowed: str, dtype: Any = float) -> NDAr
     except (TypeError, ValueError, OverflowError):
         remedy = "rows of one length, of numbers"
         raise domain_error(name, value, allowed, remedy) from None
-
-
-def settle(
-    declaration: Any, names: Iterable[str], check: Callable[..., Any], *args: Any, **limits: Any
-) -> None:
-    """Replace fields of a frozen declaration by the plain values that a check makes of them.
-
-    What may be left out and is, None by default, stays None.
-    """
-    optional = {f.name for f in fields(declaration) if f.default is None}
-    for name in names:
-        value = getattr(declaration, name)
-        if value is not None or name not in optional:
-            object.__setattr__(declaration, name, check(name, value, *args, **limits))
-
-
-def check_fields(name: str, given: Any, known: Sequence[Field[Any]]) -> None:
-    """The keys of a stored dictionary: none unknown, none without a default missing."""
-    if not isinstance(given, Mapping):
-        raise domain_error(name, given, "a JSON object of its fields")
-    allowed = [f.name for f in known if f.init]
-    unknown = sorted(set(given) - set(allowed))
-    if unknown:
-        raise domain_error(f"{name} field", unknown[0], f"one of {', '.join(sorted(allowed))}")
-    required = [f.name for f in known if f.init and f.default is MISSING]
-    missing = [field for field in required if field not in given]
-    if missing:
-        raise DomainError(f"{name} field {missing[0]!r} is missing")
 
 
 def check_layers(

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .activation import GELU, GELU_TANH, IDENTITY, RELU
+from .activation import GELU, GELU_TANH, IDENTITY, RELU, SIGMOID, SILU
 from .law import ComponentLaws, Law, derived
-from .smooth import SIGMOID, SILU
 
 _SOURCE = derived("second moments of independent centred factors multiply; checked by quadrature")
 

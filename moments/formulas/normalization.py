@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .activation import TANH
 from .law import ComponentLaws, Law, derived
 from .references import kedia
-from .smooth import TANH
 from .symbols import Interval
 
 
@@ -22,8 +22,8 @@ def _pair_pulled(
     grad_covariance: Any,
 ) -> Any:
     scale = m.sqrt((x_variance + epsilon) * (x_other_variance + epsilon))
-    own = m.ratio(3, 8) * (norm_spread + other_norm_spread)
-    jensen = 1 + own + pair_norm_spread / 4
+    each = m.ratio(3, 8) * (norm_spread + other_norm_spread)
+    jensen = 1 + each + pair_norm_spread / 4
     return grad_covariance * (1 - removed_pair_share) * jensen / scale
 
 
@@ -39,8 +39,8 @@ def _pair_rescaled(
     overlap_norm_spread: Any,
 ) -> Any:
     shares = x_variance / (x_variance + epsilon) * (x_other_variance / (x_other_variance + epsilon))
-    own = m.ratio(3, 8) * (norm_spread + other_norm_spread)
-    jensen = 1 + own + pair_norm_spread / 4
+    each = m.ratio(3, 8) * (norm_spread + other_norm_spread)
+    jensen = 1 + each + pair_norm_spread / 4
     return x_correlation * m.sqrt(shares) * jensen - overlap_norm_spread
 
 

@@ -194,7 +194,7 @@ class Axes:
         if option and not chosen:
             raise domain_error("axis", name, 'beside an axis "scheme" that names the scheme')
         for one in chosen:
-            found = scheme(one)  # type: ignore[arg-type]
+            found = scheme(str(one))
             if option and option not in found.options:
                 raise unknown_name(f"axis of scheme {one!r}", name, found.options)
             clash = [n for n in self.values if n.partition(".")[0] in found.sets]

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, domain_error, unknown_name
+from ..errors import DomainError, domain_error, optional, unknown_name
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
-from ..optional import optional
 from ..prediction.predict import predict
 from .axes import Axes
 from .store import Row, read

@@ -91,8 +91,8 @@ def predict_together(
     """
     deepest = max(models, key=lambda model: model.layers)
     declaration = stacked_layers(models, theory)
-    own = Inputs(moments.get("variance"), moments.get("correlation"))
-    stack = _Together(declaration, deepest, theory, own, False, (len(models),))
+    inputs = Inputs(moments.get("variance"), moments.get("correlation"))
+    stack = _Together(declaration, deepest, theory, inputs, False, (len(models),))
     given = (moments.get("grad_variance"), moments.get("grad_correlation"))
     with computing(theory, [stack.run]):
         signal = stack.forward()

@@ -14,11 +14,13 @@ from ..formulas.checks import (
     check_in,
     check_layers,
     check_number,
-    settle,
 )
 from ..formulas.named_activations import activation_laws
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
 from .embedding import Embedding
+from .fields import settle
+from .head import Head
+from .patches import PatchEmbedding
 from .placement import BUILT_IN, placement_names
 from .positions import RelativeBias, Rotary
 from .weights import Biases, Weights, check_lengths
@@ -130,17 +132,11 @@ def _check_parts(model: Transformer) -> None:
         value = getattr(model, name)
         if value is not None and not isinstance(value, kind):
             raise domain_error(name, value, f"a moments.{kind.__name__}, or None")
-    if model.embedding is not None and not isinstance(model.embedding, Embedding):
-        from .patches import PatchEmbedding
-
-        if not isinstance(model.embedding, PatchEmbedding):
-            allowed = "a moments.Embedding or moments.PatchEmbedding, or None"
-            raise domain_error("embedding", model.embedding, allowed)
-    if model.head is not None:
-        from .head import Head
-
-        if not isinstance(model.head, Head):
-            raise domain_error("head", model.head, "a moments.Head, or None")
+    if not isinstance(model.embedding, Embedding | PatchEmbedding | None):
+        allowed = "a moments.Embedding or moments.PatchEmbedding, or None"
+        raise domain_error("embedding", model.embedding, allowed)
+    if not isinstance(model.head, Head | None):
+        raise domain_error("head", model.head, "a moments.Head, or None")
 
 
 def _per_layer(model: Transformer, name: str, interval: Interval) -> Any:

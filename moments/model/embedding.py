@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 from ..errors import domain_error
-from ..formulas.checks import (
-    check_choice,
-    check_count,
-    check_fields,
-    check_flag,
-    check_number,
-    settle,
-)
+from ..formulas.checks import check_choice, check_count, check_flag, check_number
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY
+from .fields import Stored, settle
 
 POSITIONS = ("learned", "sinusoidal", "none")
 _SINUSOIDAL_SQUARE = 0.5  # mean square of a sine and a cosine of one angle
 
 
 @dataclass(frozen=True)
-class Embedding:
+class Embedding(Stored):
     """A sum of look-up tables, then optionally a normalisation, then dropout.
 
     Args:
@@ -43,6 +35,8 @@ class Embedding:
     Raises:
         DomainError: a value outside what is allowed.
     """
+
+    part: ClassVar[str] = "embedding"
 
     vocab_size: int
     token_variance: float
@@ -78,23 +72,6 @@ class Embedding:
         sinusoidal = self.positions == "sinusoidal"
         positions = _SINUSOIDAL_SQUARE if sinusoidal else self.position_variance
         return self.scale**2 * self.token_variance + positions + self.segment_variance
-
-    def replace(self, **changes: Any) -> Embedding:
-        """A changed copy."""
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Embedding:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            DomainError: an unknown field.
-        """
-        check_fields("embedding", data, dataclasses.fields(cls))
-        return cls(**data)
 
     def __str__(self) -> str:
         times = "" if self.scale == 1 else f" times {self.scale:.4g}"

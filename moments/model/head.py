@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from ..errors import DomainError, domain_error
-from ..formulas.checks import (
-    check_choice,
-    check_count,
-    check_fields,
-    check_flag,
-    check_number,
-    settle,
-)
+from ..formulas.checks import check_choice, check_count, check_flag, check_number
+from ..formulas.named_activations import activation_laws
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
+from .fields import Stored, settle
 
 LOSSES = ("causal", "masked", "classification", None)
 POOLS = ("first", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class Head(Stored):
     """Final normalisation, optional hidden layer, matrix to logits, and the mean cross-entropy.
 
     Args:
@@ -53,6 +46,8 @@ class Head:
         DomainError: a value outside what is allowed, or fields that contradict each other.
     """
 
+    part: ClassVar[str] = "head"
+
     vocab_size: int | None = None
     tied: bool = True
     weight_variance: float | None = None
@@ -73,8 +68,6 @@ class Head:
     norm_gain: float = 1.0
 
     def __post_init__(self) -> None:
-        from ..formulas.named_activations import activation_laws
-
         settle(self, ("tied", "norm", "bias", "transform_norm"), check_flag)
         check_choice("loss", self.loss, LOSSES)
         check_choice("pool", self.pool, POOLS)
@@ -111,23 +104,6 @@ class Head:
                 raise DomainError("classes is missing: pass the number of labels")
         elif self.classes is not None:
             raise domain_error("classes", self.classes, "None unless loss='classification'")
-
-    def replace(self, **changes: Any) -> Head:
-        """A changed copy."""
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Head:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            DomainError: an unknown field.
-        """
-        check_fields("head", data, dataclasses.fields(cls))
-        return cls(**data)
 
     def __str__(self) -> str:
         gain = "" if self.norm_gain == 1 else f", gain {self.norm_gain:.4g}"

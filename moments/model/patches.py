@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from ..errors import domain_error
-from ..formulas.checks import check_count, check_fields, check_flag, check_number, settle
+from ..formulas.checks import check_count, check_flag, check_number
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY
+from .fields import Stored, settle
 
 
 @dataclass(frozen=True)
-class PatchEmbedding:
+class PatchEmbedding(Stored):
     """Square patches, each mapped to d_model features by one matrix, plus a position table.
 
     Args:
@@ -34,6 +33,8 @@ class PatchEmbedding:
     Raises:
         DomainError: a value outside what is allowed.
     """
+
+    part: ClassVar[str] = "embedding"
 
     image_size: int
     patch_size: int
@@ -74,23 +75,6 @@ class PatchEmbedding:
     def patch_width(self) -> int:
         """Numbers in one patch."""
         return self.channels * self.patch_size**2
-
-    def replace(self, **changes: Any) -> PatchEmbedding:
-        """A changed copy."""
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PatchEmbedding:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            DomainError: an unknown field.
-        """
-        check_fields("embedding", data, dataclasses.fields(cls))
-        return cls(**data)
 
     def __str__(self) -> str:
         size = f"{self.image_size} x {self.image_size} pixels"

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formulas.checks import check_count, check_fields, check_number, settle
+from ..formulas.checks import check_count, check_number
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, Interval
+from .fields import Stored, settle
 
 Array = NDArray[np.float64]
 Offsets = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Stored):
     """Rotary position embedding: pairs of features of queries and keys are turned by w_m position.
 
     Args:
@@ -32,6 +31,8 @@ class Rotary:
     Source:
         Su et al. 2021, RoFormer, section 3.2.2.
     """
+
+    part: ClassVar[str] = "rotary"
 
     fraction: float = 1.0
     base: float = 10000.0
@@ -66,26 +67,13 @@ class Rotary:
         phases = np.multiply.outer(np.asarray(offset, dtype=np.float64), frequencies)
         return np.asarray(np.cos(phases) @ shares)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Rotary:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            DomainError: an unknown field.
-        """
-        check_fields("rotary", data, dataclasses.fields(cls))
-        return cls(**data)
-
     def __str__(self) -> str:
         share = "" if self.fraction == 1.0 else f" on {self.fraction:g} of each head"
         return f"rotary, base {self.base:g}{share}"
 
 
 @dataclass(frozen=True)
-class RelativeBias:
+class RelativeBias(Stored):
     """A learned bias on the logits, one per head and bucket of relative positions (T5).
 
     Args:
@@ -99,6 +87,8 @@ class RelativeBias:
     Source:
         Raffel et al. 2020, T5, section 2.1; bucket boundaries as in its released code.
     """
+
+    part: ClassVar[str] = "relative bias"
 
     variance: float
     buckets: int = 32
@@ -127,19 +117,6 @@ class RelativeBias:
         far = np.log(np.maximum(distance, near) / near) / growth * (count - near)
         bucket = np.where(distance < near, distance, near + far.astype(np.intp))
         return np.asarray(base + np.minimum(bucket, count - 1))
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RelativeBias:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            DomainError: an unknown field.
-        """
-        check_fields("relative bias", data, dataclasses.fields(cls))
-        return cls(**data)
 
     def __str__(self) -> str:
         return f"{self.buckets} relative biases of variance {self.variance:.3g}"

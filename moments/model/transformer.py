@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import domain_error
-from ..formulas.checks import check_fields
+from .declaration import check
 from .embedding import Embedding
+from .fields import check_fields
+from .head import Head
+from .patches import PatchEmbedding
 from .positions import RelativeBias, Rotary
 from .weights import Biases, LayerWeights, Weights
 
@@ -138,8 +141,6 @@ class Transformer:
     )
 
     def __post_init__(self) -> None:
-        from .declaration import check
-
         check(self)
 
     # --- what each layer has -------------------------------------------------------------------
@@ -253,7 +254,7 @@ class Transformer:
         version = fields.pop("format", None)
         if version != FORMAT_VERSION:
             raise domain_error("format", version, f"{FORMAT_VERSION}")
-        check_fields("model", fields, dataclasses.fields(cls))
+        check_fields("model", fields, cls)
         for name, read in _readers().items():
             if fields.get(name) is not None:
                 fields[name] = read(fields[name])
@@ -280,20 +281,13 @@ def _readers() -> dict[str, Any]:
     def embedding(data: Mapping[str, Any]) -> Any:
         if not isinstance(data, Mapping) or "patch_size" not in data:
             return Embedding.from_dict(data)
-        from .patches import PatchEmbedding
-
         return PatchEmbedding.from_dict(data)
-
-    def head(data: Mapping[str, Any]) -> Any:
-        from .head import Head
-
-        return Head.from_dict(data)
 
     return {
         "weights": Weights.from_dict,
         "biases": Biases.from_dict,
         "embedding": embedding,
-        "head": head,
+        "head": Head.from_dict,
         "rotary": Rotary.from_dict,
         "relative_bias": RelativeBias.from_dict,
         "encoder": Transformer.from_dict,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from ..errors import domain_error
-from ..formulas.checks import check_choice, check_count, check_fields, check_layers, check_number
+from ..formulas.checks import check_choice, check_count, check_layers, check_number
 from ..formulas.symbols import NONNEGATIVE, POSITIVE
+from .fields import Stored
 
 PerLayer = float | Sequence[float]
 
@@ -44,7 +45,7 @@ DISTRIBUTIONS = ("normal", "uniform", "truncated", "orthogonal")
 
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(Stored):
     """Variances of the entries of every weight matrix; each one number or one per layer.
 
     Args:
@@ -61,6 +62,8 @@ class Weights:
     Raises:
         DomainError: a negative variance, or an unknown distribution.
     """
+
+    part: ClassVar[str] = "weights"
 
     query: PerLayer
     key: PerLayer
@@ -132,26 +135,6 @@ class Weights:
         value = getattr(self, matrix)
         return self.of(DEFAULTS[matrix]) if value is None else value
 
-    def replace(self, **changes: Any) -> Weights:
-        """A changed copy."""
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        names = (f.name for f in dataclasses.fields(self))
-        return {
-            name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in names
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Weights:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            DomainError: a missing or unknown matrix.
-        """
-        check_fields("weights", data, dataclasses.fields(cls))
-        return cls(**data)
-
     def __str__(self) -> str:
         def show(value: PerLayer) -> str:
             if isinstance(value, float):
@@ -164,7 +147,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Biases:
+class Biases(Stored):
     """Variances of the bias vectors' entries; each one number, one per layer, or None: no bias.
 
     `Biases()` are biases that start at zero: they leave the moments alone and receive gradients.
@@ -176,6 +159,8 @@ class Biases:
     Raises:
         DomainError: a negative variance.
     """
+
+    part: ClassVar[str] = "biases"
 
     query: PerLayer | None = 0.0
     key: PerLayer | None = 0.0
@@ -217,24 +202,6 @@ class Biases:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         there = {k: v for k, v in values.items() if v is not None}
         return {k: v if isinstance(v, float) else v[number - 1] for k, v in there.items()}
-
-    def replace(self, **changes: Any) -> Biases:
-        """A changed copy."""
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Biases:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            DomainError: an unknown field.
-        """
-        check_fields("biases", data, dataclasses.fields(cls))
-        return cls(**data)
 
 
 def check_lengths(name: str, variances: Weights | Biases | None, layers: int) -> None:

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.composition import Component, Layer
-from ..engine.response import Around, Sublayer
-from ..engine.sensitivity import matrix_of, trace_of
+from ..engine.response import Around, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run, Trace
 from .network import AllAtOnce, Group
 
 _BUILT = (Component, Kernel, Signal, Gradient)
 _SAID = ("diagnostics", "notes")
+_EITHER = ("norm_response",)
 
 
 class Alike(NamedTuple):
@@ -122,11 +122,14 @@ def sublayer_starts(layers: Sequence[Layer]) -> list[int]:
 
 def structure(value: Any) -> Any:
     """What values must share to be evaluated at once with arrays for numbers: everything else, and
-    which numbers vanish, since 0 often says that there is nothing."""
+    which numbers vanish, since 0 often says that there is nothing. Where two tokens share nothing,
+    or a gradient does not answer to norms, it is a number like others: sweeps hold both at once."""
     if isinstance(value, float | np.ndarray):
         return not np.any(value)
+    if isinstance(value, Kernel):
+        return Kernel, structure(value.diagonal)
     if isinstance(value, _BUILT):
-        return (type(value), *[structure(one) for name, one in _fields(value)])
+        return (type(value), *[structure(v) for name, v in _fields(value) if name not in _EITHER])
     if isinstance(value, tuple):
         return tuple(structure(one) for one in value)
     if isinstance(value, Mapping):

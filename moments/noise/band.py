@@ -70,13 +70,14 @@ import numpy as np
 
 from ..engine.classes import ClassMatrix
 from ..engine.composition import Chain, Layer
-from ..engine.response import Around, Sublayer
-from ..engine.sensitivity import (
+from ..engine.response import (
     SINGLE,
+    Around,
     GradientAdjoint,
     Matrix,
     Response,
     SignalAdjoint,
+    Sublayer,
     count_of,
     matrix_of,
     paired,
@@ -151,16 +152,18 @@ def log_variance(
     return _where_it_arrives(variance, trace)
 
 
-def between_documents(trace: Trace) -> list[Matrix]:
+def between_documents(trace: Trace) -> list[Matrix] | None:
     """What tokens of two documents share before every part of every layer, and behind the last, of
-    a trace on `classes.DocumentClasses`."""
+    a trace on `classes.DocumentClasses`; None where there is one document."""
     records = [one for layer in trace.layers for one in layer.children[0].in_order()]
     found = []
     for signal in (*(one.input for one in records), records[-1].output):
         kernel = signal.second_moment()
         assert kernel.classes is not None
-        _, across = kernel.classes.blocks(kernel.diagonal, kernel.pairs)
-        found.append(ClassMatrix(*across, kernel.classes.inside).astype(SINGLE))
+        _, *across = kernel.classes.blocks(kernel.diagonal, kernel.pairs)
+        if not across:
+            return None
+        found.append(ClassMatrix(*across[0], kernel.classes.inside).astype(SINGLE))
     return found
 
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from ..engine.classes import ClassMatrix, OneClass, one_class
 from ..engine.composition import Chain, Layer, forward
-from ..engine.sensitivity import (
+from ..engine.response import (
     SINGLE,
     GradientAdjoint,
     Matrix,
@@ -50,7 +50,7 @@ from ..engine.sensitivity import (
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
 from ..transfer.attention.kernels.exact_rows import AlikeRows
-from ..transfer.attention.logits import logit_law
+from ..transfer.attention.projections import logit_law
 from .alike import Alike, averaged, stacked
 from .band import End, Fresh, shared
 from .network import AllAtOnce, Group, Inflow, Network, times

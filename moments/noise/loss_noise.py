@@ -37,15 +37,19 @@ import numpy as np
 
 from ..engine.composition import Chain, Component
 from ..engine.fluctuation import norm_variance
-from ..engine.response import STEP, Around, Elementwise, Sequence, in_units
-from ..engine.sensitivity import (
+from ..engine.response import (
     SINGLE,
+    STEP,
+    Around,
+    Elementwise,
     GradientAdjoint,
     Matrix,
     Response,
+    Sequence,
     SignalAdjoint,
     diagonal,
     entrywise,
+    in_units,
     matrix_of,
     off_diagonal,
     over_tokens,

@@ -2,7 +2,7 @@
 
 Let y be the gradient variance at one point of the stream over its mean. It is linear in the
 realised gradient kernels above, with sensitivities Lambda, and to first order it depends on all
-realised signal kernels, with sensitivities Gamma (`sensitivity`). A random matrix adds to a kernel
+realised signal kernels, with sensitivities Gamma (`response`). A random matrix adds to a kernel
 what Wishart matrices have: at a residual addition of carried T and added B, of independent
 directions,
 
@@ -37,13 +37,13 @@ import numpy as np
 
 from ..engine.classes import ClassMatrix, PositionClasses
 from ..engine.fluctuation import has_fixed_norms
-from ..engine.response import Sublayer
-from ..engine.sensitivity import (
+from ..engine.response import (
     SINGLE,
     GradientAdjoint,
     Matrix,
     Response,
     SignalAdjoint,
+    Sublayer,
     count_of,
     diagonal,
     matrix_of,

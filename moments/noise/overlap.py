@@ -29,8 +29,8 @@ behind each block, nu = .0196, .0235, .0255, .0304, .0314, .0371 (standard error
 .0236, .0257, .0304, .0313, .0365, and without e_q .0162, .0208, .0202, .0252, .0246, .0301.
 
 Tokens of fixed norm share a part whose size is one number a draw, and leave the rest to each: own
-variance then varies as a whole (`own_spread`), and squared norms of query and key gradients, which
-hold it twice, are its mean square.
+variance then varies as a whole (`unshared_spread`), and squared norms of query and key gradients,
+which hold it twice, are its mean square.
 
 nu is one number for all pairs of tokens. In six layers of width 128 on a text of 2 x 64 tokens,
 overlaps vary by 1, 1.3, 1.6, 1.8, 2.0, 2.1 over d in GPT-2 (here 1, 1.4, 1.7, 1.9, 2.1, 2.3) and
@@ -65,8 +65,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.composition import Chain, forward
-from ..engine.fluctuation import has_fixed_norms, overlap_variance, step_within
-from ..engine.own_overlap import OverlapWalk, OwnOverlap
+from ..engine.fluctuation import (
+    OverlapWalk,
+    UnsharedOverlap,
+    has_fixed_norms,
+    overlap_variance,
+    step_within,
+)
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
 
@@ -100,7 +105,7 @@ def stack_overlaps(stack: Record, memory: float | None = None) -> Overlaps:
         memory: nu of what cross-attention reads; None: 1/width of that.
     """
     walk = OverlapWalk(memory)
-    last = walk.through(stack, OwnOverlap(1.0 / stack.input.width))
+    last = walk.through(stack, UnsharedOverlap(1.0 / stack.input.width))
     for chain, before in walk.chains:
         for unit in units(chain):
             entering = before[unit.first].variance

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine.composition import Addition, Component
-from ..engine.evaluation import observed
 from ..engine.layout import Layout
-from ..engine.state import Kernel
+from ..engine.state import Kernel, observed
 from ..engine.trace import Record, Run
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count

@@ -274,8 +274,7 @@ def _collected(trace: Trace) -> tuple[str, ...]:
 def _of_sizes(model: Transformer, trace: Trace) -> tuple[str, ...]:
     """What a stream without norms leaves out: query and key gradients hold products of realised
     sizes. Measured at width 64, relative variances .2 to .5: 10 to 25 % (standard errors 8, 14)."""
-    last = trace.stream()[-1].signal
-    if model.norm != "none" or last.fluctuation is None:
+    if model.norm != "none" or (last := trace.stream()[-1].signal).fluctuation is None:
         return ()
     size = np.asarray(last.second_moment().mean_diagonal())
     with np.errstate(all="ignore"):

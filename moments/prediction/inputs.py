@@ -149,8 +149,21 @@ NUMBERS = {True: (0, 200), False: (30_000, 300)}
 tokens: measured, 140 and 200 under a causal mask of 128 to 512 tokens; by resolution."""
 
 
-def check_memory(model: Transformer, resolved: bool, configurations: int, tokens: int) -> None:
+POSITIONS = 12
+"""Numbers for every position of a sequence on classes beside what `Prediction` keeps by token:
+measured, 8 at 1e6 and 1e7 of them."""
+
+
+def check_memory(
+    model: Transformer, resolved: bool, configurations: int, tokens: int, positions: int = 0
+) -> None:
     """Refuse what this machine's memory cannot hold, before anything is made.
+
+    Args:
+        model, configurations: what is predicted.
+        resolved: whether tokens are told apart, one by one or by classes.
+        tokens: of those.
+        positions: of a sequence on classes, of which variances are kept one by one.
 
     Raises:
         DomainError: says how much it would be.
@@ -158,9 +171,11 @@ def check_memory(model: Transformer, resolved: bool, configurations: int, tokens
     alone, each = NUMBERS[resolved]
     pairs = float(tokens) ** 2 if resolved else 1.0
     needed = 8.0 * model.layers * (alone + each * configurations * pairs)
+    needed += 8.0 * positions * (POSITIONS + 2.0 * (model.layers + 1) * configurations)
     there = memory()
     if needed > there:
         what = f"{tokens} tokens, each with every other" if resolved else "tokens alike"
+        what = f"{positions} positions" if positions else what
         windows = [window for window in model.windows if window is not None]
         most = MOST_WINDOWS * min(windows, default=model.seq_len)
         if resolved and most < model.seq_len:

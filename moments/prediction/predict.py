@@ -19,6 +19,7 @@ from ..engine.classes import (
     documents_on,
 )
 from ..engine.layout import Layout
+from ..engine.neighbours import NeighbouringClasses, with_neighbours
 from ..engine.state import Gradient, Kernel
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
@@ -85,9 +86,9 @@ def predict(
             tells tokens apart, at any length (of up to 72 windows), an encoder's tokens being
             alike, and those of several sequences or documents likewise, however long each; not at
             all without a mask, long sequences of rotary positions included; token by token for a
-            text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's), an
-            image or a kernel. Of a longer text classes hold means over their cells and sequences.
-            `Prediction.resolution` says which.
+            text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's) and
+            512 of a batch, an image or a kernel. Of longer texts, with or without a mask, classes
+            hold means over their cells and sequences. `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
@@ -129,7 +130,7 @@ def predict(
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
     check_count("batch", batch)
-    own = Inputs(
+    inputs = Inputs(
         variance,
         correlation,
         token_ids,
@@ -140,13 +141,13 @@ def predict(
         document_ids,
     )
     other = _encoder_inputs(model, encoder_inputs)
-    resolved = _resolution(model, theory, tokens, own, other, grad_kernel, targets)
+    resolved = _resolution(model, theory, tokens, inputs, other, grad_kernel, targets)
     received = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
     shapes = {name: given_shape(value) for name, value in received.items()}
     shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
-    shape = configurations(inputs=own.shape, encoder_inputs=other.shape, **shapes)
-    stack = Stack(model, theory, own, resolved, shape)
-    if stack.layout.classes is not None and own.token_ids is not None and not _faint(model):
+    shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
+    stack = Stack(model, theory, inputs, resolved, shape)
+    if stack.layout.classes is not None and inputs.token_ids is not None and not _faint(model):
         stack.notes += (
             "this text is held by means over classes of positions, which know how often tokens "
             "repeat and not which look at which: with logits as strong as these, query and key "
@@ -165,6 +166,8 @@ def predict(
         stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
     if stack.layout.sequences > 1:
         batch = _counted(batch, stack.layout.sequences)
+    elif inputs.sequences > 1:  # alike, and no less averaged over
+        batch = inputs.sequences // _counted(batch, inputs.sequences)
     runs = [s.run for s in stacks]
     with (
         computing(theory, runs, max(s.rows for s in stacks)),
@@ -187,9 +190,10 @@ def predict(
         )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     alone = None
-    if isinstance(stack.classes, DocumentClasses):
-        given = grad_variance, grad_correlation
-        alone = functools.partial(_of_one_document, stack, stack.classes.lengths, given, batch)
+    if isinstance(stack.classes, DocumentClasses | NeighbouringClasses):
+        given, one = (grad_variance, grad_correlation), stack.classes
+        lengths = one.lengths if isinstance(one, DocumentClasses) else (one.length,)
+        alone = functools.partial(_of_one_document, stack, lengths, given, batch)
     found = stack.prediction(batch, outcome, encoder, alone=alone)
     for note in found.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
@@ -230,9 +234,9 @@ def stack_of(model: Transformer, **inputs: Any) -> Stack:
     Raises:
         DomainError: as `predict`.
     """
-    own = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
-    resolved = _resolution(model, "refined", inputs.get("tokens"), own, Inputs(), None)
-    return Stack(model, "refined", own, resolved, own.shape)
+    entering = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
+    resolved = _resolution(model, "refined", inputs.get("tokens"), entering, Inputs(), None)
+    return Stack(model, "refined", entering, resolved, entering.shape)
 
 
 def _counted(batch: int, sequences: int) -> int:
@@ -270,7 +274,7 @@ def _resolution(
     model: Transformer,
     theory: Theory,
     tokens: bool | None,
-    own: Inputs,
+    inputs: Inputs,
     other: Inputs,
     grad_kernel: Any,
     targets: Any = None,
@@ -285,7 +289,7 @@ def _resolution(
     encoder = model.encoder
     stacks = [model] if encoder is None else [model, encoder]
     placed = any(positional(stack) for stack in stacks)
-    given = own.by_token or other.by_token or grad_kernel is not None
+    given = inputs.by_token or other.by_token or grad_kernel is not None
     if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
         # The laws of tokens alike are those of a token and its pairs.
         if theory != "refined":
@@ -302,7 +306,13 @@ def _resolution(
         raise DomainError(
             f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
         )
-    kernels = (own.kernel, grad_kernel, own.attention_mask, own.document_ids, own.pixels)
+    kernels = (
+        inputs.kernel,
+        grad_kernel,
+        inputs.attention_mask,
+        inputs.document_ids,
+        inputs.pixels,
+    )
     if not resolved and any(value is not None for value in kernels):
         raise DomainError(
             "kernel, grad_kernel, pixels, attention_mask and document_ids are resolved by token: "
@@ -313,19 +323,29 @@ def _resolution(
             "tokens=False: under a causal mask, a window or a penalty on distance tokens are not "
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
-    if not resolved or tokens is not None or grad_kernel is not None or targets is not None:
+    labels = model.head is not None and model.head.loss == "classification"
+    chosen = targets is not None and not labels
+    if not resolved or tokens is not None or grad_kernel is not None or chosen:
         return bool(resolved)
-    unknown = model.causal or not own.by_token
-    if own.given_by_token or other.by_token or not unknown or not by_position(model):
+    text = inputs.token_ids is not None
+    if inputs.given_by_token or other.by_token or not by_position(model, text):
         return bool(resolved)
-    lengths = (model.seq_len,) if not own.by_token else _lengths(model, own)
-    if lengths is None:
+    lengths = (model.seq_len,) if not inputs.by_token else _lengths(model, inputs)
+    if lengths is None or ((labels or not model.causal) and len(set(lengths)) > 1):
         return bool(resolved)
     density = DENSE_PER_OCTAVE if _falls_steeply(model) or _waves(model) else PER_OCTAVE
     one = PositionClasses.of(max(lengths), _least_window(model), per_octave=density)
     if not model.causal:
-        return both_sides(one)
-    return one if len(lengths) == 1 else documents_on(one, lengths)
+        one = both_sides(one)
+    if len(lengths) > 1:
+        return documents_on(one, lengths)
+    return with_neighbours(one) if _finds_targets(model) else one
+
+
+def _finds_targets(model: Transformer) -> bool:
+    """Whether the row of a token's target is in what the next token reads."""
+    head = model.head
+    return head is not None and head.tied and head.loss == "causal" and head.transform is None
 
 
 LEAST_LENGTH = 32
@@ -334,6 +354,10 @@ LEAST_LENGTH = 32
 LONGEST_TEXT, SHORTEST_MEANS = 256, 64
 """Longest text that is resolved token by token unasked, of a longer one classes hold the means; and
 how long one at least is where logits are `FAINT`."""
+
+MOST_TOGETHER = 512
+"""Tokens of a batch that are resolved one by one unasked: a layer took half a minute of one busy
+processor and 0.6 GB, at twice as many 1.7 minutes and 2 GB."""
 
 FAINT = 0.5
 """Logit variance up to which means over cells stand for a shorter text. Measured on GPT-2's preset
@@ -348,24 +372,27 @@ against every token with a row of its own: those of single tokens are off by 9 %
 mean by 2e-3, with as many classes as elsewhere by a factor of 3.7 and by 1e-2."""
 
 
-def _lengths(model: Transformer, own: Inputs) -> tuple[int, ...] | None:
+def _lengths(model: Transformer, inputs: Inputs) -> tuple[int, ...] | None:
     """Of the sequences or documents of a batch; None where classes do not hold them."""
-    if model.encoder is not None and own.sequences > 1:
+    if model.encoder is not None and inputs.sequences > 1:
         return None
-    marked = own.attention_mask is not None or own.document_ids is not None
-    where = document_spans(model, own) if marked or own.token_ids is not None else None
+    marked = inputs.attention_mask is not None or inputs.document_ids is not None
+    where = document_spans(model, inputs) if marked or inputs.token_ids is not None else None
     if where is None or where[:, 2].max() < 2:
         return None
     lengths = tuple(int(length) for length in where[:, 2])
-    if own.token_ids is None:
+    if inputs.token_ids is None:
         return lengths if max(lengths) >= LEAST_LENGTH or sum(lengths) > LONGEST_TEXT else None
-    if _padded(model, own.token_ids):
+    if _padded(model, inputs.token_ids):
         return None
     placed = getattr(model.embedding, "position_variance", 0.0) > 0.0
-    if placed and own.document_ids is None and len(set(where[:, 1].tolist())) > 1:
+    if placed and inputs.document_ids is None and len(set(where[:, 1].tolist())) > 1:
         return None  # behind padding tokens of one place do not share a row of the table
-    least = SHORTEST_MEANS if _faint(model) else LONGEST_TEXT + 1
-    return lengths if max(lengths) >= least else None
+    longest, total, faint = max(lengths), sum(lengths), _faint(model)
+    if model.causal and faint:
+        return lengths if longest >= SHORTEST_MEANS else None
+    together = LONGEST_TEXT if faint else MOST_TOGETHER
+    return lengths if longest > LONGEST_TEXT or total > together else None
 
 
 LEAST_DRAWN = 0.5
@@ -388,24 +415,26 @@ def _mostly_waves(model: Transformer) -> bool:
     return embedding.scale**2 * embedding.token_variance < LEAST_DRAWN
 
 
-def by_position(model: Transformer) -> bool:
-    """Whether tokens are alike but for how many they see, so that classes of positions serve."""
+def by_position(model: Transformer, text: bool = False) -> bool:
+    """Whether tokens are alike but for how many they see, so that classes of positions serve.
+    Without a mask or windows they are all alike, unless a text tells them apart."""
     encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
-    around = any(model.windows) and model.relative_bias is None  # rows that see both sides
+    around = (text or any(model.windows)) and model.relative_bias is None  # rows see both sides
     return (
         (model.causal or around)
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
         and not (model.alibi and not model.causal)  # penalties are counted over what is before
         and (model.seq_len > LONGEST_TEXT or not _mostly_waves(model))
         and (encoder is None or not positional(encoder))
-        and (model.head is None or model.head.loss in losses)
+        and (model.head is None or model.head.loss in (*losses, "classification"))
     )
 
 
 def _faint(model: Transformer) -> bool:
     """Whether logits hardly tell a text's tokens apart, and no norm on the stream does."""
     head, embedding, weights = model.head, model.embedding, model.weights
-    if weights is None or set(model.placements) != {"pre"} or model.rotary or model.qk_norm:
+    on_stream = model.causal and set(model.placements) != {"pre"}
+    if weights is None or on_stream or model.rotary or model.qk_norm:
         return False
     query, key = (np.asarray(weights.of(name), dtype=float) for name in ("query", "key"))
     logits = [np.max(model.d_model**2 * query * key / np.asarray(model.temperatures) ** 2)]

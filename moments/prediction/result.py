@@ -195,8 +195,9 @@ class Prediction:
         """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
 
         What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
-        `token_ids`; else for one sequence. Layer 0 holds embedding tables, layer N + 1 the head.
-        Theories that state no query or key gradient have no such rows.
+        `token_ids` that is held by token or by classes; else for one sequence. Layer 0 holds
+        embedding tables, layer N + 1 the head. Theories that state no query or key gradient have no
+        such rows.
 
         Raises:
             DomainError: several configurations were predicted at once.

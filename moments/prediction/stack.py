@@ -12,8 +12,7 @@ import numpy as np
 
 from ..engine.classes import DocumentClasses, PositionClasses
 from ..engine.composition import Chain, sum_of
-from ..engine.layout import Layout
-from ..engine.packing import by_document, check_documents, spans
+from ..engine.layout import Layout, by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.trace import Point, Record, Run, Trace, with_top_gradient
@@ -61,14 +60,15 @@ class Inputs:
 
     @property
     def by_token(self) -> bool:
-        marks = (self.attention_mask, self.document_ids)
-        given = (self.token_ids, self.pixels, self.kernel, *marks)
+        masks = (self.attention_mask, self.document_ids)
+        given = (self.token_ids, self.pixels, self.kernel, *masks)
         return any(value is not None for value in given)
 
     @property
     def given_by_token(self) -> bool:
         """Whether what is given tells single tokens apart: more than a text, and where it ends."""
-        return any(value is not None for value in (self.segment_ids, self.pixels, self.kernel))
+        segments = self.segment_ids is not None and np.ptp(np.asarray(self.segment_ids)) != 0
+        return segments or any(value is not None for value in (self.pixels, self.kernel))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,10 +123,11 @@ class Stack:
         self._logits: Point | None = None
         self.notes: tuple[str, ...] = ()
         tokens = model.seq_len * (inputs.sequences if resolved else 1)
+        positions = 0
         if isinstance(resolved, PositionClasses):
-            tokens = len(resolved.nodes)
+            tokens, positions = len(resolved.nodes), model.seq_len
         self.rows = tokens if resolved else 1
-        check_memory(model, bool(resolved), math.prod(shape), tokens)
+        check_memory(model, bool(resolved), math.prod(shape), tokens, positions)
         mask = inputs.attention_mask
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.documents = _documents(model, inputs, real)
@@ -154,14 +155,17 @@ class Stack:
         self.layout = Layout(sequences, real, self.documents, self.classes)
 
     def alone(self) -> Stack:
-        """Of several documents, the stack of one that is like them on average."""
+        """Of several documents, the stack of one that is like them on average; of neighbours, that
+        of means over cells."""
         several = self.classes
-        assert isinstance(several, DocumentClasses)
-        inside, _ = several.blocks(self.first.diagonal, self.first.pairs)
+        assert several is not None
+        (first, *_), one = several.blocks(self.first.diagonal, self.first.pairs), several.inside
         found = copy.copy(self)
-        found.resolved = found.classes = several.one
-        found.first = Kernel(*inside, several.one)
-        found.layout = Layout(classes=several.one)
+        found.resolved = found.classes = one
+        if not isinstance(several, DocumentClasses):
+            found.counted = one
+        found.first = Kernel(*first, one)
+        found.layout = Layout(classes=one)
         found.run = Run()
         found._embedding = found._layers = found._ending = found._logits = None
         return found
@@ -308,8 +312,11 @@ class Stack:
         as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.gradient_sent
-        stream = trace.stream()
-        columns = [layout.moments(point)[1:] for point in stream]
+        columns: list[tuple[Any, ...]]
+        if isinstance(trace.stack, Replayed):
+            columns = trace.stack.stream()
+        else:
+            columns = [layout.moments(point)[1:] for point in trace.stream()]
         if any(np.ndim(one) for column in columns for one in column):
             columns = [tuple(np.broadcast_arrays(*column)) for column in columns]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
@@ -329,7 +336,7 @@ class Stack:
             gate.sites(trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
-            token_variance, token_grad_variance = _by_token(stream, layout)
+            token_variance, token_grad_variance = _by_token(trace.stream(), layout)
             gate.parts("the variance of single tokens", token_variance)
             token_grad_variance = gate.parts("single tokens' gradients", token_grad_variance)
         loss, loss_stderr, logit_variance = None, None, None

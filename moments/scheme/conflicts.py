@@ -16,6 +16,7 @@ from ..model.transformer import Transformer
 from .deepnorm import MATRICES
 from .depth_scaled import shrinks_outward
 from .registry import Scheme
+from .tfixup import TFIXUP
 
 Options = Mapping[str, Any]
 
@@ -82,8 +83,6 @@ def _starts_at_zero(model: Transformer) -> bool:
 
 
 def _fixup_weights(model: Transformer) -> bool:
-    from .tfixup import TFIXUP
-
     return model.weights in [
         TFIXUP.transform(model, role=role, per_head=per_head).weights
         for role in ("encoder", "decoder")

@@ -258,8 +258,8 @@ def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
     """Whether a prediction of the model on such inputs is resolved by token."""
     from ..prediction.predict import stack_of
 
-    own = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
-    return stack_of(model, **own).resolved is True
+    of_decoder = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
+    return stack_of(model, **of_decoder).resolved is True
 
 
 def _names(model: Transformer) -> tuple[str, ...]:

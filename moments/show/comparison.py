@@ -13,8 +13,7 @@ from ..errors import DomainError
 from ..formulas.checks import check_in
 from ..formulas.symbols import NONNEGATIVE
 from ..noise.band import NORMAL_95
-from ..prediction.measured import last_gradient
-from ..prediction.measurement import Measurement
+from ..prediction.measurement import Measurement, last_gradient
 from ..prediction.result import Prediction
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
@@ -209,9 +208,9 @@ class Comparison:
             raise DomainError("weight_gradients needs a prediction of a single configuration")
         frames = [] if self.encoder is None else [self.encoder.weight_gradients()]
         frames = [frame.assign(stack="encoder.") for frame in frames]
-        own = side_by_side(self.prediction, self.measurement)
-        own.insert(0, "stack", "")
-        return pd.concat([*frames, own], ignore_index=True)
+        found = side_by_side(self.prediction, self.measurement)
+        found.insert(0, "stack", "")
+        return pd.concat([*frames, found], ignore_index=True)
 
     def verdict(self) -> str:
         """Whether the growth along the depth is what the model is expected to do, in a sentence."""

@@ -169,14 +169,14 @@ def expected(
         prediction = dataclasses.replace(prediction, batch=measurement.batch)
     draws = 1 if same_weights else measurement.seeds
     unknown = np.full(prediction.variance.shape, np.nan)
-    own = {"variance": unknown, "grad_variance": unknown}
+    known = {"variance": unknown, "grad_variance": unknown}
     if prediction.theory == "refined":
-        own = {
+        known = {
             "variance": signal_log_variance(prediction),
             "grad_variance": _gradient_log_variance(prediction),
         }
     ranges = {}
-    for name, one in own.items():
+    for name, one in known.items():
         measured, stderr = (np.asarray(getattr(measurement, name + s)) for s in ("", "_stderr"))
         scatter = np.divide(stderr, measured, out=np.zeros_like(measured), where=measured > 0) ** 2
         if np.all(np.isnan(scatter)):

@@ -89,10 +89,10 @@ _ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "identity", "swiglu", "geglu")
 
 def _controls(model: Transformer) -> tuple[Control, ...]:
     """Those that make sense of a model, standing where it is."""
-    own = model.weights is None or "weights" in model._defaulted  # widths can follow
+    widths_follow = model.weights is None or "weights" in model._defaulted  # widths can follow
     embedded = model.embedding is not None
     found = [Control("layers", "layers", _DEPTHS, model.layers, whole=True)]
-    if own and not embedded and model.encoder is None:
+    if widths_follow and not embedded and model.encoder is None:
         found += [
             Control("d_model", "width d_model", _WIDTHS, model.d_model, whole=True),
             Control(
@@ -190,7 +190,7 @@ class _Superseded(Exception):
     """Another state is asked for."""
 
 
-class _Course:
+class _Progress:
     """A state on its way to being known, behind what was `last` shown."""
 
     def __init__(self, last: Prediction | None) -> None:
@@ -238,8 +238,8 @@ class Explorer:
         self.controls = {control.name: control for control in _controls(self.model)}
         self._lock = threading.Lock()
         self._predicted = functools.lru_cache(maxsize=64)(self._predict)
-        self._course: _Course | None = None
-        self._viewers: dict[str, _Course] = {}
+        self._progress: _Progress | None = None
+        self._viewers: dict[str, _Progress] = {}
 
     def read(self, query: str) -> tuple[dict[str, Value], dict[str, Value] | None]:
         """The state that a link's query says, and the one it holds in grey.
@@ -286,17 +286,17 @@ class Explorer:
             yield self.view(query)
             return
         before = self._viewers.pop(viewer, None)
-        course = _Course(None if before is None else before.prediction or before.last)
+        progress = _Progress(None if before is None else before.prediction or before.last)
         if before is not None:
             before.ended.set()
-        self._viewers[viewer] = course
+        self._viewers[viewer] = progress
         while len(self._viewers) > MOST_VIEWERS:
             self._viewers.pop(next(iter(self._viewers))).ended.set()
         found: list[View] = []
 
         def work() -> None:
             with contextlib.suppress(_Superseded):
-                found.append(self._view(query, course))
+                found.append(self._view(query, progress))
 
         worker = threading.Thread(target=work, daemon=True)
         worker.start()
@@ -304,34 +304,34 @@ class Explorer:
             pause = FRAME
             while True:
                 worker.join(pause)
-                if not worker.is_alive() or course.ended.is_set():
+                if not worker.is_alive() or progress.ended.is_set():
                     break
-                yield self._so_far(query, course)
+                yield self._so_far(query, progress)
                 pause = min(1.4 * pause, 1.0)
             yield from found
         finally:
-            course.ended.set()
+            progress.ended.set()
 
-    def _view(self, query: str, course: _Course | None) -> View:
+    def _view(self, query: str, progress: _Progress | None) -> View:
         with self._lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             began = time.perf_counter()
             state = {name: control.start for name, control in self.controls.items()}
             try:
                 state, held = self.read(query)
-                self._course = course
+                self._progress = progress
                 behind = None if held is None else self._at(_settle(held)[0])
-                if course is not None:
-                    course.held, course.so_far = behind, None
+                if progress is not None:
+                    progress.held, progress.so_far = behind, None
                 found = self._at(_settle(state)[0])
-                if course is not None:
-                    course.predicted(found)
+                if progress is not None:
+                    progress.predicted(found)
                 charts = stream_charts(found, behind)
                 notes = (*found.warnings, *(found._draws[2] if found.theory == "refined" else ()))
             except MomentsError as error:
                 return View(state, error=str(error), python=self.python(state), link=query)
             finally:
-                self._course = None
+                self._progress = None
             return dataclasses.replace(
                 self._drawn(state, held, charts, found.model),
                 verdict=growth(found),
@@ -339,20 +339,20 @@ class Explorer:
                 milliseconds=1e3 * (time.perf_counter() - began),
             )
 
-    def _so_far(self, query: str, course: _Course) -> View:
+    def _so_far(self, query: str, progress: _Progress) -> View:
         """What is known of a state by now."""
-        known = course.prediction
+        known = progress.prediction
         charts: list[Chart] = []
         state, held = self.read(query)
         if known is not None:
-            charts = stream_charts(known, course.held, bands=False)
-        elif course.so_far is not None:
-            charts = stream_charts(course.so_far(), course.held, before=course.last)
-        found = self._drawn(state, held, charts, course.model)
+            charts = stream_charts(known, progress.held, bands=False)
+        elif progress.so_far is not None:
+            charts = stream_charts(progress.so_far(), progress.held, before=progress.last)
+        found = self._drawn(state, held, charts, progress.model)
         return dataclasses.replace(
             found,
             verdict="" if known is None else growth(known),
-            milliseconds=1e3 * (time.perf_counter() - course.began),
+            milliseconds=1e3 * (time.perf_counter() - progress.began),
             complete=False,
         )
 
@@ -379,10 +379,10 @@ class Explorer:
 
     def _predict(self, state: tuple[tuple[str, Value], ...]) -> Prediction:
         model, inputs = self._declared(dict(state))
-        if self._course is None:
+        if self._progress is None:
             return predict(model, **inputs)
-        self._course.model = model
-        return predict(model, **inputs, progress=self._course.passed)
+        self._progress.model = model
+        return predict(model, **inputs, progress=self._progress.passed)
 
     def _declared(self, state: Mapping[str, Value]) -> tuple[Transformer, dict[str, Any]]:
         fields, scheme, options, inputs = self._parts(state)

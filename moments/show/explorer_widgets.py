@@ -6,7 +6,7 @@ import asyncio
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..optional import optional
+from ..errors import optional
 from .chart import STYLE
 from .explorer import Control, Explorer, Value
 

@@ -305,8 +305,8 @@ def choices(model: Transformer) -> int | None:
     """Logits per prediction, where a head declares them."""
     if model.head is None or model.head.loss is None:
         return None
-    own = model.head.classes or model.head.vocab_size
-    return own or getattr(model.embedding, "vocab_size", None)
+    classes = model.head.classes or model.head.vocab_size
+    return classes or getattr(model.embedding, "vocab_size", None)
 
 
 def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Iterator[Number]:
@@ -489,13 +489,13 @@ def added(seen: Seen) -> np.ndarray:
     points = {(point.layer, point.site): point for point in p.trace.points}
     found = np.full((3, p.model.layers), np.nan)  # this draw's, as expected, and how sure that is
     for n in range(1, p.model.layers + 1):
-        own, wanted, noise = 0.0, 0.0, 0.0
+        seen_share, wanted, noise = 0.0, 0.0, 0.0
         for column, block in enumerate(("attention", "ffn")):
             keys = [(n, f"{block}.{site}") for site in _OUTPUTS]
             key = next((key for key in keys if key in rows), None)
             factor = branch[n - 1, column] / max(skip[n - 1, column], 1e-300)
             point = points.get(key) if key is not None else None
-            own += factor * (math.nan if key is None else rows[key])
+            seen_share += factor * (math.nan if key is None else rows[key])
             mean = math.nan if point is None else factor * float(p.layout.moments(point)[1])
             wanted += mean
             if point is not None and mean:
@@ -505,7 +505,7 @@ def added(seen: Seen) -> np.ndarray:
         if before[0] and before[1]:
             spread = noise / wanted**2 if wanted else 0.0
             spread += point_log_variance(p, entering) + TOLERANCE**2
-            found[:, n - 1] = own / before[0], wanted / before[1], math.sqrt(spread)
+            found[:, n - 1] = seen_share / before[0], wanted / before[1], math.sqrt(spread)
     measured, expected, deviation = found
     return settled(seen, measured, expected, deviation * expected)
 
@@ -643,10 +643,10 @@ def _attention(seen: Seen) -> Found:
 def _range(seen: Seen) -> Found:
     frame = precision(seen.prediction)
     for form in FORMATS:
-        own = frame[frame["format"] == form.title]
+        rows = frame[frame["format"] == form.title]
         used = seen.dtype == form.name
-        forward, back = (own[own["way"] == way] for way in ("forward", "gradient"))
-        over = own[own["overflow"] > OVERFLOW]
+        forward, back = (rows[rows["way"] == way] for way in ("forward", "gradient"))
+        over = rows[rows["overflow"] > OVERFLOW]
         if len(over):
             worst: Any = over.sort_values("overflow").iloc[-1]
             words = (

@@ -68,8 +68,10 @@ def _precision(report: CheckReport) -> str:
     """The worst point of every format, each way."""
     rows = []
     frame = report.precision()
-    for (form, way), own in frame.groupby(["format", "way"], sort=False):
-        worst: Any = own.assign(lost=own["zero"] + own["overflow"]).sort_values("lost").iloc[-1]
+    for (form, way), sites in frame.groupby(["format", "way"], sort=False):
+        worst: Any = (
+            sites.assign(lost=sites["zero"] + sites["overflow"]).sort_values("lost").iloc[-1]
+        )
         shares = (f"{100 * worst[name]:.3g} %" for name in ("zero", "subnormal", "overflow"))
         where = f"{worst['site']}, layer {int(worst['layer'])}"
         rows.append((f"{form}, {way}", where, *shares))

@@ -104,10 +104,10 @@ def table(
     heads: Sequence[str],
     cells: Iterable[Sequence[str]],
     text: Collection[int] = (),
-    own: int = -1,
+    marked: int = -1,
     out: Collection[tuple[int, int]] = (),
 ) -> str:
-    """Cells; the columns `text` are read from the left, row `own` is set apart, and the cells
+    """Cells; the columns `text` are read from the left, row `marked` is set apart, and the cells
     `out` (row, column) stand out."""
 
     def row(values: Sequence[str], tag: str, number: int) -> str:
@@ -116,7 +116,7 @@ def table(
             kinds = ["text"] * (column in text) + ["out"] * ((number, column) in out)
             inside += f"<{tag} class={kinds[0]}>" if kinds else f"<{tag}>"
             inside += f"{escape(value)}</{tag}>"
-        return f"<tr{' class=own' if number == own >= 0 else ''}>{inside}</tr>"
+        return f"<tr{' class=own' if number == marked >= 0 else ''}>{inside}</tr>"
 
     head = f"<thead>{row(heads, 'th', -1)}</thead>" if heads else ""
     lines = "".join(row(values, "td", number) for number, values in enumerate(cells))

@@ -367,12 +367,12 @@ def _schemes(report: Report) -> str:
     found = report.schemes
     if found is None:
         return ""
-    own = SchemeComparison(found.model, {"as it is": report.prediction}, {}).to_frame()
+    as_it_is = SchemeComparison(found.model, {"as it is": report.prediction}, {}).to_frame()
     sets = {scheme.name: ", ".join(scheme.sets) for scheme in every_scheme()}
     heads = ["scheme", "norm", "variance, last over first", "gradient, first over last"]
     heads += ["last token correlation", "sensitivity", "what it sets"]
     cells = []
-    for frame in (own, found.to_frame()):
+    for frame in (as_it_is, found.to_frame()):
         for r in frame.to_dict("records"):
             numbers = [shown(float(r[column])) for column in SCHEME_COLUMNS[2:]]
             fields = sets.get(r["scheme"], "").replace("_", " ")
@@ -386,7 +386,7 @@ def _schemes(report: Report) -> str:
         '<p class="soft">Each at its authors’ placement of the norm, with their options. '
         "Sensitivity: median over blocks of the number of layers times the variance that a block "
         "adds over that of the skip connection.</p>"
-        + table(heads, cells, text={0, 1, 6}, own=0)
+        + table(heads, cells, text={0, 1, 6}, marked=0)
         + missing
     )
 

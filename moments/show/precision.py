@@ -90,14 +90,14 @@ def precision(prediction: Prediction) -> pd.DataFrame:
     frame = prediction.to_frame()
     parts = []
     for way, column in (("forward", "variance"), ("gradient", "grad_variance")):
-        own = frame[frame[column] > 0]
+        rows = frame[frame[column] > 0]
         for form in FORMATS:
-            zero, subnormal, overflow = form.shares(own[column].to_numpy(float))
+            zero, subnormal, overflow = form.shares(rows[column].to_numpy(float))
             parts.append(
-                own[["layer", "site"]].assign(
+                rows[["layer", "site"]].assign(
                     way=way,
                     format=form.title,
-                    variance=own[column],
+                    variance=rows[column],
                     zero=zero,
                     subnormal=subnormal,
                     overflow=overflow,

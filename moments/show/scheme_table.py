@@ -188,8 +188,8 @@ def scheme_model(
             post_layers=0,
             layernorm_scaling=model.layernorm_scaling if scheme.placements[0] != "none" else False,
         )
-    own = {name: value for name, value in (options or {}).items() if name in scheme.options}
-    return scheme.apply(model, **input_options(model, scheme, inputs) | own)
+    given = {name: value for name, value in (options or {}).items() if name in scheme.options}
+    return scheme.apply(model, **input_options(model, scheme, inputs) | given)
 
 
 def input_options(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,26 +33,29 @@ def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
     batch, seq_len, features = x.shape
     wide = _wide(x.detach())
     if mask is None:
-        count = torch.full((seq_len,), float(batch), dtype=torch.float64, device=wide.device)
-        pairs = batch * seq_len * (seq_len - 1)
+        count, pairs = np.full(seq_len, float(batch)), batch * seq_len * (seq_len - 1)
+        over_tokens = wide.sum(1)
     else:
         numbers = mask.to(wide.device, torch.int64)
         kept = (numbers > 0).double()
         wide = wide * kept[..., None]
-        count = kept.sum(0)
         member = (
             numbers[..., None] == torch.arange(1, int(numbers.max()) + 1).to(numbers)
         ).double()
         length = member.sum(1)
-        pairs = int((length * (length - 1)).sum())
-    token_sum_of_squares = torch.linalg.vector_norm(wide, dim=(0, 2)) ** 2
-    sum_of_squares = token_sum_of_squares.sum()
-    over_tokens = wide.sum(1) if mask is None else member.transpose(1, 2) @ wide
-    tokens = count.sum() * features
-    pair = ((over_tokens**2).sum() - sum_of_squares) / (max(pairs, 1) * features)
-    packed = torch.stack([over_tokens.sum() / tokens, sum_of_squares / tokens, pair]).tolist()
-    token_square = (token_sum_of_squares / (count.clamp(min=1) * features)).cpu().numpy()
-    return RawMoments(packed[0], packed[1], packed[2] if pairs else 0.0, token_square)
+        count, pairs = kept.sum(0).cpu().numpy(), int((length * (length - 1)).sum())
+        over_tokens = member.transpose(1, 2) @ wide
+    sums = torch.stack((over_tokens.sum(), torch.linalg.vector_norm(over_tokens).square()))
+    of_tokens = torch.linalg.vector_norm(wide, dim=(0, 2)).square()
+    # One way from the device for all of them.
+    total, total_square, *of_each = torch.cat((sums, of_tokens)).tolist()
+    sum_of_squares, tokens = math.fsum(of_each), float(count.sum()) * features
+    return RawMoments(
+        total / tokens,
+        sum_of_squares / tokens,
+        (total_square - sum_of_squares) / (pairs * features) if pairs else 0.0,
+        np.array(of_each) / (np.maximum(count, 1) * features),
+    )
 
 
 def squared_norm(x: Tensor) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.packing import check_documents
+from ..engine.layout import check_documents
 from ..errors import DomainError, domain_error
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer

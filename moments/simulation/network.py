@@ -45,9 +45,9 @@ def run_layer(
         documents: (batch, L) of packed rows: a token sees its own document alone.
     """
     layer = LayerTwin(model, number, weights, generator, watch, memory, documents)
-    own = TWINS.get(model.placements[number - 1])
-    if own is not None:
-        return watch(own(layer, x), "stream")
+    twin = TWINS.get(model.placements[number - 1])
+    if twin is not None:
+        return watch(twin(layer, x), "stream")
     return watch(layer.parallel(x) if model.parallel else layer.sequential(x), "stream")
 
 

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
 from ..model.transformer import Transformer
-from ..optional import optional
 from ..prediction.inputs import check_moments
 from ..prediction.measurement import Measurement
 
@@ -43,8 +42,8 @@ def simulate(
 ) -> Measurement:
     """Measure the declared model by running it, with fresh weights in every draw.
 
-    Nothing of the theory enters. Peak memory is one layer's graph and N + 1 stream tensors: the
-    backward pass draws each layer's weights and masks again from that layer's own seed.
+    Nothing of the theory enters. Peak memory is one layer's graph and N + 1 stream tensors (or some
+    64 MB): the backward pass draws each layer's weights and masks again from that layer's own seed.
 
     Args:
         model: the declaration.
@@ -92,11 +91,11 @@ def simulate(
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise domain_error("device", device, f"a device torch can use ({error})") from None
-    own = Given(variance, correlation, token_ids, segment_ids, pixels, document_ids)
+    given = Given(variance, correlation, token_ids, segment_ids, pixels, document_ids)
     other = Given.of_encoder(model, encoder_inputs)
-    batch = batch_of(batch, (own, other))
+    batch = batch_of(batch, (given, other))
     joint, precision = injected is None, getattr(torch, dtype)
-    read = entering(model, own, batch, place, precision, joint)
+    read = entering(model, given, batch, place, precision, joint)
     encoder = None
     if model.encoder is not None:
         of_encoder = entering(model.encoder, other, batch, place, precision, read.joint)

@@ -17,6 +17,9 @@ from .network import Watch, draw_shared, draw_weights, run_layer
 from .output import draw_final, draw_head, run_final, run_head
 from .sampling import exchangeable_normal, generator
 
+_KEPT = 1 << 24
+"""Numbers that the graphs of a draw hold, below which they are kept: 64 MB in float32."""
+
 
 @dataclass(frozen=True)
 class Input:
@@ -79,14 +82,22 @@ class Twin:
     def run(self, seed: int, draw: int) -> Draw:
         """One forward and backward pass under the weights of draw number `draw`."""
         if self.encoder is None:
-            own = _Pass(self, seed, draw)
-            own.backward(own.finish(own.forward()))
-            return own.result()
+            decoder = _Pass(self, seed, draw)
+            decoder.backward(decoder.finish(decoder.forward()))
+            return decoder.result()
         read = _Pass(self.encoder, seed, draw)
-        own = _Pass(self, seed, draw, read.offer(read.forward()))
-        own.backward(own.finish(own.forward()))
-        read.backward(read.returned(own.memory_gradient))
-        return own.result(read.result())
+        decoder = _Pass(self, seed, draw, read.offer(read.forward()))
+        decoder.backward(decoder.finish(decoder.forward()))
+        read.backward(read.returned(decoder.memory_gradient))
+        return decoder.result(read.result())
+
+    @property
+    def numbers(self) -> int:
+        """About how many a draw's graphs hold: a layer's matrices, what passes them, the logits."""
+        model = self.model
+        widths = 16 * model.d_model + 6 * (model.d_ff or 0) + 4 * model.heads * model.seq_len
+        matrices = model.d_model * (4 * model.d_model + 3 * (model.d_ff or 0))
+        return model.layers * (self.batch * model.seq_len * widths + matrices)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -98,8 +109,9 @@ class Twin:
 class _Pass:
     """A twin under the weights of one draw.
 
-    Peak memory is one layer's graph and N + 1 stream tensors: the backward pass draws each layer's
-    weights and masks again from that layer's own stream of random numbers. Stream 0 is the input's,
+    A small model keeps its layers' graphs. Of another, peak memory is one layer's graph and N + 1
+    stream tensors: the backward pass draws each layer's weights and masks again from that layer's
+    own stream of random numbers. Stream 0 is the input's,
     n is layer n's, N + 1 the injected gradient's, N + 2 that of parameters which layers share, and
     N + 3 that of what follows the last layer.
     """
@@ -119,6 +131,7 @@ class _Pass:
         self.shared = draw_shared(twin.model, self.random(self.layers + 2), twin.dtype)
         self.shared_gradient = [torch.zeros_like(leaf) for leaf in self.shared.values()]
         self.entering: list[Tensor] = []
+        self.graphs: list[tuple[Tensor, dict[str, Tensor]]] = []
         self.norms: list[tuple[WeightGradient, float]] = []
         self.tied_gradient: Tensor | None = None
         if self.memory is not None:
@@ -131,12 +144,17 @@ class _Pass:
 
     def forward(self) -> Tensor:
         """The last layer's output; what enters each layer is kept."""
+        keep = self.twin.numbers < _KEPT
         with torch.no_grad():
             x = self._enter()[0]
-            for n in range(1, self.layers + 1):
-                self.entering.append(x)
-                x = self._layer(n, x)[0]
-        return x
+        for n in range(1, self.layers + 1):
+            self.entering.append(x.detach().requires_grad_(keep))
+            with torch.set_grad_enabled(keep):
+                leaving = self._layer(n, self.entering[-1], self.seen if keep else None)
+            if keep:
+                self.graphs.append(leaving)
+            x = leaving[0]
+        return x.detach()
 
     def finish(self, x: Tensor) -> Tensor:
         """Run the head on the last layer's output; the gradient there."""
@@ -144,19 +162,19 @@ class _Pass:
         if model.head is not None:
             x = x.detach().requires_grad_()
             random = self.random(self.layers + 3)
-            own = draw_head(model, random, twin.dtype)
+            drawn = draw_head(model, random, twin.dtype)
             # The same stream of random numbers gives the same table as the input reads.
             tied = {"token": self._embedding(self.random(0))["token"]} if model.head.tied else {}
             watch = _watcher(self.seen, self.layers + 1)
-            logits, loss = run_head(model, x, twin.targets, {**own, **tied}, random, watch)
+            logits, loss = run_head(model, x, twin.targets, {**drawn, **tied}, random, watch)
             self.logit_variance = squared_norm(logits) / logits.numel()
             if loss is not None:
                 self.loss = float(loss.detach())
             if loss is not None and twin.gradient is None:
-                leaves = own | tied
+                leaves = drawn | tied
                 received, *pulled = torch.autograd.grad(loss, [x, *leaves.values()])
                 self.tied_gradient = pulled.pop() if tied else None
-                self._note(self.layers + 1, own, pulled)
+                self._note(self.layers + 1, drawn, pulled)
                 return received
         assert twin.gradient is not None
         random = self.random(self.layers + 1)
@@ -183,7 +201,8 @@ class _Pass:
         """Carry a gradient at the last layer's output back to the input, layer by layer."""
         for n in range(self.layers, 0, -1):
             entering = self.entering.pop().requires_grad_()
-            leaving, weights = self._layer(n, entering, self.seen)
+            kept = self.graphs.pop() if self.graphs else None
+            leaving, weights = kept or self._layer(n, entering, self.seen)
             ends = [entering, *self.shared.values(), *weights.values()]
             if self.memory is not None:
                 ends.append(self.memory)

@@ -16,6 +16,7 @@ from ..engine.composition import Chain, Component, Leaf, OfEntry, Pullback, forw
 from ..engine.layout import Layout
 from ..engine.state import Signal
 from ..errors import DomainError
+from ..transfer.attention.self_attention import Attention
 from .factor import LIMIT
 
 MATRICES = {
@@ -119,7 +120,8 @@ class Block:
         """The heads' variance is affine in that of the value matrix: its bias is the constant."""
         attention = self.tail[0]
         self.heads = forward(attention, self.entering, self.memory)[0]
-        self._proportional = not np.any(attention.value_bias)  # type: ignore[attr-defined]
+        assert isinstance(attention, Attention)  # nothing else mixes tokens and holds a matrix
+        self._proportional = not np.any(attention.value_bias)
         self._slope, self._constant = self.heads.kernel.diagonal, 0.0
         if not self._proportional:
             doubled = attention.with_variances(attention.matrices, 2.0)

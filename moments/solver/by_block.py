@@ -97,7 +97,7 @@ def _reached(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What a pass through the solved model gives, and the targets there."""
     stack, _ = entered(model, inputs)
-    moved = {block for block, own in MATRICES.items() if set(own) & set(names)}
+    moved = {block for block, matrices in MATRICES.items() if set(matrices) & set(names)}
     moved = {"ffn"} if of_sum else moved
     rows = [row for row in reached(stack)[0] if row.block in moved]
     values = np.array([row.total if of_sum else row.output for row in rows])

@@ -39,15 +39,15 @@ def entered(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Signa
     Raises:
         DomainError: as `predict`.
     """
-    own = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
-    stack = stack_of(model, **own)
+    of_decoder = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
+    stack = stack_of(model, **of_decoder)
     if model.encoder is None:
         return stack, None
     outer = dict(inputs.get("encoder_inputs") or {})
     other = stack_of(model.encoder, **outer)
     beside = isinstance(stack.resolved, PositionClasses) and other.resolved is False
     if stack.resolved != other.resolved and not beside:
-        stack = stack_of(model, **own | {"tokens": True})
+        stack = stack_of(model, **of_decoder | {"tokens": True})
         other = stack_of(model.encoder, **outer | {"tokens": True})
     other.forward()
     memory = other.read()

@@ -21,7 +21,7 @@ from ..formulas.checks import check_count
 from ..formulas.law import Law
 from ..formulas.named_activations import leaky_slope
 from ..formulas.symbols import SYMBOLS
-from ..transfer.architecture import declare
+from ..transfer.architecture import declare_layer
 from .block import MATRICES, average, flat
 from .entering import entered
 from .layerwise import LAYERWISE
@@ -117,16 +117,16 @@ def invert(plan: Plan, layer: int) -> Inversion:
     stack, memory = entered(plan.model, plan.inputs)
     stack.forward()
     layout = stack.layout
-    body = declare(plan.model, "refined", layout.padding, layout.sequences).parts[layer - 1].body  # type: ignore[attr-defined]
+    body = declare_layer(plan.model, "refined", layer, layout.padding, layout.sequences).body
     found = [p for p in stack.trace.points if p.layer in (layer - 1, layer)]
     points = found[[p.site for p in found].index("stream") :] if layer > 1 else found
     numbers = Numbers(points, layout, memory)
     steps = []
     for node in body.residuals():
         for name, chain in _chains(node):
-            own = tuple(matrix for matrix in MATRICES[name] if matrix in plan.free)
-            if own:
-                steps.append(_solved(plan, numbers, node, name, chain, own))
+            matrices = tuple(matrix for matrix in MATRICES[name] if matrix in plan.free)
+            if matrices:
+                steps.append(_solved(plan, numbers, node, name, chain, matrices))
     return Inversion(layer, tuple(steps))
 
 
@@ -146,16 +146,18 @@ def _solved(
     node: Residual,
     name: str,
     chain: tuple[Component, ...],
-    own: tuple[str, ...],
+    matrices: tuple[str, ...],
 ) -> InversionStep:
     import sympy
 
     laws = Composed(numbers, name)
     for part in chain:
         laws.through(part)
-    last = next((matrix for matrix in LAST if matrix in own and laws.knows(matrix)), None)
+    last = next((matrix for matrix in LAST if matrix in matrices and laws.knows(matrix)), None)
     if last is None:
-        raise DomainError(f"{', '.join(own)}: the laws before a product have no closed inverse")
+        raise DomainError(
+            f"{', '.join(matrices)}: the laws before a product have no closed inverse"
+        )
     wanted = laws.symbol("branch_variance", numbers.variance(numbers.at(f"{name}.dropout")))
     behind = [part for part in chain if part.label in (f"{name}.scale", "attention.scale")]
     if plan.objective == "stream_variance" and not behind and len(_chains(node)) == 1:
@@ -177,7 +179,7 @@ def _solved(
     return InversionStep(
         name,
         last,
-        own,
+        matrices,
         equation,
         solution,
         {symbol.name: value for symbol, value in values.items()},
@@ -278,8 +280,8 @@ class Composed:
         elif self.variance is not None and part.hidden is not None:
             self._activation(part)
         elif self.variance is not None and part.masks:
-            own = "drop_prob" if self.done else "activation_drop_prob"
-            p = self.symbol(own, part.parameters["drop_prob"])
+            name = "drop_prob" if self.done else "activation_drop_prob"
+            p = self.symbol(name, part.parameters["drop_prob"])
             self.dropped.append(p)
             self._law(part.laws.law("variance"), {"drop_prob": p})
 

@@ -102,8 +102,8 @@ class _Task:
         return self._plan([(goal, wanted)], goal.name, names, solved, found.met)
 
     def several(self, pairs: list[tuple[Goal, float]], free: tuple[str, ...] | None) -> Plan:
-        own = dict.fromkeys(name for goal, _ in pairs for name in goal.free)
-        names = tuple(own) if free is None else free
+        freed = dict.fromkeys(name for goal, _ in pairs for name in goal.free)
+        names = tuple(freed) if free is None else free
 
         def at(logs: np.ndarray) -> Transformer:
             changed = self.model

@@ -23,8 +23,7 @@ import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..formulas.algebra import NUMPY
-from ..transfer.attention.cross import CrossAttention
-from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.attention.self_attention import CrossAttention, SelfAttention
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool
@@ -72,6 +71,13 @@ class Draws:
     _memory: tuple[Features, Site] | None = None
     _to_memory: Any = 0.0
     _kept: tuple[Features, Array] | None = None
+
+    @classmethod
+    def shared(cls, reading: Reading) -> Draws | None:
+        """`of`, once for a reading."""
+        if not reading.drawn:
+            reading.drawn.append(cls.of(reading))
+        return reading.drawn[0]
 
     @classmethod
     def of(cls, reading: Reading) -> Draws | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.evaluation import evaluate
+from ..engine.state import evaluate
 from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws, Law
 from .change import Array, Change

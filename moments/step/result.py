@@ -16,6 +16,7 @@ from ..formulas.checks import check_number
 from ..formulas.symbols import POSITIVE
 from ..prediction.gate import computing
 from ..prediction.predict import predict
+from .draws import Draws
 from .first import Stepped, named_optimizer, still
 from .rules import Optimizer
 from .several import Updates
@@ -221,8 +222,10 @@ def _weight_rows(
     several, rows = optimizer.updates is not None, []
     for one in sorted(weights, key=lambda one: one.layer):
         aligned, rule = one.aligned, optimizer.rule_of(one.weight)
-        if rule != "muon" and not several and aligned > 0 and reading.draws is not None:
-            aligned = reading.draws.aligned.get((one.layer, one.weight, rule), aligned)
+        if rule != "muon" and not several and aligned > 0:
+            drawn = Draws.shared(reading)
+            if drawn is not None:
+                aligned = drawn.aligned.get((one.layer, one.weight, rule), aligned)
         rows.append(
             {
                 "layer": one.layer,

@@ -22,8 +22,7 @@ from ..errors import DomainError
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..transfer.architecture import declare, declare_embedding, declare_output
-from ..transfer.attention.cross import CrossAttention
-from ..transfer.attention.self_attention import AttentionPulled, SelfAttention
+from ..transfer.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
 from ..transfer.embedding import joint_kernel, table_rows
 from ..transfer.head.readout import Readout
 from ..transfer.images import cut_patches, image_kernel
@@ -374,11 +373,9 @@ class Reading:
         return {}
 
     @functools.cached_property
-    def draws(self) -> Draws | None:
-        """Of the network's tokens; None where they cannot be drawn."""
-        from .draws import Draws
-
-        return Draws.of(self)
+    def drawn(self) -> list[Draws | None]:
+        """Draws of the network's tokens, once they are made (`Draws.shared`)."""
+        return []
 
     def attention(self, leaf: Any, entering: Site, leaving: Site, memory: Site) -> Rows:
         """The attention that reads a site, once."""

@@ -17,14 +17,14 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
-from ..transfer.attention.cross import CrossAttention
-from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.attention.self_attention import CrossAttention, SelfAttention
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool
 from ..transfer.normalization import FiniteNormalization
 from .attention import Three
 from .change import Array, Change, Overlaps, between, summed
+from .draws import Draws
 from .elementwise import activated, gated
 from .neurons import Neurons, gaussian
 from .rules import (
@@ -320,7 +320,7 @@ class Walk:
 
     def _drawn(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
         """What Muon needs of a matrix: draws of both sides, and the steps' parts of the tokens."""
-        draws, batches = self.reading.draws, self.optimizer.batches
+        draws, batches = Draws.shared(self.reading), self.optimizer.batches
         sides = None if draws is None else draws.sides.get((layer, name))
         return sides, None if batches is None else batches.momenta(tokens)
 
@@ -376,7 +376,7 @@ class Walk:
         memory = own if isinstance(leaf, SelfAttention) else self.memory
         assert memory is not None
         rows = self.reading.attention(leaf, entering, leaving, memory[1])
-        draws = None if self.optimizer.rule == "sign" else self.reading.draws
+        draws = None if self.optimizer.rule == "sign" else Draws.shared(self.reading)
         width = float(leaf.heads * leaf.d_head)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         moved = []

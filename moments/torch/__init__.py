@@ -11,7 +11,7 @@ with `measure`, then `audit`.
 
 from __future__ import annotations
 
-from ..optional import optional
+from ..errors import optional
 
 with optional("torch", "torch"):
     from .audit import AuditReport, audit

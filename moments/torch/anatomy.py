@@ -8,11 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DomainError, MomentsError
+from ..errors import DomainError, MomentsError, optional
 from ..model.huggingface import FAMILIES
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
-from ..optional import optional
 from ..prediction.draws import STREAM, WeightGradient
 from .dataflow import Reading, read
 from .draft import unread
@@ -96,8 +95,8 @@ def measured_parts(module: nn.Module, batch: Any, sites: tuple[HookPoint, ...] |
 
 def _as_drawn(model: Transformer) -> Transformer:
     drawn = Biases.torch_default(model.d_model, model.d_ff).to_dict()
-    own = {} if model.biases is None else model.biases.to_dict()
-    biases = {name: drawn[name] for name, value in own.items() if value is not None}
+    declared = {} if model.biases is None else model.biases.to_dict()
+    biases = {name: drawn[name] for name, value in declared.items() if value is not None}
     changes: dict[str, Any] = {"embedding": None, "head": None, "norm_gain": 1.0}
     if model.encoder is not None:
         changes["encoder"] = _as_drawn(model.encoder)
@@ -181,8 +180,8 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
         settings = tuple(
             (k, v) for k, v in sorted(held.items()) if type(v) in plain and k != "training"
         )
-        own = tuple(id(v) for k, v in sorted(held.items()) if callable(v))
+        callables = tuple(id(v) for k, v in sorted(held.items()) if callable(v))
         hooks = len(part._forward_hooks), len(part._forward_pre_hooks)
-        rows.append((path, id(type(part)), settings, own, hooks))
+        rows.append((path, id(type(part)), settings, callables, hooks))
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     return (*rows, shapes)

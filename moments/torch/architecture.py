@@ -6,12 +6,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import DomainError, MomentsError, ValidityWarning
+from ..errors import DomainError, MomentsError, ValidityWarning, optional
 from ..model.head import Head
 from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
-from ..optional import optional
 from .expectation import model_of
 from .hook_points import stacks_of
 from .roles import roles_of, tensors_of
@@ -124,9 +123,11 @@ def read_architecture(module: nn.Module) -> Transformer | None:
     position = found.named("position")
     length = len(tensors_of(module)[position[0].parameter]) if position else SEQ_LEN
     drops = {b.name: getattr(module.get_submodule(b.branch.path), "p", 0.0) for b in found.blocks}
-    own = {role.name.removesuffix(".bias") for role in found.roles if role.name.endswith(".bias")}
+    biased = {
+        role.name.removesuffix(".bias") for role in found.roles if role.name.endswith(".bias")
+    }
     drawn = Biases.torch_default(d_model, d_ff).to_dict()
-    biases = {name: drawn[name] for name in drawn if name in own}
+    biases = {name: drawn[name] for name in drawn if name in biased}
     return Transformer(
         layers=found.layers,
         d_model=d_model,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..optional import optional
+from ..errors import optional
 from .entries import Entries
 from .roles import Role
 

@@ -13,9 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import domain_error
+from ..errors import domain_error, optional
 from ..model.transformer import Transformer
-from ..optional import optional
 from ..show.report import number, render
 from .advice import Advice, advise
 from .anatomy import anatomy_of
@@ -158,9 +157,9 @@ def audit(
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, "an nn.Module")
     parts = anatomy_of(module, batch, names, sites)
-    found, own = parts.found, architecture or parts.architecture()
+    found, declared = parts.found, architecture or parts.architecture()
     batch = parts.example if batch is None else batch
-    model, described = resolve(module, plan, names, own, options)
+    model, described = resolve(module, plan, names, declared, options)
     check_fits(model, found, described, placement=False)
     readings = conventions(plan, options, model)
     return audit_read(Read.of(module, found, batch, model), model, described, readings)

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.packing import restarted
+from ..engine.layout import restarted
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
-from ..prediction.measured import last_gradient
-from ..prediction.measurement import Measurement
+from ..prediction.measurement import Measurement, last_gradient
 from ..prediction.predict import positional
 
 NO_TARGET = -100

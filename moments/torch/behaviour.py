@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
-from ..errors import MomentsError
-from ..optional import optional
+from ..errors import MomentsError, optional
 from .probe import in_mode, run
 from .tensors import first_tensor
 
@@ -62,8 +61,8 @@ def behaviour(module: nn.Module, batch: Any) -> Behaviour:
         path
         for path, part in module.named_modules()
         if path not in called
-        and (own := list(part.parameters(recurse=False)))
-        and not any(id(one) in watch.met for one in own)
+        and (parameters := list(part.parameters(recurse=False)))
+        and not any(id(one) in watch.met for one in parameters)
     )
     return Behaviour(tuple(watch.over_keys), _first_apart(*runs), tuple(idle))
 

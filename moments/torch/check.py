@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, ValidityWarning, domain_error
+from ..errors import DomainError, MomentsError, ValidityWarning, domain_error, optional
 from ..model.embedding import Embedding
 from ..model.head import Head
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from ..optional import optional
-from ..prediction.measured import last_gradient
-from ..prediction.measurement import Measurement
+from ..prediction.measurement import Measurement, last_gradient
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
@@ -61,7 +59,7 @@ from .roles import (
     gathered_pattern,
     tensors_of,
 )
-from .tensors import own_loss
+from .tensors import module_loss
 from .text import mask_tokens
 from .unread import not_read
 from .wrappers import unwrapped
@@ -1284,7 +1282,7 @@ def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | Non
             output = run(module.eval(), batch)
         finally:
             module.train(training)
-    if own_loss(output) is not None:
+    if module_loss(output) is not None:
         return None
     try:
         logits = first_tensor(output)

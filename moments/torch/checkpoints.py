@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import DomainError, ValidityWarning, brief, domain_error
+from ..errors import DomainError, ValidityWarning, brief, domain_error, optional
 from ..files import read_object
 from ..model.huggingface.config import read_config
-from ..optional import optional
 
 with optional("torch", "torch"):
     import torch

@@ -16,9 +16,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import MomentsError, ValidityWarning, domain_error
+from ..errors import MomentsError, ValidityWarning, domain_error, optional
 from ..formulas.checks import check_count
-from ..optional import optional
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from .anatomy import anatomy_of
@@ -257,16 +256,16 @@ class Watch:
         self._expected = {}
         for row in comparison.weight_gradients().to_dict("records"):
             measured, expected = (math.sqrt(float(row[k])) for k in ("measured", "predicted"))
-            own = labels.get((int(row["layer"]), f"{row['stack']}{row['weight']}"), [])
-            if not own or not own[0].is_matrix:
+            entry = labels.get((int(row["layer"]), f"{row['stack']}{row['weight']}"), [])
+            if not entry or not entry[0].is_matrix:
                 continue
             far = expected > 0 and not (
                 expected / LARGE_GRADIENT <= measured <= expected * LARGE_GRADIENT
             )
             self._add(
-                "gradient_norm", int(row["layer"]), own[0].label, measured, expected, alarm=far
+                "gradient_norm", int(row["layer"]), entry[0].label, measured, expected, alarm=far
             )
-            self._expected[own[0].label] = expected
+            self._expected[entry[0].label] = expected
 
     def _updates(self, before: Mapping[str, Any]) -> None:
         """Size of the step over that of the weights, beside what the optimizer's rule makes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..optional import optional
+from ..errors import optional
 from .findings import Finding
 from .roles import Role, block_of, tensors_of
 

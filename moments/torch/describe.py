@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning, domain_error
+from ..errors import DomainError, ValidityWarning, domain_error, optional
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
-from ..optional import optional
 from .anatomy import anatomy_of
 from .architecture import architecture_of
 from .assumptions import WeightStatistics, alignment_note, gain_notes, notes

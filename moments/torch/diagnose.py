@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, domain_error
+from ..errors import DomainError, MomentsError, domain_error, optional
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..optional import optional
 from ..prediction.measurement import Measurement
 from ..show.diagnosis import TOKENS, Diagnosis, diagnose_case, say
 from ..show.differences import Case, Feature, differences
@@ -111,17 +110,19 @@ def diagnose(
         )
 
     measurement = measured(module)
-    own = _architecture(target, measurement, names)
-    read = own
-    if own is None and names is None:
+    described = _architecture(target, measurement, names)
+    read = described
+    if described is None and names is None:
         read = read_architecture(target) if parts is None else parts.architecture()
         read = read or read_architecture(target)
-    if model is None and own is None:
+    if model is None and described is None:
         raise _meant(read)
-    declared = at_length(own if model is None else model_of(model, read, options), measurement)
+    declared = at_length(
+        described if model is None else model_of(model, read, options), measurement
+    )
     if declared.layers != measurement.layers:
         raise domain_error("layers of the model", declared.layers, f"{measurement.layers}")
-    found, notes = _described(target, batch, measurement, own or declared, names, sites)
+    found, notes = _described(target, batch, measurement, described or declared, names, sites)
     if model is None and found is not None and not hasattr(target, "config"):
         # torch's own layers draw theirs: what is there is one draw of the framework's.
         declared = declared.replace(biases=found.biases)

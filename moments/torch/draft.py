@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MomentsError, domain_error
-from ..optional import optional
+from ..errors import MomentsError, domain_error, optional
 from .dataflow import Reading, read
 from .roles import ModuleRoles, Role, tensors_of
 from .wrappers import unwrapped

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ..optional import optional
+from ..errors import optional
 from .probe import drops_behind
 from .structure import Block
 
@@ -37,12 +37,12 @@ def held_dropouts(
     parts = dict(module.named_modules())
     found: dict[Block, HeldDropout] = {}
     open_blocks = {block: list(_candidates(parts, block)) for block in blocks}
-    keys = dict.fromkeys(_key(b, held) for b, own in open_blocks.items() for held in own)
+    keys = dict.fromkeys(_key(b, held) for b, several in open_blocks.items() for held in several)
     for key in keys:
         tried = {
             block: held
-            for block, own in open_blocks.items()
-            for held in own
+            for block, several in open_blocks.items()
+            for held in several
             if block not in found and _key(block, held) == key
         }
         try:

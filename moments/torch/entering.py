@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MomentsError
-from ..optional import optional
+from ..errors import MomentsError, optional
 from ..prediction.draws import STREAM
 from .anatomy import measured_parts
 from .batches import shifted_left
 from .hook_points import HookPoint
 from .probe import on_device, run
-from .tensors import first_tensor, own_logits, own_loss
+from .tensors import first_tensor, module_logits, module_loss
 from .watch import training
 
 with optional("torch", "torch"):
@@ -94,8 +93,8 @@ def targets_read(
     if not isinstance(batch, Mapping) or (output := _evaluated(module, batch, [])) is None:
         return None
     tensors = {name: on_device(value, None) for name, value in batch.items()}
-    logits = own_logits(output)
-    value = own_loss(output) if loss is None else loss(output, tensors)
+    logits = module_logits(output)
+    value = module_loss(output) if loss is None else loss(output, tensors)
     if logits is None or value is None or logits.shape[:2] != ids.shape:
         return None
     for given in tensors.values():

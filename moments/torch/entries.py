@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..optional import optional
+from ..errors import optional
 from .truncation import TRUNCATION, truncated_kurtosis, truncated_variance
 
 with optional("torch", "torch"):

@@ -195,10 +195,10 @@ def check_fits(
     if model.layers != found.layers:
         raise domain_error("layers of the plan", model.layers, f"the module's {found.layers}")
     for block in found.blocks:
-        own = model_of_stack(model, block.stack)
-        if block.layer > own.layers:
-            raise domain_error("layers of the plan's encoder", own.layers, "the module's")
-        wanted = own.placements[block.layer - 1]
+        stack = model_of_stack(model, block.stack)
+        if block.layer > stack.layers:
+            raise domain_error("layers of the plan's encoder", stack.layers, "the module's")
+        wanted = stack.placements[block.layer - 1]
         if placement and wanted != block.placement:
             raise domain_error(
                 "norm of the plan",
@@ -206,8 +206,8 @@ def check_fits(
                 f"{block.placement!r}, as layer {block.layer} of the module has it",
                 "build the module with norms where the plan wants them",
             )
-        if placement and own.parallel != block.parallel:
-            raise domain_error("parallel of the plan", own.parallel, f"{block.parallel}")
+        if placement and stack.parallel != block.parallel:
+            raise domain_error("parallel of the plan", stack.parallel, f"{block.parallel}")
     for name in _SHAPE:
         has = None if described is None else getattr(described, name)
         if has is not None and has != getattr(model, name):

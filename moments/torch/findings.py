@@ -202,10 +202,10 @@ def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator
     scales = scales_of(model)
     for p in probes:
         block = p.block
-        own = model_of_stack(model, block.stack)
+        stack = model_of_stack(model, block.stack)
         skip, branch, entering, output = scales[block.stack].at(block.layer, block.column)
         where = f"{block.stack}{block.name} sum"
-        wanted = own.placements[block.layer - 1]
+        wanted = stack.placements[block.layer - 1]
         place = 1.0 if wanted == block.placement else 0.0
         if not place:
             note = f"the norm sits {block.placement!r}, the plan wants {wanted!r}"
@@ -243,7 +243,7 @@ def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator
                 block.layer, block.stack + block.name, path, quantity, slope, target
             )
         if block.norm is not None and block.placement == wanted:
-            output *= float(own.norm_gains[block.layer - 1, block.column])
+            output *= float(stack.norm_gains[block.layer - 1, block.column])
             norm = f"{block.stack}{block.name}.norm"
             yield slope_finding(
                 block.layer, norm, block.norm, "norm_output_scale", p.norm_output, output
@@ -303,15 +303,15 @@ def unchecked(
     seen = {(p.block.stack, p.block.layer, p.block.name) for p in probes}
     words = list(_unprobed(model, seen, why))
     for stack in scales_of(model):
-        own = model_of_stack(model, stack)
+        stack_model = model_of_stack(model, stack)
         there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
         for name in MATRICES:
             cross, gate = name.startswith("cross_"), name == "gate"
-            if (cross and own.encoder is None) or (gate and not own.gated):
+            if (cross and stack_model.encoder is None) or (gate and not stack_model.gated):
                 continue
-            lacking = [n for n in range(1, own.layers + 1) if (n, name) not in there]
+            lacking = [n for n in range(1, stack_model.layers + 1) if (n, name) not in there]
             if lacking:
-                where = in_layers(lacking, own.layers)
+                where = in_layers(lacking, stack_model.layers)
                 words.append(f"{stack}{name}{where} (no parameter has this role)")
     silent = dict.fromkeys(
         role.full_name for role in found.roles if expected_variance(model, role) is None
@@ -330,15 +330,17 @@ def _unprobed(
 ) -> Iterator[str]:
     """Blocks whose sums and norms were not measured."""
     for stack in scales_of(model):
-        own = model_of_stack(model, stack)
-        names = ("attention", "ffn") if own.encoder is None else ("attention", "cross", "ffn")
+        stack_model = model_of_stack(model, stack)
+        names = (
+            ("attention", "ffn") if stack_model.encoder is None else ("attention", "cross", "ffn")
+        )
         by_layers: dict[tuple[int, ...], list[str]] = {}
         for name in names:
-            layers = [n for n in range(1, own.layers + 1) if (stack, n, name) not in probed]
+            layers = [n for n in range(1, stack_model.layers + 1) if (stack, n, name) not in probed]
             if layers:
                 by_layers.setdefault(tuple(layers), []).append(f"{stack}{name}")
         for lacking, blocks in by_layers.items():
-            where = in_layers(list(lacking), own.layers)
+            where = in_layers(list(lacking), stack_model.layers)
             whole = len(blocks) == len(names)
             of = f"{stack}blocks" if whole else f"{' and '.join(blocks)} blocks"
             reason = why or "no sites inside them"

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..model.transformer import Transformer
-from ..optional import optional
 from .anatomy import anatomy_of
 from .architecture import resolve
 from .expectation import Scales, check_fits, scales_of
@@ -68,8 +67,8 @@ def fold(
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded before: fold a copy of the unfolded one")
     parts = anatomy_of(module, None, names, sites)
-    found, own = parts.found, architecture or parts.architecture()
-    model, described = resolve(module, plan, names, own)
+    found, declared = parts.found, architecture or parts.architecture()
+    model, described = resolve(module, plan, names, declared)
     check_fits(model, found, described)
     if not found.blocks:
         raise DomainError("sites are needed: where the module's sums and norms sit is not known")
@@ -194,9 +193,9 @@ class _Plan:
         bias = self.roles.get((after, "head.bias"))
         if bias is not None:
             yield self._multiply(block_of(self.tensors, bias), factor)
-        own = self.roles.get((after, "head"))
-        if own is not None:
-            yield self._multiply(block_of(self.tensors, own), factor)
+        head = self.roles.get((after, "head"))
+        if head is not None:
+            yield self._multiply(block_of(self.tensors, head), factor)
             return
         named = ((after, f"{site}.norm.gain") for site in ("head", "final"))
         gain = next((self.roles[key] for key in named if key in self.roles), None)

@@ -47,11 +47,13 @@ def family_of(layer: nn.Module) -> Layout | None:
 
     Of several that fit, the one that names most: a Llama layer also has all that Cohere's names.
     """
-    if next(layer.children(), None) is None:
+    children = set(layer._modules)
+    possible = [layout for layout in LAYOUTS if layout.children <= children]
+    if not children or not possible:
         return None  # no layer is a single part
     modules = {name for name, _ in layer.named_modules()}
     parameters = {name for name, _ in layer.named_parameters()}
-    fitting = [layout for layout in LAYOUTS if layout.recognises(layer, modules, parameters)]
+    fitting = [layout for layout in possible if layout.recognises(layer, modules, parameters)]
     return max(fitting, key=lambda layout: len(layout.sites), default=None)
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, brief, domain_error
+from ..errors import DomainError, MomentsError, brief, domain_error, optional
 from ..formulas.checks import check_count
 from ..model.huggingface.config import family, read_config
 from ..model.huggingface.family import Family
 from ..model.huggingface.sizes import at_depth
-from ..optional import optional
 from ..prediction.measurement import Measurement
 from .text import Ids, mask_tokens, tokenize
 
@@ -47,9 +46,9 @@ def settings_of(config: Any) -> tuple[Family, Any]:
     found = family(kind)
     with refused(f"config of type {kind!r}"):
         made = transformers.CONFIG_MAPPING[kind]
-    own = set(inspect.signature(made.__init__).parameters)
-    own -= set(inspect.signature(transformers.PretrainedConfig.__init__).parameters)
-    allowed = own | _SHAPING | found.entries({"model_type": kind} | entries)
+    described = set(inspect.signature(made.__init__).parameters)
+    described -= set(inspect.signature(transformers.PretrainedConfig.__init__).parameters)
+    allowed = described | _SHAPING | found.entries({"model_type": kind} | entries)
     entries = {name: value for name, value in entries.items() if name in allowed}
     if found.task == "translation":
         entries.setdefault("decoder_start_token_id", 0)  # T5's, which its class leaves out

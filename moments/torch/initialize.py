@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
-from ..optional import optional
 from .anatomy import anatomy_of
 from .architecture import resolve
 from .dropouts import HeldDropout, held_dropouts
@@ -129,7 +128,8 @@ def initialize(
             variance = expected_variance(model, role)
             if variance is None:
                 continue
-            _write(module, role, blocks[role], variance, seed, str(chosen))
+            whole = tensors[role.parameter]
+            _write(module, role, whole, blocks[role], variance, seed, str(chosen))
             rows.append((role.layer, role.full_name, role.label, variance))
         for role in found.scales:
             values = scales.skip if role.name.endswith("skip_scale") else scales.branch
@@ -197,8 +197,8 @@ class _Fitted:
                 "another target, or pass plan.model to take the nearest model all the same"
             )
         parts = anatomy_of(module, batch, names, sites)
-        found, own = parts.found, architecture or parts.architecture()
-        model, described = resolve(module, plan, names, own, options)
+        found, declared = parts.found, architecture or parts.architecture()
+        model, described = resolve(module, plan, names, declared, options)
         check_fits(model, found, described)
         return cls(found, model, described)
 
@@ -229,7 +229,13 @@ class _Fitted:
 
 
 def _write(
-    module: nn.Module, role: Role, block: Tensor, variance: float, seed: int, distribution: str
+    module: nn.Module,
+    role: Role,
+    whole: Tensor,
+    block: Tensor,
+    variance: float,
+    seed: int,
+    distribution: str,
 ) -> None:
     if role.name.endswith("norm.gain"):
         block.fill_(variance**0.5 - (0.0 if unit_gain(module, role) else 1.0))
@@ -247,7 +253,7 @@ def _write(
             rows, columns = columns, rows
     drawn = draw((rows, columns), variance, generator, torch.float32, distribution)
     block.copy_(drawn.detach().reshape(block.shape))
-    padding = padding_row(module, tensors_of(module)[role.parameter])
+    padding = padding_row(module, whole)
     if padding is not None:
         block[padding].zero_()
 
@@ -264,19 +270,21 @@ def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
         for column in columns:
             held.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
     for layer, column in ((n + 1, c) for n in range(found.layers) for c in (0, 1)):
-        own = held.get((layer, column))
+        there = held.get((layer, column))
         wanted = {
             name: float(values[layer - 1, column])
             for name, values in (("skip_scale", scales.skip), ("branch_scale", scales.branch))
         }
         norms = (scales.norm_input[layer - 1, column], scales.norm_output[layer - 1, column])
-        lacking = [name for name, value in wanted.items() if value != 1 and name not in (own or ())]
-        if own and lacking:
+        lacking = [
+            name for name, value in wanted.items() if value != 1 and name not in (there or ())
+        ]
+        if there and lacking:
             raise DomainError(
-                f"layer {layer}: the module has a parameter for {', '.join(own)} but none for "
+                f"layer {layer}: the module has a parameter for {', '.join(there)} but none for "
                 f"{', '.join(lacking)}"
             )
-        if not found.blocks and ((lacking and not own) or any(factor != 1 for factor in norms)):
+        if not found.blocks and ((lacking and not there) or any(factor != 1 for factor in norms)):
             raise DomainError(
                 f"layer {layer}: the plan scales residual sums or norms, and where they sit in "
                 f"this module is not known: pass sites=[(layer, site, path, side), ...]"

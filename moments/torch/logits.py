@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from ..errors import MomentsError
+from ..errors import MomentsError, optional
 from ..model.transformer import Transformer
-from ..optional import optional
 from .hook_points import hook_points
 from .probe import Slope, in_mode, regress, run
 from .roles import ModuleRoles
@@ -44,8 +43,8 @@ def logit_factor(
     path = logits_path(module, found)
     if path is None or model.head is None:
         return None
-    own = 1.0 if described is None or described.head is None else described.head.output_scale
-    factor = float(model.head.output_scale / own)
+    there = 1.0 if described is None or described.head is None else described.head.output_scale
+    factor = float(model.head.output_scale / there)
     return None if abs(factor - 1) < 1e-12 else LogitFactor(path, factor)
 
 

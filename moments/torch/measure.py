@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.packing import restarted
-from ..errors import DomainError, domain_error
+from ..engine.layout import restarted
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
-from ..optional import optional
 from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET
@@ -25,7 +24,7 @@ with optional("torch", "torch"):
     from torch import Tensor, nn
 
     from ..simulation.collector import Collector, squared_norm
-    from .tensors import first_tensor, own_logits, own_loss
+    from .tensors import first_tensor, module_logits, module_loss
     from .watch import training, watched
     from .wrappers import unwrapped
 
@@ -135,10 +134,10 @@ def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> 
         ends = [*parameters.values(), *inputs.differentiable()]
         gradients = torch.autograd.grad(top, ends, cotangent, allow_unused=True)
     norms = _norms(weights, dict(zip(parameters, gradients, strict=False)))
-    logits = own_logits(output)
+    logits = module_logits(output)
     encoder = None
-    if (own := seen[ENCODER]).signal:
-        encoder = Draw(own.signal, own.gradient, _of_encoder(norms, True))
+    if (seen_encoder := seen[ENCODER]).signal:
+        encoder = Draw(seen_encoder.signal, seen_encoder.gradient, _of_encoder(norms, True))
     draw = Draw(
         signal=seen[""].signal,
         gradient=seen[""].gradient,
@@ -242,9 +241,9 @@ def _objective(output: Any, inputs: _Inputs, loss: Loss | None) -> tuple[Tensor,
         if not isinstance(scalar, Tensor) or scalar.numel() != 1:
             raise domain_error("loss", type(scalar).__name__, "a function returning one scalar")
         return scalar, None
-    own = own_loss(output)
-    if own is not None:
-        return own, None
+    loss_given = module_loss(output)
+    if loss_given is not None:
+        return loss_given, None
     top = getattr(output, "last_hidden_state", None)
     top = first_tensor(output) if top is None else top
     return top, torch.randn_like(top)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-from ..optional import optional
+from ..errors import optional
 
 with optional("torch", "torch"):
     import torch

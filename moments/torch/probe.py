@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MomentsError
-from ..optional import optional
+from ..errors import MomentsError, optional
 from .roles import ModuleRoles, roles_of
 from .structure import Block, Point
 from .tensors import first_tensor

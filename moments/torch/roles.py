@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..model.weights import MATRICES
-from ..optional import optional
 from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
 from .structure import ENCODER, Block, blocks_of
 

@@ -6,8 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MomentsError
-from ..optional import optional
+from ..errors import MomentsError, optional
 from .hook_points import Side
 from .tensors import first_tensor, with_first_tensor
 

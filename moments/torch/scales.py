@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import DomainError
-from ..optional import optional
+from ..errors import DomainError, optional
 from .dropouts import HeldDropout
 from .expectation import Scales
 from .logits import LogitFactor

@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, domain_error
+from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
-from ..optional import optional
 from ..prediction.draws import STREAM
 from ..step.measured import Place, StepDraw, StepMeasurement
 from ..step.rules import group_of
 from .hook_points import HookPoint, hook_points, weight_parts
 from .measure import Loss, _add_labels, _built, _objective, _tensors
-from .tensors import first_tensor, own_logits
+from .tensors import first_tensor, module_logits
 from .watch import training
 from .wrappers import unwrapped
 
@@ -128,7 +127,7 @@ class _Seen:
         top, cotangent = _objective(output, self.inputs, self.loss)
         if cotangent is not None:
             raise DomainError("a step needs a loss: pass labels in the batch, or a loss")
-        logits = own_logits(output)
+        logits = module_logits(output)
         if logits is not None:
             last = max(layer for layer, site in sites if site == STREAM)
             sites[last + 1, "logits"] = logits.detach()
@@ -437,10 +436,12 @@ def _rates(
         if multipliers or options:
             raise DomainError("multipliers and options belong to a named optimizer")
         probe = optimizer([nn.Parameter(torch.zeros(2, 2))])
-        own = float(probe.param_groups[0]["lr"])
-        if rate not in (None, own):
-            raise DomainError(f"learning_rate = {rate}: the optimizer's own is {own}; leave it out")
-        return [own], _by_torch(lambda parameters, _: optimizer(parameters)), type(probe).__name__
+        given = float(probe.param_groups[0]["lr"])
+        if rate not in (None, given):
+            raise DomainError(
+                f"learning_rate = {rate}: the optimizer's own is {given}; leave it out"
+            )
+        return [given], _by_torch(lambda parameters, _: optimizer(parameters)), type(probe).__name__
     if optimizer not in OPTIMIZERS:
         raise domain_error("optimizer", optimizer, f"one of {', '.join(OPTIMIZERS)}")
     if rate is None:

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError
+from ..errors import DomainError, optional
 from ..model.transformer import Transformer
-from ..optional import optional
 from .behaviour import logits_with_itself
 from .expectation import model_of_stack
 from .findings import SLACK, Finding
@@ -49,8 +48,8 @@ def factors(
     """
     changes = []
     for stack, wanted in _models(model):
-        own = _own(stack, described, wanted)
-        for layer, _, holder, current in _temperatures(module, found, stack, wanted, own):
+        temperatures = _own(stack, described, wanted)
+        for layer, _, holder, current in _temperatures(module, found, stack, wanted, temperatures):
             temperature = float(wanted.temperatures[layer - 1])
             if np.isclose(current, temperature, rtol=1e-6):
                 continue
@@ -84,8 +83,10 @@ def temperature_findings(
     if batch is not None and model.encoder is None and model.qk_norm is None:
         seen = _measured(module, found, model, batch)
     for stack, wanted in _models(model):
-        own = _own(stack, described, wanted)
-        for layer, label, holder, current in _temperatures(module, found, stack, wanted, own):
+        temperatures = _own(stack, described, wanted)
+        for layer, label, holder, current in _temperatures(
+            module, found, stack, wanted, temperatures
+        ):
             expected, slack = float(wanted.temperatures[layer - 1]), SAME
             if not stack and np.isfinite(seen[layer - 1]):
                 current, slack = float(seen[layer - 1]), SLACK
@@ -121,12 +122,12 @@ def _measured(module: nn.Module, found: ModuleRoles, model: Transformer, batch: 
         return seen
     tensors = tensors_of(module)
     biases = [_one(found, f"{name}.bias") for name in ("query", "key")]
-    for layer, own in zip(layers, logits, strict=True):
+    for layer, given in zip(layers, logits, strict=True):
         q, k = (
             _made(read, tensors, roles[layer], bias.get(layer))
             for roles, bias in zip(pairs, biases, strict=True)
         )
-        factor = None if q is None or k is None else _factor(q, k, own)
+        factor = None if q is None or k is None else _factor(q, k, given)
         if factor is not None:
             seen[layer - 1] = 1 / (float(model.d_head or 1) ** 0.5 * factor)
     return seen
@@ -213,7 +214,7 @@ def _own(stack: str, described: Transformer | None, model: Transformer) -> np.nd
 
 
 def _temperatures(
-    module: nn.Module, found: ModuleRoles, stack: str, model: Transformer, own: np.ndarray
+    module: nn.Module, found: ModuleRoles, stack: str, model: Transformer, temperatures: np.ndarray
 ) -> Iterator[tuple[int, str, nn.Module | None, float]]:
     """Layer, query matrix, the module nearest to it that has a numeric `scaling`, temperature."""
     for role in found.named("query", stack=stack):
@@ -223,7 +224,7 @@ def _temperatures(
             if isinstance(getattr(part, "scaling", None), float):
                 holder = part
         if holder is None:
-            yield role.layer, role.label, None, float(own[role.layer - 1])
+            yield role.layer, role.label, None, float(temperatures[role.layer - 1])
         else:
             width = float(model.d_head or 1) ** 0.5
             yield role.layer, role.label, holder, 1 / (width * float(holder.scaling))

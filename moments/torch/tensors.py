@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MomentsError
-from ..optional import optional
+from ..errors import MomentsError, optional
 
 with optional("torch", "torch"):
     from torch import Tensor, nn
@@ -29,7 +28,7 @@ def first_tensor(value: Any) -> Tensor:
     return tensors[0]
 
 
-def own_loss(output: Any) -> Tensor | None:
+def module_loss(output: Any) -> Tensor | None:
     """The loss that a module returns: its attribute, or the one scalar beside other tensors."""
     found = getattr(output, "loss", None)
     if found is not None or not isinstance(output, tuple | list | dict):
@@ -39,10 +38,10 @@ def own_loss(output: Any) -> Tensor | None:
     return scalars[0] if len(scalars) == 1 and len(values) > 1 else None
 
 
-def own_logits(output: Any) -> Tensor | None:
+def module_logits(output: Any) -> Tensor | None:
     """The logits that a module returns: its attribute, or what stands beside its loss."""
     found = getattr(output, "logits", None)
-    if found is not None or own_loss(output) is None:
+    if found is not None or module_loss(output) is None:
         return found if isinstance(found, Tensor) else None
     values = output.values() if isinstance(output, dict) else output
     return next((v for v in values if isinstance(v, Tensor) and v.ndim == 3), None)

@@ -11,9 +11,8 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import domain_error
+from ..errors import domain_error, optional
 from ..formulas.checks import check_count
-from ..optional import optional
 
 Ids = NDArray[np.int64]
 

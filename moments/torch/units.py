@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..optional import optional
+from ..errors import optional
 from .roles import Role
 
 with optional("torch", "torch"):

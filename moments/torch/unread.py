@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import MomentsError
-from ..optional import optional
+from ..errors import MomentsError, optional
 from ..show.health import Trouble, ranked
 from .behaviour import behaviour
 from .dataflow.reading import called

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ..errors import domain_error
-from ..optional import optional
+from ..errors import domain_error, optional
 from .hook_points import HookPoint
 from .scale_hooks import ScaleBranch
 from .tensors import first_tensor

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from ..errors import DomainError
-from ..optional import optional
+from ..errors import DomainError, optional
 from .hook_points import WRAPPED
 
 with optional("torch", "torch"):
@@ -58,6 +58,11 @@ def _shards(module: nn.Module) -> Iterator[str]:
 
 
 def eager() -> AbstractContextManager[object]:
-    """Compiled parts run as they are written, so that hooks see what passes (torch 2.6 on)."""
+    """Compiled parts run as they are written, so that hooks see what passes (torch 2.6 on).
+
+    Where the compiler was never loaded nothing is compiled, and loading it takes seconds.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
     stance = getattr(torch.compiler, "set_stance", None)
     return nullcontext() if stance is None else stance("force_eager")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..engine.bottom_to_top import BottomToTop
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
-from ..engine.packing import Padding
+from ..engine.layout import Padding
 from ..formulas.law import Theory
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
@@ -35,10 +35,10 @@ def declare(
     stack = _Stack(model, theory, padding, sequences)
     bodies: dict[Any, Component] = {}
     layers = []
-    for number, own in enumerate(stack.numbers(), 1):
-        if own not in bodies:
-            bodies[own] = stack.layer(number).body
-        layers.append(Layer(bodies[own], number))
+    for number, numbers in enumerate(stack.numbers(), 1):
+        if numbers not in bodies:
+            bodies[numbers] = stack.layer(number).body
+        layers.append(Layer(bodies[numbers], number))
     return Chain(tuple(layers))
 
 
@@ -250,8 +250,8 @@ def parallel(layer: Parts) -> Component:
     scales = layer.stack.branch[layer.number - 1]
     if scales[0] != scales[1]:
         # The sum has the feed-forward block's scale.
-        own = scale(layer.stack.theory, "attention.scale", (scales[0] / scales[1]) ** 2)
-        blocks = blocks | {"attention": Chain((*blocks["attention"].parts, own))}
+        ratio = scale(layer.stack.theory, "attention.scale", (scales[0] / scales[1]) ** 2)
+        blocks = blocks | {"attention": Chain((*blocks["attention"].parts, ratio))}
     norms = {name: () if model.norm == "none" else layer.norm(name) for name in blocks}
     if model.parallel_norms == 2:
         both = [Chain((*norms[name], *block.parts)) for name, block in blocks.items()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.composition import Chain, Component
-from ..engine.packing import Padding
+from ..engine.layout import Padding
 from ..errors import DomainError
 from ..formulas.block import ATTENTION_BLOCK, FFN_BLOCK
 from ..formulas.law import Theory
@@ -16,8 +16,7 @@ from ..formulas.named_activations import activation_laws
 from ..formulas.normalization import LAYERNORM, RMSNORM
 from ..model.placement import placement
 from ..model.transformer import Transformer
-from .attention.normalized import NormalizedAttention
-from .attention.self_attention import SelfAttention
+from .attention.self_attention import NormalizedAttention, SelfAttention
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
@@ -149,15 +148,15 @@ class Blocks:
         )
         if model.placements[self.number - 1] == "hybrid":
             kind = "rmsnorm" if model.normalization == "rmsnorm" else "layernorm"
-            own = dataclasses.replace(
+            normalised = dataclasses.replace(
                 heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
             )
-            return self._projected("attention", "output", NormalizedAttention(own))
+            return self._projected("attention", "output", NormalizedAttention(normalised))
         return self._projected("attention", "output", heads)
 
     def cross(self) -> Chain:
         """Attention to the encoder's output, its projection and dropout."""
-        from .attention.cross import CrossAttention
+        from .attention.self_attention import CrossAttention
 
         model, weights = self.model, self.model.layer_weights(self.number)
         encoder = model.encoder

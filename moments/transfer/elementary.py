@@ -16,10 +16,17 @@ import numpy as np
 
 from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
-from ..engine.evaluation import Values, bind, evaluate
-from ..engine.fluctuation import activated, dropped, followed, mapped
-from ..engine.own_overlap import OverlapWalk, OwnOverlap, elasticity, own_variance
-from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
+from ..engine.fluctuation import (
+    OverlapWalk,
+    UnsharedOverlap,
+    activated,
+    dropped,
+    elasticity,
+    followed,
+    mapped,
+    unshared_variance,
+)
+from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
 from ..engine.trace import Record
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws, Law, Theory
@@ -196,7 +203,9 @@ class Linear(Lawful):
     def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
         return LinearPulled(sent, self, signal, gradient)
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         return at.mapped(record.output.width)
 
 
@@ -233,7 +242,9 @@ class Activation(Lawful):
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
         return variance / self.laws.under(self.theory)["variance"].domain["x_variance"].upper
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         return entrywise_overlap(self, record, at)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
@@ -286,15 +297,15 @@ class Activation(Lawful):
         flat = square - max(square * square - product * product, 0.0) ** 0.5
         mean = 0.5 * (square + product)  # ((l + u)/2)^2
         nothing = np.asarray(entering.diagonal) == 0.0
-        own: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
+        alone: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
         one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
         if algebra.scalar:
-            own, one = as_number(own), as_number(one)
+            alone, one = as_number(alone), as_number(one)
         first, second = entering.over_tokens(one)
-        return kernel.weighted(own, first * second)
+        return kernel.weighted(alone, first * second)
 
 
-def entrywise_overlap(leaf: Leaf, record: Record, at: OwnOverlap) -> OwnOverlap:
+def entrywise_overlap(leaf: Leaf, record: Record, at: UnsharedOverlap) -> UnsharedOverlap:
     """Behind a function of every feature by itself."""
     before, after = record.input, record.output
     return at.activated(elasticity(leaf, before, after), (before.width, after.width))
@@ -318,9 +329,11 @@ class Dropout(Lawful):
     scales_pairs: ClassVar[bool] = True
     masks: ClassVar[bool] = True
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
-        own = own_variance(record.input), own_variance(record.output)
-        return at.dropped(*own, record.output.width)
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        unshared = unshared_variance(record.input), unshared_variance(record.output)
+        return at.dropped(*unshared, record.output.width)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         fluctuation = dropped(signal, self.parameters["drop_prob"])

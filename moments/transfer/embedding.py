@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.classes import PositionClasses
-from ..engine.packing import places
+from ..engine.layout import places
 from ..engine.state import Array, Kernel, Repeats
 from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import ComponentLaws, Theory
 from ..model.embedding import Embedding
-from .attention.kernels.turning import CHUNK, Hats, of_pairs
+from .attention.kernels.relative_positions import CHUNK, Hats, of_pairs
 
 WIDEST = 2**16
 """Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
@@ -110,7 +110,7 @@ def joint_kernel(
         seq_len: tokens per sequence L.
         token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
         d_model: width; needed for sinusoidal positions.
-        documents: of packed rows, (L,) or (B, L), see `packing`: positions restart with each.
+        documents: of packed rows, (L,) or (B, L), see `layout`: positions restart with each.
 
     Raises:
         DomainError: ids of another shape or outside the table, or sinusoidal positions without
@@ -314,9 +314,8 @@ def embedding_gradients(
         d_model: width.
         gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or
             of tokens alike, one sequence of them.
-        token_ids, segment_ids: the text; required where the gradient is resolved, unless it is of
-            one sequence, whose tokens then are taken to differ.
-        documents: of packed rows, (L,) or (B, L), see `packing`.
+        token_ids, segment_ids: the text; None: unknown, its tokens repeat by Zipf's law.
+        documents: of packed rows, (L,) or (B, L), see `layout`.
         ids: on classes of positions, the text as `class_kernel` takes it.
 
     Returns:
@@ -330,29 +329,29 @@ def embedding_gradients(
         token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
         classes = gradient.classes
         length = seq_len if classes is None else classes.length
-        own = length * gradient.mean_diagonal()
-        pairs = gradient.total(seq_len) - own
-        repeated, shared = token * pairs, 0.0 * own
+        alone = length * gradient.mean_diagonal()
+        pairs = gradient.total(seq_len) - alone
+        repeated, shared = token * pairs, 0.0 * alone
         if classes is not None:
             shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
             if ids is not None:
                 repeated = classes.sum_of_pairs(gradient.pairs * classes.pair_means(ids, ids))
-        found = {"token": scale * (own + repeated), "position": own + shared}
-        found["segment"] = own + segment * pairs
+        found = {"token": scale * (alone + repeated), "position": alone + shared}
+        found["segment"] = alone + segment * pairs
     else:
         count = gradient.pairs.shape[-1]
         if token_ids is None:
-            token_ids = np.arange(count).reshape(-1, seq_len) + embedding.vocab_size
-            where = _places(seq_len, count // seq_len, documents)
-            rows = (token_ids.reshape(-1), where, np.zeros(count))
+            token, _ = _patterns(embedding, seq_len, "refined", None, None)
+            where, segments = _places(seq_len, count // seq_len, documents), np.zeros(count)
+            of_one: Any = np.where(np.eye(count) > 0.0, 1.0, token)
         else:
-            rows = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
-        ids, where, segments = rows
-        if ids.size != count:
-            raise domain_error("token_ids", f"{ids.size} tokens", f"{count}, as the gradient has")
-        real = ids != embedding.padding_id
+            ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
+            if ids.size != count:
+                allowed = f"{count}, as the gradient has"
+                raise domain_error("token_ids", f"{ids.size} tokens", allowed)
+            of_one = _same(ids) * (ids != embedding.padding_id)
         found = {
-            "token": scale * (gradient.pairs * _same(ids) * real).sum((-2, -1)),
+            "token": scale * (gradient.pairs * of_one).sum((-2, -1)),
             "position": (gradient.pairs * _same(where)).sum((-2, -1)),
             "segment": (gradient.pairs * _same(segments)).sum((-2, -1)),
         }

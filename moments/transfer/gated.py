@@ -12,11 +12,29 @@ import numpy as np
 
 from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
 from ..engine.directions import knows_directions, realigned
-from ..engine.evaluation import Values, bind, evaluate, evaluate_sides
-from ..engine.fluctuation import followed, overlap_variance, shared_with, step_within
-from ..engine.own_overlap import OverlapWalk, OwnOverlap, elasticity
-from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
+from ..engine.fluctuation import (
+    OverlapWalk,
+    UnsharedOverlap,
+    elasticity,
+    followed,
+    overlap_variance,
+    shared_with,
+    step_within,
+)
+from ..engine.state import (
+    Array,
+    Fluctuation,
+    Gradient,
+    Kernel,
+    Signal,
+    Values,
+    bind,
+    evaluate,
+    evaluate_sides,
+    ratio_or_zero,
+)
 from ..engine.trace import Record
+from ..formulas.algebra import Keeping
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
@@ -81,7 +99,9 @@ class GatedLinear(Leaf):
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         (inner, gate_back), (factor, factor_back) = (one.forward(signal) for one in self._maps())
-        laws, algebra = gated(self.activation).under("refined"), signal.algebra
+        laws = gated(self.activation).under("refined")
+        kept = None if signal.kernel.classes is None else Keeping()
+        algebra = signal.algebra if kept is None else kept
         one, two = bind(inner, {})
         one = one | {"factor_variance": factor.kernel.diagonal}
         two = two | {"factor_covariance": factor.kernel.pairs}
@@ -102,7 +122,7 @@ class GatedLinear(Leaf):
         if not limit.contains(inner.kernel.mean_diagonal()):
             notes = (f"the gate's variance is outside {limit}, where the laws are resolved",)
         output = Signal(kernel, signal.seq_len, width=self.fan_out, kurtosis=kurtosis, notes=notes)
-        values = _Values(self.activation, signal, one, two, varied)
+        values = _Values(self.activation, signal, kept, one, two, varied)
         if signal.fluctuation is not None:
             of_gate = values.both(
                 "grad_factor",
@@ -119,7 +139,9 @@ class GatedLinear(Leaf):
             )
         return output, GatedPullback(output, values, gate_back, factor_back)
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after)
@@ -185,7 +207,7 @@ class GatedLinear(Leaf):
             2 * p * p_other * other.pairs
             + more_pairs * gate.pairs * (u * u_other + 2 * other.pairs)
         ) / self.fan_out
-        own = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
+        diagonal = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
         elastic = self._elasticity(inner.kernel.diagonal, inner.algebra)
         moves = elastic * (1 - ratio_or_zero(self.gate_bias, inner.kernel.diagonal))
         moves = moves + (1 - ratio_or_zero(self.bias, factor.kernel.diagonal))
@@ -193,7 +215,7 @@ class GatedLinear(Leaf):
         moves = ratio_or_zero(moves, signal.second_moment().diagonal)
         first, second = of_gate.over_tokens(moves)
         shared = signal.fluctuation.norms.weighted(moves * moves, first * second)
-        return shared + Kernel.joined(own, own_pairs, of_gate.resolved)
+        return shared + Kernel.joined(diagonal, own_pairs, of_gate.resolved)
 
     def _elasticity(self, variance: Any, algebra: Any) -> Any:
         """d log E f(a)^2 / d log E a^2, by a central difference: 1 for functions of degree 1."""
@@ -247,21 +269,26 @@ def _mean_pairs(like: Kernel, pairs: Array) -> Array:
 
 
 class _Values(NamedTuple):
-    """What entered, and values of the laws' symbols: for a token, for a pair, and at the two
-    overlaps of a pair that are averaged over (`GatedLinear._two_points`)."""
+    """What entered, expectations met before, and values of the laws' symbols: for a token, for a
+    pair, and at the two overlaps of a pair that are averaged over (`GatedLinear._two_points`)."""
 
     activation: ComponentLaws
     signal: Signal
+    kept: Keeping | None
     one: Values
     two: Values
     varied: tuple[Values, Values] | None
+
+    @property
+    def algebra(self) -> Any:
+        return self.signal.algebra if self.kept is None else self.kept
 
     def both(self, quantity: str, single: Values, pair: Values, resolved: Any) -> Kernel:
         """A law of the gradient and that of its covariance."""
         laws = gated(self.activation).under("refined")
         suffix = {"grad_factor": "grad_factor_covariance", "grad_variance": "grad_covariance"}
         law, of_pairs = laws[quantity], laws[suffix[quantity]]
-        algebra = self.signal.algebra
+        algebra = self.algebra
         first = evaluate(law, algebra, self.one | single)
         if self.varied is None:
             second = evaluate(of_pairs, algebra, self.two | pair)
@@ -289,7 +316,7 @@ class GatedPullback:
         if values.signal.fluctuation is not None and knows_directions(gradient):
             # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
             law = values.activation.under("refined")["alignment"]
-            slopes = faintly(law, values.signal.algebra, values.one)
+            slopes = faintly(law, values.algebra, values.one)
             at_gate = realigned(at_gate, output, gradient, 3 * slopes)
             at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
         through_gate = self.gate(gradient.with_kernel(at_gate))

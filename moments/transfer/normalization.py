@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..engine.composition import Leaf, Pullback, Pulled
-from ..engine.directions import at_tokens, of_pairs, relative_spread
-from ..engine.evaluation import Values, evaluate
-from ..engine.fluctuation import normalised, signed_root
-from ..engine.own_overlap import OverlapWalk, OwnOverlap
-from ..engine.short_vectors import expected_cosine, expected_pull
-from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.directions import at_tokens, expected_cosine, expected_pull, of_pairs, relative_spread
+from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, normalised, signed_root
+from ..engine.state import Array, Gradient, Kernel, Signal, Values, evaluate
 from ..engine.trace import Record
 from ..formulas.law import ComponentLaws
 from ..formulas.normalization import DYT
@@ -126,7 +123,7 @@ class FiniteNormalization(Leaf):
         if signal.fluctuation is None:
             return variance, pairs
         # what all groups' norms share
-        own, common = relative_spread(signal, own=False)
+        own, common = relative_spread(signal, features=False)
         v, w = tokens.over_tokens(own)
         return variance * (1 + own), pairs * (1 + 0.375 * (v + w) + common / 4)
 
@@ -139,8 +136,8 @@ class FiniteNormalization(Leaf):
             return norms
         # Given the overlaps of earlier layers, features are independent: a group's norm has as
         # many times the fluctuation 2 C o C/width as there are groups.
-        own = signal.kernel * signal.kernel
-        return norms.mixed(1.0, own, 2 * (self.groups - 1) / signal.width)
+        squared = signal.kernel * signal.kernel
+        return norms.mixed(1.0, squared, 2 * (self.groups - 1) / signal.width)
 
     def _bind(
         self, inner: Signal, spread: Kernel | None, eps: Array
@@ -301,7 +298,9 @@ class DynamicTanh(Leaf):
         )
         return output, _TanhPullback(self, back, signal.width, normal)
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         return entrywise_overlap(self, record, at)
 
 

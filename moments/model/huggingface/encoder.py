@@ -24,8 +24,8 @@ class _TorchLayout(Layout):
         """As of any layout, without the norm of the other stack."""
         for number, part in super().beside(module, layers):
             stack = part.parameter.rpartition(".")[0].rpartition(".")[0]
-            own = next(iter(getattr(module.get_submodule(stack), "layers", ())), None)
-            if own is None or self.applies(own):
+            layer = next(iter(getattr(module.get_submodule(stack), "layers", ())), None)
+            if layer is None or self.applies(layer):
                 yield number, part
 
 

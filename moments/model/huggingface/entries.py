@@ -137,10 +137,10 @@ class Entries:
             raise domain_error("seq_len", seq_len, f"at most {meaning} = {most}")
         return seq_len
 
-    def fixed_length(self, seq_len: int | None, own: int, meaning: str) -> None:
+    def fixed_length(self, seq_len: int | None, length: int, meaning: str) -> None:
         """Refuse another number of tokens than the one there is."""
-        if seq_len is not None and seq_len != own:
-            raise domain_error("seq_len", seq_len, f"{own}: {meaning}")
+        if seq_len is not None and seq_len != length:
+            raise domain_error("seq_len", seq_len, f"{length}: {meaning}")
 
     def padding(self) -> int | None:
         """The token whose row is zero; None where there is none in the table."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -99,6 +100,14 @@ class Layout:
     def alone(self) -> Layout:
         """The layout of a stack that stands by itself, without a prefix."""
         return dataclasses.replace(self, prefix="")
+
+    @functools.cached_property
+    def children(self) -> frozenset[str]:
+        """Names of parts that a layer of this kind has at least."""
+        parameters = [*(path for _, path in self.weights), *(f.parameter for f in self.fused)]
+        inside = [path for _, path, _ in self.sites if path]
+        inside += [path for path in parameters if "." in path]
+        return frozenset(path.partition(".")[0] for path in inside)
 
     def recognises(self, layer: nn.Module, modules: set[str], parameters: set[str]) -> bool:
         """Whether the layer, of those submodules and parameters, has every one the layout names."""

@@ -17,7 +17,7 @@ import numpy as np
 from ...errors import domain_error
 from ...formulas.checks import check_in
 from ...formulas.named_activations import activation_laws
-from ...formulas.random_energy import RANDOM_ENERGY
+from ...formulas.softmax import RANDOM_ENERGY
 from ...formulas.symbols import POSITIVE, Interval
 from ...model.transformer import Transformer
 from .results import Result

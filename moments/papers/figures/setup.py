@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -107,9 +108,14 @@ class HeatMap:
     prediction: Callable[[], Prediction]
     lines: tuple[Line, ...] = ()
 
+    @functools.cached_property
+    def predicted(self) -> Prediction:
+        """What `prediction` makes, once."""
+        return self.prediction()
+
     def distances(self) -> np.ndarray:
         """(N, N): row n - 1 the distance over n layers, by the layer before; nan past the end."""
-        matrix = angular_distance(self.prediction()).matrix
+        matrix = angular_distance(self.predicted).matrix
         count = len(matrix) - 1
         found = np.full((count, count), np.nan)
         for steps in range(1, count + 1):

@@ -31,15 +31,17 @@ def _level(run: int, masks: Masks) -> int:
 def _parities(
     crossed: Mapping[str, Sequence[Any]], fractional: Mapping[str, Sequence[Any]], seed: int
 ) -> dict[str, Masks]:
-    own: dict[str, Masks] = {}
+    parities: dict[str, Masks] = {}
     bits = 0
     for name, levels in crossed.items():
-        own[name] = tuple(1 << (bits + place) for place in range(_bits(levels)))
+        parities[name] = tuple(1 << (bits + place) for place in range(_bits(levels)))
         bits += _bits(levels)
     search = random.Random(seed)
     while True:
-        chosen = dict(own)
-        taken = frozenset[int]().union(*(_span(a + b) for a, b in combinations(own.values(), 2)))
+        chosen = dict(parities)
+        taken = frozenset[int]().union(
+            *(_span(a + b) for a, b in combinations(parities.values(), 2))
+        )
         for name, levels in fractional.items():
             free = [mask for mask in range(1, 1 << bits) if mask not in taken]
             options = [m for m in combinations(free, _bits(levels)) if not _span(m) & taken]

@@ -179,11 +179,15 @@ def add(path: Path, name: str, entry: Stored) -> dict[str, Stored]:
 
 
 def simulate_one(
-    configuration: Configuration, *, seeds: int | None = None, seed: int = 0
+    configuration: Configuration,
+    *,
+    seeds: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> Stored:
     """Simulate one configuration, batch 1; None: its own number of seeds.
 
-    `seed` and the digest give the random numbers, so that configurations share none.
+    `seed`, the digest and the device give the random numbers; configurations share none.
     """
     from ...simulation.run import simulate
 
@@ -194,6 +198,7 @@ def simulate_one(
         seeds=configuration.seeds if seeds is None else seeds,
         batch=1,
         seed=int(configuration.digest[:8], 16) + seed,
+        device=device,
     )
     return Stored.from_measurement(configuration, measured, time.perf_counter() - began)
 
@@ -203,6 +208,7 @@ def run_grid(
     path: Path,
     *,
     seeds: int | None = None,
+    device: str = "cpu",
     progress: Callable[[Configuration], None] | None = None,
 ) -> dict[str, Stored]:
     """Simulate what `path` does not hold yet, the cheapest first, saving after each one.
@@ -214,6 +220,7 @@ def run_grid(
         configurations: what to simulate.
         path: where results are kept; other entries in it stay.
         seeds: draws of the weights; None: each configuration's own number.
+        device: where torch runs, such as "cpu" or "cuda".
         progress: called with every configuration as it is done, or found done.
 
     Returns:
@@ -230,7 +237,7 @@ def run_grid(
         known = stored.get(c.name)
         wanted = c.seeds if seeds is None else seeds
         if known is None or known.digest != c.digest or known.seeds < wanted:
-            stored = add(path, c.name, simulate_one(c, seeds=wanted))
+            stored = add(path, c.name, simulate_one(c, seeds=wanted, device=device))
         if progress is not None:
             progress(c)
     return stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...optional import optional
+from ...errors import optional
 from .graph import Node, Ref
 from .stream import Chain, Stream
 from .units import Linear, Norm, close, named

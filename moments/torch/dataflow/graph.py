@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...optional import optional
+from ...errors import optional
 
 with optional("torch", "torch"):
     import torch

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ...optional import optional
+from ...errors import optional
 from ..hook_points import HookPoint, WeightPart
 from ..roles import Role
 from ..structure import ENCODER, Block, Point
@@ -214,11 +214,11 @@ class Roles:
         runs = _runs(labels)
         period = _period(runs)
         split = tuple(width for _, width in period)
-        own = next(number for number, other in enumerate(claims) if other is claim)
+        position = next(number for number, other in enumerate(claims) if other is claim)
         return [
             WeightPart(name, parameter, claim.axis, place, split)
             for place, (label, _) in enumerate(period)
-            if label == own
+            if label == position
         ]
 
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DomainError, MomentsError
+from ...errors import DomainError, MomentsError, optional
 from ...model.embedding import Embedding
 from ...model.head import Head
 from ...model.patches import PatchEmbedding
 from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
-from ...optional import optional
 from ..hook_points import HookPoint
 from ..probe import in_mode
 from ..roles import ModuleRoles, Role
@@ -298,10 +297,10 @@ class _Reading:
         if len(chains) > 2:  # whatever stands in them: what is read is the longest
             chains = self._longest(chains)
         for chain in chains:
-            own = len(self._matrices(chain))
-            if own < len(chain.sums):
+            matrices = len(self._matrices(chain))
+            if matrices < len(chain.sums):
                 self.reasons.append("layers that share their weights")
-                chain.sums = chain.sums[:own]
+                chain.sums = chain.sums[:matrices]
             stream.fill(chain)
         self.reasons += stream.doubts
         self.doubts += stream.notes

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ...optional import optional
+from ...errors import optional
 from .graph import VIEWS, Graph, Node, record
 
 with optional("torch", "torch"):

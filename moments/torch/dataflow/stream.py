@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from ...errors import optional
 from ...model.positions import alibi_slopes
-from ...optional import optional
 from .graph import VIEWS, Graph, Node, reach_of
 from .units import Attention, Core, Fit, Linear, Norm, Reader, Rotation, close, named
 

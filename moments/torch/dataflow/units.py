@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from ...errors import optional
 from ...formulas.named_activations import activation_names
-from ...optional import optional
 from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, filled
 
 with optional("torch", "torch"):

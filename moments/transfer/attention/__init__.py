@@ -1,7 +1,8 @@
 """Attention: its statistics, and what it does forward and back.
 
-`self_attention` is the component, `alike` its tokens alike, `by_token` each of them or classes of
-positions; `kernels/` the closure for any kernel, `softmax/` exact statistics of a row.
+`self_attention` holds the components, `projections` what stands between tokens and logits, `laws`
+tokens alike that attend to themselves, `layers` every other resolution, `response` first-order
+changes; `kernels/` is the closure for any kernel, `softmax/` exact statistics of a row.
 
 Start with `self_attention`, then `laws`.
 """

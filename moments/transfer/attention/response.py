@@ -15,6 +15,10 @@ with m = (n - 1)/n^2.
 Products of (L, L) matrices alone: a small part of what `kernels.KernelAttention` costs. It is for
 sensitivities, which need a shape; the size comes from the moments that were traced.
 
+Sensitivities through attention, and what one draw of its heads adds at random.
+
+What attention does to two tokens' overlap; derived in `moments.noise.overlap`.
+
 See docs/theory/band.md, Saturation.
 """
 
@@ -26,34 +30,52 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, OneClass, Sight
-from ...engine.sensitivity import (
+from ...engine.classes import ClassMatrix, ClassRows, OneClass, Sight
+from ...engine.composition import Pulled
+from ...engine.fluctuation import (
+    OverlapWalk,
+    UnsharedOverlap,
+    between_rows,
+    followed,
+    has_fixed_norms,
+    met_by,
+    unshared_variance,
+)
+from ...engine.response import (
     SINGLE,
+    GradientAdjoint,
     Matrix,
+    SignalAdjoint,
     count_of,
     diagonal,
     entrywise,
+    matrix_of,
     ones,
     over_tokens,
     own_entries,
+    paired,
     per_pair,
     ratio,
     row_sums,
     stacked,
     symmetric,
+    total,
     trace_of,
     transposed,
 )
-from ...engine.state import Array
+from ...engine.state import Array, Kernel, Signal
+from ...engine.trace import Record
 from .kernels import exact_rows, position_attention
 from .kernels.position_attention import ClassLogits
-from .kernels.reference import ReferenceRow
 from .kernels.row_statistics import (
+    ReferenceRow,
     RowStatistics,
     mean_attention,
     row_statistics,
     statistics_of,
 )
+from .layers import self_masks
+from .projections import logit_law
 
 FAINT = 1e-9
 """A product of correlation and logit variance below which rows are read as independent."""
@@ -401,3 +423,228 @@ def _saturation(
         faint, slope, (share - 1 / keys) / (np.where(faint, 1.0, correlation * theta) * free)
     )
     return chord, slope, correlation * odds * (1 - 2 * share) * slope
+
+
+# --- sensitivities --------------------------------------------------------------------------------
+
+
+class HeadNoise(NamedTuple):
+    """The gradient that attention's rows send through one head's weights and keys, by how many
+    vectors over tokens it is made of.
+
+    Row i sends (g_i . v_j) a_ij q_i to key j, v_j relative to the row's mean. Rows of one gradient
+    send one vector z_j of squares over keys, and so do rows of one query; independent rows send one
+    each. With f = E a^4/(E a^2)^2 the relative variance of sum_j z_j^2 over n keys is (3 f - 1)/n,
+    beside 2/d of the norm that all g . v_j share.
+
+    Attributes:
+        gradients, queries: (..., L, L) what rows of common gradient, and of common query, send.
+        crowding: (..., L) f of what rows have in common.
+        alone: (..., L) relative variance of what one row sends, times the square of the part that
+            is its own.
+    """
+
+    gradients: Matrix
+    queries: Matrix
+    crowding: Array
+    alone: Array
+
+    @classmethod
+    def of(cls, maps: AttentionResponse, gradient: Matrix) -> HeadNoise:
+        own = own_entries(gradient)
+        single = ratio(
+            own, trace_of(gradient)[..., None]
+        )  # a row that is alone: common with itself
+        agreement = maps.agreement(gradient)
+        common = gradient - diagonal(own * (1 - single), gradient)
+        queries = diagonal(own * (1 - single) * agreement, gradient)
+        alone = ((1 - single) * (1 - agreement)) ** 2
+        several = 3 * maps.participation(np.ones_like(agreement)) - 1 / maps.keys
+        return cls(
+            maps.sent_by_head(common),
+            maps.sent_by_head(queries),
+            maps.keys * maps.participation(agreement),
+            alone * several,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionSublayer:
+    """Attention, with its value projection.
+
+    Attributes:
+        maps: of the attention weights.
+        gain, back_gain: of the value projection, on a signal and on a gradient.
+        received: (..., L, L) gradient at the output.
+        head_noise: what a head's rows send together.
+        heads, d_head, d_model: number and width of the heads, width of the tokens.
+    """
+
+    maps: AttentionResponse
+    gain: Array
+    back_gain: Array
+    received: Matrix
+    head_noise: HeadNoise
+    heads: float
+    d_head: float
+    d_model: float
+
+    @classmethod
+    def of(cls, attention: Any, signal: Signal, received: Matrix) -> AttentionSublayer:
+        """Around the signal that enters and the gradient kernel received."""
+        tokens = signal.second_moment()
+        kernel = matrix_of(tokens, signal.seq_len)
+        allowed = None
+        if tokens.resolved is True:
+            allowed = self_masks(attention, kernel.shape[-1], int(np.prod(kernel.shape[:-2])))
+        law = logit_law(attention, tokens, tokens, (attention.d_model, attention.d_model))
+        # Normalised or shifted queries and keys by their size alone, rotated ones as if they stood.
+        size = law.queries.kernel.mean_diagonal() * law.keys.kernel.mean_diagonal()
+        tau = ratio(law.scale * size, tokens.mean_diagonal() ** 2)
+        maps = AttentionResponse.of(attention, kernel, allowed, tau)
+        back_gain = attention.heads * attention.d_head * attention.value
+        return cls(
+            maps,
+            attention.d_model * attention.value,
+            back_gain,
+            received,
+            HeadNoise.of(maps, per_pair(back_gain) * received),
+            attention.heads,
+            attention.d_head,
+            attention.d_model,
+        )
+
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        """The noise is that of what the output projection sends, 2 over the heads' features, and of
+        what a head's realised weights and keys send: few vectors over tokens in each head."""
+        adjoint = self.maps.gradient_adjoint(sensitivity)
+        onward = per_pair(self.back_gain) * adjoint.onward
+        noise = 2 / (self.heads * self.d_head) * paired(onward, self.received, self.received)
+        head = self.head_noise
+        sizes = entrywise(np.abs, self.maps.by_head * self.received * adjoint.gathered)
+        rows = row_sums(sizes)
+        crowding = ratio(over_tokens(rows * head.crowding, sizes), over_tokens(rows, sizes))
+        for sent in (head.gradients, head.queries):
+            by_key = (3 * crowding - 1) * paired(sensitivity, sent, sent)
+            size = 2 * total(sensitivity * sent) ** 2 / self.d_model
+            noise = noise + (by_key + size) / self.heads
+        own = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
+        own = own_entries(per_pair(self.back_gain) * own * self.received)
+        noise = noise + over_tokens(own**2 * head.alone, self.received) / self.heads
+        met = total(sensitivity * (self.received @ self.maps.weights))
+        whole = total(sensitivity * self.received) * total(onward * self.received)
+        return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
+
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        """The noise is that of |W_k^T W_q x|^2 in every head, which scales a query's logits."""
+        gain, received = per_pair(self.gain), per_pair(self.back_gain) * self.received
+        count = len(exposure.given)
+        onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, received)
+        if count < len(sensitivity):
+            rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, received)
+            onward, queries = (stacked(pair) for pair in zip((onward, queries), rest, strict=True))
+        relative = 2 * (1 / self.d_head + 1 / self.d_model) / self.heads
+        kernel = self.maps.kernel
+        noise = relative * paired(queries, kernel, kernel)
+        size = trace_of(kernel) / count_of(kernel)
+        return SignalAdjoint(onward, noise, relative * (total(queries) * size) ** 2)
+
+
+# --- overlaps of two tokens -----------------------------------------------------------------------
+
+
+def through_attention(
+    leaf: Any, record: Record, at: UnsharedOverlap, walk: OverlapWalk, fixed: bool = False
+) -> UnsharedOverlap:
+    """Behind a `SelfAttention` or `CrossAttention`.
+
+    Args:
+        leaf: the attention.
+        record: of it, or of what holds it.
+        at: of the tokens that ask.
+        walk: what is gathered.
+        fixed: whether tokens are normalised inside.
+    """
+    signal, output, memory = record.input, record.output, record.memory
+    averaged = 0.0
+    if memory is None:
+        memory, attended, keys = signal, at.variance, 1.0 / signal.seq_len
+        if signal.resolved:
+            weights = uniform_rows(leaf, signal)
+            averaged = averaging_elasticity(weights, signal)
+            on_classes = isinstance(weights, ClassRows)
+            seen = weights.counted * weights.weights if on_classes else weights * weights
+            keys = float(signal.kernel.average(seen.sum(-1)))
+    else:
+        attended = 1.0 / memory.width if walk.memory is None else walk.memory
+        keys = 1.0 / memory.seq_len
+    walk.attended[record.place] = attended
+    by_queries = query_elasticity(record.pulled, signal, output)
+    grown = 1.0 + (unshared_spread(memory) if fixed or has_fixed_norms(memory) else 0.0)
+    for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
+        walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
+    groups = leaf.kv_heads
+    kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
+    fresh = 1.0 / (kept * output.width)
+    fresh += min(by_queries, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
+    return UnsharedOverlap(attended + fresh, at.response * (averaged + by_queries))
+
+
+def uniform_rows(leaf: Any, tokens: Signal) -> Any:
+    """(L, L) attention that keeps to the mask alone, of tokens resolved; `ClassRows` on classes."""
+    classes = tokens.kernel.classes
+    if classes is not None:
+        sight = classes.seen(leaf.window)
+        return ClassRows(sight.seen / sight.size[:, None], sight)
+    mask = self_masks(leaf, tokens.kernel.pairs.shape[-1], 1)[0]
+    return np.asarray(mask / mask.sum(1, keepdims=True))
+
+
+ALIKE = 1e-6
+"""Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
+
+
+def averaging_elasticity(weights: Any, tokens: Signal) -> float:
+    """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
+
+    Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
+    Rows that see the same keys alike have nothing of a token's own; those of a causal mask have.
+    """
+    kernel = tokens.second_moment()
+    if kernel.classes is not None:
+        kernels = met_by(weights, kernel), kernel, between_rows(weights, kernel)
+    else:
+        met = weights @ kernel.pairs
+        kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
+    unshared = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
+    if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
+        return 0.0
+    return float(
+        min(max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]), 1.0)
+    )  # Cauchy and Schwarz
+
+
+def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> float:
+    """As `fluctuation.elasticity`, of rows that differ because their queries do.
+
+    0 where nothing was pulled.
+    """
+    unshared = unshared_variance(after)
+    response = None if pulled is None or unshared == 0.0 else pulled.response()
+    if response is None:
+        return 0.0
+    sent = float(response.mean_pairs())
+    return float(sent * before.width / after.width * unshared_variance(before) / unshared)
+
+
+def unshared_spread(tokens: Signal) -> float:
+    """Relative variance over draws of what tokens have of their own, their norms made equal.
+
+    They share a part whose squared norm c varies by y_kl^2, and the norms leave u = 1 - c to each:
+    of two disjoint pairs, Cov(d o - c d q, d o' - c d q') = (1 - c)^2 y_kl^2 (`fluctuation`).
+    """
+    overlaps = followed(tokens)
+    if overlaps is None:
+        return 0.0
+    size = float(tokens.second_moment().mean_diagonal())
+    return float(overlaps.mean_pairs()) / size**2 if size > 0.0 else 0.0

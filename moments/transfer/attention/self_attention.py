@@ -1,4 +1,8 @@
-"""Self-attention with all its gradient paths, for tokens alike or resolved by token."""
+"""Attention with all its gradient paths, for tokens alike or resolved by token.
+
+Of tokens to themselves, to a memory (a decoder's to its encoder's output), and with queries, keys
+and values all normalised, head by head (HybridNorm).
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,40 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...engine.composition import Component, Leaf, Pullback, Pulled
-from ...engine.fluctuation import of_averages
-from ...engine.own_overlap import OverlapWalk, OwnOverlap
-from ...engine.packing import Padding
-from ...engine.response import Around
-from ...engine.sensitivity import Response
+from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled, Reader, ReaderPullback
+from ...engine.directions import expected_pull
+from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, of_averages
+from ...engine.layout import Padding
+from ...engine.response import SINGLE, Around, Elementwise, Response, Sequence, kernel_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...errors import domain_error
+from ...formulas.normalization import RMSNORM
 from ...model.positions import RelativeBias, Rotary
-from .alike import averaged
-from .by_token import (
+from ..normalization import FiniteNormalization
+from .laws import attend_by_laws
+from .layers import (
     BEYOND_TABLES,
     PENALTIES_ON_CLASSES,
     Mask,
+    averaged,
     by_distance,
     layer_of,
+    same_sequence,
     self_masks,
+)
+from .projections import (
+    LogitLaw,
+    Paths,
+    ProjectionPaths,
+    logit_law,
+    of_rows,
+    overlap_gradients,
+    projection_gradients,
+    through,
     variance_notes,
 )
-from .laws import attend_by_laws
-from .logits import LogitLaw, Paths, logit_law, through
-from .overlap import through_attention
-from .sensitivity import Attending
-from .statistics import AttentionStatistics
-from .weight_gradients import ProjectionPaths, of_rows, overlap_gradients, projection_gradients
+from .response import AttentionSublayer, through_attention
 
 
 class Attention(Component):
@@ -50,14 +62,18 @@ class Attention(Component):
     mixes_tokens: ClassVar[bool] = True
 
     value: Any
+    value_bias: Any
 
-    def own_overlap(self, record: Record, at: OwnOverlap, walk: OverlapWalk) -> OwnOverlap:
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
         return through_attention(self, record, at, walk)
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
         if self.matrices[0] not in names:
             return self
-        return dataclasses.replace(self, value=self.value * factor)  # type: ignore[type-var]
+        leaf: Any = self  # a dataclass, whichever it is
+        return dataclasses.replace(leaf, value=self.value * factor)
 
 
 @dataclass(frozen=True)
@@ -195,7 +211,7 @@ class SelfAttention(Attention, Leaf):
         )
 
     def response(self, record: Record, around: Around) -> Response:
-        return Attending.of(self, record.input, around.received(record))
+        return AttentionSublayer.of(self, record.input, around.received(record))
 
     @property
     def _width(self) -> Any:
@@ -390,7 +406,7 @@ def concatenated(
     """
     width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), squares)
-    own = kernel if heads is None else _with_bias(leaf, heads, squares)
+    found_heads = kernel if heads is None else _with_bias(leaf, heads, squares)
     mean = 0.0 * kernel.diagonal
     fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
@@ -410,7 +426,7 @@ def concatenated(
             norms, overlaps = (one.resolved_as(kernel) for one in (found.norms, found.overlaps))
             fluctuation = Fluctuation(alone + norms, alone + overlaps, shared=known)
     return Signal(
-        own,
+        found_heads,
         signal.seq_len,
         mean=mean,
         width=width,
@@ -420,4 +436,234 @@ def concatenated(
     )
 
 
-__all__ = ["AttentionStatistics", "SelfAttention"]
+# --- a memory -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CrossAttention(Attention, Reader):
+    """Queries from the tokens at hand, keys and values from a memory; every query sees every key.
+
+    Attributes:
+        d_model, memory_width: widths of the tokens and of the memory.
+        heads, d_head: number and width of the heads.
+        query, key, value: variances of the projections' entries.
+        drop_prob: dropout on the attention weights.
+        temperature: divides the logits.
+        kv_heads, qk_norm, logit_softcap, norm_epsilon, norm_affine, has_bias: as in
+            `SelfAttention`.
+        query_bias, key_bias, value_bias: variances of the projections' biases.
+        padding: for every sequence of the memory, which of its tokens are real; None: all.
+        sequences: number of equally long sequences that each token kernel holds one after the
+            other.
+    """
+
+    label: str
+    d_model: Any
+    memory_width: Any
+    heads: Any
+    d_head: Any
+    query: Any
+    key: Any
+    value: Any
+    drop_prob: Any = 0.0
+    temperature: Any = 1.0
+    kv_heads: Any = None
+    qk_norm: str | None = None
+    logit_softcap: float | None = None
+    norm_epsilon: float = 0.0
+    norm_affine: bool = False
+    query_bias: float = 0.0
+    key_bias: float = 0.0
+    value_bias: float = 0.0
+    has_bias: bool | tuple[str, ...] = ()
+    padding: Padding | None = None
+    sequences: int = 1
+
+    rotary: ClassVar[None] = None
+    alibi: ClassVar[bool] = False
+    relative_bias: ClassVar[None] = None
+    matrices: ClassVar[tuple[str, ...]] = ("cross_value",)
+    prefix: ClassVar[str] = "cross_"
+
+    def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
+        """Moments of the concatenated heads, and the map from their gradient to both inputs'.
+
+        Raises:
+            DomainError: one of the two is resolved by token and the other is not.
+        """
+        if (signal.resolved is True) != bool(memory.resolved):
+            raise domain_error(
+                "memory", memory.resolved, "resolved by token exactly where the queries are"
+            )
+        way = attended(self, signal, memory)
+        return way.output, way.to_both
+
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        one = 1.0 + 0.0 * signal.kernel.pairs
+        if memory is None:
+            memory = Kernel(signal.kernel.diagonal, 0.0 * one)
+        kernel = memory.scaled(self.memory_width * self.value)
+        width = self.heads * self.d_head
+        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width)
+
+    @property
+    def reads(self) -> CrossAttention:
+        return self
+
+    def unplaced(self) -> CrossAttention:
+        return dataclasses.replace(self, padding=None, sequences=1)
+
+    def back_kappa(self, memory_len: int) -> Array:
+        """d_model times the relative variance of what queries of a memory send back, squared.
+
+        Behind W_q, 2 over d_model, stand in each head W_k and what the output projection sent, 2
+        over d_head each, and M W_v g, M the kernel over features of the memory's tokens around
+        their mean, all but of rank r = memory_len - 1: 2/r + 2/memory_width.
+        """
+        rank = 1 / max(memory_len - 1, 1) + 1 / self.memory_width
+        by_head = 2 * (2 / self.d_head + rank) / self.heads
+        return 2.0 + self.d_model * by_head
+
+    def sight(self, queries: int, keys: int, matrices: int) -> list[Mask]:
+        """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""
+        mask = same_sequence(queries, keys, self.sequences)
+        if self.padding is None:
+            return [mask] * matrices
+        real = np.asarray(self.padding, dtype=bool)
+        if self.sequences > 1:
+            real = real.reshape(1, -1)
+        seen = [np.where((mask & row).any(1, keepdims=True), mask & row, mask) for row in real]
+        return seen if len(seen) == matrices else seen * matrices
+
+
+# --- normalised values ----------------------------------------------------------------------------
+
+LEAST_FREEDOM = 4.0
+"""Degrees of freedom of a head's norm at which narrower heads are held: E 1/|v|^2 is 1/(n - 2) and
+has no mean at 2, where the ratio (n - 1)/(n - 2) of the way back is without meaning."""
+
+
+@dataclass(frozen=True)
+class NormalizedAttention(Leaf):
+    """Self-attention on q/|q|, k/|k| and v/|v|.
+
+    What is normalised has no scale, so the tokens' own may be taken off first, where their width
+    makes it exact, and the values' weights then are 1/d_model. What normalising values does to a
+    gradient beside is applied to all of it, an error of order 1/d_head in the query and key paths;
+    correlations of values are those of infinitely wide heads.
+
+    Attributes:
+        attention: with `qk_norm`; its `value` is the variance of the unnormalised projection.
+    """
+
+    attention: SelfAttention
+
+    mixes_tokens: ClassVar[bool] = True
+    normalises: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return self.attention.label
+
+    @property
+    def padding(self) -> Padding | None:
+        return self.attention.padding
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        attention = self.attention
+        if not np.all(np.add(attention.value, attention.value_bias) > 0):
+            allowed = "above 0 where values are normalised"
+            raise domain_error("value", attention.value, allowed, "zeros have no direction")
+        unit, plain = self.values_normalised()
+        inner, back_norm = unit.forward(signal)
+        gain = attention.d_model * attention.value
+        output, back = plain.forward(inner)
+        freedom = _freedom(float(attention.d_head), attention.qk_norm == "layernorm")
+        factor = expected_pull(freedom, 1.0)
+        both = expected_pull(freedom, inner.correlation())
+        return output, _Pullback(back, back_norm, factor, both, gain)
+
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        # norms are no overlaps of their own
+        return through_attention(self.attention, record, at, walk, fixed=True)
+
+    def values_normalised(self) -> tuple[FiniteNormalization, SelfAttention]:
+        """Tokens of unit norm and attention with values of unit variance, which it amounts to."""
+        attention = self.attention
+        unit = FiniteNormalization(RMSNORM, attention.label, attention.norm_epsilon, centres=False)
+        bias = attention.value_bias / (attention.d_model * attention.value)
+        return unit, dataclasses.replace(attention, value=1 / attention.d_model, value_bias=bias)
+
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        return Chain(self.values_normalised()).two_sequences(signal, memory)
+
+    def unplaced(self) -> NormalizedAttention:
+        return NormalizedAttention(self.attention.unplaced())
+
+    def response(self, record: Record, around: Around) -> Response:
+        # What the values' norms do is of order 1/d_head. The gradient between the two is that of
+        # the fast maps.
+        (unit, plain), signal = self.values_normalised(), record.input
+        received = around.received(record)
+        tokens, _ = unit.forward(signal)
+        attending = AttentionSublayer.of(plain, tokens, received)
+        sent, _ = attending.maps.signal_adjoint(
+            SINGLE(attending.back_gain) * received, None, received
+        )
+        at_tokens = Gradient(kernel_of(sent), record.gradient_received.seq_len)
+        normed = Elementwise.of(unit, signal, at_tokens, sent, False)
+        return Sequence((normed, attending))
+
+
+@dataclass(slots=True, eq=False)
+class _Pullback:
+    """The way back: through attention, and through the tokens' normalisation.
+
+    Attributes:
+        attention, norm: those two ways.
+        factor, both: what normalising values does to a token's gradient, and to that of two.
+        gain: of the unnormalised values.
+    """
+
+    attention: Pullback
+    norm: Pullback
+    factor: Any
+    both: Any
+    gain: Any
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        inner = self.attention(gradient)
+        kernel = inner.gradient.kernel.weighted(self.factor, self.both)
+        sent = self.norm(Gradient(kernel, gradient.seq_len)).gradient
+        return _Pulled(sent, self, inner)
+
+
+@dataclass(slots=True, eq=False)
+class _Pulled(Pulled):
+    """What came back, and what attention alone said."""
+
+    way: _Pullback
+    inner: Pulled
+
+    def weights(self) -> Mapping[str, Array]:
+        way, found = self.way, dict(self.inner.weights())
+        for name in ("value", "value.bias"):
+            if name in found:
+                found[name] = found[name] * way.factor / way.gain
+        return found
+
+    def overlaps(self) -> Mapping[str, Array]:
+        return self.inner.overlaps()
+
+    def response(self) -> Kernel | None:
+        found = self.inner.response()
+        if found is None:
+            return None
+        return self.way.norm(Gradient(found, self.gradient.seq_len)).gradient.kernel
+
+
+def _freedom(d_head: float, centred: bool) -> float:
+    """Of a Gaussian head's squared norm."""
+    return max(d_head - 1 if centred else d_head, LEAST_FREEDOM)

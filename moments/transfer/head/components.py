@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, one_class
+from ...engine.classes import ClassMatrix, PositionClasses, one_class
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
-from ...engine.response import Around
-from ...engine.sensitivity import SINGLE, GradientAdjoint, Response, SignalAdjoint
+from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...formulas.activation import gelu_function, gelu_tanh_function
@@ -170,6 +169,8 @@ class Pool(Leaf):
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         if not signal.resolved:
             return self._alike(signal)
+        if signal.kernel.classes is not None:
+            return self._on_classes(signal, signal.kernel.classes)
         weights = self.weights(signal.kernel.pairs.shape[-1])
         pooled = Kernel.of_matrix(weights @ signal.second_moment().pairs @ weights.T)
         output = _gaussian(pooled, signal)
@@ -178,6 +179,45 @@ class Pool(Leaf):
     def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
         sent = Kernel.of_matrix(weights.T @ gradient.kernel.pairs @ weights)
         return Pulled(Gradient(sent, seq_len))
+
+    def _on_classes(
+        self, signal: Signal, classes: PositionClasses
+    ) -> tuple[Signal, Callable[[Gradient], Pulled]]:
+        """Of equally long documents, each of which has one vector."""
+        tokens = signal.second_moment()
+        inside, *across = classes.blocks(tokens.diagonal, tokens.pairs)
+        one, count = classes.inside, float(classes.inside.length)
+
+        def pooled(own: Array, pairs: Array) -> Array:
+            if self.kind == "first":
+                return own[..., 0]
+            return (one.mean(own) + (count - 1.0) * one.mean_of_pairs(pairs)) / count
+
+        alone = pooled(*inside)
+        between = pooled(*across[0]) if across else 0.0 * alone
+        number = classes.length // one.length
+        matrix = np.where(np.eye(number) > 0.0, alone[..., None, None], between[..., None, None])
+        output = _gaussian(Kernel.of_matrix(matrix), signal)
+        return output, functools.partial(self._sent_on_classes, signal.seq_len, classes)
+
+    def _sent_on_classes(
+        self, seq_len: int, classes: PositionClasses, gradient: Gradient
+    ) -> Pulled:
+        received, one = gradient.kernel, classes.inside
+        size, count = len(one.nodes), float(one.length)
+
+        def sent(value: Array) -> tuple[Array, Array]:
+            if self.kind == "mean":
+                each = value[..., None] / count**2
+                ones = np.ones((size, size))
+                return each * ones[0], each[..., None] * ones
+            first = np.eye(1, size)[0]
+            return value[..., None] * first, np.zeros((*np.shape(value), size, size))
+
+        blocks = [sent(np.asarray(received.mean_diagonal()))]
+        if classes.inside is not classes:
+            blocks.append(sent(np.asarray(received.mean_pairs())))
+        return Pulled(Gradient(Kernel(*classes.joined(*blocks), classes), seq_len))
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
         kernel, count = signal.second_moment(), signal.seq_len
@@ -197,6 +237,8 @@ class Pool(Leaf):
     def response(self, record: Record, around: Around) -> Response:
         if not record.input.resolved:
             return _PooledAlike(self.kind, record.input.seq_len)
+        if record.input.kernel.classes is not None:
+            return _PooledClasses(self.kind, record.input.kernel.classes.inside)
         return _Pooled(self.weights(record.input.kernel.pairs.shape[-1]))
 
     def weights(self, count: int) -> np.ndarray:
@@ -238,6 +280,31 @@ class _Pooled:
         none = np.zeros(sensitivity.shape[:-2])
         found = self.weights.T @ sensitivity @ self.weights
         return SignalAdjoint(found.astype(SINGLE), none, none)
+
+
+@dataclass(frozen=True)
+class _PooledClasses:
+    """One vector of a sequence on classes."""
+
+    kind: str
+    classes: PositionClasses
+
+    def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
+        none = np.zeros(sensitivity.shape[:-2])
+        found = sensitivity.own[..., 0]
+        if self.kind == "mean":
+            found = sensitivity.total() / self.classes.length**2
+        onward = np.asarray(found)[..., None, None].astype(SINGLE)
+        return GradientAdjoint(onward, None, none, none + 1.0)
+
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        none, given = np.zeros(sensitivity.shape[:-2]), sensitivity[..., 0, 0]
+        size = len(self.classes.nodes)
+        own, pairs = given[..., None] * np.eye(1, size)[0], np.zeros((*given.shape, size, size))
+        if self.kind == "mean":
+            pairs = pairs + given[..., None, None] / self.classes.length**2
+            own = pairs[..., 0]
+        return SignalAdjoint(ClassMatrix(own, pairs, self.classes).astype(SINGLE), none, none)
 
 
 @dataclass(frozen=True)

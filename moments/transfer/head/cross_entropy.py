@@ -138,7 +138,7 @@ class _Nodes:
             tanh = np.tanh(z / softcap)
             value, slope = softcap * tanh, 1 - tanh**2
             self._saturate(float(z[0]), float(z[-1]), step, mean, deviation)
-        self._value, self._slope = value, slope
+        self._value, self._slope, self._uncapped = value, slope, softcap is None
         self.value, self.square = value @ self.weights, value**2 @ self.weights
         self.slope, self.slope_square = slope @ self.weights, slope**2 @ self.weights
 
@@ -159,18 +159,25 @@ class _Nodes:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _transforms(self, y: np.ndarray) -> dict[str, np.ndarray]:
-        u = self._value[None, :] - y[:, None]
-        size = np.exp(np.minimum(u, 700.0))
-        once, twice = np.exp(u - size), np.exp(2 * u - size)
+        # exp(k u - exp(u)) is exp(u)^k times a factor that is 0 long before the power overflows.
+        size = np.exp(np.minimum(self._value[None, :] - y[:, None], 300.0))
+        once = np.exp(-size)
+        below, above = once @ self.weights, -np.expm1(-size) @ self.weights
+        once *= size
+        size *= once
+        p, pp = once @ self.weights, size @ self.weights
+        if self._uncapped:
+            return {"below": below, "above": above, "p": p, "pw": p, "pww": p, "ppww": pp, "pp": pp}
         slope, square = self.weights * self._slope, self.weights * self._slope**2
+        pw, pww, ppww = once @ slope, once @ square, size @ square
         return {
-            "below": np.exp(-size) @ self.weights,
-            "above": -np.expm1(-size) @ self.weights,
-            "p": once @ self.weights,
-            "pw": once @ slope,
-            "pww": once @ square,
-            "ppww": twice @ square,
-            "pp": twice @ self.weights,
+            "below": below,
+            "above": above,
+            "p": p,
+            "pw": pw,
+            "pww": pww,
+            "ppww": ppww,
+            "pp": pp,
         }
 
 
@@ -236,6 +243,9 @@ def _points(
     def place(y: np.ndarray) -> np.ndarray:
         return np.asarray(sum(_NEAR * np.arcsinh((y - c) / (_NEAR * s)) for c, s in centres))
 
+    def slope(y: np.ndarray) -> np.ndarray:
+        return np.asarray(sum(1 / np.hypot(s, (y - c) / _NEAR) for c, s in centres))
+
     ends = place(np.array([low, high]))
     wanted = np.arange(ends[0], ends[1] + _STEP, _STEP)
     if len(centres) == 1:
@@ -243,13 +253,14 @@ def _points(
         y = centre + _NEAR * scale * np.sinh(wanted / _NEAR)
     else:
         below, above = np.full_like(wanted, low), np.full_like(wanted, 2 * high - low)
-        for _ in range(80):
+        for _ in range(40):
             middle = (below + above) / 2
             short = place(middle) < wanted
             below, above = np.where(short, middle, below), np.where(short, above, middle)
         y = (below + above) / 2
-    slope = sum(1 / np.hypot(s, (y - c) / _NEAR) for c, s in centres)
-    return y, _STEP / np.asarray(slope)
+        for _ in range(2):  # Newton's steps, from within 1e-12 of the range
+            y -= (place(y) - wanted) / slope(y)
+    return y, _STEP / slope(y)
 
 
 def _single(

@@ -141,6 +141,8 @@ def output_moments(
     sequences = 1
     if signal.resolved is True:
         sequences = signal.kernel.pairs.shape[-1] // model.seq_len
+    elif isinstance(signal.resolved, DocumentClasses):
+        sequences = len(signal.resolved.lengths)
     run = Run() if run is None else run
     run.layer = model.layers + 1
     chain = head_chain(model, head, sequences, real)
@@ -299,7 +301,7 @@ def _targets(
             found = (
                 position_targets(head, vocab_size, counted)
                 if token_ids is None
-                else position_text(counted, token_ids)
+                else position_text(head, vocab_size, counted, token_ids)
             )
             if isinstance(counted, DocumentClasses) and counted is not classes:
                 found = found.of_one(counted)

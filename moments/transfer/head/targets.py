@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.classes import DocumentClasses, PositionClasses
-from ...engine.state import Array, ratio_or_zero
+from ...engine.state import Array
 from ...errors import DomainError, domain_error
 from ...formulas.algebra import NUMPY
 from ...formulas.checks import check_array, check_count
@@ -187,38 +187,35 @@ def position_targets(
     """Targets of an unknown text on classes of positions, each token predicting the next one, or
     what is masked at random.
 
-    Two tokens i and i + 1 are the first nodes, one position apart; beyond them, neighbours of one
-    class are, in as many of its pairs as there are tokens.
+    Next tokens are found among what is read as often as there are some (`following_pairs`).
     """
     check_count("batch", batch)
     if head.loss != "causal":
-        alike = alike_targets(head, vocab_size, classes.length, batch)
-        of_one, of_two = np.ones(len(classes.nodes)), np.ones((len(classes.nodes),) * 2)
-        one_token = {"active", "own"}
-        each = {
-            name: value * (of_one if name in one_token else of_two)
-            for name, value in vars(alike).items()
-            if name != "count"
-        }
-        return Targets(alike.count, **each)
+        return _chosen_at_random(head, vocab_size, classes, batch)
     collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
-    one, size = classes.inside, len(classes.nodes)
-    active = classes.cell_means(_followed(classes))
-    beside = np.diff(one.nodes) == 1
-    following = np.diag(beside.astype(float), 1)
-    inside = np.append(~beside, False)
-    inside[-2] = True
-    pairs = np.diagonal(one.pair_count)
-    following[inside, inside] = np.clip(
-        ratio_or_zero(one.count, np.maximum(pairs, 0.0))[inside], 0.0, 1.0
-    )
-    following = classes.within(following)
+    size, active = len(classes.nodes), classes.cell_means(_followed(classes))
+    following = classes.following_pairs
     hit = following + (1.0 - following) * collision
     both_hit = following.T * collision + (1.0 - following.T) * triple
     count = batch * float(_followed(classes).sum())
     even = np.full((size, size), collision)
     own = np.full(size, collision)
     return Targets(count, active, np.outer(active, active), even, even, hit, own, both_hit)
+
+
+def _chosen_at_random(
+    head: Head, vocab_size: int, classes: PositionClasses, batch: int = 1
+) -> Targets:
+    """Of tokens that are masked at random, whose targets are drawn by Zipf's law."""
+    alike = alike_targets(head, vocab_size, classes.length, batch)
+    of_one, of_two = np.ones(len(classes.nodes)), np.ones((len(classes.nodes),) * 2)
+    one_token = {"active", "own"}
+    each = {
+        name: value * (of_one if name in one_token else of_two)
+        for name, value in vars(alike).items()
+        if name != "count"
+    }
+    return Targets(alike.count, **each)
 
 
 def _followed(classes: PositionClasses) -> Array:
@@ -229,14 +226,21 @@ def _followed(classes: PositionClasses) -> Array:
     return found
 
 
-def position_text(classes: PositionClasses, ids: np.ndarray) -> Targets:
-    """Targets of a text on classes of positions, the next token of each: means over cells.
+def position_text(
+    head: Head, vocab_size: int, classes: PositionClasses, ids: np.ndarray
+) -> Targets:
+    """Targets of a text on classes of positions, the next token of each or what is masked at
+    random: means over cells.
 
     Args:
+        head, vocab_size: as of `position_targets`.
         classes: of positions.
         ids: (L,), or (documents, longest) where they are of several.
     """
     read, active = ids.astype(np.int64), _followed(classes)
+    if head.loss != "causal":
+        same = classes.pair_means(read, read)
+        return replace(_chosen_at_random(head, vocab_size, classes), same_token=same)
     # None has none in common with another's.
     none = NO_TARGET - np.arange(read.size).reshape(read.shape)
     chosen = np.where(active > 0.0, np.roll(read, -1, axis=-1), none)

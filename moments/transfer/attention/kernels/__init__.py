@@ -1,8 +1,22 @@
-"""Kernel operations: moments of layers whose state is resolved by token."""
+"""Softmax attention on any kernel of tokens.
 
-from .attention import AttentionGradient, KernelAttention
-from .heads import HeadAverage, RelativeBiasNoise, few_points
-from .rotation import Rotation
+By token, from below: `logits` and `row_statistics` say what rows look like, `joint_laws` what two
+rows have in common, `closure` puts that together with what dropout and finite widths add, and
+`attention` is the layer. `position_attention` is the same on classes of positions, and
+`relative_positions` what stands between them; `exact_rows` and `finite_rows` are exact rows of
+exchangeable logits, which both are held to.
+
+Start with `attention`, then `closure`.
+"""
+
+from .attention import (
+    AttentionGradient,
+    HeadAverage,
+    KernelAttention,
+    RelativeBiasNoise,
+    few_points,
+)
+from .logits import Rotation
 
 __all__ = [
     "AttentionGradient",

@@ -11,13 +11,40 @@ since E J = Wd (1 - A). The closure exponentiates this and keeps the marginals:
 
     F proportional to w_j w'_l exp(beta(rho) [(1 - A) C (1 - A')^T]_jl), Sinkhorn scaled to w, w',
 
-with A = F(1)/w self-consistent and beta(rho) fixed by exact exchangeable rows (`calibration`). It
+with A = F(1)/w self-consistent and beta(rho) fixed by exact exchangeable rows (`finite_rows`). It
 is exact to first order given w and A, exact in everything for exchangeable kernels, and otherwise
 an approximation whose errors are measured in `attention.KernelAttention`.
 
-Where positions are rotated, rows i and i' meet C times rho(D) rho(delta), treated as above, and
-a remainder (`rotation`) that is added to first order, times the growth of an exchangeable row's
-response from correlation 0 to that of the two rows.
+Where positions are rotated, rows i and i' meet C times rho(D) rho(delta), treated as above, and a
+remainder (`logits.Rotation`) that is added to first order, times the growth of an exchangeable
+row's response from correlation 0 to that of the two rows.
+
+Response of attention rows to noise that is independent between keys: attention dropout.
+
+Dropping entries of a row multiplies a_j by independent factors of mean 1 and variance p/(1-p).
+Besides E a_j^2, the paths through the logits need E[J D J], D = diag(C_jj). By Price's theorem that
+is the derivative of the row's joint law with itself along D instead of along C, and in the closure
+such a derivative replaces (1-A) C (1-A)^T by (1-A) D (1-A)^T:
+
+    E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(dbeta/drho)/tau (1-A) D (1-A)^T + u 1^T + 1 u^T]
+
+at rho = 1, where u keeps the marginals of F. Its shape is used; its trace is known better from
+E a_j^2: that of the exchangeable row with the same number of keys and the same E sum a^2. Both are
+exact for exchangeable rows; elsewhere this is an approximation, measured in
+`attention.KernelAttention`.
+
+What finite widths do to an attention layer's outputs, at order 1/d_model.
+
+Derived for tokens alike in `laws.attention_refined`; here per pair of rows. Given the direction w_i
+that row i looks in, token j has a component along it, and the values of the attended tokens share
+that component: E tr(J C) for either row. Tokens of fixed norm pay for it. With delta the deficit of
+their norm's fluctuation and u the fraction of a key that it does not share with the others,
+
+    a token's overlap with itself does not fluctuate: of what rows hold in common of the same token
+    remains the fraction e^{-x (1 + rho)}, x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;
+    the overlap of different tokens falls where both are attended to, by the fraction
+    u (1 + u) delta theta (1 - 3 P2 + 2 P3) of what the rows' tokens share;
+    and with the keys' own variance, which gives back 2 (1 - u)^2 delta dO/dlog theta.
 
 See docs/theory/attention.md, The closure.
 """
@@ -31,14 +58,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import exact_rows
-from .balance import self_overlap
-from .calibration import calibrate, nodes_for
-from .contractions import single
-from .finite_rows import Widths
-from .joint_laws import JointLaws
-from .logits import Logits
-from .pair_weights import PairWeights, row_scale
-from .row_classes import RowClass, as_slice, find_patterns, group_patterns, window
+from .finite_rows import Widths, calibrate, nodes_for
+from .joint_laws import JointLaws, PairWeights, row_scale, self_overlap, single
+from .logits import Logits, RowClass, as_slice, find_patterns, group_patterns, window
 from .row_statistics import RowStatistics, mean_attention, row_statistics
 
 Array = NDArray[np.float64]
@@ -106,21 +128,21 @@ def _shared(patterns: Array, biased: bool) -> Array:
 
 
 def _make_class(
-    span: slice, own: int, extended: Array, stats: RowStatistics, kernel: Array, scale: float
+    span: slice, leader: int, extended: Array, stats: RowStatistics, kernel: Array, scale: float
 ) -> RowClass:
-    keys = as_slice(np.flatnonzero(extended[own]))
-    members = np.append(np.arange(span.start, span.stop), own)
+    keys = as_slice(np.flatnonzero(extended[leader]))
+    members = np.append(np.arange(span.start, span.stop), leader)
     inside = kernel[window(keys, keys)]
     prior = extended[members][:, keys]
     weights = mean_attention(inside, prior, stats, members, scale)
     response = np.zeros_like(inside)
     if len(inside) > 1:
-        pull = stats.odds[own]
-        tau = scale * stats.temperature[own] * stats.held[own]
+        pull = stats.odds[leader]
+        tau = scale * stats.temperature[leader] * stats.held[leader]
         guess = np.exp(pull * tau * (inside - inside.max(1, keepdims=True))) * prior[-1]
-        exponent = pull * tau / max(stats.strength[own], 1e-6) ** 2
+        exponent = pull * tau / max(stats.strength[leader], 1e-6) ** 2
         response = self_overlap(inside, weights[-1], guess, exponent)
-    return RowClass(span, keys, own, weights[:-1], weights[-1], response)
+    return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
 
 
 def _means(values: Array, group: Indices) -> Array:
@@ -147,20 +169,20 @@ class OverlapClosure:
         if logits.rotation is not None:
             correlation = np.minimum(correlation * logits.rotation.queries, 0.0)
         self._nodes = nodes = nodes_for(correlation, float(stats.theta.max()))
-        own = slice(len(self.group), None)
+        leaders = slice(len(self.group), None)
         self.calibration = calibrate(
-            stats.theta[own],
-            stats.keys[own],
-            stats.unshared_fraction[own],
-            stats.own_fraction[own],
+            stats.theta[leaders],
+            stats.keys[leaders],
+            stats.unshared_fraction[leaders],
+            stats.unshared_by_mean[leaders],
             nodes,
             widths,
         )
-        variance = np.maximum(stats.logit_variance[own], exact_rows.THETA_LEAST)
-        gap = variance * stats.strength[own] ** 2
+        variance = np.maximum(stats.logit_variance[leaders], exact_rows.THETA_LEAST)
+        gap = variance * stats.strength[leaders] ** 2
         self._exponent_per_logit = self.calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
         self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
-        exponents = self._exponent_per_logit * logits.scale * stats.temperature[own, None]
+        exponents = self._exponent_per_logit * logits.scale * stats.temperature[leaders, None]
         derivative = nodes.basis(nodes.rho)[1]
         self._laws = JointLaws(self.classes, self.pattern, exponents, derivative, logits)
         self.pairs = PairWeights.of(
@@ -246,9 +268,9 @@ class OverlapClosure:
         return np.asarray(self.rows.keys[self.pattern])
 
     @property
-    def own_fraction(self) -> Array:
+    def unshared_by_mean(self) -> Array:
         """(Lq,) the fraction of a key that it does not share with the row's others."""
-        return np.asarray(self.rows.own_fraction[self.pattern])
+        return np.asarray(self.rows.unshared_by_mean[self.pattern])
 
     @functools.cached_property
     def squares(self) -> Array:
@@ -261,22 +283,22 @@ class OverlapClosure:
                     group = wide.source
                     diagonal = np.diagonal(sums.excess[index, 0]) - 2.0 * sums.left[index, 0]
                     diagonal = diagonal + np.diagonal(sums.both[index, 0])[:, None]
-                    diagonal = diagonal[wide.own_patterns, wide.own_keys]
+                    diagonal = diagonal[wide.leader_patterns, wide.leader_keys]
                     scale = self._row_scale[0, group.patterns, None] ** 2
                     square = group.weights**2 * np.maximum(1.0 + scale * diagonal, 0.0)
                     compact[window(group.patterns, group.keys)] = square
         for group in self.classes:
-            if len(group.own_weights) == 1:
+            if len(group.leader_weights) == 1:
                 compact[window(group.patterns, group.keys)] = 1.0
         return compact[self.pattern]
 
-    def own_joints(self) -> dict[int, Array]:
+    def leader_joints(self) -> dict[int, Array]:
         """(n, n) F/(w w^T) of every class's own row with itself, symmetric, by the row's index."""
         joints = {}
         for block in self._laws.blocks:
             if block.own:
                 for (wide, _), excess in zip(block.pairs, block.overlap.excess, strict=True):
-                    inside = excess[0, wide.own_keys, wide.own_keys].astype(np.float64)
+                    inside = excess[0, wide.leader_keys, wide.leader_keys].astype(np.float64)
                     joints[wide.source.row] = 1.0 + 0.5 * (inside + inside.T)
         return joints
 
@@ -285,3 +307,250 @@ class OverlapClosure:
         """(classes,) dbeta/drho at rho = 1, per unit of logit scale and query norm."""
         slope = self._nodes.basis(np.ones(1))[1][:, 0]
         return np.asarray(self._exponent_per_logit @ slope)
+
+
+# --- dropped attention ----------------------------------------------------------------------------
+
+MARGINAL_SWEEPS = 12
+"""Sweeps that bring the weighted means of the response to 0; each halves what is left, at least."""
+
+
+def marginal_free(joint: Array, direction: Array, weights: Array) -> Array:
+    """joint o (direction + u 1^T + 1 u^T) with u such that its weighted row means vanish.
+
+    Args:
+        joint: (n, n) symmetric, of weighted row means 1.
+        direction: (n, n) symmetric.
+        weights: (n,) positive, of sum 1.
+    """
+    overlap = joint * weights  # rows sum to 1; its spectrum in [0, 1] makes the iteration contract
+    mean = (overlap * direction).sum(1)
+    shift = -0.5 * mean
+    for _ in range(MARGINAL_SWEEPS):
+        shift = 0.5 * (shift - mean - overlap @ shift)
+    return np.asarray(joint * (direction + shift[:, None] + shift))
+
+
+class NoiseResponse(NamedTuple):
+    """The rows of one class.
+
+    Attributes:
+        weights: (a, n) mean attention w_i.
+        scale: (a,) what brings the trace of P_i N P_i to E tr J^2.
+        response: (n, n) N.
+        left: (a, n) w_i^T N.
+        both: (a,) w_i^T N w_i.
+    """
+
+    weights: Array
+    scale: Array
+    response: Array
+    left: Array
+    both: Array
+
+    @classmethod
+    def of(cls, weights: Array, response: Array, trace: Array) -> NoiseResponse:
+        """Form the products; `trace` (a,) is E tr J^2 of every row."""
+        left = weights @ response
+        one = cls(weights, np.ones(len(weights)), response, left, (left * weights).sum(1))
+        bare = one.gather(np.eye(len(response)))
+        usable = bare > 1e-300
+        return one._replace(scale=np.where(usable, trace / np.where(usable, bare, 1.0), 0.0))
+
+    def spread(self, row_weights: Array) -> Array:
+        """(n, n): sum_i h_i E[J_i D J_i] for (a,) weights h."""
+        weighted = self.weights * (row_weights * self.scale)[:, None]
+        crossed = weighted.T @ (self.weights * self.left)
+        total = (weighted.T @ self.weights) * self.response - crossed - crossed.T
+        return np.asarray(total + (weighted * self.both[:, None]).T @ self.weights)
+
+    def gather(self, kernel: Array) -> Array:
+        """(a,): tr(E[J_i D J_i] kernel) for a symmetric kernel (n, n)."""
+        mapped = self.weights @ kernel
+        total = ((self.weights @ (self.response * kernel)) * self.weights).sum(1)
+        total -= 2.0 * (self.left * mapped * self.weights).sum(1)
+        total += self.both * (mapped * self.weights).sum(1)
+        return np.asarray(total * self.scale)
+
+
+class DroppedAttention:
+    """E[J_i D J_i] of every row of a closure, D = diag(C_jj) for (Lk,) `variance` C_jj."""
+
+    def __init__(self, closure: OverlapClosure, variance: Array) -> None:
+        self._closure = closure
+        self._shape = (len(variance), len(variance))
+        patterns = len(closure.group)
+        members = np.unique(closure.pattern, return_index=True)[1]
+        trace = exact_rows.jacobian_square(
+            closure.squares[members].sum(1), closure.rows.count[:patterns]
+        )
+        trace = trace * (closure.weights[members] @ variance)  # tr J D J, were D uniform
+        joints = closure.leader_joints()
+        self._responses = []
+        for index, group in enumerate(closure.classes):
+            if len(group.leader_weights) > 1:
+                direction = (group.response * variance[group.keys]) @ group.response.T
+                direction = closure.exponent_slopes[index] * direction
+                response = marginal_free(joints[group.row], direction, group.leader_weights)
+                noise = NoiseResponse.of(group.weights, response, trace[group.patterns])
+                self._responses.append((index, group, noise))
+
+    def spread(self, row_weights: Array) -> Array:
+        """(2, L, L): sum_i h_i E[J_i D J_i] in the key path and in its correlation with the value
+        path, for (L,) weights h."""
+        closure = self._closure
+        total = np.zeros((2, *self._shape))
+        pattern_weights = np.zeros(len(closure.group))
+        np.add.at(pattern_weights, closure.pattern, row_weights)
+        for index, group, noise in self._responses:
+            part = noise.spread(pattern_weights[group.patterns])
+            key, cross = closure.calibration.noise_key, closure.calibration.noise_cross
+            total[window(group.keys, group.keys)] += np.stack(
+                [key[index] * part, cross[index] * part]
+            )
+        return total
+
+    def gather(self, kernel: Array) -> Array:
+        """(3, L): tr(E[J_i D J_i] kernel) in the key path, in its correlation with the value path
+        and in the query path."""
+        closure, calibration = self._closure, self._closure.calibration
+        total = np.zeros((3, len(closure.group)))
+        for index, group, noise in self._responses:
+            part = noise.gather(kernel[window(group.keys, group.keys)])
+            total[0, group.patterns] = calibration.noise_key[index] * part
+            total[1, group.patterns] = calibration.noise_cross[index] * part
+            total[2, group.patterns] = calibration.noise_query[index] * part
+        return total[:, closure.pattern]
+
+
+# --- finite width ---------------------------------------------------------------------------------
+
+
+class WidthTerms:
+    """The terms of one layer.
+
+    Attributes:
+        overlap_path: (Lq, Lq) what the query path gains per unit of its gradient and of 1/d_model.
+        output: (Lq, Lq) what O gains.
+    """
+
+    def __init__(
+        self,
+        closure: OverlapClosure,
+        logits: Logits,
+        widths: Widths,
+        mean: Array,
+        excess: Array,
+        slope: Array,
+    ) -> None:
+        """Evaluate them.
+
+        Args:
+            closure, logits, widths: of the layer.
+            mean: (Lq, Lq) overlap W C W^T of mean outputs.
+            excess: (Lq, Lq) what the joint laws add to it.
+            slope: (Lq, Lq) its derivative in the correlation of two queries.
+        """
+        weights, pairs = closure.weights, closure.pairs
+        calibration, leader_class = closure.calibration, closure.group[closure.pattern]
+        variance = np.diagonal(logits.values)
+        shift = weights @ variance - np.diagonal(mean + excess)
+        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
+            moved = _apart(weights, logits.values)
+            usable = moved > 1e-9 * (weights @ variance)
+            ratio = _apart(weights, logits.keys) / np.where(usable, moved, 1.0)
+            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
+        looking = logits.scale * _looking(weights, logits, shift)
+        self.overlap_path = looking * pairs.query_shift
+        self.output = looking * pairs.joint_shift * logits.queries / widths.d_model
+        if widths.deficit <= 0.0:
+            return
+        unshared = unshared_part(
+            closure.effective_keys,
+            weights @ variance - np.diagonal(mean),
+            (weights * weights).sum(1),
+        )
+        rooted = weights * np.sqrt(unshared)[:, None]
+        every = np.arange(len(weights))
+        self.output += fixed_norms(
+            widths,
+            (every[:, None], every[None, :]),
+            pairs.correlation,
+            pairs.growth,
+            calibration.stiffness[leader_class],
+            calibration.against[leader_class],
+            closure.unshared_by_mean,
+            mean,
+            excess,
+            slope,
+            rooted @ rooted.T,
+        )
+
+
+def unshared_part(effective_keys: Array, apart: Array, square: Array) -> Array:
+    """(Lq,) own part of a row's keys, those that move together counting as one: n_e of them, of
+    which a row holds 1/n_e in common with itself. Rows of one key have nothing to fluctuate.
+
+    Args:
+        effective_keys: n_e.
+        apart: w.diag(C) - w^T C w.
+        square: sum_j w_j^2.
+    """
+    keys = np.maximum(effective_keys, 1.0)
+    several = keys > 1.0 + 1e-6
+    unshared = np.where(several, apart / np.where(several, keys - 1.0, 1.0), 0.0)
+    return np.asarray(np.maximum(unshared, 0.0) / square)
+
+
+def fixed_norms(
+    widths: Widths,
+    rows: tuple[Indices, Indices],
+    correlation: Array,
+    growth: Array,
+    stiffness: Array,
+    against: Array,
+    unshared_by_mean: Array,
+    mean: Array,
+    excess: Array,
+    slope: Array,
+    held: Array,
+) -> Array:
+    """What tokens of fixed norm add to the output, for pairs of rows; see above.
+
+    Args:
+        widths: of the layer.
+        rows: both indices of every pair.
+        correlation, growth: as in `joint_laws.PairWeights`.
+        stiffness, against, unshared_by_mean: (Lq,) of every row.
+        mean, excess, slope: as in `WidthTerms`.
+        held: what two rows hold in common of the same tokens' own parts.
+    """
+    one, two = rows
+    half = 0.5 * stiffness
+    output = np.expm1(-(half[one] + half[two]) * (1.0 + correlation)) * (held + excess)
+    half = 0.5 * against
+    output -= (half[one] + half[two]) * (mean - held)
+    shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - unshared_by_mean, 0.0, 1.0)
+    return np.asarray(output + shared[one] * shared[two] * growth * slope)
+
+
+def _apart(weights: Array, kernel: Array) -> Array:
+    """(Lq,) w.diag(C) - w^T C w, at least 0: what the attended tokens do not share."""
+    apart = weights @ np.diagonal(kernel) - np.einsum("ij,ij->i", weights @ kernel, weights)
+    return np.asarray(np.maximum(apart, 0.0))
+
+
+def _looking(weights: Array, logits: Logits, shift: Array) -> Array:
+    """(Lq, Lq) products of two rows' shifts, turned where positions are rotated: a key's part
+    of the shift, w_ij (C_jj - sum_l w_il C_lj), turns with its position."""
+    rotation = logits.rotation
+    if rotation is None:
+        return np.outer(shift, shift)
+    parts = weights * (np.diagonal(logits.values) - weights @ logits.values)
+    total = parts.sum(1)
+    usable = np.abs(total) > 1e-300
+    parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
+    phases = np.multiply.outer(rotation.key_positions, 1j * rotation.frequencies)
+    turned = parts @ np.exp(phases)
+    turned *= np.exp(-np.multiply.outer(rotation.query_positions, 1j * rotation.frequencies))
+    return np.asarray(np.real((turned * rotation.shares) @ turned.conj().T))

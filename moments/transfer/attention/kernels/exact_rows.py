@@ -14,10 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..softmax import PairStatistics, RowStatistics, SquareTable
-from ..softmax.chebyshev import THETA_MAX, chebyshev_basis, length_coordinate, theta_coordinate
-from ..softmax.encoding import decode_participation, decode_square_pair
 from ..softmax.exact import THETA_EXACT
 from ..softmax.peaked import at_edge, pairs_beyond, rows_beyond
+from ..softmax.table import (
+    THETA_MAX,
+    chebyshev_basis,
+    decode_participation,
+    decode_square_pair,
+    length_coordinate,
+    theta_coordinate,
+)
 
 Array = NDArray[np.float64]
 

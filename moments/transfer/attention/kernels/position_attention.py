@@ -13,6 +13,12 @@ a node, a layer meets `KernelAttention` as closely as that one's single precisio
 the correlation allow, where it gives every row a class of its own. `tests/test_position_classes.py`
 holds that; what nodes lose in whole models is in `benchmarks/data/position_classes.json`.
 
+Every two rows of an attention layer on classes, in tiles of rows that see nearly the same keys.
+
+The laws of two rows are arrays over the keys of either. A tile of rows sees a range of classes, and
+pairs of two tiles are treated together, over those two ranges: half of what a causal mask would
+fill with zeros is left out, and beyond a window nearly all.
+
 See docs/theory/state.md, Classes of positions.
 """
 
@@ -20,33 +26,323 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.classes import Matrix, Sight, diagonal
-from ..softmax.chebyshev import THETA_MAX
+from ..softmax.table import THETA_MAX
 from . import exact_rows
-from .balance import EXPONENT_MAX, ITERATIONS, JOINT_SWEEPS, SELF_SWEEPS, TANGENT_SWEEPS
-from .calibration import calibrate, nodes_for
-from .contractions import single
-from .fading import FadingSight
-from .finite_rows import Widths
-from .independent_noise import MARGINAL_SWEEPS
-from .pair_weights import RHO_MIN, geometric_mean, sharpening
-from .reference import annealed_moments, matched
-from .row_pairs import RowMaps, RowPairs, Tile
-from .row_statistics import RowStatistics, log_weights, reference_scale, statistics_of
-from .turning import Turning
-from .width_terms import fixed_norms, unshared_part
+from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
+from .finite_rows import Widths, calibrate, nodes_for
+from .joint_laws import (
+    EXPONENT_MAX,
+    ITERATIONS,
+    JOINT_SWEEPS,
+    RHO_MIN,
+    SELF_SWEEPS,
+    TANGENT_SWEEPS,
+    geometric_mean,
+    sharpening,
+    single,
+)
+from .relative_positions import FadingSight, Turning
+from .row_statistics import (
+    RowStatistics,
+    annealed_moments,
+    log_weights,
+    matched,
+    reference_scale,
+    statistics_of,
+)
+
+# --- pairs of rows --------------------------------------------------------------------------------
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
+TILE = 9
+"""Rows of a tile: fewer leave out more zeros, more take fewer calls."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Pairs of rows of two ranges.
+
+    Attributes:
+        pairs: where they are among all.
+        long, short: (c,) their rows; the last are every row with itself where both ranges are one.
+        left, right: keys of either.
+        own: keys of both, in all; `own_left` and `own_right` within those of either.
+        met, met_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
+        turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
+            without rotary positions.
+        still: (c, n, k) means of rho of two keys of the longer row; None likewise.
+        begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
+    """
+
+    pairs: slice
+    long: Indices
+    short: Indices
+    left: slice
+    right: slice
+    own: slice
+    own_left: slice
+    own_right: slice
+    met: Array
+    met_own: Array
+    turned: tuple[Array, Array] | None
+    still: Array | None
+    begun: Array | None
+
+    def diagonal(self, pairs: Array) -> Array:
+        """(..., o) entries of keys of both."""
+        offset = self.left.start - self.right.start
+        return np.diagonal(pairs, offset, axis1=-2, axis2=-1)
+
+    @property
+    def rows(self) -> slice:
+        """The range of the longer rows."""
+        return slice(int(self.long[0]), int(self.long[-1]) + 1)
+
+    def projected(self, maps: RowMaps, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
+        """X C X'^T of rows' maps and kernels C of their own and pairs' entries.
+
+        Args:
+            maps: of all rows.
+            kernels: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or, where it is
+                said to be by pair, (c, o) and (c, n, k).
+        """
+        own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
+        second = maps.own[self.short, self.own]
+        counts = maps.counts[self.short, self.own]
+        once = np.where(counts > 0.0, 1.0 / np.where(counts > 0.0, counts, 1.0), 0.0)
+        middles, owns = [], []
+        for kernel, by_pair in kernels:
+            if self.begun is not None:
+                kernel, by_pair = self._of_pairs(kernel, by_pair), True
+            first = self.long if by_pair else self.rows
+            apart = kernel[0] - self.diagonal(kernel[1])
+            if self.begun is not None:
+                apart = apart * self.begun
+            middle = maps.whole[first, self.left, self.left] @ kernel[1]
+            beside = maps.pairs[first, self.left, self.own] * apart[..., None, :]
+            middle[:, :, self.own_right] += beside
+            own = maps.own[first, self.own] * apart
+            if not by_pair:
+                where = self.long - self.long[0]
+                middle, own = middle[where], own[where]
+            middles.append(middle)
+            owns.append(own)
+        found = np.concatenate(middles, axis=1) if len(middles) > 1 else middles[0]
+        parts = [slice(k * size, (k + 1) * size) for k in range(len(kernels))]
+        # One token of its own meets what counts multiply below; what it is with itself is `own`.
+        for part, own in zip(parts, owns, strict=True):
+            diagonal = _diagonal(found[:, part][:, own_keys[0], own_keys[1]])
+            diagonal += own * once
+        found = found @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
+        matrices = []
+        for part, own in zip(parts, owns, strict=True):
+            pairs, own = found[:, part], own * second
+            diagonal = _diagonal(pairs[:, own_keys[0], own_keys[1]])
+            diagonal -= own * once
+            matrices.append((own, pairs))
+        return matrices
+
+    def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
+        """(c, n, k) of what is of all rows, or of the longer ones."""
+        own, pairs = kernel
+        if by_pair:
+            return kernel
+        if pairs.ndim == 3:
+            return own, pairs[self.long - self.long[0]]
+        return own, np.broadcast_to(pairs, (len(self.long), *pairs.shape))
+
+
+class RowMaps(NamedTuple):
+    """A map of kernels over keys for every row, X = (own, pairs), and all of it by the counts of
+    the second key.
+
+    Attributes:
+        own, pairs: (P, P) and (P, P, P).
+        counts: (P, P) of a row's keys.
+        whole: (P, P, P) pairs times counts, and own on the diagonal.
+    """
+
+    own: Array
+    pairs: Array
+    counts: Array
+    whole: Array
+
+    @classmethod
+    def of(cls, own: Array, pairs: Array, counts: Array) -> RowMaps:
+        whole = pairs * counts[:, None, :]
+        each = np.arange(len(own))
+        whole[:, each, each] += own
+        return cls(own, pairs, counts, whole)
+
+
+@dataclass(frozen=True, eq=False)
+class RowPairs:
+    """All pairs of rows of a layer.
+
+    Attributes:
+        tiles: of pairs.
+        rows: ranges of rows and of the keys that they see.
+        long, short: (C,) the longer and the shorter row of every pair.
+        alone: (C,) whether it is a row with itself; (p, p) otherwise is one with its neighbour.
+        phases: (C, m) mean e^{i w (i - i')} of the two rows; None without rotary positions.
+    """
+
+    tiles: tuple[Tile, ...]
+    rows: tuple[tuple[slice, slice], ...]
+    long: Indices
+    short: Indices
+    alone: NDArray[np.bool_]
+    phases: NDArray[np.complex128] | None
+
+    @classmethod
+    def of(cls, sight: Sight, turning: Turning | None) -> RowPairs:
+        """The same for the same arguments."""
+        return _pairs(sight, turning)
+
+    @classmethod
+    def of_neighbours(
+        cls, sight: Sight, turning: Turning | None, before: tuple[int, ...]
+    ) -> NeighbourRows:
+        """Of every row and the one before it, which is of node `before`; the same for the same."""
+        return _neighbours(sight, turning, before)
+
+    def split(self, of_pairs: Array) -> Matrix:
+        """(own (P,), pairs (P, P)) of a symmetric number for every pair."""
+        own, several = of_pairs[self.alone], ~self.alone
+        pairs = np.empty((len(own), len(own)))
+        pairs[self.long[several], self.short[several]] = of_pairs[several]
+        pairs[self.short[several], self.long[several]] = of_pairs[several]
+        return own, pairs
+
+    def joined(self, own: Array, pairs: Array) -> Array:
+        """(C,) of the same."""
+        return np.where(self.alone, own[self.long], pairs[self.long, self.short])
+
+
+class NeighbourRows(RowPairs):
+    """A pair for every row, with the one before it; two of one class are `alone`: they see the same
+    keys but for one."""
+
+    def split(self, of_pairs: Array) -> Matrix:
+        """(own (P,), nothing)."""
+        return of_pairs, np.zeros((0, 0))
+
+
+@functools.lru_cache(maxsize=16)
+def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) -> NeighbourRows:
+    previous, whole = np.array(before), RowPairs.of(sight, turning)
+    tiles, phases = [], []
+    for rows, keys in whole.rows:
+        long = np.arange(rows.start, rows.stop)
+        short = previous[rows]
+        seen = np.flatnonzero(sight.seen[short].any(0))
+        right = slice(min(keys.start, int(seen[0])), keys.stop)
+        turned = None
+        if turning is not None:
+            together = turning.of_neighbours(len(long))
+            between = turning.between(long, short, together, right, right)
+            turned = between, (together @ turning.shares).real
+            phases.append(together)
+        tiles.append(
+            _tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned, turning)
+        )
+    every = np.arange(len(previous))
+    return NeighbourRows(
+        tuple(tiles),
+        whole.rows,
+        every,
+        previous,
+        previous == every,
+        np.concatenate(phases) if phases else None,
+    )
+
+
+def _tile(
+    sight: Sight,
+    pairs: slice,
+    long: Indices,
+    short: Indices,
+    left: slice,
+    right: slice,
+    turned: tuple[Array, Array] | None,
+    turning: Turning | None,
+) -> Tile:
+    start, stop = max(left.start, right.start), min(left.stop, right.stop)
+    own = slice(start, max(start, stop))
+    empty = own.stop == own.start
+    own_left, own_right = (
+        slice(0, 0) if empty else slice(start - one.start, stop - one.start)
+        for one in (left, right)
+    )
+    looks = sight.seen[long, left], sight.seen[short, right]
+    met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
+    met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
+    begin = np.where(long > short, sight.begins[long], 0)
+    begun = np.arange(own.start, own.stop) >= begin[:, None]
+    several = None if begun.all() else begun.astype(float)
+    where = left, right, own, own_left, own_right
+    still = None if turning is None else turning.within[long, left, right]
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, several)
+
+
+@functools.lru_cache(maxsize=16)
+def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
+    size = len(sight.keys)
+    ends = np.linspace(0, size, max(1, round(size / TILE)) + 1).round().astype(int)
+    rows = []
+    for low, high in itertools.pairwise(ends):
+        seen = np.flatnonzero(sight.seen[low:high].any(0))
+        rows.append((slice(int(low), int(high)), slice(int(seen[0]), int(seen[-1]) + 1)))
+    tiles, longs, shorts, alones, phases, count = [], [], [], [], [], 0
+    for index, (rows1, left) in enumerate(rows):
+        for rows2, right in rows[: index + 1]:
+            long, short = (one.ravel() for one in np.mgrid[rows1, rows2])
+            below = short <= long
+            long, short = long[below], short[below]
+            alone = np.zeros(len(long), bool)
+            if rows1 == rows2:
+                each = np.arange(rows1.start, rows1.stop)
+                long, short = np.concatenate([long, each]), np.concatenate([short, each])
+                alone = np.concatenate([alone, np.ones(len(each), bool)])
+            turned = None
+            if turning is not None:
+                together = turning.of_rows(long, short)
+                together[alone] = 1.0
+                between = turning.between(long, short, together, left, right)
+                between[alone] = turning.within[long[alone]][:, left, right]
+                turned = between, (together @ turning.shares).real
+                phases.append(together)
+            pairs = slice(count, count + len(long))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned, turning))
+            longs.append(long)
+            shorts.append(short)
+            alones.append(alone)
+            count += len(long)
+    return RowPairs(
+        tuple(tiles),
+        tuple(rows),
+        np.concatenate(longs),
+        np.concatenate(shorts),
+        np.concatenate(alones),
+        np.concatenate(phases) if phases else None,
+    )
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
 TOLERANCE = 2e-5
-"""Largest change of an overlap at which its iteration ends; rows are few, so below `balance`'s."""
+"""Largest change of an overlap at which its iteration ends; below that by token, rows being few."""
 
 
 class Across(NamedTuple):
@@ -56,6 +352,18 @@ class Across(NamedTuple):
     keys: Matrix
     values: Matrix
     repeats: Array | None = None
+
+
+class Neighbours(NamedTuple):
+    """Of every row and the one before it.
+
+    Attributes:
+        queries: (P,) kernel of their queries.
+        before: the node of the latter, as `neighbours.NeighbouringClasses.before`.
+    """
+
+    queries: Array
+    before: tuple[int, ...]
 
 
 class ClassLogits(NamedTuple):
@@ -69,6 +377,7 @@ class ClassLogits(NamedTuple):
         repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
+        beside: queries of a row and of the one before it; None: these are like others of a class.
     """
 
     queries: Matrix
@@ -79,6 +388,7 @@ class ClassLogits(NamedTuple):
     turning: Turning | None = None
     repeats: Array | None = None
     across: Across | None = None
+    beside: Neighbours | None = None
 
     @property
     def prior(self) -> Array:
@@ -156,9 +466,12 @@ class PositionAttention:
             tokens' overlap.
         repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
         across: the same rows where two of them are of different documents; None: there is one.
+        beside: every row and the one before it, own parts being what these two have; None: they are
+            like others of a class.
     """
 
     across: PositionAttention | None = None
+    beside: PositionAttention | None = None
 
     def __init__(
         self,
@@ -201,23 +514,48 @@ class PositionAttention:
         self._forward()
         if logits.across is not None:
             self.across = self._of_two_documents(logits.across)
+        if logits.beside is not None:
+            self.beside = self._of_neighbours(logits.beside)
         self._give_back()
 
     def _give_back(self) -> None:
         """Keep what the way back needs of the laws, in single precision, and not the rest."""
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        del self._laws, self._response, self._slope
+        del self._laws, self._response, self._slope, self._sums, self._traces
 
     def _of_two_documents(self, met: Across) -> PositionAttention:
         """These rows, met by those of another document, which sees other tokens at the same places:
         what a row has with itself is what two at one place have."""
+        return self._met(met, self._pairs)
+
+    def _of_neighbours(self, met: Neighbours) -> PositionAttention:
+        """Every row met by the one before it, which sees the same keys but for the row's own."""
+        logits = self.logits
+        kernels = logits._replace(queries=(met.queries, logits.queries[1]))
+        pairs = RowPairs.of_neighbours(logits.sight, logits.turning, met.before)
+        return self._met(kernels, pairs)
+
+    def _met(self, kernels: Across | ClassLogits, pairs: RowPairs) -> PositionAttention:
         found = copy.copy(self)
-        found._kernels, found._dropped, found.across = met, 0.0, None
+        found._kernels, found._pairs, found._dropped = kernels, pairs, 0.0
+        found.across = found.beside = None
         found._joint_laws()
         found._forward()
         found._give_back()
         return found
+
+    @property
+    def _neighbouring(self) -> bool:
+        """Whether these are rows that follow one another."""
+        return isinstance(self._pairs, NeighbourRows)
+
+    def _of_one_token(self, rows: Indices, keys: slice) -> Array:
+        """(n, k) what of the squares of a row's weights it has with itself, or with the row before
+        where these are pairs of such."""
+        if not self._neighbouring:
+            return np.ones((len(rows), keys.stop - keys.start))
+        return np.asarray(self.logits.sight.met_before[rows, keys])
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -227,7 +565,7 @@ class PositionAttention:
     # --- rows ----------------------------------------------------------------------------------
 
     def _self_response(self) -> Matrix:
-        """1 - A of every row; see `balance.self_overlap`."""
+        """1 - A of every row; see `joint_laws.self_overlap`."""
         size = len(self.weights)
         found, inside = np.zeros((size, size)), np.zeros((size,) * 3)
         for rows, keys in self._pairs.rows:
@@ -298,17 +636,18 @@ class PositionAttention:
 
     # --- pairs of rows -------------------------------------------------------------------------
 
-    def _projected(self, tile: Tile, kernel: Matrix, by_pair: bool = False) -> Matrix:
-        """(1 - A) C (1 - A')^T of pairs of rows; `kernel` as in `Tile.projected`."""
-        found = tile.projected(self._response, kernel, by_pair)
+    def _projected(self, tile: Tile, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
+        """(1 - A) C (1 - A')^T of pairs of rows; `kernels` as in `Tile.projected`."""
+        found = tile.projected(self._response, kernels)
         if isinstance(self.logits.sight, FadingSight):
             long, short = tile.long, tile.short
             heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
             heavier[long != short] = 0.0
-            apart = kernel[0] - tile.diagonal(kernel[1])
-            if not by_pair and apart.ndim > 1:
-                apart = apart[long - long[0]]
-            found[0][...] -= heavier * apart
+            for (kernel, by_pair), (own, _) in zip(kernels, found, strict=True):
+                apart = kernel[0] - tile.diagonal(kernel[1])
+                if not by_pair and apart.ndim > 1:
+                    apart = apart[long - long[0]]
+                own -= heavier * apart
         return found
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
@@ -328,8 +667,9 @@ class PositionAttention:
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
         nodes = nodes_for(lowest, float(rows.theta.max()))
+        unshared, by_mean = rows.unshared_fraction, rows.unshared_by_mean
         self._calibration = calibration = calibrate(
-            rows.theta, rows.keys, rows.unshared_fraction, rows.own_fraction, nodes, self._widths
+            rows.theta, rows.keys, unshared, by_mean, nodes, self._widths, between_nodes=True
         )
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
@@ -339,36 +679,52 @@ class PositionAttention:
 
         moved, unturned = [], []
         turn = np.ones(len(bare))
-        for tile in pairs.tiles:
+        self._sums = [self._sums_of(tile) for tile in pairs.tiles]
+        self._traces = [self._trace(sums) for sums in self._sums]
+        along_values = []
+        for tile, trace in zip(pairs.tiles, self._traces, strict=True):
             own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
-            if tile.turned is None:
-                moved.append(self._projected(tile, (own, kernel)))
-                continue
-            of_keys, of_rows = tile.turned
-            turned = own * of_rows[:, None], kernel * of_keys
-            moved.append(self._projected(tile, turned, True))
-            assert logits.turning is not None
-            still = logits.turning.within[tile.rows, tile.left, tile.right]
-            unturned.append(self._projected(tile, (own, kernel * still)))
-            meeting = self._gathered(tile, moved[-1]), self._gathered(tile, unturned[-1])
-            turn[tile.pairs] = _ratio(*meeting, of_rows)
+            kernels: list[tuple[Matrix, bool]] = [((own, kernel), False)]
+            if tile.turned is not None:
+                of_keys, of_rows = tile.turned
+                assert turning is not None
+                within = turning.within[tile.rows, tile.left, tile.right]
+                turned = own * of_rows[:, None], kernel * of_keys
+                kernels = [(turned, True), ((own, kernel * within), False)]
+            if not logits.aligned:
+                values = met.values[0][tile.own], met.values[1][tile.left, tile.right]
+                kernels.append((values, False))
+            found = self._projected(tile, kernels)
+            moved.append(found[0])
+            along_values.append(found[-1])
+            if tile.turned is not None:
+                unturned.append(found[1])
+                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
+                turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
         self._slope = slope
-        exponents, factors = moved, factor
+        exponents: list[Matrix] = moved
+        factors: Array | None = factor
         if turning is not None:
             # What comes of fluctuating products does not know how far apart the rows are; the rest
             # is per unit of what the kernel holds of the correlation.
             alone = exponent @ nodes.basis(np.zeros(1))[0][:, 0]
             apart = np.abs(rho) > RHO_MIN
             along = np.where(apart, (factor - alone) / np.where(apart, rho, 1.0), slope) * bare
-            exponents, factors = [], np.ones_like(factor)
+            exponents, factors = [], None
             for tile, one, other in zip(pairs.tiles, moved, unturned, strict=True):
                 exponents.append(_mixed(along[tile.pairs], one, alone[tile.pairs], other))
         self._laws = [
-            self._law(tile, one, (two, factors[tile.pairs]), factor[tile.pairs], slope[tile.pairs])
-            for tile, one, two in zip(pairs.tiles, moved, exponents, strict=True)
+            self._law(
+                sums,
+                (one,) if logits.aligned else (one, last),
+                (two, None if factors is None else factors[sums.tile.pairs]),
+                factor[sums.tile.pairs],
+                slope[sums.tile.pairs],
+            )
+            for sums, one, last, two in zip(self._sums, moved, along_values, exponents, strict=True)
         ]
 
         shared_part = 2.0 / self._widths.d_model
@@ -387,65 +743,61 @@ class PositionAttention:
 
     def _law(
         self,
-        tile: Tile,
-        moved: Matrix,
-        exponent: tuple[Matrix, Array],
+        sums: _Sums,
+        directions: Sequence[Matrix],
+        exponent: tuple[Matrix, Array | None],
         factor: Array,
         slope: Array,
     ) -> _Laws:
         """The joint law of pairs of rows, and its derivatives.
 
         Args:
-            tile: of pairs.
-            moved: the projected kernel.
-            exponent: of the law, as a matrix and what multiplies it.
-            factor: (c,) of the exponent in `moved`, for a row with itself.
+            sums: over the keys of pairs.
+            directions: the projected kernel, and where they are not its the values', written over.
+            exponent: of the law, as a matrix and what multiplies it; None: nothing does.
+            factor: (c,) of the exponent in the kernel, for a row with itself.
             slope: (c,) its derivative in the correlation.
         """
-        logits, sight, weights = self.logits, self.logits.sight, self.weights
-        long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        alone = self._pairs.alone[tile.pairs]
-        away = None
+        logits, tile = self.logits, sums.tile
+        long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
         if logits.turning is not None and alone.any():
-            away = np.zeros_like(moved[1])
+            away = np.zeros_like(directions[0][1])
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
-            _, inside = logits.among(rows, left)
+            _, inside = logits.among(rows, tile.left)
+            assert inside is not None
+            inside = inside[long[alone] - rows.start]
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
         held, times = exponent
         whole = held[0] + tile.diagonal(held[1])
-        own, pairs = _bounded_exp((whole, held[1]), times[:, None, None], away)
+        times = None if times is None else times[:, None, None]
+        own, pairs = _bounded_exp((whole, held[1]), times, away)
         own -= tile.diagonal(pairs)
         own *= tile.met_own
         pairs *= tile.met
+        for beside, between in directions:
+            beside += tile.diagonal(between)
+            beside *= slope[:, None]
+            between *= slope[:, None, None]
+        joint, tangents = sums.balanced_with((own, pairs), JOINT_SWEEPS, directions)
+        return _Laws(joint, tangents[0], tangents[-1])
+
+    def _sums_of(self, tile: Tile) -> _Sums:
+        sight, weights = self.logits.sight, self.weights
+        long, short, left, right = tile.long, tile.short, tile.left, tile.right
         # keys that the other row does not see lack what that row's own terms add
-        sums = _Sums(
+        return _Sums(
             tile,
             sight.split[short, long, left] * weights[long, left],
             sight.split[long, short, right] * weights[short, right],
-            weights[long, left] * self._met(tile, long, short, left),
-            weights[short, right] * self._met(tile, short, long, right),
+            weights[long, tile.own] * self._shared(tile, long, short, tile.own),
+            weights[short, tile.own] * self._shared(tile, short, long, tile.own),
         )
-        joint = sums.balanced((own, pairs), JOINT_SWEEPS)
 
-        directions = [moved]
-        if not logits.aligned:
-            of_values, between = self._kernels.values
-            values = of_values[tile.own], between[left, right]
-            directions.append(self._projected(tile, values))
-        for own, pairs in directions:
-            own += tile.diagonal(pairs)
-            own *= slope[:, None]
-            pairs *= slope[:, None, None]
-        tangents = sums.tangents(joint, directions)
-        return _Laws(joint, tangents[0], tangents[-1])
-
-    def _met(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
+    def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
-        sight = self.logits.sight
-        if not isinstance(sight, FadingSight):
-            return 1.0
-        alone = self._pairs.alone[tile.pairs]
-        return np.where(alone[:, None], 1.0, sight.met_by_one[one, other, keys])
+        sight, alone = self.logits.sight, self._pairs.alone[tile.pairs]
+        others = sight.met_by_one[one, other, keys] if isinstance(sight, FadingSight) else 1.0
+        return np.where(alone[:, None], self._of_one_token(one, keys), others)
 
     @property
     def _alone(self) -> Matrix:
@@ -465,25 +817,26 @@ class PositionAttention:
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
         return np.asarray(np.einsum("rc,cr->c", self._basis, halves))
 
-    def _gathered(self, tile: Tile, law: Matrix) -> Array:
-        """(c,) tr(F C) of two rows, of the values' kernel."""
-        sight, weights, long, short = self.logits.sight, self.weights, tile.long, tile.short
+    def _trace(self, sums: _Sums) -> Matrix:
+        """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
+        values' kernel."""
+        sight, weights, tile = self.logits.sight, self.weights, sums.tile
+        long, short, alone = tile.long, tile.short, self._pairs.alone[tile.pairs]
         values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
-        left = sight.split[short, long, tile.left] * weights[long, tile.left]
-        right = sight.split[long, short, tile.right] * weights[short, tile.right]
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
-        alone = self._pairs.alone[tile.pairs]
         once[alone] = self.counted[long[alone], tile.own]
-        inside = tile.diagonal(law[1])
-        beside = (law[0] + inside) * values[tile.own]
-        beside -= inside * tile.diagonal(kernel)
-        met = ((law[1] * kernel) @ right[:, :, None])[..., 0]
-        return np.asarray((met * left).sum(1) + (beside * once * weights[short, tile.own]).sum(1))
+        once[alone] *= self._of_one_token(long[alone], tile.own)
+        once *= weights[short, tile.own]
+        pairs = sums.first[:, :, None] * sums.second[:, None, :]
+        pairs *= kernel
+        pairs_own = _diagonal(pairs[:, tile.own_left, tile.own_right])
+        pairs_own += (values[tile.own] - tile.diagonal(kernel)) * once
+        return once * values[tile.own], pairs
 
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
-        laws = zip(self._pairs.tiles, self._laws, strict=True)
-        return np.concatenate([self._gathered(tile, law[of]) for tile, law in laws])
+        laws = zip(self._traces, self._laws, strict=True)
+        return np.concatenate([_gathered(trace, law[of]) for trace, law in laws])
 
     def _repeated(self, variance: Array) -> Array:
         """(C,) what the derivative in the correlation gathers besides where covariances of two
@@ -491,13 +844,12 @@ class PositionAttention:
 
         To first order in the logits, of keys that are projected alone.
         """
-        sight, weights, own = self.logits.sight, self.weights, self._response.own
-        found = []
-        for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
-            long, short, left, right = tile.long, tile.short, tile.left, tile.right
-            first = sight.split[short, long, left] * weights[long, left] * own[long, left]
-            second = sight.split[long, short, right] * weights[short, right] * own[short, right]
-            met = ((law.joint[1] * variance[left, right]) @ second[:, :, None])[..., 0]
+        own, found = self._response.own, []
+        for sums, law in zip(self._sums, self._laws, strict=True):
+            tile = sums.tile
+            first = sums.first * own[tile.long, tile.left]
+            second = sums.second * own[tile.short, tile.right]
+            met = _times(law.joint[1] * variance[tile.left, tile.right], second)
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
 
@@ -505,14 +857,14 @@ class PositionAttention:
 
     def _forward(self) -> None:
         logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
-        met, one_document = self._kernels, self._kernels is logits
+        met, itself = self._kernels, self._kernels is logits
         own, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
         mean = pairs.joined(*whole)
         excess, slope = self._gather(0) - mean, self._gather(1)
-        if one_document:
+        if itself:
             self._shift = self._shifted(whole[0] + excess[alone])
         looking = logits.scale * self._looking(self._shift)
         temperature, of_queries = logits.queries[0], pairs.joined(*met.queries)
@@ -522,11 +874,13 @@ class PositionAttention:
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
-            if one_document:
+            if itself or self._neighbouring:
                 apart = self.counted @ own - whole[0]
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
-                held = pairs.joined((self.counted * weights).sum(1), shared)
+                every = np.arange(len(weights))
+                alike = self._of_one_token(every, slice(0, len(weights)))
+                held = pairs.joined((self.counted * weights * alike).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
@@ -535,7 +889,7 @@ class PositionAttention:
                 self._growth,
                 calibration.stiffness,
                 calibration.against,
-                rows.own_fraction,
+                rows.unshared_by_mean,
                 mean,
                 excess,
                 slope,
@@ -546,7 +900,7 @@ class PositionAttention:
 
         def sent(slope: Array) -> Array:
             found = self._query * slope / (norm[long] * norm[short])
-            if one_document:
+            if itself:
                 found[alone] += calibration.common * slope[alone] / temperature
             return np.asarray(found)
 
@@ -588,7 +942,7 @@ class PositionAttention:
         return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
 
     def _looking(self, shift: Array) -> Array:
-        """(C,) products of two rows' shifts; see `width_terms._looking`."""
+        """(C,) products of two rows' shifts; see `closure._looking`."""
         turning, long, short = self.logits.turning, self._pairs.long, self._pairs.short
         if turning is None or self._pairs.phases is None:
             return shift[long] * shift[short]
@@ -606,10 +960,12 @@ class PositionAttention:
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        alone = (self.counted * self.weights) @ apart
+        every = slice(0, len(own))
+        squares = self.counted * self.weights * self._of_one_token(np.arange(len(own)), every)
+        alone = squares @ apart
         return diagonal(smooth) + alone, np.asarray(smooth + of_own)
 
-    # --- attention dropout (see `independent_noise`) -------------------------------------------
+    # --- attention dropout (see `closure`) ------------------------------------------------------
 
     def _respond_to_noise(self) -> None:
         logits = self.logits
@@ -675,7 +1031,9 @@ class PositionAttention:
         twice = np.where(long == short, 1.0, 2.0)[:, None]
         both = (twice * sent[long, left])[:, :, None] * sent[short, right][:, None, :]
         alike = twice * sent[long, tile.own] * sent[short, tile.own]
-        if alone.any():  # a row with itself instead of with its neighbour
+        if self._neighbouring:
+            both, alike = self._before_each(tile)
+        elif alone.any():  # a row with itself instead of with its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
             once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
@@ -689,22 +1047,41 @@ class PositionAttention:
         if tile.turned is not None:
             own, pairs = found.pop()
             of_keys, of_rows = tile.turned
-            assert self.logits.turning is not None
-            still = self.logits.turning.within[long, left, right]
-            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * still)]
+            assert tile.still is not None
+            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * tile.still)]
         return [
             (own.astype(np.float32), pairs.reshape(len(pairs), -1).astype(np.float32))
             for own, pairs in found
         ]
 
-    def backward(self, own: Array, pairs: Array) -> Paths:
+    def _before_each(self, tile: Tile) -> tuple[Array, Array]:
+        """(c, n, k) and (c, o) how often and by what weights rows and the ones before them, in
+        either order, meet two keys, and one that is the same."""
+        sight, weights = self.logits.sight, self.weights
+        long, short, left, right, own = tile.long, tile.short, tile.left, tile.right, tile.own
+        alone = self._pairs.alone[tile.pairs][:, None]
+        # What the row before sees alone, behind a window's end, as often as a key with which that
+        # of its row begins.
+        every = np.arange(len(weights))
+        begin = sight.seen[long].argmax(1)[:, None, None]
+        keys, others = every[left][None, :, None], every[right][None, None, :]
+        first = begin + (keys == begin) * (begin + 1 < len(weights))
+        held = np.where(others < begin, first, others)
+        counts = sight.later[keys, held, long[:, None, None]]
+        both = weights[long, left][:, :, None] * weights[short, right][:, None, :] * counts
+        part = np.where(alone, sight.met_before[long, own], 1.0)
+        alike = weights[long, own] * weights[short, own] * sight.later_own[own][:, long].T * part
+        return 2.0 * both, 2.0 * alike
+
+    def backward(self, own: Array, pairs: Any) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
 
         Args:
-            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
+            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights; of rows and
+                the ones before them what these have in common, (P,), and nothing.
         """
         size, tiles = len(self.weights), self._pairs.tiles
-        scale, given = single(self._pairs.joined(own, pairs))
+        scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
         total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
@@ -718,7 +1095,9 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        query = own * self.response[0], pairs * self.response[1]
+        query = own * self.response[0], total[0]
+        if not self._neighbouring:
+            query = query[0], pairs * self.response[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
 
@@ -743,7 +1122,7 @@ class PositionAttention:
 
 class ClassHeads:
     """Moments of one head drawn at random, with the interface of `PositionAttention`; see
-    `heads.HeadAverage`."""
+    `attention.HeadAverage`."""
 
     def __init__(self, layers: Sequence[PositionAttention], shares: Array, sight: Sight) -> None:
         """`sight`: without what tells heads apart."""
@@ -771,8 +1150,15 @@ class ClassHeads:
 
     @property
     def across(self) -> ClassHeads | None:
-        layers = [layer.across for layer in self._layers if layer.across is not None]
-        return ClassHeads(layers, np.array(self._shares), self._sight) if layers else None
+        return self._of([layer.across for layer in self._layers])
+
+    @property
+    def beside(self) -> ClassHeads | None:
+        return self._of([layer.beside for layer in self._layers])
+
+    def _of(self, layers: list[PositionAttention | None]) -> ClassHeads | None:
+        there = [layer for layer in layers if layer is not None]
+        return ClassHeads(there, np.array(self._shares), self._sight) if there else None
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -868,18 +1254,27 @@ def _mixed(share: Array, one: Matrix, other_share: Array, other: Matrix) -> Matr
     return own, pairs
 
 
+def _gathered(trace: Matrix, law: Matrix) -> Array:
+    """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
+    inside = np.einsum("cnk,cnk->c", law[1], trace[1])
+    return np.asarray(inside + np.einsum("co,co->c", law[0], trace[0]))
+
+
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     usable = np.abs(whole) > 1e-12 * np.abs(whole).max(initial=1e-300)
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
 
 
-def _bounded_exp(exponent: Matrix, factor: Array, away: Array | None) -> tuple[Array, Array]:
-    """exp of a token's and of pairs' exponents times a factor per matrix; pairs' vary by `away`."""
-    inside = factor * exponent[1]
+def _bounded_exp(exponent: Matrix, factor: Array | None, away: Array | None) -> Matrix:
+    """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
+    which then are written over; pairs' vary by `away`."""
+    own, inside = exponent
+    if factor is not None:
+        own, inside = factor[..., 0] * own, factor * inside
     if away is not None:
         inside += away
     inside = np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-    return np.exp(np.minimum(factor[..., 0] * exponent[0], EXPONENT_MAX)), inside
+    return np.exp(np.minimum(own, EXPONENT_MAX)), inside
 
 
 class _Laws(NamedTuple):
@@ -897,7 +1292,7 @@ class _Sums(NamedTuple):
     Attributes:
         tile: of pairs of rows.
         first, second: (c, n) and (c, k) weights of classes.
-        one, two: (c, n) and (c, k) of one token.
+        one, two: (c, o) of one token, on keys of both.
     """
 
     tile: Tile
@@ -906,93 +1301,104 @@ class _Sums(NamedTuple):
     one: Array
     two: Array
 
-    def over_first(self, joint: Matrix, values: Array) -> Array:
-        """(c, k, ...) of values (c, n, ...)."""
-        first, one = (_lifted(weights, values) for weights in (self.first, self.one))
-        total = _before(joint[1], values * first)
-        part = _lifted(joint[0], values) * (values * one)[:, self.tile.own_left]
-        total[:, self.tile.own_right] += part
+    def over_first(self, law: Matrix) -> Array:
+        """(c, k)."""
+        total: Array = (self.first[:, None, :] @ law[1])[:, 0]
+        total[:, self.tile.own_right] += law[0] * self.one
         return total
 
-    def over_second(self, joint: Matrix, values: Array) -> Array:
-        """(c, n, ...) of values (c, k, ...)."""
-        second, two = (_lifted(weights, values) for weights in (self.second, self.two))
-        total = _times(joint[1], values * second)
-        part = _lifted(joint[0], values) * (values * two)[:, self.tile.own_right]
-        total[:, self.tile.own_left] += part
+    def over_second(self, law: Matrix) -> Array:
+        """(c, n)."""
+        total = _times(law[1], self.second)
+        total[:, self.tile.own_left] += law[0] * self.two
         return total
 
-    def balanced(self, joint: Matrix, sweeps: int) -> Matrix:
-        """Scaled, in place, so that its means over either key are 1; see `balance.balanced`."""
-        own, pairs = joint
-        left, right = np.ones_like(self.first), np.ones_like(self.second)
-        for _ in range(sweeps):
-            right = 1.0 / np.maximum(self.over_first(joint, left), 1e-300)
-            left = 1.0 / np.maximum(self.over_second(joint, right), 1e-300)
-        own *= left[:, self.tile.own_left]
-        own *= right[:, self.tile.own_right]
-        pairs *= left[:, :, None]
-        pairs *= right[:, None, :]
-        return own, pairs
+    def maps(self, law: Matrix) -> tuple[Array, Array]:
+        """(c, k, n) and (c, n, k): what takes values to sums of them times the law over the first
+        key, and over the second."""
+        pairs, (keys1, keys2) = law[1], (self.tile.own_left, self.tile.own_right)
+        first = np.empty((len(pairs), pairs.shape[2], pairs.shape[1]))
+        np.multiply(np.swapaxes(pairs, 1, 2), self.first[:, None, :], out=first)
+        second = pairs * self.second[:, None, :]
+        own = _diagonal(first[:, keys2, keys1]), _diagonal(second[:, keys1, keys2])
+        own[0][...] += law[0] * self.one
+        own[1][...] += law[0] * self.two
+        return first, second
 
-    def tangents(self, joint: Matrix, directions: Sequence[Matrix]) -> list[Matrix]:
-        """joint o (direction + u 1^T + 1 v^T) whose means over either key are 0, made of each
-        direction in its place; see `balance.tangent`.
+    def balanced_with(
+        self, joint: Matrix, sweeps: int, directions: Sequence[Matrix]
+    ) -> tuple[Matrix, list[Matrix]]:
+        """The joint law scaled, in place, so that its means over either key are 1 (see
+        `joint_laws.balanced`); and of it joint o (direction + u 1^T + 1 v^T) whose means over
+        either key are 0, made of each direction in its place (see `joint_laws.tangent`).
 
         Args:
-            joint: of means 1.
+            joint: not yet scaled.
+            sweeps: of the scaling.
             directions: of a key of both, and of two keys.
         """
-        tile, sums = self.tile, []
-        whole = joint[0] + tile.diagonal(joint[1])
-        for own, pairs in directions:
-            pairs *= joint[1]
-            own *= whole
-            own -= tile.diagonal(pairs)
-            rows = self.over_second((own, pairs), np.ones_like(self.second))
-            sums.append((rows, self.over_first((own, pairs), np.ones_like(self.first))))
-        several = len(sums) > 1
+        tile, (own, pairs) = self.tile, joint
+        to_second, to_first = self.maps(joint)
+        left, right = np.ones_like(self.first), np.ones_like(self.second)
+        for _ in range(sweeps):
+            right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
+            left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
+        own *= left[:, tile.own_left]
+        own *= right[:, tile.own_right]
+        pairs *= left[:, :, None]
+        pairs *= right[:, None, :]
+
+        whole = own + tile.diagonal(pairs)
+        for beside, between in directions:
+            between *= pairs
+            beside *= whole
+            beside -= tile.diagonal(between)
         rows, columns = (
-            np.stack(part, -1) if several else part[0] for part in zip(*sums, strict=True)
+            np.stack([-sums(one) for one in directions], -1)
+            for sums in (self.over_second, self.over_first)
         )
-        left, right = -rows, np.zeros_like(columns)
-        for _ in range(TANGENT_SWEEPS):
-            left = -rows - self.over_second(joint, right)
-            right = -columns - self.over_first(joint, left)
-        for k, (own, pairs) in enumerate(directions):
-            first, second = (left[..., k], right[..., k]) if several else (left, right)
-            pairs += joint[1] * (first[:, :, None] + second[:, None, :])
-            own += joint[0] * (first[:, tile.own_left] + second[:, tile.own_right])
-        return list(directions)
-
-
-def _lifted(weights: Array, values: Array) -> Array:
-    """Weights (c, n) that meet values (c, n) or (c, n, d)."""
-    return weights if values.ndim == 2 else weights[..., None]
+        left, right = left[..., None], right[..., None]
+        u, v = rows, np.zeros_like(columns)
+        for sweep in range(TANGENT_SWEEPS):
+            if sweep:
+                u = rows - left * _times(to_first, right * v)
+            last, v = v, columns - right * _times(to_second, left * u)
+            if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():  # what is left is rounding
+                break
+        for k, (beside, between) in enumerate(directions):
+            first, second = u[..., k], v[..., k]
+            moved = first[:, :, None] + second[:, None, :]
+            moved *= pairs
+            between += moved
+            beside += own * (first[:, tile.own_left] + second[:, tile.own_right])
+        return joint, list(directions)
 
 
 def _times(matrices: Array, values: Array) -> Array:
     """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
-    if values.ndim == 3:
-        return np.asarray(matrices @ values)
-    return np.asarray((matrices @ values[:, :, None])[..., 0])
+    if values.ndim == 2:
+        return np.asarray((matrices @ values[:, :, None])[..., 0])
+    return np.asarray(matrices @ values)
 
 
-def _before(matrices: Array, values: Array) -> Array:
-    """(c, k) or (c, k, d) of values (c, n) or (c, n, d) times matrices (c, n, k)."""
-    if values.ndim == 3:
-        return np.asarray(np.swapaxes(matrices, -1, -2) @ values)
-    return np.asarray((values[:, None, :] @ matrices)[:, 0])
+def _diagonal(matrices: Array) -> Array:
+    """(c, o) of (c, o, o), to be written to."""
+    view: Array = np.einsum("cqq->cq", matrices)
+    return view
 
 
 def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
     """Factors that balance the law of every row with itself, over its own keys of these weights."""
     own, pairs = joint
+    to_first = pairs * counted[:, None, :]
+    to_second = np.empty_like(to_first)
+    np.multiply(np.swapaxes(pairs, 1, 2), counted[:, None, :], out=to_second)
     met = own * weights
+    for each in (to_second, to_first):
+        its_own = _diagonal(each)
+        its_own += met
     left, right = np.ones_like(own), np.ones_like(own)
     for _ in range(sweeps):
-        total = ((left * counted)[:, None, :] @ pairs)[:, 0] + met * left
-        right = 1.0 / np.maximum(total, 1e-300)
-        total = (pairs @ (right * counted)[:, :, None])[..., 0] + met * right
-        left = 1.0 / np.maximum(total, 1e-300)
+        right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
+        left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
     return left, right

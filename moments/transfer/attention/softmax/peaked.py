@@ -31,9 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from .chebyshev import THETA_MAX
-from .exact import PairStatistics, RowStatistics
-from .laplace import Array
+from .exact import Array, PairStatistics, RowStatistics
+from .table import THETA_MAX
 
 GUMBEL = math.pi**2 / 6
 """Variance of Gumbel noise."""
@@ -73,11 +72,11 @@ def _of_keys(keys: Array) -> tuple[Array, Array]:
 def _apart(theta: Array, gap: Array, edge: Array) -> Array:
     """1 - P2, given its value at the edge of the tables."""
     sigma, first = np.sqrt(theta), math.sqrt(THETA_MAX)
-    own = edge * first
-    frozen = (gap - (gap - own) * THETA_MAX / theta) / sigma
+    at_edge = edge * first
+    frozen = (gap - (gap - at_edge) * THETA_MAX / theta) / sigma
     # Rows of so many keys that none yet has a share: odds grow by sigma/f.
     spread = 1.0 / (1.0 / edge + (sigma - first) / gap)
-    return np.where(gap < 1.5 * own, frozen, spread)
+    return np.where(gap < 1.5 * at_edge, frozen, spread)
 
 
 def _partitions(square: Array) -> tuple[Array, Array, Array, Array]:

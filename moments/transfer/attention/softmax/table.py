@@ -1,8 +1,21 @@
-"""Statistics of softmax rows of one length, by interpolation: microseconds, not milliseconds."""
+"""Statistics of softmax rows of one length, by interpolation: microseconds, not milliseconds.
+
+Statistics of softmax rows as bounded, smooth functions of theta, log n and rho, and back.
+
+Tables interpolate the functions below rather than the statistics, which span many decades. Each is
+a statistic over its behaviour in the limits theta -> 0, n -> 1 and n -> infinity (or the logarithm
+of that, where it is positive and varies a lot): errors are relative, and those limits are exact.
+
+Tensor Chebyshev interpolation in the coordinates of a softmax row.
+
+See docs/theory/softmax.md, The integrals.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -10,28 +23,206 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ....errors import domain_error
-from .chebyshev import (
-    LENGTH_MAX,
-    RHO_FAR,
-    THETA_FAR,
-    THETA_MAX,
-    chebyshev_basis,
-    far_coordinate,
-    far_rho_coordinate,
-    length_coordinate,
-    theta_coordinate,
-)
-from .encoding import decode_row, decode_square_pair
 from .exact import (
     PSI_LEAST,
     THETA_EXACT,
+    Array,
+    BoolArray,
     PairStatistics,
     RowStatistics,
     check_length,
     pair_statistics,
     row_statistics,
 )
-from .laplace import Array
+
+# --- bounded functions ----------------------------------------------------------------------------
+
+ROW_FUNCTIONS = 10
+PAIR_FUNCTIONS = 4
+
+
+def encode_row(theta: float, n: float) -> Array:
+    """(ROW_FUNCTIONS,) functions of one row, from the exact evaluator; theta > 0 and n > 1.
+
+    First the log-odds of P2 per theta, log[(n-1) P2 / (1-P2)] / theta: 1 at theta = 0.
+    """
+    row = row_statistics(theta, n)
+    rest = 1.0 - row.sum_square
+    return np.array(
+        [
+            math.log((n - 1.0) * row.sum_square / rest) / theta,
+            row.jacobian_square / (row.sum_square * rest),
+            row.sum_square_slope / (theta * row.jacobian_square),
+            row.radial_square / row.jacobian_square,
+            row.trace_square / rest,
+            (row.mean_logit_square - theta * rest**2) / row.sum_square,
+            math.log(row.weighted_logit_square / row.sum_square),
+            (math.log(n) - row.entropy) / (theta * rest),
+            math.log(n**2 * row.sum_cube) / theta,
+            math.log(n**3 * row.sum_fourth) / theta,
+        ]
+    )
+
+
+def decode_participation(theta: Array, n: Array | float, functions: Array) -> tuple[Array, Array]:
+    """(P2, 1 - P2) from the first function, each to full relative accuracy."""
+    odds = np.exp(theta * functions[0])
+    others = n - 1.0
+    total = others + odds
+    return odds / total, others / total
+
+
+def decode_row(
+    theta: Array, n: Array | float, functions: Array, valid: BoolArray | bool
+) -> RowStatistics:
+    """Inverse of `encode_row`; theta and the trailing axes of `functions` broadcast."""
+    p2, rest = decode_participation(theta, n, functions)
+    jacobian = functions[1] * p2 * rest
+    spread = theta * rest
+    return RowStatistics(
+        sum_square=p2,
+        sum_cube=np.minimum(np.exp(theta * functions[8]) / n**2, p2),
+        sum_fourth=np.minimum(np.exp(theta * functions[9]) / n**3, p2),
+        trace_square=functions[4] * rest,
+        jacobian_square=jacobian,
+        radial_square=functions[3] * jacobian,
+        sum_square_slope=functions[2] * theta * jacobian,
+        mean_logit_square=functions[5] * p2 + spread * rest,
+        weighted_logit_square=np.exp(functions[6]) * p2,
+        entropy=np.log(n) - functions[7] * spread,
+        valid=valid,
+    )
+
+
+def _pair_at_small_theta(theta: float, n: float, rho: float) -> PairStatistics:
+    """The pair, its overlap divided by the evaluator's own error in the exact C2(rho = 0) = 1/n.
+
+    log(n C2) is divided by psi below, which would magnify that error near theta = 0.
+    """
+    pair = pair_statistics(theta, n, rho)
+    if theta > 0.1:
+        return pair
+    uncorrelated = n * pair_statistics(theta, n, 0.0).overlap
+    return pair._replace(overlap=pair.overlap / uncorrelated)
+
+
+def encode_square_pair(theta: float, n: float, rho: float) -> Array:
+    """(PAIR_FUNCTIONS,) functions of two rows of n keys; theta > 0, n > 1 and rho != 0.
+
+    The first is the log-odds of C2 per psi: at rho = 1 that of P2 per theta.
+    """
+    pair, psi = _pair_at_small_theta(theta, n, rho), rho * theta
+    rest = 1.0 - pair.overlap
+    return np.array(
+        [
+            math.log((n - 1.0) * pair.overlap / rest) / psi,
+            math.log(pair.jacobian_overlap / (pair.overlap * rest)),
+            pair.radial_overlap / pair.jacobian_overlap,
+            pair.overlap_slope / (psi * pair.jacobian_overlap),
+        ]
+    )
+
+
+def decode_square_pair(
+    psi: Array, n: Array | float, functions: Array, valid: BoolArray | bool
+) -> PairStatistics:
+    """Inverse of `encode_square_pair`."""
+    c2, rest = decode_participation(psi, n, functions)
+    jacobian = np.exp(functions[1]) * c2 * rest
+    slope = functions[3] * psi * jacobian
+    return PairStatistics(c2, jacobian, functions[2] * jacobian, slope, valid)
+
+
+# --- interpolation --------------------------------------------------------------------------------
+
+THETA_MAX = 8.0
+"""Largest logit variance in the tables."""
+
+THETA_FAR, RHO_FAR = 32.0, -0.3
+"""Largest logit variance, and least correlation of two rows, in the tables beyond `THETA_MAX`."""
+
+LENGTH_MAX = 1e8
+"""Largest number of keys in the tables."""
+
+LOG_LENGTH_MAX = math.log(LENGTH_MAX)
+
+_RECURRENCE_FROM = 64
+"""Number of points from which the three-term recurrence is faster than cosines."""
+
+
+def gauss_nodes(count: int) -> Array:
+    """Roots of the Chebyshev polynomial of degree `count`: none at an end, where ratios are 0/0."""
+    return np.cos(np.pi * (np.arange(count) + 0.5) / count)
+
+
+def chebyshev_coefficients(values: Array, axes: Sequence[int]) -> Array:
+    """Coefficients of the interpolant through `values` at the gauss_nodes of each of `axes`."""
+    for axis in axes:
+        count = values.shape[axis]
+        transform = np.cos(np.outer(np.arange(count), np.arccos(gauss_nodes(count))))
+        transform *= 2.0 / count
+        transform[0] *= 0.5
+        values = np.moveaxis(np.tensordot(transform, values, (1, axis)), 0, axis)
+    return values
+
+
+def chebyshev_basis(x: Array, count: int) -> Array:
+    """(count, points): the first `count` Chebyshev polynomials at x (points,) in [-1, 1]."""
+    if x.size < _RECURRENCE_FROM:
+        return np.asarray(np.cos(np.arange(count)[:, None] * np.arccos(x)))
+    basis = np.empty((count, x.size))
+    basis[0], basis[1] = 1.0, x
+    twice = 2.0 * x
+    for degree in range(2, count):
+        np.multiply(twice, basis[degree - 1], out=basis[degree])
+        basis[degree] -= basis[degree - 2]
+    return basis
+
+
+def theta_coordinate(theta: Array) -> Array:
+    """[0, THETA_MAX] to [-1, 1], linear in the standard deviation."""
+    return np.asarray(np.sqrt(theta * (4.0 / THETA_MAX)) - 1.0)
+
+
+def theta_at(coordinate: float) -> float:
+    """Inverse of `theta_coordinate`."""
+    return THETA_MAX * (0.5 * (1.0 + coordinate)) ** 2
+
+
+_NEAR, _FAR = math.sqrt(THETA_MAX), math.sqrt(THETA_FAR)
+
+
+def far_coordinate(theta: Array) -> Array:
+    """[THETA_MAX, THETA_FAR] to [-1, 1], linear in the standard deviation."""
+    return np.asarray((np.sqrt(theta) - _NEAR) * (2.0 / (_FAR - _NEAR)) - 1.0)
+
+
+def far_theta_at(coordinate: float) -> float:
+    """Inverse of `far_coordinate`."""
+    return (_NEAR + (_FAR - _NEAR) * 0.5 * (1.0 + coordinate)) ** 2
+
+
+def far_rho_coordinate(rho: Array) -> Array:
+    """[RHO_FAR, 1] to [-1, 1]."""
+    return np.asarray((rho - RHO_FAR) * (2.0 / (1.0 - RHO_FAR)) - 1.0)
+
+
+def far_rho_at(coordinate: float) -> float:
+    """Inverse of `far_rho_coordinate`."""
+    return RHO_FAR + (1.0 - RHO_FAR) * 0.5 * (1.0 + coordinate)
+
+
+def length_coordinate(n: Array) -> Array:
+    """[1, 1e8] to [-1, 1], linear in log n."""
+    return np.asarray(np.log(n) * (2.0 / LOG_LENGTH_MAX) - 1.0)
+
+
+def length_at(coordinate: float) -> float:
+    """Inverse of `length_coordinate`."""
+    return math.exp(0.5 * LOG_LENGTH_MAX * (1.0 + coordinate))
+
+
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def load_coefficients(name: str) -> dict[str, Array]:

@@ -1,0 +1,692 @@
+"""Relative positions on classes: rotation, distance penalties and biases, by cells of positions.
+
+Rotation: what it is on average within cells.
+
+The kernel of two keys of one row is multiplied by rho(j' - j), and the covariance of two rows'
+logits by rho(j' - j - (i' - i)), with rho(x) = sum_m s_m cos(w_m x). That oscillates within cells,
+whatever their number, so cells hold its mean: for every frequency that of the phase e^{i w j} under
+hats that are linear in log j, whose products are the means over two cells of rows and two of keys.
+A token with itself is left out, being no pair. What laws that are not linear in the kernel make of
+the rest is followed to second order, by the variance of rho inside the cells.
+
+Distance penalties: what rows of a causal mask see when weights fade with distance.
+
+A head of slope s adds -s (i - j) to its logits, a prior p_ij = e^{-s (i - j)} on its weights that
+varies inside cells. A row p counts a class q by n tokens of one prior w, n w = sum_j p and
+n w^2 = sum_j p^2 over the cell: sums over keys, and over keys met twice, are those of the prior.
+What two rows share is its mean over two tokens of their cells, a token with itself left out,
+
+    sum_j p_ij p_i'j,    i in one cell and i' in the other,
+
+and so is what two keys send to the rows that see both. All are sums of exponentials under hats
+that are linear in log position, found by recursion over positions. What tokens a few apart have in
+common beyond the rest of their cells is averaged over these.
+
+Biases by relative position, to first order, as `attention.RelativeBiasNoise` by token.
+
+A bias of variance v that all pairs of tokens of one bucket share adds v sum_b U^b_i U^b_i'^T to the
+joint law of two rows, U^b_ij = w_ij (1[b_ij = b] - m_b(i)) and m_b(i) what row i's bucket holds of
+its attention. Of a kernel of own parts a_j beside what two tokens share, the first kind meets
+
+    sum_j a_j w_ij w_i'j (1[b_ij = b_i'j] - m_{b_ij}(i') - m_{b_i'j}(i) + sum_b m_b(i) m_b(i')),
+
+over the keys that both rows see, and the second the sums of U^b over classes. Buckets are ranges of
+positions, over which `classes.PositionClasses.hats` sum in closed form: they are linear in log j,
+and sum log j = log Gamma. Two rows of one class are as far apart as sums over rows count them.
+
+Tokens of one class are one row and one key here whose numbers are means over all rows and pairs of
+rows: sums over classes then vanish, and a key takes back from all others what it sends itself.
+
+See docs/theory/state.md, Classes of positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.classes import (
+    BothSides,
+    Matrix,
+    OneClass,
+    PositionClasses,
+    Sight,
+    diagonal,
+    lagrange,
+    stencil,
+)
+from ....model.positions import RelativeBias
+from .attention import few_points
+
+# --- rotary positions -----------------------------------------------------------------------------
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Phases = NDArray[np.complex128]
+
+SAMPLED = 32
+"""Positions of a cell that the variance of rho is averaged over."""
+
+OFFSETS = 6
+"""Nodes for the distribution of rho over all offsets of one class."""
+
+CHUNK = 4096
+"""Positions whose phases are held at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turning:
+    """Means of rho on classes.
+
+    Attributes:
+        within: (P, P, P) [p, q, r] of two different keys of a row.
+        deviation: (P, P, P) root of its variance inside the cells.
+        rule: nodes and weights of its distribution there, in units of that.
+        keys: (P, P, m) of e^{i w j} over a row's keys in a cell.
+        shares: (m,) s_m.
+    """
+
+    within: Array
+    deviation: Array
+    rule: tuple[tuple[float, ...], tuple[float, ...]]
+    keys: Phases
+    shares: Array
+    _mass: Array
+    _same: Array
+    _rows: tuple[Phases, Array, Array]
+    _speed: Array
+
+    @classmethod
+    def of(cls, sight: Sight, frequencies: Array, shares: Array) -> Turning:
+        """The same for the same nodes and frequencies."""
+        return _turning(sight, tuple(map(float, frequencies)), tuple(map(float, shares)))
+
+    def of_rows(self, long: Indices, short: Indices) -> Phases:
+        """(C, m) mean e^{i w (i - i')} of two different rows."""
+        sums, mass, twice = self._rows
+        same, pairs = twice[long, short], mass[long] * mass[short]
+        usable = pairs - same > LEAST_PAIRS * pairs
+        found = sums[long] * sums[short].conj() - same[:, None]
+        found /= np.where(usable, pairs - same, 1.0)[:, None]
+        return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
+
+    def of_neighbours(self, count: int) -> Phases:
+        """(count, m) e^{i w} of rows that follow one another."""
+        return np.tile(np.exp(1j * self._speed), (count, 1))
+
+    def between(
+        self, long: Indices, short: Indices, rows: Phases, left: slice, right: slice
+    ) -> Array:
+        """(C, n, k) mean rho(j' - j - (i' - i)) of two rows and a key of each.
+
+        Args:
+            long, short: rows, seeing keys i' behind those of the latter alone.
+            rows: as from `of_rows`.
+            left, right: keys of either.
+        """
+        first = self.keys[long, left].conj() * (rows * self.shares)[:, None, :]
+        total = (first @ np.swapaxes(self.keys[short, right], -1, -2)).real
+        mass = self._mass[long, left][:, :, None] * self._mass[short, right][:, None, :]
+        turned = (rows @ self.shares).real[:, None, None]
+        return of_pairs(total, mass, self._same[short][:, left, right], turned, turned)
+
+
+LEAST_PAIRS = 1e-6
+"""Share of two different tokens in two cells' pairs below which there are none."""
+
+
+def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, beside: Any) -> Array:
+    """Mean over two different tokens, from one over all pairs of which `itself` are one token
+    twice; `of_itself` is what those have, `beside` what stands in where there are no others."""
+    rest = pairs - itself
+    usable = rest > LEAST_PAIRS * pairs
+    found = (mean * pairs - itself * of_itself) / np.where(usable, rest, 1.0)
+    return np.asarray(np.where(usable, found, beside))
+
+
+@functools.lru_cache(maxsize=8)
+def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, ...]) -> Turning:
+    speed, share = np.array(frequencies), np.array(shares)
+    size = len(sight.classes.nodes)
+    hats = (OneHat if isinstance(sight.classes, OneClass) else Hats)(sight.classes, speed)
+    found = [hats.sums(int(sight.starts[p]), int(sight.ends[p])) for p in range(size)]
+    sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
+    keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
+    total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
+    near = float(np.cos(speed) @ share)
+    within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
+    rows = hats.sums(0, sight.classes.length)
+    ending = not isinstance(sight.classes, BothSides)
+    varying = hats.deviation(share, ending), hats.rule(share)
+    return Turning(within, *varying, keys, share, mass, same, rows, speed)
+
+
+class Hats:
+    """Sums over positions weighed by functions that are linear in log position between nodes."""
+
+    def __init__(self, classes: PositionClasses, speed: Array) -> None:
+        self._nodes, self._speed = classes.nodes, speed
+        self._parts: dict[tuple[int, int, int], tuple[Phases, Array, Array]] = {}
+
+    def _part(self, cell: int, low: int, high: int) -> tuple[Phases, Array, Array]:
+        """Of low < j < high in the cell behind a node: phases and masses of both hats, and their
+        squares and product."""
+        if (cell, low, high) not in self._parts:
+            ends = np.log(self._nodes[cell : cell + 2])
+            phases = np.zeros((2, len(self._speed)), complex)
+            mass, squares = np.zeros(2), np.zeros((2, 2))
+            for start in range(low + 1, high, CHUNK):
+                place = np.arange(start, min(start + CHUNK, high), dtype=float)
+                rising = (np.log(place) - ends[0]) / (ends[1] - ends[0])
+                hats = np.stack([1.0 - rising, rising])
+                phases += hats @ np.exp(1j * np.multiply.outer(place, self._speed))
+                mass += hats.sum(1)
+                squares += hats @ hats.T
+            self._parts[cell, low, high] = phases, mass, squares
+        return self._parts[cell, low, high]
+
+    def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
+        """(P, m), (P,) and (P, P) of the positions behind `start` up to `end`."""
+        nodes, size = self._nodes, len(self._nodes)
+        phases = np.zeros((size, len(self._speed)), complex)
+        mass, twice = np.zeros(size), np.zeros((size, size))
+        held = np.flatnonzero((nodes > start) & (nodes <= end))
+        phases[held] += np.exp(1j * np.multiply.outer(nodes[held].astype(float), self._speed))
+        mass[held] += 1.0
+        twice[held, held] += 1.0
+        for cell in range(size - 1):
+            low, high = max(start, int(nodes[cell])), min(end + 1, int(nodes[cell + 1]))
+            if high - low > 1:
+                part = self._part(cell, low, high)
+                phases[cell : cell + 2] += part[0]
+                mass[cell : cell + 2] += part[1]
+                twice[cell : cell + 2, cell : cell + 2] += part[2]
+        return phases, mass, twice
+
+    def _sample(self, cell: int, behind: bool) -> tuple[Array, Array]:
+        """Positions of the cells before a node, and of the one behind it; and how they count."""
+        nodes = self._nodes
+        low = int(nodes[cell - 1]) if cell else 0
+        high = int(nodes[cell + 1]) if behind and cell + 1 < len(nodes) else int(nodes[cell]) + 1
+        count = high - low - 1
+        steps = np.arange(count, dtype=float)
+        if count > SAMPLED:  # one in every stratum, in no period's step
+            each = np.arange(SAMPLED)
+            steps = np.floor((each + (each * 0.6180339887498949) % 1.0) * count / SAMPLED)
+        places = low + 1.0 + steps
+        logs, at = np.log(places), np.log(nodes[cell])
+        hats = np.interp(logs, np.log([max(low, 0.5), nodes[cell], high]), [0.0, 1.0, 0.0])
+        return places, np.where(logs == at, 1.0, hats)
+
+    def _table(self, share: Array) -> Array:
+        """(L,) rho of every offset."""
+        table = np.empty(int(self._nodes[-1]))
+        for start in range(0, len(table), CHUNK):
+            offsets = np.arange(start, min(start + CHUNK, len(table)), dtype=float)
+            turned = np.cos(np.multiply.outer(offsets, self._speed))
+            table[start : start + len(offsets)] = turned @ share
+        return table
+
+    def rule(self, share: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """As likely as much above the mean as below."""
+        return (1.0, -1.0), (0.5, 0.5)
+
+    def scatter(self, share: Array) -> Array:
+        """(P, P) variance of rho inside two cells, less that of its means over either."""
+        size, table = len(self._nodes), self._table(share)
+        every = [self._sample(cell, True) for cell in range(size)]
+        found = np.zeros((size, size))
+        for q in range(size):
+            for r in range(q + 1):
+                (one, left), (other, right) = every[q], every[r]
+                offset = np.abs(np.subtract.outer(one, other)).astype(np.intp)
+                weight = np.outer(left, right) * (offset > 0)
+                mass, rho = weight.sum(), table[offset]
+                if mass <= 0.0:
+                    continue
+                apart = rho - (weight * rho).sum() / mass
+                for axis in (0, 1):
+                    sums = weight.sum(axis, keepdims=True)
+                    means = (weight * apart).sum(axis, keepdims=True)
+                    apart = apart - means / np.where(sums > 0.0, sums, 1.0)
+                found[q, r] = found[r, q] = (weight * apart**2).sum() / mass
+        return found
+
+    def deviation(self, share: Array, ending: bool = True) -> Array:
+        """See `Turning.deviation`; that of a window's first cell is that of all of it. `ending`:
+        whether rows end at their own position."""
+        size, table = len(self._nodes), self._table(share)
+
+        def variance(one: tuple[Array, Array], other: tuple[Array, Array]) -> float:
+            offset = np.abs(np.subtract.outer(one[0], other[0])).astype(np.intp)
+            weight = np.outer(one[1], other[1]) * (offset > 0)
+            mass, rho = weight.sum(), table[offset]
+            if mass <= 0.0:
+                return 0.0
+            return float((weight * (rho - (weight * rho).sum() / mass) ** 2).sum() / mass)
+
+        every, ends = ([self._sample(c, behind) for c in range(size)] for behind in (True, False))
+        found = np.zeros((size, size))
+        last = np.zeros((size, size))
+        for q in range(size):
+            for r in range(q + 1):
+                found[q, r] = found[r, q] = variance(every[q], every[r])
+                last[q, r] = variance(ends[q], ends[q] if r == q else every[r])
+        whole = np.broadcast_to(found, (size, size, size)).copy()
+        for p in range(size if ending else 0):
+            whole[p, p, : p + 1] = whole[p, : p + 1, p] = last[p, : p + 1]
+        return np.sqrt(whole)
+
+
+class OneHat(Hats):
+    """Sums over all positions alike."""
+
+    def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
+        length = int(self._nodes[-1])
+        phases = np.zeros((1, len(self._speed)), complex)
+        for first in range(1, length + 1, CHUNK):
+            place = np.arange(first, min(first + CHUNK, length + 1), dtype=float)
+            phases += np.exp(1j * np.multiply.outer(place, self._speed)).sum(0)
+        return phases, np.array([float(length)]), np.array([[float(length)]])
+
+    def _spread(self, share: Array) -> tuple[Array, Array, float]:
+        """rho of every offset about its mean over pairs, their shares, and its deviation."""
+        rho, length = self._table(share)[1:], int(self._nodes[-1])
+        count = 2.0 * (length - np.arange(1.0, length)) / (length * (length - 1.0))
+        apart = rho - count @ rho
+        return apart, count, float(np.sqrt(count @ apart**2))
+
+    def deviation(self, share: Array, ending: bool = True) -> Array:
+        return np.full((1, 1, 1), self._spread(share)[2])
+
+    def rule(self, share: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """A Gauss rule for the offsets of all pairs."""
+        apart, count, size = self._spread(share)
+        if size < 1e-12:
+            return super().rule(share)
+        nodes, weights = few_points(apart / size, OFFSETS, count)
+        return tuple(map(float, nodes)), tuple(map(float, weights))
+
+
+# --- distance penalties ---------------------------------------------------------------------------
+
+REACH = 45.0
+"""Penalty beyond which a weight is left out: e^-45 of the largest."""
+
+LEAST_SHARE = 1e-9
+"""Share of a row's weight below which it does not see a class."""
+
+
+@dataclass(frozen=True, eq=False)
+class FadingSight(Sight):
+    """Of one slope.
+
+    Attributes:
+        slope: s.
+        prior: (P, P) weight of a class's token, as an equal share of the row's.
+        heavier: (P, P) mean prior of a class's tokens, over pairs of what a token gives twice, in
+            units of `prior`.
+        met_by_one: (P, P, P) [row, other, key]: prior of a row on the tokens that another one
+            looks at, over that on those that it looks at itself.
+    """
+
+    slope: float = 0.0
+    prior: Array = field(init=False)
+    heavier: Array = field(init=False)
+    met_by_one: Array = field(init=False)
+
+    @functools.cached_property
+    def met_before(self) -> Array:
+        """e^s sum_{j < i} p_ij^2 over the whole of it: the row before weighs its keys by e^s more,
+        and does not see the row's own position."""
+        squares = self.keys * self.prior**2
+        itself = np.diag(1.0 / np.maximum(np.diagonal(squares), 1.0))
+        sizes = (
+            _size(np.clip(np.minimum(self.classes.nodes - less, self.window), 1, None), self.slope)
+            for less in (0, 1)
+        )
+        whole, before = sizes
+        return np.asarray(np.exp(self.slope) * (1.0 - itself) * (whole / before)[:, None])
+
+    def __post_init__(self) -> None:
+        self._set(_fading(self.classes, self.slope, self.window))
+
+    def _set(self, fields: dict[str, Array]) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def lighter(self, factor: Array) -> FadingSight:
+        """The same rows, whose squares of weights are `factor`, (P, P), times those of the prior's:
+        fewer keys would have more of them each."""
+        found, root = object.__new__(FadingSight), np.sqrt(factor)
+        found._set(vars(self) | _of_counts(self.classes, self.keys / factor, self.seen))
+        found._set(
+            {
+                "prior": self.prior * factor,
+                "shared": self.shared / (root[:, None, :] * root[None, :, :]),
+                "split": self.split / factor,
+                "met_by_one": self.met_by_one * root[None, :, :] / root[:, None, :],
+            }
+        )
+        return found
+
+
+@functools.lru_cache(maxsize=32)
+def fading(classes: PositionClasses, slope: float, window: int | None = None) -> FadingSight:
+    """The same for the same classes, slope and window."""
+    return FadingSight(classes, min(window or classes.length, classes.length), slope)
+
+
+def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Array]:
+    nodes, size = classes.nodes, len(classes.nodes)
+    reach = min(int(REACH / slope) + 1, window)
+    sums = _Sums(nodes)
+    keys, squares, met, cubes = (np.zeros((size, size)) for _ in range(4))
+    split, shared = (np.zeros((size,) * 3) for _ in range(2))
+    received = _received(classes.length, slope, window)
+    count, pairs = classes.count, classes.pair_count
+    for p in range(size):
+        end = int(nodes[p])
+        least, cubic = max(end - reach, 0), True
+
+        def of(place: Array, end: int = end) -> Array:
+            one, places = np.exp(-slope * np.abs(end - place)), place.astype(np.intp) - 1
+            whole = _size(min(end, window), slope) * received[places]
+            return np.stack([one, one**2, one * np.maximum(whole - one, 0.0), one**3])
+
+        found = sums(of, least, end, 0, p)
+        if found.min() < 0.0:  # all weight in few cells
+            cubic = False
+            found = sums(of, least, end, 0, p, cubic=cubic)
+        keys[p], squares[p], met[p], cubes[p] = found
+        split[p + 1 :, p] = keys[p]
+        for s in range(p + 1):
+            at = int(nodes[s])
+            split[s, p] = sums(of, least, at, 0, s, cubic=cubic)[0]
+            split[s, p] += sums(of, max(at, least), end, s + 1, p, cubic=cubic)[0]
+            if s < p:
+
+                def by_both(place: Array, end: int = end, at: int = at) -> Array:
+                    return np.exp(-slope * (np.abs(end - place) + np.abs(at - place)))[None]
+
+                both = sums(by_both, least, at, 0, s, cubic=cubic)[0]
+                shared[p, s] = shared[s, p] = np.maximum(both, 0.0)
+    seen = keys > LEAST_SHARE * keys.sum(1, keepdims=True)
+    keys, squares = np.where(seen, keys, 0.0), np.where(seen, squares, 0.0)
+    # What a row shares with all others, less what it shares with those of other cells, is what it
+    # shares with those of its own.
+    others = np.einsum("ps,psq->pq", pairs, shared) / count[:, None]
+    alone = np.diagonal(pairs)[:, None] / count[:, None]
+    beside = np.where(alone > 0.0, (met - others) / np.where(alone > 0.0, alone, 1.0), 0.0)
+    every = np.arange(size)
+    shared[every, every] = np.clip(beside, 0.0, squares)
+    prior = np.where(seen, squares / np.where(seen, keys, 1.0), 1.0)
+    together = seen[:, None, :] & seen[None, :, :]
+    each = np.where(seen, keys, 1.0)
+    counts = np.where(seen, keys / prior, 0.0)
+    return {
+        "starts": np.maximum(nodes - window, 0),
+        "ends": nodes,
+        "begins": np.zeros(size, np.intp),
+        "size": np.minimum(nodes, window).astype(float),
+        "shared": np.where(together, shared / (prior[:, None, :] * prior[None, :, :]), 0.0),
+        "split": np.where(seen[None, :, :], split / prior, 0.0),
+        "prior": prior,
+        "heavier": np.where(seen, cubes / np.where(seen, squares * prior, 1.0), 1.0),
+        "met_by_one": np.where(together, shared / (each * prior[:, None, :]), 0.0),
+    } | _of_counts(classes, counts, seen)
+
+
+def _of_counts(classes: PositionClasses, counts: Array, seen: Any) -> dict[str, Array]:
+    """Rows give what keys get: sums over rows are those over keys, read the other way."""
+    count, pairs, every = classes.count, classes.pair_count, np.arange(len(counts))
+    rows = (count[:, None] * counts / count).T
+    twice = np.einsum("p,pq,pr->qrp", count, counts, counts)
+    twice[every, every] -= (count[:, None] * counts).T
+    several = pairs > 0.0
+    later = np.where(several[:, :, None], twice / np.where(several, pairs, 1.0)[:, :, None], 0.0)
+    return {"keys": counts, "rows": rows, "later": later, "later_own": rows, "seen": seen}
+
+
+def _size(place: Any, slope: float) -> Any:
+    """What rows of those positions weigh their keys by together."""
+    return np.expm1(-slope * np.asarray(place, float)) / np.expm1(-slope)
+
+
+def _received(length: int, slope: float, window: int) -> Array:
+    """(L,) what every key receives of rows that share one weight out, of as many as see it."""
+    from scipy.signal import lfilter  # takes a tenth of a second
+
+    sent = 1.0 / _size(np.minimum(np.arange(length, 0, -1), window), slope)
+    found = lfilter([1.0], [1.0, -float(np.exp(-slope))], sent)[::-1]
+    beyond = np.append(found[window:], np.zeros(min(window, length)))
+    return np.asarray(found - np.exp(-slope * window) * beyond)
+
+
+class _Sums:
+    """Sums over ranges of positions of what is interpolated between nodes, times weights."""
+
+    def __init__(self, nodes: NDArray[np.intp]) -> None:
+        self._nodes, self._logs = nodes, np.log(nodes)
+
+    def __call__(
+        self,
+        weights: Callable[[Array], Array],
+        low: int,
+        high: int,
+        first: int,
+        last: int,
+        cubic: bool = True,
+    ) -> Array:
+        """(k, P) counts of sum_{low < i <= high} w(i) f(i), as those of `classes._Sums`."""
+        nodes, high = self._nodes, min(high, int(self._nodes[-1]))
+        counts = weights(nodes.astype(float))
+        if low >= high or first > last:
+            return 0.0 * counts
+        inside = (nodes > low) & (nodes <= high)
+        inside[:first] = inside[last + 1 :] = False
+        counts = np.where(inside, counts, 0.0)
+        inner = min(last, len(nodes) - 2)
+        begin = max(0, int(np.searchsorted(nodes, low, "right")) - 1)
+        for cell in range(begin, len(nodes) - 2):
+            ends = max(low, int(nodes[cell])) + 1, min(high + 1, int(nodes[cell + 1]))
+            if ends[0] >= ends[1]:
+                continue
+            held, place = stencil(cell, first, inner), np.arange(*ends, dtype=float)
+            if not cubic:
+                start = min(max(cell, first), max(inner - 1, first))
+                held = slice(start, min(start + 1, inner) + 1)
+            if cell >= inner:  # beyond all nodes, as at the last
+                held = slice(inner, inner + 1)
+            basis = lagrange(self._logs[held], np.log(place))
+            counts[:, held] += weights(place) @ basis.T
+        return counts
+
+
+# --- biases in buckets ----------------------------------------------------------------------------
+
+DISTANCES = 12
+"""Ranges of distances between two rows of one class, in every cell."""
+
+LEAST_BESIDE = 0.25
+"""Rows of a node's own class before it, on average, below which the next one stands for them."""
+
+
+class Buckets(NamedTuple):
+    """How rows' buckets meet classes of keys; P rows, b buckets.
+
+    Attributes:
+        keys: (P, b, P) keys of a row's bucket in a class.
+        shared: (P, P, b, P) those that another row sees too: [row, other, bucket, key].
+        same: (P, P, P) keys [row, other, key] in one bucket of both; (p, p) of two neighbours.
+    """
+
+    keys: Array
+    shared: Array
+    same: Array
+
+
+class ClassBiasNoise:
+    """What the biases add, of rows of a mean attention (P, P) to one token of a class."""
+
+    def __init__(self, sight: Sight, table: RelativeBias, weights: Array) -> None:
+        self._sight, self._weights, self._variance = sight, weights, table.variance
+        size = len(weights)
+        self._own_rate, self._rate = np.zeros((size, size)), np.zeros((size,) * 3)
+        if isinstance(sight.classes, OneClass):
+            self._sums = np.zeros((size, 1, size))
+            self._own_rate[0, 0], self._rate[0, 0, 0] = _of_all(sight.classes.length, table)
+            return
+        found = _buckets(sight, table)
+        held = np.einsum("pbq,pq->pb", found.keys, weights)
+        held /= held.sum(1, keepdims=True)
+        total = found.keys.sum(1)
+        self._sums = weights[:, None, :] * (found.keys - held[:, :, None] * total[:, None, :])
+        met = np.einsum("psbq,sb->psq", found.shared, held)
+        both = found.shared.sum(2)
+        product = held @ held.T
+        pairs = found.same - met - np.swapaxes(met, 0, 1) + product[:, :, None] * both
+        usable = both > 0.0
+        self._rate = np.where(usable, pairs / np.where(usable, both, 1.0), 0.0)
+        own = total - 2.0 * np.einsum("pbq,pb->pq", found.keys, held)
+        own += diagonal(product)[:, None] * total
+        self._own_rate = np.where(total > 0.0, own / np.where(total > 0.0, total, 1.0), 0.0)
+
+    def overlaps(self, kernel: Matrix) -> Matrix:
+        """Per unit of variance, what the outputs' kernel gains."""
+        own, pairs = kernel
+        weights, sight = self._weights, self._sight
+        apart = own - diagonal(pairs)
+        smooth = np.einsum("pbq,qr,sbr->ps", self._sums, pairs, self._sums, optimize=True)
+        alone = (sight.keys * weights**2 * self._own_rate) @ apart + diagonal(smooth)
+        shared = sight.shared * weights[:, None, :] * weights[None, :, :] * self._rate
+        return alone, shared @ apart + smooth
+
+    def forward(self, kernel: Matrix) -> Matrix:
+        """What the outputs' kernel gains."""
+        own, pairs = self.overlaps(kernel)
+        return self._variance * own, self._variance * pairs
+
+    def backward(self, gradient: Matrix) -> Matrix:
+        """What the value path gains; rows of U sum to 0, and so does what all tokens receive."""
+        own, pairs = gradient
+        weights, sight = self._weights, self._sight
+        sent = sight.rows.T * weights  # by rows of a class to a key
+        once = np.diagonal(sight.later).T * weights.T**2  # (key, row): by one row, twice
+        found = (once * self._own_rate.T) @ own
+        found += np.einsum("ps,psq,pq,sq->q", pairs, self._rate, sent, sent, optimize=True)
+        itself = np.einsum("ppq->qp", self._rate)
+        found -= (once * itself) @ diagonal(pairs)
+        if isinstance(sight.classes, OneClass):
+            found, others = self._variance * found, sight.classes.length - 1
+            return found, np.full_like(pairs, -found[0] / others)
+        # of one key, by rows of a class that see it and by single ones that see both
+        moved = self._sums / np.where(sight.seen, sight.keys, 1.0)[:, None, :]
+        rows = moved * sight.rows.T[:, None, :]
+        both = np.einsum("ps,pbq,sbr->qr", pairs, rows, rows, optimize=True)
+        alone = own - diagonal(pairs)
+        both += np.einsum("p,pbq,pbr,qrp->qr", alone, moved, moved, sight.later, optimize=True)
+        return self._variance * found, self._variance * both
+
+
+@functools.lru_cache(maxsize=8)
+def _buckets(sight: Sight, table: RelativeBias) -> Buckets:
+    nodes, size = sight.classes.nodes, len(sight.classes.nodes)
+    number = table.bucket(-np.arange(table.max_distance + 1), True)
+    begins = np.flatnonzero(np.diff(number, prepend=-1))  # of runs of distances
+    kind = number[begins]
+    ends = np.append(begins[1:] - 1, nodes[-1])
+    last = nodes[:, None] - begins  # (P, b) the last key of a run, and the one before its first
+    before = np.maximum(nodes[:, None] - ends - 1, sight.starts[:, None])
+    last = np.maximum(last, before)
+    limit = nodes[None, :, None]  # what another row sees
+    shared = _sums(nodes, np.minimum(last[:, None], limit))
+    shared -= _sums(nodes, np.minimum(before[:, None], limit))
+    keys = shared[np.arange(size), np.arange(size)]
+    same = np.zeros((size,) * 3)
+
+    def met(one: int, other: int, low: int) -> Array:
+        high = min(one, other)
+        edges = np.concatenate([[low, high], one - begins, other - begins])
+        edges = np.unique(np.clip(edges, low, max(low, high)))
+        if len(edges) < 2:
+            return np.zeros(size)
+        runs = [np.searchsorted(begins, row - edges[1:], "right") - 1 for row in (one, other)]
+        counted = np.diff(_sums(nodes, edges), axis=0)
+        return np.asarray(counted[kind[runs[0]] == kind[runs[1]]].sum(0))
+
+    for p, s in np.ndindex(size, size):
+        low, one = max(int(sight.starts[p]), int(sight.starts[s])), int(nodes[p])
+        if s != p:
+            same[p, s] = met(one, int(nodes[s]), low)
+            continue
+        for distance, share in _beside(sight.classes, p):
+            same[p, p] += share * met(one, one - distance, low)
+    return Buckets(keys, shared, same)
+
+
+def _beside(classes: PositionClasses, p: int) -> list[tuple[int, float]]:
+    """How far the other row of a pair of one class is, and how much that counts: as a row sums over
+    those before it, by what the interpolant of nodes gives to this one."""
+    nodes = classes.nodes
+    mass = float(classes.seen().keys[p, p]) - 1.0
+    if p == 0 or nodes[p] - nodes[p - 1] == 1 or mass < LEAST_BESIDE:
+        return [(1 if p else -1, 1.0)]
+    found, logs = [], np.log(nodes)
+    for cell in range(p - 1, max(p - 4, -1), -1):
+        held = stencil(cell, 0, p)
+        ends = int(nodes[p] - nodes[cell + 1]), int(nodes[p] - nodes[cell])
+        steps = np.geomspace(max(ends[0], 1), ends[1], DISTANCES + 1)
+        edges = np.unique(np.round(steps).astype(np.intp))
+        if held.stop <= p or len(edges) < 2:
+            continue
+        places = float(nodes[p]) - np.arange(edges[0], edges[-1])
+        weight = lagrange(logs[held], np.log(places))[p - held.start]
+        for low, high, sums in zip(
+            edges[:-1], edges[1:], np.add.reduceat(weight, edges[:-1] - edges[0]), strict=True
+        ):
+            found.append((int((low * (high - 1)) ** 0.5), float(sums / mass)))
+    total = sum(share for _, share in found)
+    return [(distance, share / total) for distance, share in found]
+
+
+def _sums(nodes: NDArray[np.intp], last: NDArray[np.intp]) -> Array:
+    """(..., P) sums over positions up to `last` of the functions `classes.PositionClasses.hats`."""
+    from scipy.special import gammaln  # takes a tenth of a second
+
+    low, high = nodes[:-1].astype(float), nodes[1:].astype(float)
+    inside = np.clip(last[..., None], low, high - 1.0)
+    count = inside - low
+    rising = gammaln(inside + 1.0) - gammaln(low + 1.0) - count * np.log(low)
+    rising = rising / np.log(high / low)
+    found = (last[..., None] >= nodes) + 0.0
+    found[..., :-1] += count - rising
+    found[..., 1:] += rising
+    return np.asarray(found)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_all(length: int, table: RelativeBias) -> tuple[float, float]:
+    """Of tokens that all see all: of a row with itself, and the mean of two rows."""
+    reach = min(table.max_distance + 1, length)
+    offsets = np.arange(-reach, reach + 1)
+    number = table.bucket(offsets, False)
+    begins = np.flatnonzero(np.diff(number, prepend=-1))
+    first, last = (offsets[one] + 0.0 for one in (begins, np.append(begins[1:] - 1, -1)))
+    first[0], last[-1] = -length, length
+    place = np.arange(1.0, length + 1)[:, None]
+    # keys at an offset from a row, and rows that a key is at that offset from
+    met = np.minimum(place + last, length) - np.maximum(place + first, 1.0) + 1.0
+    asked = np.minimum(place - first, length) - np.maximum(place - last, 1.0) + 1.0
+    kinds = np.equal.outer(number[begins], np.unique(number)) + 0.0
+    held = np.maximum(met, 0.0) @ kinds / length
+    rows = np.maximum(asked, 0.0) @ kinds
+    pairs = length * (length - 1.0)
+    squares = float((held**2).sum())
+    together = (float((rows**2).sum()) / length - length) / pairs
+    return 1.0 - squares / length, together - (float((held.sum(0) ** 2).sum()) - squares) / pairs

@@ -1,0 +1,816 @@
+"""Attention in every resolution of its tokens: what a leaf declares, made into rows of attention.
+
+`TokenLayer` is any kernel under any mask, `ClassLayer` classes of positions, `AlikeLayer` keys that
+are alike, met by queries of any resolution: in cross-attention, with biases on the queries and
+behind normalised queries and keys. (Tokens alike that attend to themselves, with none of these,
+have the laws of `laws`.) With query kernel (q, q rho), keys (k, k - k_own) and values (v, v -
+v_own), rows have logits of variance theta = tau q k_own and of correlation rho between rows, and by
+symmetry between keys
+
+    O = v - v_own + v_own C2,      V_jj = sum_ii' G_ii' C2/n,     V_jl = sum G (1 - C2)/(n (n-1)),
+    Q_ii' = G_ii' tau v_own k_own T,    K_jj = sum_ii' G_ii' tau q_ii' v_own T/n = (1 - n) K_jl,
+
+with the exact C2 = E sum a a' and T = E tr J J' at rho, or at 1 for i = i'. Orders 1/d_model and
+1/d_head as by token (`kernels.finite_rows`).
+
+That is what the others are held to, not one of them: one class of all tokens meets it to single
+precision (1e-7 in every path, 4e-5 with biases on the queries), the closure by token to 5e-4 and
+behind normalised queries and keys to .5 %. It stands for itself because its queries may be more or
+fewer than its keys and of another resolution, and because it takes any number of configurations at
+once, where a class costs three times as much for each. The laws differ from it by 1e-4 at most, in
+orders 1/d_model^2, and cost a seventieth.
+
+See docs/theory/attention.md, Tokens alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.classes import ClassRows, Matrix, one_class
+from ...engine.fluctuation import norm_variance
+from ...engine.layout import one_document, places
+from ...engine.neighbours import NeighbouringClasses
+from ...engine.state import Array, Kernel, Signal, ratio_or_zero
+from ...errors import DomainError
+from ...model.positions import alibi_slopes
+from .kernels import (
+    HeadAverage,
+    KernelAttention,
+    RelativeBiasNoise,
+    Rotation,
+    exact_rows,
+    few_points,
+)
+from .kernels.attention import FAINT
+from .kernels.finite_rows import FiniteRows, Widths, finite_rows
+from .kernels.position_attention import (
+    Across,
+    ClassHeads,
+    ClassLogits,
+    Neighbours,
+    PositionAttention,
+)
+from .kernels.relative_positions import ClassBiasNoise, Turning, fading
+from .laws import attention_diagnostics
+from .projections import LOGIT_VARIANCE_MAX, LogitLaw, Paths, positive
+from .softmax import PairStatistics, RowStatistics
+
+Mask = NDArray[np.bool_]
+
+HEADS_RESOLVED = 4
+"""Heads of different distance penalties that are followed one by one; more are averaged by a Gauss
+rule of as many nodes in the penalty's logarithm."""
+
+BEYOND_TABLES = (
+    "some rows have a logit variance beyond 8, where they follow the law of the largest logits"
+)
+
+PENALTY_NOTED = 0.3
+"""Logit variance beyond which a note says what classes make of distance penalties."""
+
+PENALTIES_ON_CLASSES = (
+    "distance penalties on classes of positions are averaged over cells, and what near tokens have "
+    "in common with them (measured at a logit variance of .8 over 6 layers of 128 tokens: variance "
+    "within 1.2 %, gradients within 4 % and those of weights within 7 %, under Post-LN within 9 "
+    "and 18 %); tokens=True resolves each"
+)
+
+
+# --- what each query sees -------------------------------------------------------------------------
+
+
+def positions(tokens: int, leaf: Any) -> Array:
+    """(tokens,) position of every token in its sequence, or in its document of a packed row."""
+    length = tokens // leaf.sequences
+    documents = np.ones((1, length)) if leaf.padding is None else np.asarray(leaf.padding)
+    if np.max(documents) < 2 or documents.shape[-1] != length:
+        documents = np.ones((1, length))
+    where = np.broadcast_to(places(documents), (leaf.sequences, length))
+    return where.reshape(-1).astype(np.float64)
+
+
+def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
+    """Which keys each query sees, one (n, n) mask for every kernel of n tokens.
+
+    A kernel holds `leaf.sequences` sequences one after the other, and a token sees its own alone.
+
+    Raises:
+        DomainError: the tokens are no whole number of sequences, or the padding fits neither the
+            sequences of one kernel nor the kernels.
+    """
+    if tokens % leaf.sequences:
+        raise DomainError(f"{tokens} tokens are not {leaf.sequences} sequences of one length")
+    length = tokens // leaf.sequences
+    offset = np.subtract.outer(np.arange(length), np.arange(length))
+    inside = np.ones((length, length), bool)
+    if leaf.causal:
+        inside &= offset >= 0
+    if leaf.window is not None:
+        inside &= np.abs(offset) < leaf.window
+    if leaf.padding is None:
+        return [_blocks([inside] * leaf.sequences)] * matrices
+    # A query that sees no real key keeps itself: padding before a causal text.
+    seen = [seeing_itself(inside & _visible(row)) for row in leaf.padding]
+    if leaf.sequences > 1:
+        if len(seen) != leaf.sequences:
+            raise DomainError(
+                f"padding is given for {len(seen)} sequences, and the kernel holds {leaf.sequences}"
+            )
+        return [_blocks(seen)] * matrices
+    return seen if len(seen) == matrices else seen * matrices
+
+
+def _visible(documents: Any) -> Mask:
+    """(L, L) real keys of a query's own document; of a padding query, all that are real."""
+    numbers = np.asarray(documents, dtype=np.int64)
+    return np.asarray(one_document(numbers) | ((numbers[:, None] == 0) & (numbers > 0)))
+
+
+def seeing_itself(mask: Mask) -> Mask:
+    """The mask, with queries that see nothing seeing themselves."""
+    return np.asarray(np.where(mask.any(-1, keepdims=True), mask, np.eye(len(mask), dtype=bool)))
+
+
+def _blocks(masks: list[Mask]) -> Mask:
+    if len(masks) == 1:
+        return masks[0]
+    whole = np.zeros((sum(len(one) for one in masks), sum(one.shape[1] for one in masks)), bool)
+    row = column = 0
+    for one in masks:
+        whole[row : row + len(one), column : column + one.shape[1]] = one
+        row, column = row + len(one), column + one.shape[1]
+    return whole
+
+
+def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
+    """(queries, keys) whether both tokens are of one sequence."""
+    ones = np.ones((queries // sequences, keys // sequences), bool)
+    return _blocks([ones] * sequences)
+
+
+# --- by token -------------------------------------------------------------------------------------
+
+
+def build(
+    leaf: Any,
+    law: LogitLaw,
+    memory: Kernel,
+    allowed: list[Mask],
+    norm_spread: Array,
+    separate_queries: bool,
+) -> tuple[list[HeadAverage], Array]:
+    """The layer on every kernel of a batch, and the variance its logits were to have in each.
+
+    Args:
+        leaf: `SelfAttention` or `CrossAttention`.
+        law: of the logits.
+        memory: (..., Lk, Lk) kernel of the tokens attended to.
+        allowed: a mask for every kernel.
+        norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
+        separate_queries: whether the queries are not the tokens attended to.
+    """
+    queries, keys = law.queries.kernel, law.keys.kernel
+    scales, wanted = logit_scales(law)
+    lead = memory.pairs.shape[:-2]
+    scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
+    heads: list[HeadAverage] = []
+    turned = leaf.rotary is not None
+    value_gain = memory_gain(leaf)
+    kernels = flat(queries), flat(keys), flat(memory)
+    matrices = zip(*kernels, allowed, scales, spreads, strict=True)
+    for query_tokens, key_tokens, values, mask, scale, spread in matrices:
+        where = [positions(len(one), leaf) for one in (query_tokens, key_tokens)]
+        # A common shift of all keys cancels in the softmax unless it is turned.
+        plain = law.keys.gain is None and (not turned or keys is memory)
+        settings = {
+            "logit_scale": float(scale),
+            "allowed": mask,
+            "drop_prob": leaf.drop_prob,
+            "d_model": leaf.memory_width,
+            "d_head": law.head_freedom,
+            "norm_spread": float(spread),
+            "query_kernel": None if plain and queries is memory else query_tokens,
+            "key_kernel": None if plain else key_tokens,
+            "rotation": _rotation(leaf, where) if turned else None,
+            "value_bias": leaf.value_bias / value_gain,
+            "separate_queries": separate_queries,
+        }
+        heads.append(_heads(leaf, values, where, settings))
+    return heads, wanted
+
+
+def _rotation(leaf: Any, where: list[Array]) -> Rotation:
+    frequencies, shares = leaf.rotary.frequencies(int(leaf.d_head))
+    return Rotation.of(frequencies, shares, *where)
+
+
+def head_slopes(leaf: Any) -> tuple[Array, Array]:
+    """Distance penalties that stand for those of all heads, and their shares."""
+    every = leaf.alibi * alibi_slopes(int(leaf.heads))
+    slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
+    return np.exp(slopes), shares
+
+
+def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
+    offset = np.subtract.outer(where[1], where[0]).T  # key's position minus query's
+    if leaf.alibi:
+        slopes, shares = head_slopes(leaf)
+        layers = [
+            KernelAttention(values, bias=-slope * np.abs(offset), **settings) for slope in slopes
+        ]
+    else:
+        shares = np.ones(1)
+        layers = [KernelAttention(values, **settings)]
+    table = leaf.relative_bias
+    if table is None or table.variance == 0.0:
+        return HeadAverage(layers, shares)
+    bucket = table.bucket(offset, leaf.causal)
+    mean = HeadAverage(layers, shares).mean_attention
+    return HeadAverage(layers, shares, RelativeBiasNoise(mean, bucket, table.variance))
+
+
+def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
+    """tau of every kernel, no larger than there are laws for; and the variance that its logits were
+    to have: what the tokens have of their own, which is what a row's logits vary with."""
+    queries, keys = law.queries.kernel, law.keys.kernel
+    wanted = law.scale * queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
+    return law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)), wanted
+
+
+def memory_gain(leaf: Any) -> float:
+    """Variance of a value per unit of the tokens' kernel, kept above 0."""
+    return float(max(leaf.memory_width * leaf.value, 1e-60))
+
+
+def flat(kernel: Kernel) -> Array:
+    """(matrices, n, n)."""
+    return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
+
+
+class TokenLayer:
+    """One layer of attention on every kernel of a batch, by token."""
+
+    coarse = False
+
+    def __init__(
+        self, leaf: Any, law: LogitLaw, queries: Kernel, memory: Kernel, norm_spread: Array
+    ) -> None:
+        """Kernels of the tokens that ask and of those attended to: one, where they are the same."""
+        self._leaf, self._shape, self._memory_shape = leaf, queries.pairs.shape, memory.pairs.shape
+        count = int(np.prod(self._shape[:-2], dtype=int))
+        self._masks = leaf.sight(self._shape[-1], self._memory_shape[-1], count)
+        others = queries is not memory
+        self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread, others)
+        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+
+    def _kernel(self, matrices: list[Array]) -> Kernel:
+        return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
+
+    def _numbers(self, name: str) -> Array:
+        return np.stack([getattr(one, name) for one in self._rows])
+
+    def forward(self) -> Kernel:
+        """Second moments per feature of sum_j a_ij x_j."""
+        return self._kernel([one.forward() for one in self._rows])
+
+    def mean_output(self) -> Kernel:
+        """Overlap of the outputs of two heads that share keys and values."""
+        return self._kernel([one.mean_output() for one in self._rows])
+
+    def weights(self) -> Array:
+        """Mean attention."""
+        found = self._numbers("mean_attention")
+        return found.reshape(*self._shape[:-2], *found.shape[-2:])
+
+    @functools.cached_property
+    def sum_square(self) -> Array:
+        """E sum_j a_ij^2."""
+        return self._numbers("sum_square").reshape(self._shape[:-1])
+
+    def diagnostics(self) -> dict[str, Array]:
+        """See `attention_diagnostics`."""
+        keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
+        numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
+        return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
+
+    def backward(self, gained: Kernel) -> Paths:
+        """Of the gradient at sum_j a_ij x_j."""
+        parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
+        query = self._kernel([one.query for one in parts])
+        value, key, cross = (
+            Kernel.of_matrix(np.stack(found).reshape(self._memory_shape))
+            for found in zip(*((one.value, one.key, one.cross) for one in parts), strict=True)
+        )
+        return Paths(value, query, key, cross)
+
+    def overlap_path(self, gained: Kernel) -> Kernel:
+        """What the query path gains per unit of the relative variance of two tokens' overlap."""
+        found = [one.overlap_path * g for one, g in zip(self._rows, flat(gained), strict=True)]
+        return self._kernel(found)
+
+    def response(self) -> Kernel:
+        """What the query path is per unit of the gradient."""
+        return self._kernel([one.response for one in self._rows])
+
+    def repeated(self, gained: Kernel) -> None:
+        """Nothing is lost in cells."""
+        return
+
+    def table_gradient(self, gained: Kernel) -> Array | None:
+        """Of a table of relative biases."""
+        tables = [
+            one.noise.table_gradient(one.kernel, matrix)
+            for one, matrix in zip(self._rows, flat(gained), strict=True)
+            if one.noise is not None
+        ]
+        return self._leaf.d_model * np.reshape(tables, self._shape[:-2]) if tables else None
+
+
+# --- by class -------------------------------------------------------------------------------------
+
+
+class ClassLayer:
+    """`TokenLayer` on classes of positions; `coarse`: what that costs is to be said.
+
+    Tokens alike whose logits know their distance are one class of all.
+    """
+
+    def __init__(self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel) -> None:
+        self._alike = tokens.classes is None
+        self._classes = classes = tokens.classes or one_class(memory.seq_len)
+        self._lead = np.shape(tokens.pairs) if self._alike else tokens.pairs.shape[:-2]
+        self._sight = sight = classes.seen(leaf.window)
+        scales, self.wanted = logit_scales(law)
+        lead = self._lead
+        given = scales, norm_variance(memory)
+        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
+        repeats = None if self._alike else memory.repeats
+        turning, sights, shares = None, [sight], np.ones(1)
+        if leaf.rotary is not None:
+            turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
+        if leaf.alibi:
+            slopes, shares = head_slopes(leaf)
+            sights = [fading(classes.inside, float(slope), leaf.window) for slope in slopes]
+        self._rows: list[Any] = []
+        kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
+        beside = self._neighbours(law.queries.kernel)
+        for query_tokens, key_tokens, values, scale, spread, following in zip(
+            *kernels, scales, spreads, beside, strict=True
+        ):
+            # A common shift of all keys cancels in the softmax unless it is turned.
+            plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
+            keys = values if plain else key_tokens
+            queries = values if law.queries.kernel is tokens else query_tokens
+            (inside, *across), varying = zip(queries, keys, values, strict=True), [None, None]
+            if repeats is not None and turning is None and plain:
+                own = np.zeros(repeats.variance.shape[-1])
+                varying = [pairs for _, pairs in classes.blocks(own, repeats.variance)]
+            logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
+            if following is not None:
+                logits = logits._replace(beside=following)
+            if across:
+                logits = logits._replace(across=Across(*across[0], varying[1]))
+            heads = [
+                PositionAttention(
+                    logits._replace(sight=seen),
+                    drop_prob=leaf.drop_prob,
+                    d_model=leaf.d_model,
+                    d_head=law.head_freedom,
+                    norm_spread=float(spread),
+                    value_bias=leaf.value_bias / memory_gain(leaf),
+                )
+                for seen in sights
+            ]
+            self._rows.append(ClassHeads(heads, shares, sight) if leaf.alibi else heads[0])
+        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        self.coarse = bool(leaf.alibi) and float(np.max(self.wanted)) > PENALTY_NOTED
+        table, self._d_model = leaf.relative_bias, leaf.d_model
+        self._biases: list[ClassBiasNoise] = []
+        if table is not None and table.variance > 0.0:
+            self._tokens = tokens
+            self._biases = [ClassBiasNoise(sight, table, one.weights) for one in self._rows]
+
+    def _flat(self, kernel: Kernel) -> list[tuple[Matrix, ...]]:
+        """Of every configuration, its kernel by what two tokens have to do with each other."""
+        size = len(self._classes.nodes)
+        own, pairs = kernel.diagonal, kernel.pairs
+        if self._alike:
+            own, pairs = (
+                np.asarray(own, float)[..., None],
+                np.asarray(pairs, float)[..., None, None],
+            )
+        own = np.broadcast_to(own, (*self._lead, size)).reshape(-1, size)
+        pairs = np.broadcast_to(pairs, (*self._lead, size, size)).reshape(-1, size, size)
+        return [self._classes.blocks(*one) for one in zip(own, pairs, strict=True)]
+
+    def _neighbours(self, queries: Kernel) -> list[Neighbours | None]:
+        """Of every configuration, queries that follow one another; None where these are like others
+        of their class."""
+        classes = self._classes
+        if not isinstance(classes, NeighbouringClasses):
+            return [None] * int(np.prod(self._lead, dtype=int))
+        size = len(classes.nodes)
+        pairs = np.broadcast_to(queries.pairs, (*self._lead, size, size)).reshape(-1, size, size)
+        before = tuple(map(int, classes.before))
+        return [Neighbours(one, before) for one in classes.neighbours(pairs)]
+
+    def _kernel(self, kernels: list[Any]) -> Kernel:
+        own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
+        shape = own.shape[1:], pairs.shape[1:]
+        own, pairs = own.reshape(*self._lead, *shape[0]), pairs.reshape(*self._lead, *shape[1])
+        if self._alike:
+            return Kernel(own[..., 0][()], pairs[..., 0, 0][()])
+        return Kernel(own, pairs, self._classes)
+
+    def _of_rows(self, function: Callable[..., Matrix], *kernels: Kernel) -> Kernel:
+        """A kernel that rows make of others, those of one document and those of two."""
+        found = []
+        for one, *given in zip(self._rows, *map(self._flat, kernels), strict=True):
+            rows = [one] if one.across is None else [one, one.across]
+            blocks = [function(*block) for block in zip(rows, *given, strict=True)]
+            if isinstance(self._classes, NeighbouringClasses):
+                beside, _ = function(one.beside, *(blocks[0] for blocks in given))
+                found.append(self._classes.with_neighbours(*blocks[0], beside))
+            else:
+                found.append(self._classes.joined(*blocks))
+        return self._kernel(found)
+
+    def _numbers(self, name: str) -> Array:
+        found = np.stack([getattr(one, name) for one in self._rows])
+        return self._of_tokens(found.reshape(*self._lead, *found.shape[1:]))
+
+    def _of_tokens(self, values: Array) -> Array:
+        return values[..., 0] if self._alike else self._classes.repeated(values)
+
+    def forward(self) -> Kernel:
+        found = self._of_rows(lambda one: one.output)
+        return found + self._biased("forward", self._tokens) if self._biases else found
+
+    def _biased(self, name: str, kernel: Kernel) -> Kernel:
+        found = [
+            self._classes.joined(*(getattr(bias, name)(block) for block in blocks))
+            for bias, blocks in zip(self._biases, self._flat(kernel), strict=True)
+        ]
+        return self._kernel(found)
+
+    def mean_output(self) -> Kernel:
+        return self._of_rows(lambda one: one.mean_output())
+
+    def weights(self) -> ClassRows | None:
+        """Uniform, as far as tokens alike can tell."""
+        if self._alike:
+            return None
+        found = np.stack([one.weights for one in self._rows])
+        return ClassRows(found.reshape(*self._lead, *found.shape[1:]), self._sight)
+
+    @functools.cached_property
+    def sum_square(self) -> Array:
+        return self._numbers("sum_square")
+
+    def diagnostics(self) -> dict[str, Array]:
+        keys = self._of_tokens(self._sight.size)
+        numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
+        return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
+
+    def backward(self, gained: Kernel) -> Paths:
+        found: list[list[Matrix]] = [[] for _ in Paths._fields]
+        counts = self._classes.documents
+        totals = gained if counts is None else gained.weighted(*counts)
+        if isinstance(self._classes, NeighbouringClasses):
+            return self._backward_beside(self._classes, gained)
+        for one, given in zip(self._rows, self._flat(totals), strict=True):
+            rows = [one] if one.across is None else [one, one.across]
+            parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
+            for of_path, blocks in zip(found, zip(*parts, strict=True), strict=True):
+                of_path.append(self._classes.joined(*blocks))
+        paths = Paths(*map(self._kernel, found))
+        if self._biases:
+            paths = paths._replace(value=paths.value + self._biased("backward", totals))
+        if counts is None:
+            return paths
+        each = [ratio_or_zero(1.0, count) for count in counts]
+        return Paths(*(path.weighted(*each) for path in paths))
+
+    def _backward_beside(self, classes: NeighbouringClasses, gained: Kernel) -> Paths:
+        """The same, the smooth part by all rows and the rest by those that follow one another."""
+        size, found = len(classes.nodes), list[list[Matrix]]([] for _ in Paths._fields)
+        own = np.broadcast_to(gained.diagonal, (*self._lead, size)).reshape(-1, size)
+        pairs = np.broadcast_to(gained.pairs, (*self._lead, size, size)).reshape(-1, size, size)
+        for one, diagonal, matrix in zip(self._rows, own, pairs, strict=True):
+            smooth = classes.smooth(diagonal, matrix)
+            beyond = classes.neighbours(matrix) - classes.near(smooth[1])
+            parts = one.backward(*smooth), one.beside.backward(beyond, None)
+            alike, others = parts[0].query
+            beside = one.beside.response[0] * classes.neighbours(matrix)
+            query = classes.of_smooth(alike, others, beside)
+            for name, of_path in zip(Paths._fields, found, strict=True):
+                if name == "query":
+                    of_path.append(query)
+                    continue
+                (a, b), (more, others) = (getattr(part, name) for part in parts)
+                of_path.append(classes.joined((a + more, b + others)))
+        paths = Paths(*map(self._kernel, found))
+        if self._biases:
+            paths = paths._replace(value=paths.value + self._biased("backward", gained))
+        return paths
+
+    def overlap_path(self, gained: Kernel) -> Kernel:
+        return self._of_rows(lambda one: one.overlap_path) * gained
+
+    def repeated(self, gained: Kernel) -> Kernel | None:
+        """The part of the query path that comes of tokens that repeat within cells."""
+        if self._alike or self._rows[0].repeated is None:
+            return None
+        return self._of_rows(lambda one: one.repeated) * gained
+
+    def response(self) -> Kernel:
+        return self._of_rows(lambda one: one.response)
+
+    def table_gradient(self, gained: Kernel) -> Array | None:
+        if not self._biases:
+            return None
+        overlaps = self._biased("overlaps", self._tokens)
+        return np.asarray(self._d_model * (overlaps * gained).total(self._classes.length))
+
+
+# --- tokens alike ---------------------------------------------------------------------------------
+
+
+class _Tables:
+    """Exact statistics of rows of one length, beyond the tables too."""
+
+    def __init__(self, keys: int) -> None:
+        self.keys = keys
+        self._rows = exact_rows.AlikeRows(keys)
+
+    def tabulated(self, theta: Array) -> Array:
+        return exact_rows.tabulated(theta)
+
+    def rows(self, theta: Array, keys: Array) -> RowStatistics:
+        return self._rows.single(theta)
+
+    def pairs(self, theta: Array, keys: Array, rho: Array) -> PairStatistics:
+        return self._rows.pair(theta, rho)
+
+
+@functools.lru_cache(maxsize=256)
+def _tables(keys: int) -> _Tables:
+    return _Tables(keys)
+
+
+class AlikeLayer:
+    """Moments of one layer, whose keys are alike and whose queries are of any resolution.
+
+    Attributes:
+        sum_square: E sum_j a_ij^2 of a row.
+        wanted: the variance that logits were to have, where `scale` is less.
+    """
+
+    beyond_tables = coarse = False
+
+    def __init__(
+        self,
+        queries: Kernel,
+        keys: Kernel,
+        values: Kernel,
+        *,
+        query_count: int,
+        key_count: int,
+        scale: Array,
+        drop_prob: Array,
+        d_model: Any,
+        d_head: Any,
+        norm_spread: Any,
+        value_bias: Any = 0.0,
+        wanted: Array = 0.0,
+    ) -> None:
+        """Evaluate the statistics; arguments as those of `kernels.KernelAttention`."""
+        self._counts, self._queries = (query_count, key_count), queries
+        self._values, self.wanted = values, wanted
+        self._noise = drop_prob / (1 - drop_prob)
+        unshared_value, unshared_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
+        size = queries.diagonal
+        if queries.resolved:  # of two rows the geometric mean, as of their log odds by token
+            first, second = queries.over_tokens(size)
+            size = np.sqrt(first * second)
+        two = self._at_pairs
+        theta = np.asarray(two(scale) * size * two(unshared_key), dtype=np.float64)
+        correlation = np.clip(ratio_or_zero(queries.pairs, size), -1.0, 1.0)
+        apart_from = two(ratio_or_zero(unshared_key, keys.diagonal))
+        flat = np.broadcast_arrays(theta, correlation, apart_from, two(norm_spread))
+        sizes, cosines, unshared, spreads = (np.ravel(one) for one in flat)
+        tables = _tables(key_count)
+        several = {s: Widths(float(d_model), float(d_head), s) for s in np.unique(spreads).tolist()}
+        self._shape = np.shape(flat[0])
+        # Vanishing logits: what is linear in them, from faint ones.
+        taken = np.maximum(sizes, FAINT)
+        self._drive = two(scale) * size / self._of(taken)
+        rows = _of_widths(tables, taken, cosines, unshared, spreads, several)
+        self._rows = rows = _linear(rows, sizes / taken, float(key_count))
+        self._wide = 1.0 / float(d_model)
+        deficit = self._of(np.array([several[s].deficit for s in spreads.tolist()]))
+        self._logit_variance = alone = self._alone(theta)[()]
+        overlap = self._at(rows.overlap)
+        self.sum_square = overlap.diagonal
+        self._entropy = np.asarray(tables.rows(alone, alone).entropy)[()]
+        self._own = (
+            two(unshared_value),
+            two(scale * unshared_key),
+            two(values.diagonal + value_bias),
+        )
+        stiffness = self._of(rows.stiffness)
+        shared = np.maximum(1 - self._of(unshared), 0.0)
+        returned = 2 * deficit * shared**2
+        # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
+        looking = self._own[1] * (1 - self._of(rows.overlap[:, 0])) ** 2
+        self._overlap_path = self._at(rows.query_shift).at_pairs(looking * self._own[0])
+        kept = np.exp(-stiffness * (1 + correlation)), np.exp(-2 * stiffness)
+        mixed = overlap.weighted(self._alone(kept[1]), kept[0])
+        mixed = mixed + self._at(rows.growth).at_pairs(returned)
+        pulled = (self._at(rows.joint_shift) * queries).at_pairs(looking * self._wide)
+        mixed = (mixed + pulled).at_pairs(self._own[0])
+        against = two(values.pairs) * (1 - self._of(rows.against))
+        dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
+        own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
+        self._mixed = Kernel.joined(own, mixed.pairs + against, queries.resolved)
+
+    def forward(self) -> Kernel:
+        """Second moments per feature of sum_j a_ij y_j."""
+        return self._mixed
+
+    def mean_output(self) -> Kernel:
+        """Overlap of two heads that share keys and values."""
+        return averaged(self._values, self._counts[1])
+
+    def weights(self) -> None:
+        """Uniform."""
+        return
+
+    def diagnostics(self) -> dict[str, Array]:
+        """See `attention_diagnostics`."""
+        keys = float(self._counts[1])
+        return attention_diagnostics(self._logit_variance, self.sum_square, self._entropy, keys)
+
+    def overlap_path(self, gradient: Kernel) -> Kernel:
+        """What the query path gains per unit of the variance of two tokens' overlap."""
+        return gradient * self._overlap_path
+
+    def response(self) -> Kernel:
+        """What the query path is per unit of the gradient."""
+        return self.backward(self._queries.with_ones()).query
+
+    def repeated(self, gradient: Kernel) -> None:
+        """No text's tokens are alike."""
+        return
+
+    def table_gradient(self, gradient: Kernel) -> None:
+        """Positions tell no token from another."""
+        return
+
+    def backward(self, gradient: Kernel) -> Paths:
+        """Paths of a gradient at the averaged values, their weights' gain included."""
+        queries, keys = self._counts
+        rows, wide, others = self._rows, self._wide, max(keys - 1, 1)
+        unshared_value, scale, masked = self._own
+        noise = self._noise * masked
+
+        def sent(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
+            """To a key by all rows: rates of every two, and what dropout adds to a row's own."""
+            dropped = self._alone(dropped + 0.0 * self._of(rows.square))
+            rate = Kernel.joined(rate.diagonal + dropped, rate.pairs, rate.resolved)
+            return (gradient * rate.at_pairs(drive)).total(queries) / keys
+
+        ones = self._queries.with_ones()
+        overlap = self._at(rows.overlap)
+        held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
+        value = Kernel(held, sent(ones - overlap) / others)
+        path = self.overlap_path(gradient)
+        rate = self._at(rows.query).at_pairs(unshared_value)
+        own = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
+        rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
+        query = (gradient * rate.at_pairs(scale)).mixed(1.0, path, wide)
+        driven = self._at(rows.key).at_pairs(unshared_value)
+        key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
+        growth = self._at(rows.growth)
+        shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))
+        return Paths(value, query, Kernel(key, -key / others), Kernel(shared, -shared / others))
+
+    def _at_pairs(self, number: Array) -> Array:
+        """A number per configuration, for every two rows."""
+        return self._queries.lift(number)[1]
+
+    def _of(self, values: Array) -> Array:
+        """A number for every two rows, in the shape of the configurations."""
+        return np.asarray(values.reshape(self._shape)[()])
+
+    def _alone(self, of_pairs: Array) -> Array:
+        """Of a row with itself."""
+        if not self._queries.resolved:
+            return of_pairs
+        return np.diagonal(np.broadcast_to(of_pairs, self._shape), axis1=-2, axis2=-1)
+
+    def _at(self, values: Array) -> Kernel:
+        """For a row with itself and with another."""
+        own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
+        return Kernel.joined(own, pairs, self._queries.resolved)
+
+
+def _of_widths(
+    tables: _Tables,
+    theta: Array,
+    rho: Array,
+    unshared: Array,
+    spreads: Array,
+    widths: Mapping[float, Widths],
+) -> FiniteRows:
+    """Statistics of every configuration under the widths that its norms' spread makes."""
+    parts = {}
+    for spread, one in widths.items():
+        here = spreads == spread
+        parts[spread] = (
+            here,
+            finite_rows(
+                tables.tabulated(theta[here]),
+                np.full(int(here.sum()), float(tables.keys)),
+                np.clip(unshared[here], 0.0, 2.0),
+                np.column_stack([np.ones_like(rho[here]), rho[here]]),
+                one,
+                tables,
+            ),
+        )
+    if len(parts) == 1:
+        return next(iter(parts.values()))[1]
+    order = np.argsort(np.concatenate([np.flatnonzero(here) for here, _ in parts.values()]))
+    columns = zip(*(found for _, found in parts.values()), strict=True)
+    return FiniteRows(*[np.concatenate(column)[order] for column in columns])
+
+
+def _linear(rows: FiniteRows, share: Array, keys: float) -> FiniteRows:
+    """Of logits whose variance is that share of the one given; the key path's per unit of it."""
+    pair = share[:, None]
+    return rows._replace(
+        overlap=1 / keys + pair * (rows.overlap - 1 / keys),
+        growth=pair * rows.growth,
+        stiffness=share * rows.stiffness,
+        against=share * rows.against,
+        masks=share * rows.masks,
+        dropped_cross=share * rows.dropped_cross,
+    )
+
+
+def averaged(tokens: Kernel, length: int) -> Kernel:
+    """Overlaps of two uniform averages of tokens alike."""
+    mean = tokens.pairs + (tokens.diagonal - tokens.pairs) / length
+    return Kernel(mean, mean)
+
+
+# --- which of them --------------------------------------------------------------------------------
+
+
+Layer = TokenLayer | ClassLayer | AlikeLayer
+"""Attention in the resolution of its tokens: moments of what it mixes, and the paths back."""
+
+
+def layer_of(
+    leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
+) -> Layer:
+    """That layer.
+
+    Args:
+        leaf: `SelfAttention` or `CrossAttention`.
+        law: of its logits.
+        signal, memory: the tokens that ask and those attended to, which may be the same.
+        kernels: of both, likewise.
+    """
+    (queries, tokens), spread = kernels, norm_variance(memory)
+    if memory.resolved is True:
+        return TokenLayer(leaf, law, queries, tokens, spread)
+    if memory.resolved or (by_distance(leaf) and memory.seq_len > 1):
+        return ClassLayer(leaf, law, memory, tokens)
+    scale, wanted = logit_scales(law)
+    return AlikeLayer(
+        law.queries.kernel,
+        law.keys.kernel,
+        tokens,
+        query_count=signal.seq_len,
+        key_count=memory.seq_len,
+        scale=scale,
+        drop_prob=leaf.drop_prob,
+        d_model=leaf.memory_width,
+        d_head=law.head_freedom,
+        norm_spread=spread,
+        value_bias=leaf.value_bias / positive(leaf.memory_width * leaf.value),
+        wanted=wanted,
+    )
+
+
+def by_distance(leaf: Any) -> bool:
+    """Whether logits know how far apart tokens are."""
+    table = leaf.relative_bias
+    return leaf.rotary is not None or (table is not None and table.variance > 0.0)
