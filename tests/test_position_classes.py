@@ -36,7 +36,11 @@ from moments.transfer.attention.kernels.position_attention import (
     ClassLogits,
     PositionAttention,
 )
-from moments.transfer.attention.kernels.relative_positions import Turning, fading
+from moments.transfer.attention.kernels.relative_positions import (
+    ClassBiasNoise,
+    Turning,
+    fading,
+)
 
 LENGTH = 96
 
@@ -932,3 +936,25 @@ def test_batches_that_were_too_large_by_token() -> None:
             token_ids=texts(16, 512),
             attention_mask=np.repeat(mask, 8, axis=0),
         )
+
+
+@pytest.mark.parametrize("length", [300, 700])
+def test_what_tables_of_relative_biases_gather_is_summed_over_every_pair(length: int) -> None:
+    """Rows of 1/n and tokens without anything in common: the sum over pairs of rows of what their
+    deviations from their buckets' means share, which falls within one cell."""
+    table = moments.RelativeBias(0.1)
+    classes = PositionClasses.of(length)
+    sight, size = classes.seen(), len(classes.nodes)
+    weights = np.where(sight.seen, 1.0 / sight.size[:, None], 0.0)
+    own, pairs = ClassBiasNoise(sight, table, weights).overlaps((np.ones(size), 0.0 * weights))
+    place = np.arange(length)
+    rows = np.tril(np.ones((length, length))) / (place + 1.0)[:, None]
+    kind = table.bucket(-np.arange(length), True)[np.abs(np.subtract.outer(place, place))]
+    expected = np.zeros((length, length))
+    for bucket in range(int(kind.max()) + 1):
+        inside = rows * (kind == bucket)
+        apart = inside - rows * inside.sum(1, keepdims=True)
+        expected += apart @ apart.T
+    assert own @ classes.count == pytest.approx(np.trace(expected), rel=0.01)
+    whole = float(expected.sum() - np.trace(expected))
+    assert (pairs * classes.pair_count).sum() == pytest.approx(whole, rel=0.07)

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -525,7 +525,12 @@ DISTANCES = 12
 """Ranges of distances between two rows of one class, in every cell."""
 
 LEAST_BESIDE = 0.25
-"""Rows of a node's own class before it, on average, below which the next one stands for them."""
+"""Rows that a node stands for, of what interpolation adds and takes away, below which it stands for
+itself alone, and the next one for those of its own class."""
+
+NEAR, FAR = 2, 8
+"""Nodes before a row's that are averages over the rows they stand for, and how far at most, in
+units of the distance beyond which all is one bucket."""
 
 
 class Buckets(NamedTuple):
@@ -534,11 +539,30 @@ class Buckets(NamedTuple):
     Attributes:
         keys: (P, b, P) keys of a row's bucket in a class.
         shared: (P, P, b, P) those that another row sees too: [row, other, bucket, key].
-        same: (P, P, P) keys [row, other, key] in one bucket of both; (p, p) of two neighbours.
+        same: (P, P, P) keys [row, other, key] in one bucket of both.
+        beside: of nodes that are near each other, the rows that the second stands for.
     """
 
     keys: Array
     shared: Array
+    same: Array
+    beside: dict[tuple[int, int], tuple[Beside, ...]]
+
+
+class Beside(NamedTuple):
+    """Another row, near one.
+
+    Attributes:
+        share: of what the row has with all that a node stands for, times by how much that one's
+            weights are larger than the node's.
+        keys: (b, P) the row's keys that it sees too, by the row's buckets.
+        other: (b, P) its keys, by its own.
+        same: (P,) those in one bucket of both.
+    """
+
+    share: float
+    keys: Array
+    other: Array
     same: Array
 
 
@@ -562,11 +586,25 @@ class ClassBiasNoise:
         both = found.shared.sum(2)
         product = held @ held.T
         pairs = found.same - met - np.swapaxes(met, 0, 1) + product[:, :, None] * both
+        for (p, s), others in found.beside.items():
+            met_by = np.sum([self._met(held[p], weights[s], other) for other in others], axis=0)
+            met_by[s] += met_by[s + 1 :].sum()  # what the node does not see, rows behind it do
+            met_by[s + 1 :] = 0.0
+            pairs[p, s] = pairs[s, p] = met_by
+            both[p, s] = both[s, p] = sight.shared[p, s]  # as these are counted below
         usable = both > 0.0
         self._rate = np.where(usable, pairs / np.where(usable, both, 1.0), 0.0)
         own = total - 2.0 * np.einsum("pbq,pb->pq", found.keys, held)
         own += diagonal(product)[:, None] * total
         self._own_rate = np.where(total > 0.0, own / np.where(total > 0.0, total, 1.0), 0.0)
+
+    @staticmethod
+    def _met(held: Array, weights: Array, beside: Beside) -> Array:
+        """(P,) sum over a class's keys of the products of two rows' deviations in their bucket."""
+        other = beside.other @ weights
+        other = other / other.sum()
+        lost = other @ beside.keys + held @ beside.other
+        return np.asarray(beside.share * (beside.same - lost + (held @ other) * beside.keys.sum(0)))
 
     def overlaps(self, kernel: Matrix) -> Matrix:
         """Per unit of variance, what the outputs' kernel gains."""
@@ -631,38 +669,62 @@ def _buckets(sight: Sight, table: RelativeBias) -> Buckets:
         counted = np.diff(_sums(nodes, edges), axis=0)
         return np.asarray(counted[kind[runs[0]] == kind[runs[1]]].sum(0))
 
+    def of_row(row: int, end: int) -> Array:
+        """(b, P) its keys up to a position, by bucket."""
+        start = max(row - sight.window, 0)
+        ranges = np.maximum(row - ends - 1, start), np.maximum(row - begins, start)
+        low, high = (_sums(nodes, np.minimum(place, end)) for place in ranges)
+        return np.asarray(high - low)
+
+    def along(p: int, s: int) -> Iterator[Beside]:
+        one, node = int(nodes[p]), int(nodes[s])
+        for distance, share in _beside(sight.classes, p, s):
+            other = one - distance
+            low, end = max(max(one, other) - sight.window, 0), min(one, other)
+            share *= min(node, sight.window) / min(other, sight.window)
+            mine, its = of_row(one, end), of_row(other, end)
+            yield Beside(share, by_kind(mine), by_kind(its), met(one, other, low))
+
+    def by_kind(runs: Array) -> Array:
+        found = np.zeros((int(kind.max()) + 1, size))
+        np.add.at(found, kind, runs)
+        return found
+
+    near = [
+        (p, s)
+        for p in range(size)
+        for s in range(max(p - NEAR, 0), p + 1)
+        if s == p or nodes[p] - nodes[s] < FAR * table.max_distance
+    ]
     for p, s in np.ndindex(size, size):
-        low, one = max(int(sight.starts[p]), int(sight.starts[s])), int(nodes[p])
-        if s != p:
-            same[p, s] = met(one, int(nodes[s]), low)
+        if (max(p, s), min(p, s)) not in near:
+            low = max(int(sight.starts[p]), int(sight.starts[s]))
+            same[p, s] = met(int(nodes[p]), int(nodes[s]), low)
+    return Buckets(keys, shared, same, {(p, s): tuple(along(p, s)) for p, s in near})
+
+
+def _beside(classes: PositionClasses, p: int, s: int) -> list[tuple[int, float]]:
+    """How far from a row at one node those are that another stands for, and how much they count: as
+    a row sums over those before it, by what the interpolant of nodes gives to this one."""
+    nodes, itself = classes.nodes, [(int(classes.nodes[p] - classes.nodes[s]), 1.0)]
+    high = min(p, len(nodes) - 2)
+    found, logs = [] if s == p or s > high else itself, np.log(nodes)
+    for cell in range(min(s + 2, high), max(s - 4, -1), -1):
+        held = stencil(cell, 0, high)
+        ends = int(nodes[p] - nodes[min(cell + 1, p)]), int(nodes[p] - nodes[cell])
+        if not held.start <= s < held.stop or ends[1] - ends[0] < 2:
             continue
-        for distance, share in _beside(sight.classes, p):
-            same[p, p] += share * met(one, one - distance, low)
-    return Buckets(keys, shared, same)
-
-
-def _beside(classes: PositionClasses, p: int) -> list[tuple[int, float]]:
-    """How far the other row of a pair of one class is, and how much that counts: as a row sums over
-    those before it, by what the interpolant of nodes gives to this one."""
-    nodes = classes.nodes
-    mass = float(classes.seen().keys[p, p]) - 1.0
-    if p == 0 or nodes[p] - nodes[p - 1] == 1 or mass < LEAST_BESIDE:
-        return [(1 if p else -1, 1.0)]
-    found, logs = [], np.log(nodes)
-    for cell in range(p - 1, max(p - 4, -1), -1):
-        held = stencil(cell, 0, p)
-        ends = int(nodes[p] - nodes[cell + 1]), int(nodes[p] - nodes[cell])
-        steps = np.geomspace(max(ends[0], 1), ends[1], DISTANCES + 1)
+        steps = np.geomspace(ends[0] + 1, ends[1], DISTANCES + 1)
         edges = np.unique(np.round(steps).astype(np.intp))
-        if held.stop <= p or len(edges) < 2:
-            continue
         places = float(nodes[p]) - np.arange(edges[0], edges[-1])
-        weight = lagrange(logs[held], np.log(places))[p - held.start]
-        for low, high, sums in zip(
+        weight = lagrange(logs[held], np.log(places))[s - held.start]
+        for low, top, sums in zip(
             edges[:-1], edges[1:], np.add.reduceat(weight, edges[:-1] - edges[0]), strict=True
         ):
-            found.append((int((low * (high - 1)) ** 0.5), float(sums / mass)))
+            found.append((int((low * (top - 1)) ** 0.5), float(sums)))
     total = sum(share for _, share in found)
+    if total < LEAST_BESIDE * max(sum(abs(share) for _, share in found), 1.0):
+        return itself if s < p else [(1 if p else -1, 1.0)]
     return [(distance, share / total) for distance, share in found]
 
 
