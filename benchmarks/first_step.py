@@ -370,22 +370,21 @@ def measured_case(key: str) -> dict[str, Any]:
 
 def predict(chosen: list[str]) -> None:
     """Today's theory beside every measurement, or those chosen."""
-    data, known = stored(), {}
+    data, known, prediction = stored(), "", None
     for key, case in cases().items():
         if key not in data or (chosen and not any(part in key for part in chosen)):
             continue
         options: dict[str, Any] = {}
         if key.split("/")[0] in SEEDS:
             name, optimizer, _ = case
-            if name not in known:
-                known[name] = batch_of(EVERY[name])[1]
-            prediction = known[name]
+            if name != known:  # one at a time: what it shares between rates is large
+                known, prediction = name, batch_of(EVERY[name])[1]
         elif key.startswith("steps"):
             name, optimizer, _, options, steps = case
             options = options | {"steps": steps}
-            prediction = batch_of(EVERY[name], steps)[1]
+            known, prediction = "", batch_of(EVERY[name], steps)[1]
         else:
-            optimizer = "adam"
+            known, optimizer = "", "adam"
             _, model, options["multipliers"], _ = scaled(*case)
             batch, _ = batch_of(SWEPT)
             prediction = moments.predict(model, token_ids=np.asarray(batch["input_ids"]))

@@ -18,13 +18,14 @@ import moments
 from moments.formulas.named_activations import activation_laws
 from moments.step import rules
 from moments.step.change import Change, Overlaps
+from moments.step.draws import Draws
 from moments.step.elementwise import Pairs, activated
 from moments.step.heads import Heads
 from moments.step.neurons import Neurons
 from moments.step.parametrisation import PARAMETRISATIONS, parametrised
 from moments.step.rules import (
     MUON_SCALES,
-    Ends,
+    Sides,
     Spectrum,
     damping,
     effect,
@@ -56,7 +57,7 @@ GPT2 = {
 
 
 ROOT = Path(__file__).parent.parent
-UPDATE_ERROR = {"sgd": 0.3, "muon": 0.2, "adamw": 0.03}
+UPDATE_ERROR = {"sgd": 0.3, "muon": 0.06, "adamw": 0.03}
 
 
 @pytest.fixture(scope="module")
@@ -239,42 +240,108 @@ def test_signs_of_one_gradient_add_up() -> None:
     assert both.total == pytest.approx(4.0)
 
 
-def test_muon_s_step_on_features_that_are_a_map_of_fewer() -> None:
-    """The sum of mapped singular values where both sides are maps of 16 features; by numbers of
-    features alone it is a tenth too large."""
-    tokens, few, many, draws = 12, 16, 200, 200
-    kernel, gradient = (np.diag(0.5 ** np.arange(tokens)) + 1e-4 for _ in range(2))
-    spectrum = Spectrum.of(kernel, gradient)
-    roots, rng = [np.linalg.cholesky(one) for one in (kernel, gradient)], np.random.default_rng(3)
+def test_muon_s_step_by_draws() -> None:
+    """Of given draws its size, kernel, slope and alignment are those of Jordan's iteration on each,
+    of one step and of two whose gradients weigh the tokens otherwise; features that are a map of
+    few have other sizes than independent ones."""
+    tokens, n, m, few, draws, first = 8, 40, 56, 10, 6, 0.0
+    rng = np.random.default_rng(3)
+    kernel, gradient = (np.diag(0.6 ** np.arange(tokens)) + 0.01 for _ in range(2))
 
-    def mapped(root: np.ndarray) -> np.ndarray:
-        behind = root @ rng.standard_normal((tokens, few))
-        return behind @ rng.standard_normal((few, many)) / few**0.5
+    def mapped(root: np.ndarray, features: int) -> np.ndarray:
+        behind = root @ rng.standard_normal((draws, tokens, few))
+        return np.asarray(behind @ rng.standard_normal((draws, few, features)) / few**0.5)
 
-    seen = []
-    for _ in range(draws):
-        sigma = np.linalg.svd(mapped(roots[0]).T @ mapped(roots[1]), compute_uv=False)
-        seen.append((newton_schulz(sigma[:tokens] / np.linalg.norm(sigma)) ** 2).sum())
-    ends = Ends(lambda: np.stack([mapped(roots[0]) for _ in range(256)]), None, few)
-    found = spectrum.orthogonal(many, many, ends)
-    assert found.square == pytest.approx(np.mean(seen), rel=0.03)
-    plain = Spectrum.of(kernel, gradient).orthogonal(many, many, Ends())
-    assert plain.square > 1.06 * np.mean(seen)
+    both = [mapped(np.linalg.cholesky(k), f) for k, f in ((kernel, n), (gradient, m))]
+    sides = Sides(*(one @ np.swapaxes(one, 1, 2) / one.shape[2] for one in both))
+    for parts in (None, np.array([np.ones(tokens), np.linspace(2.0, -1.0, tokens)])):
+        found = Spectrum.of(kernel, gradient).orthogonal(n, m, sides, parts)
+        kernels, squares, slopes, norms, ratios = np.zeros((tokens, tokens)), [], [], [], []
+        for x, delta in zip(*both, strict=True):
+            weights = np.ones((1, tokens)) if parts is None else parts
+            step = sum(orthogonal((delta * one[:, None]).T @ x) for one in weights)
+            y = x @ step.T
+            kernels += y @ y.T / m / draws
+            squares.append((step**2).sum())
+            slopes.append((step * (delta.T @ x)).sum())
+            norms.append(((delta.T @ x) ** 2).sum())
+            ratios.append((y**2).mean() / (x**2).mean() / (step**2).mean())
+        lower, first = Spectrum.of(kernel, gradient).root.lower, first or np.mean(squares)
+        assert found.square == pytest.approx(np.mean(squares), rel=1e-5)
+        assert lower @ found.kernel @ lower.T == pytest.approx(kernels, rel=1e-4, abs=1e-5)
+        assert np.log(found.aligned) == pytest.approx(np.log(ratios).mean(), abs=1e-5)
+        # a draw's gradient by its size, the mean of which is known
+        known = n * m * (kernel * gradient).sum()
+        wanted = np.mean(slopes) * (known / np.mean(norms)) ** 0.5
+        assert found.slope == pytest.approx(wanted, rel=1e-5)
+    independent = Spectrum.of(kernel, gradient).orthogonal(n, m)
+    assert independent.square > 1.03 * first
 
 
-def test_hidden_units_of_one_draw_of_the_stream() -> None:
-    """Their mean kernel is the activation's law; it scatters as a map of few features does."""
-    hidden, few = correlated(4, 6), 12
-    units = Neurons.of(activation_laws("relu"), (hidden,), hidden)
-    assert units is not None
-    drawn = units.features(400, few, 300)
-    kernels = drawn @ np.swapaxes(drawn, 1, 2) / 300
-    own = np.diag(hidden)
-    law = Pairs.of(activation_laws("relu"), {}).moment(own, own, hidden)
-    assert kernels.mean(0) == pytest.approx(law, rel=0.1)
-    # a ReLU's second moment is in proportion to the realised variance, of 2/few relative variance
-    own_scatter = kernels[:, 0, 0].var() / law[0, 0] ** 2
-    assert own_scatter == pytest.approx(2 / few + 5 / 300, rel=0.25)
+def test_drawn_heads_send_what_autograd_does() -> None:
+    tokens, d_head, shared, sharing = 5, 4, 2, 3
+    kernel, rng = correlated(tokens, 1), np.random.default_rng(4)
+    seen = np.tril(rng.random((tokens, tokens)) + 0.1)
+    seen /= seen.sum(1, keepdims=True)
+    frequencies, positions = np.array([0.7]), np.arange(tokens, dtype=float)
+    heads = Heads(kernel, kernel, seen, 2.5, d_head, shared, sharing, 0.0, frequencies, positions)
+    q, k, v, delta = (
+        rng.standard_normal((2, count, tokens, d_head))
+        for count in (shared * sharing, shared, shared, shared * sharing)
+    )
+    passed = heads.attended(q, k, v, rng)
+    given = [torch.tensor(one, requires_grad=True) for one in (q, k, v)]
+    angle = torch.tensor(np.outer(positions, frequencies))
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        pair = torch.complex(x[..., :1], x[..., 1:2]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([pair.real, pair.imag, x[..., 2:]], -1)
+
+    keys, values = (one.repeat_interleave(sharing, 1) for one in (turned(given[1]), given[2]))
+    logits = turned(given[0]) @ keys.mT * (2.5 / d_head) ** 0.5
+    weights = torch.softmax(logits + torch.tensor(seen).log(), -1)
+    output = weights @ values
+    (output * torch.tensor(delta)).sum().backward()
+    assert passed.given == pytest.approx(output.detach().numpy(), rel=1e-5, abs=1e-6)
+    for one, leaf in zip(passed.back(delta), given, strict=True):
+        assert one == pytest.approx(leaf.grad.numpy(), rel=1e-4, abs=1e-5)
+
+
+def test_draws_scatter_as_real_modules_do(batch: Any) -> None:
+    """The cosine of two tokens that a layer reads: its mean is the kernel's, its variance over
+    draws that of modules, which the first layers' blocks have raised above 1/width."""
+    from moments.step.sites import Reading
+
+    config = GPT2 | {"n_layer": 3, "initializer_range": 0.1}
+    model = moments.from_huggingface(config, seq_len=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        reading = Reading.of(moments.predict(model, token_ids=batch["input_ids"]))
+    draws = Draws.shared(reading)
+    assert draws is not None
+    read: dict[int, list[np.ndarray]] = {1: [], 3: []}
+    for seed in range(32):
+        module = build_module(config, seed)
+        kept = {}
+        for layer in read:
+            block = module.transformer.h[layer - 1].attn
+            block.register_forward_pre_hook(
+                lambda _, given, key=layer, to=kept: to.update({key: given[0]}) if given else None
+            )
+        with torch.no_grad():
+            module(input_ids=torch.as_tensor(batch["input_ids"]))
+        for layer, x in kept.items():
+            flat = x.reshape(-1, 64).double().numpy()
+            read[layer].append(flat @ flat.T / 64)
+    scatter = {}
+    for layer, seen in read.items():
+        drawn = draws.sides[layer, "query"].read
+        mean = np.mean(seen, 0)
+        assert np.abs(drawn.mean(0) - mean).mean() < 0.03
+        there = drawn.var(0, ddof=1).mean(), np.var(seen, 0, ddof=1).mean()
+        assert there[0] == pytest.approx(there[1], rel=0.15)
+        scatter[layer] = there[1]
+    assert scatter[3] > 1.3 * scatter[1]
 
 
 def test_a_gain_s_step() -> None:
@@ -388,7 +455,7 @@ def test_real_modules(
         assert beyond.max() < 0.12
         weights = found.weights()
         matrices = weights[weights["weight"].isin(["value", "output", "ffn_in", "ffn_out"])]
-        assert matrices["alignment_error"].abs().max() < 0.03
+        assert matrices["alignment_error"].abs().max() < 0.02
         # squared gradients of one draw scatter under SGD
         assert matrices["update_variance_error"].abs().max() < UPDATE_ERROR[optimizer]
 
@@ -444,27 +511,6 @@ def test_an_encoder_and_a_decoder() -> None:
         alone.after("adam", 1e-4)
 
 
-def test_draws_of_heads_are_draws_of_heads() -> None:
-    """Values of one class of rows receive no more directions than heads send; their kernel is that
-    of mean attention where logits are small."""
-    tokens, d_head = 6, 8
-    kernel = correlated(tokens, 1)
-    seen = np.full((tokens, tokens), 1 / tokens)
-    gradient = np.zeros((tokens, tokens))
-    gradient[0, 0] = 1.0
-    positions = np.arange(tokens, dtype=float)
-    heads = Heads(kernel, kernel, seen, 1e-6, d_head, 3, 1, 0.0, np.zeros(0), positions, 1e6)
-    value = heads.received(gradient, 1.0, 40)[0][2]
-    assert np.linalg.matrix_rank(value, tol=0.05 * np.abs(value).max()) == 1
-    given = heads.given(1)[0]
-    assert given.shape == (tokens, 3 * d_head)
-    assert np.linalg.matrix_rank(given, tol=0.05 * np.abs(given).max()) == 1
-    drawn = np.mean(
-        [one[2] @ one[2].T / one[2].shape[1] for one in heads.received(gradient, 1, 40)], 0
-    )
-    assert drawn == pytest.approx(seen.T @ gradient @ seen, rel=0.15)
-
-
 def test_a_sum_of_steps_is_torch_s() -> None:
     gradients = np.random.default_rng(0).standard_normal((3, 50))
     for updates, make in (
@@ -476,7 +522,7 @@ def test_a_sum_of_steps_is_torch_s() -> None:
             Updates("sgd", 3, momentum=0.8, nesterov=True),
             lambda p: torch.optim.SGD(p, 1.0, 0.8, nesterov=True),
         ),
-        (Updates("lion", 3, (0.9, 0.99)), lambda p: _made("lion", {})(p, 1.0)),
+        (Updates("lion", 3, (0.9, 0.99)), lambda p: _made("lion", {})(torch.nn.Module(), p, 1.0)),
     ):
         weight = torch.nn.Parameter(torch.zeros(50, dtype=torch.double))
         optimizer = make([weight])
@@ -519,7 +565,11 @@ def test_two_steps(batch: Any) -> None:
     model = moments.from_huggingface(GPT2, seq_len=16)
     read = text_batch(GPT2, seq_len=16, batch=4)
     prediction = moments.predict(model, token_ids=read["input_ids"])
-    for optimizer, rate, options in (("adam", 1e-4, {}), ("sgd", 3e-3, {"momentum": 0.9})):
+    for optimizer, rate, options in (
+        ("adam", 1e-4, {}),
+        ("sgd", 3e-3, {"momentum": 0.9}),
+        ("muon", 3e-4, {"momentum": 0.8}),
+    ):
         measured = measure_step(
             lambda seed: build_module(GPT2, seed),
             read,
@@ -538,11 +588,9 @@ def test_two_steps(batch: Any) -> None:
         assert abs(step.relative_change[-1] / last[0] - 1) < 0.1 + 3 * last[1] / last[0]
         assert step.slope == pytest.approx(step.loss_change / rate, rel=0.2)
         sizes = moments.compare(step, measured).weights().query("weight in ['query', 'ffn_in']")
-        assert sizes["update_variance_error"].abs().max() < (0.03 if optimizer == "adam" else 0.3)
+        assert sizes["update_variance_error"].abs().max() < (0.3 if optimizer == "sgd" else 0.03)
     with pytest.raises(moments.DomainError, match="sequences"):
         prediction.after("adam", 1e-4, steps=3)
-    with pytest.raises(moments.DomainError, match="steps"):
-        prediction.after("muon", 1e-4, steps=2)
     with pytest.raises(moments.DomainError, match="rows"):
         measure_step(build_module(GPT2, 0), read, "adam", 1e-4, steps=3)
     with pytest.warns(moments.ValidityWarning, match="gradients as they are before"):
@@ -690,14 +738,23 @@ def test_stored_predictions_are_today_s() -> None:
     assert step.relative_change == pytest.approx(row["relative_change"], rel=1e-3)
 
 
-def test_the_loss_of_every_stored_module() -> None:
-    """Within 5 % beyond twice the standard error, at every rate of every module."""
+@pytest.mark.parametrize("kind", ["family", "held", "fresh"])
+def test_every_stored_module(kind: str) -> None:
+    """Beyond twice the standard error, at every rate: loss within 5 %, alignment within .02 and
+    sizes under Adam within 3 %; under SGD and Muon nearly all sizes are."""
     import first_step_page as pages
 
-    found = list(pages.rows(benchmark().stored(), "family"))
+    stored = benchmark().stored()
+    found = list(pages.rows(stored, kind))
     assert len(found) > 40
     for parts, rate, measured, predicted in found:
         assert pages.beyond(measured, predicted) <= 0.05, (parts, rate)
+    errors = pages.errors(stored, kind)
+    assert max(errors["alignment"]) < (0.02, "")
+    assert max(errors["update"]) < (0.03, "")
+    sizes = [error <= 0.03 for error, _ in errors["update of SGD and Muon"]]
+    assert len(sizes) > 400
+    assert np.mean(sizes) > 0.96
 
 
 def test_stored_widths_are_flat_under_mup_alone() -> None:

@@ -255,14 +255,14 @@ class Prediction:
                 "muon" (every hidden matrix by itself; all else by Adam at the same rate).
             learning_rate: positive.
             options: betas (of Adam and Lion; a first step does not depend on them), eps,
-                weight_decay (of every parameter, beside the step), momentum and nesterov (SGD),
-                adjust (of Muon: "original", "match_rms_adamw" or "spectral"), steps (of all but
-                "muon": that many steps, each on as many of the prediction's sequences, in order;
-                the loss and its slope are then the last one's, weights' slopes nan, and gradients
-                those before the first), and multipliers of the learning rate,
-                by parameter ("query", "token", "ffn_in.bias", ...) or by group: "matrices"
-                (hidden), "embedding" (tables and patches; a tied head is one), "head", "vectors"
-                (gains and biases).
+                weight_decay (of every parameter, beside the step), momentum and nesterov (SGD, and
+                Muon, whose author's are .95 and True), adjust (of Muon: "original",
+                "match_rms_adamw" or "spectral"), steps (that many steps, each on as many of the
+                prediction's sequences, in order; the loss and its slope are then the last one's,
+                weights' slopes nan, and gradients those before the first), and multipliers of the
+                learning rate, by parameter ("query", "token", "ffn_in.bias", ...) or by group:
+                "matrices" (hidden), "embedding" (tables and patches; a tied head is one), "head",
+                "vectors" (gains and biases).
 
         Raises:
             DomainError: the prediction is not that of a batch with a loss (give `token_ids`, or

@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .change import Array, Change
+from .change import Array, Change, between
 from .heads import Heads
-from .rules import draws_of
 
 
 class Three(NamedTuple):
@@ -75,30 +74,6 @@ class Rows:
         """What multiplies T's key path to give the package's."""
         size = float((self.behind * self._product(self.asking, self.kernel, self.kernel)).sum())
         return float((self.kernel * self.key_path).sum()) / size if size else 1.0
-
-    @functools.cached_property
-    def drawn(self) -> Three:
-        """Draws of the gradients at queries, keys and values, (draws, T, features) each."""
-        found = self.heads.received(self.received, self.gain, draws_of(len(self.kernel)))
-        sides = [np.stack(side) for side in zip(*found, strict=True)]
-        return Three(
-            *(
-                side / size**0.5
-                for side, size in zip(
-                    sides, (self.sizes.query, self.sizes.key, self.gain), strict=True
-                )
-            )
-        )
-
-    def sent(self, name: str) -> Array:
-        """`drawn`, of one of the three."""
-        return np.asarray(getattr(self.drawn, name))
-
-    @functools.cached_property
-    def given(self) -> Array:
-        """Draws of what heads give, (draws, T, features)."""
-        found = self.heads.given(draws_of(len(self.kernel)))
-        return np.asarray(np.stack(found) * self.gain**0.5)
 
     def _joint(self, keys: Array, values: Array) -> Array:
         """J, by averages over rows from either side."""
@@ -205,7 +180,7 @@ class Rows:
         parts = [gain * part for part in coherent]
         moving = parts[1] + parts[2]
         # the causes share delta; of means, the square of what tilts the weights once more
-        cross = (parts[0] + (0.0 if drawn else 0.5) * moving) @ gradient @ moving.T
+        cross = between(parts[0] + (0.0 if drawn else 0.5) * moving, gradient, moving)
         total = gain * (moved.total + total + tilted) + cross + cross.T
         return Change(parts[0] + moving, gain * (moved.overlap + overlap), total, nothing, nothing)
 

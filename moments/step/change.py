@@ -20,13 +20,33 @@ difference of kernels, so that small steps lose no digits.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+
+
+def precision(tokens: int) -> Any:
+    """Of what differences of kernels never see: single where tokens are many, and the matrices of
+    their pairs what takes the time."""
+    return np.dtype(np.float32 if tokens > 128 else float)
+
+
+def between(first: Array, gradient: Array, second: Array) -> Array:
+    """P D P'^T: what two coherent changes share."""
+    # on the scale of each, of which single precision holds the square
+    sizes = [max(float(np.abs(one).max(initial=0.0)), 1e-300) for one in (first, gradient, second)]
+    kind = precision(len(gradient))
+    one, two, three = (
+        (part / size).astype(kind)
+        for part, size in zip((first, gradient, second), sizes, strict=True)
+    )
+    return np.asarray(one @ two @ three.T, float) * math.prod(sizes)
 
 
 @dataclass(frozen=True)
@@ -67,7 +87,7 @@ class Change:
 
     def sent(self, gradient: Array, scale: float = 1.0) -> Array:
         """What the coherent part adds to the square, D = `gradient` on a scale of its own."""
-        return self.coherent @ (scale * gradient) @ self.coherent.T
+        return scale * between(self.coherent, gradient, self.coherent)
 
     def less(self, square: Array) -> Change:
         """With less of the square."""
@@ -89,7 +109,7 @@ class Change:
         The two are independent but for their coherent parts, E u u' = P D P'^T, and what is alike
         beyond.
         """
-        cross = self.coherent @ gradient @ other.coherent.T
+        cross = between(self.coherent, gradient, other.coherent)
         alike = _alike(self.beyond, other.beyond)
         return Change(
             self.coherent + other.coherent,
@@ -171,7 +191,7 @@ class Overlaps:
             return np.zeros_like(first)
         c = self.correlation
         loose = 1 - c * c
-        return np.asarray(c * ((loose * first) @ (gradient * c) @ (loose * second).T) / self.width)
+        return c * between(loose * first, gradient * c, loose * second) / self.width
 
 
 def summed(

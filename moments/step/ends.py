@@ -159,14 +159,25 @@ def _table_blocks(reading: Reading, table: Table, gradient: Array) -> Array:
 
 
 def _followed(optimizer: Optimizer, blocks: Array, weights: Array) -> tuple[Array, Array]:
-    """`Optimizer.pulled` of rows by their blocks; of one step that of their mean."""
-    count = len(blocks)
+    """Rows under the sign rule, by their blocks: (rows, k) of their step on the k steps' gradients,
+    and E U^2; how far Adam's epsilon lowers one step that of their mean."""
+    if optimizer.batches is not None:
+        found = [optimizer.batches.regressed(one) for one in blocks]
+        return np.array([one for one, _ in found]), np.array([square for _, square in found])
+    variances = np.maximum(blocks[:, 0, 0], 0.0)
+    size = float((weights * variances).sum() / weights.sum())
+    pulled, noise = damping(size**0.5, optimizer.epsilon)
+    deviations = np.sqrt(variances)
+    there = deviations > 1e-12 * deviations.max(initial=0.0)
+    inverse = np.divide(1.0, deviations, out=np.zeros_like(deviations), where=there)
+    return SIGN_MEAN * pulled * inverse[:, None], np.full(len(blocks), noise)
+
+
+def _at_tokens(optimizer: Optimizer, pulled: Array, count: int) -> Array:
+    """(rows, T) of what the tokens' gradients are multiplied by."""
     if optimizer.batches is None:
-        size = max(float((weights * blocks[:, 0, 0]).sum() / weights.sum()), 0.0)
-        pulled, noise = damping(size**0.5, optimizer.epsilon)
-        return np.full(count, pulled), np.full(count, noise)
-    found = np.array([optimizer.batches.pulled(one) for one in blocks])
-    return found[:, 0], found[:, 1]
+        return np.repeat(pulled, count, 1)
+    return optimizer.batches.spread(pulled, count)
 
 
 def entered(
@@ -217,30 +228,23 @@ def entered(
         size = np.diag(grams[i, i])
         whole = float((words.rows * rows).sum()) if headed and i == 0 else table.once(size)
         if rule == "sgd":
-            pulled, noise = np.ones(count), np.ones(count)
+            moved, noise = np.ones((count, count)), np.ones(count)
             slope, square = d * whole, whole / table.count
+        elif headed and i == 0:
+            at = (reads > 0).argmax(1)
+            pulled, spread = _followed(optimizer, row_blocks, words.rows)
+            slope = d * float((words.rows * pulled[:, 0] * rows).sum())
+            square = float((words.rows * spread).sum() / words.rows.sum())
+            moved, noise = _at_tokens(optimizer, pulled, count)[at], spread[at]
         else:
-            if headed and i == 0:
-                at = (reads > 0).argmax(1)
-                along, spread = _followed(optimizer, row_blocks, words.rows)
-                slope = d * SIGN_MEAN * float((words.rows * along * np.sqrt(rows)).sum())
-                square = float((words.rows * spread).sum() / words.rows.sum())
-                along, noise = along[at], spread[at]
-            else:
-                blocks = _table_blocks(reading, table, gradient)
-                along, noise = _followed(optimizer, blocks, np.ones(count))
-                slope = d * SIGN_MEAN * table.once(along * deviations[i])
-                square = table.once(noise) / table.count
-            inverse = np.divide(
-                1.0,
-                deviations[i],
-                out=np.zeros(count),
-                where=deviations[i] > 1e-12 * deviations[i].max(),
+            pulled, noise = _followed(
+                optimizer, _table_blocks(reading, table, gradient), np.ones(count)
             )
-            pulled = SIGN_MEAN * along * inverse
+            slope, square = d * table.once(pulled[:, 0] * size), table.once(noise) / table.count
+            moved = _at_tokens(optimizer, pulled, count)
         noises.append(np.sqrt(noise))
         amplitude = table.amplitude
-        coherent += rates[i] * amplitude**2 * pulled[:, None] * table.same
+        coherent += rates[i] * amplitude**2 * moved * table.same
         if main or not (headed and i == 0):
             effects.append((table.name, Effect(nothing, nothing, slope, square, np.nan)))
         if main and headed and i == 0 and np.any(reading.readout.carried):
@@ -248,7 +252,7 @@ def entered(
             k = np.asarray(reading.readout.carried) + np.zeros(count)
             read = (k / amplitude)[:, None] * stream.before
             sent_to = reading.readout.scale * words.sent[:, words.read].T
-            overlap -= rates[i] * amplitude * pulled[:, None] * (sent_to @ read)
+            overlap -= rates[i] * amplitude * ((moved * sent_to) @ read)
     for (i, j), covariance in grams.items():
         if rule != "sgd":
             both = np.outer(deviations[i], deviations[j])
@@ -344,24 +348,20 @@ def ending(
     decay = optimizer.left(name, rate)
     blocks, sent = _row_blocks(reading, words, tied), words.sent
     rows = np.maximum(blocks.sum((1, 2)), 0.0)
-    if optimizer.others == "sgd":
-        pulled = np.ones(len(rows))
-        slope, square = d * float((words.rows * rows).sum()), _mean(rows, words)
-    else:
-        along, noise = _followed(optimizer, blocks, words.rows)
-        root = np.sqrt(rows)
-        pulled = np.divide(SIGN_MEAN * along, root, out=np.zeros_like(root), where=root > 0)
-        slope = d * SIGN_MEAN * float((words.rows * along * root).sum())
-        square = _mean(noise, words)
+    pulled, noise = np.ones(blocks.shape[:2]), rows
+    if optimizer.others != "sgd":
+        pulled, noise = _followed(optimizer, blocks, words.rows)
+    moved = _at_tokens(optimizer, pulled, len(kernel)).T
+    slope, square = d * float((words.rows * pulled[:, 0] * rows).sum()), _mean(noise, words)
     met = change.met(kernel)
-    own = -step * scale**2 * d * (met @ sent) * pulled
+    own = -step * scale**2 * d * (met @ (moved * sent))
     table = reading.main.token_table
     if reading.tied and table is not None and np.any(readout.carried):
         # rows that tokens read also follow what those tokens receive
         amplitude = table.amplitude
         k = (np.asarray(readout.carried) + np.zeros(len(kernel))) / amplitude
         received = tied * k[:, None] - (change.coherent @ gradient) * k[None, :]
-        own -= step * scale * d * amplitude * (received @ words.reads) * pulled
+        own -= step * scale * d * amplitude * (received @ (moved * words.reads))
     through = -(scale**2) * d * variance * decay * (change.coherent @ sent)
     mean = own + through
     effects = []

@@ -39,17 +39,7 @@ class Stepped:
     def __init__(self, reading: Reading, optimizer: Optimizer, rate: float) -> None:
         model, words = reading.model, Words.of(reading)
         tied = tied_overlap(reading, words)
-        walk = Walk(
-            optimizer,
-            rate,
-            tied,
-            reading.spectra,
-            reading.roots,
-            reading.signs,
-            reading.rows,
-            reading.neurons,
-            reading.points,
-        )
+        walk = Walk(optimizer, rate, tied, reading)
         points = iter(reading.points)
         streams = [("", reading.main)]
         if reading.encoder is not None:
@@ -84,8 +74,8 @@ def named_optimizer(
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
     weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    nesterov: bool = False,
+    momentum: float | None = None,
+    nesterov: bool | None = None,
     adjust: str = "original",
     multipliers: Mapping[str, float] | None = None,
     steps: int = 1,
@@ -104,14 +94,18 @@ def named_optimizer(
     if pair.shape != (2,) or not np.all((pair >= 0) & (pair < 1)):
         raise domain_error("betas", betas, "two numbers in [0, 1)")
     decay = check_number("weight_decay", weight_decay, NONNEGATIVE)
-    push = check_number("momentum", momentum, PROBABILITY)
+    by_muon = name == "muon"  # whose author's are .95, by Nesterov
+    push = check_number(
+        "momentum", (0.95 if by_muon else 0.0) if momentum is None else momentum, PROBABILITY
+    )
+    ahead = check_flag("nesterov", (by_muon and push > 0) if nesterov is None else nesterov)
     if decay and name == "adam":
         raise domain_error(
             "weight_decay", decay, "0 for adam, which adds it to the gradient", 'use "adamw"'
         )
-    if (push or check_flag("nesterov", nesterov)) and name != "sgd":
-        raise domain_error("momentum", push, 'left out but for "sgd": a first step has no past')
-    if nesterov and not push:
+    if (push or ahead) and name not in ("sgd", "muon"):
+        raise domain_error("momentum", push, 'left out but for "sgd" and "muon"')
+    if ahead and not push:
         raise domain_error("nesterov", nesterov, "False without momentum")
     by_adam = name in ("adam", "adamw", "muon")
     if eps is not None and not by_adam:
@@ -122,19 +116,19 @@ def named_optimizer(
         given[key] = check_number(f"multipliers[{key!r}]", factor, NONNEGATIVE)
     rule = {"sgd": "sgd", "muon": "muon"}.get(name, "sign")
     others = "sgd" if name == "sgd" else "sign"
-    gain = 1.0 + push if nesterov else 1.0
+    gain = 1.0 + push if ahead and not by_muon else 1.0
     updates = None
     if check_count("steps", steps) > 1:
-        kind = SEVERAL.get(name)
-        if kind is None:
-            raise domain_error("steps", steps, f"1 for {name}; more for {', '.join(SEVERAL)}")
         gain = 1.0  # the sum of all steps has it
-        updates = Updates(kind, steps, (pair[0], pair[1]), epsilon, push, nesterov)
+        updates = Updates(SEVERAL[name], steps, (pair[0], pair[1]), epsilon, push, ahead)
     return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given, updates)
 
 
-SEVERAL = {"sgd": "sgd", "adam": "adam", "adamw": "adam", "lion": "lion", "sign": "sign"}
-"""Optimizers whose further steps are followed."""
+SEVERAL = {name: name for name in ("sgd", "adam", "lion", "sign")} | {
+    "adamw": "adam",
+    "muon": "adam",
+}
+"""How entries follow an optimizer's further steps; hidden matrices follow Muon's by draws."""
 
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "sign", "muon")

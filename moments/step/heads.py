@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from .change import Array
-from .rules import Root, wishart_root
+from .rules import Root
 
 _TOKENS = 2048
 """Draws: as many as have that many tokens together, at least 4."""
@@ -41,7 +42,6 @@ class Heads:
         drop_prob: of attention weights.
         frequencies: of rotary positions, one for every pair of features; empty without.
         positions: of the tokens.
-        width: features of the stream, of which all heads, and their gradients, are maps.
     """
 
     asking: Array
@@ -54,7 +54,6 @@ class Heads:
     drop_prob: float
     frequencies: Array
     positions: Array
-    width: float
 
     @functools.cached_property
     def _turn(self) -> tuple[Array, Array]:
@@ -65,89 +64,35 @@ class Heads:
         """Features behind the rotation of their positions."""
         if not len(self.frequencies):
             return tokens
-        (cos, sin), half = self._turn, len(self.frequencies)
+        (cos, sin), half = (one.astype(tokens.dtype) for one in self._turn), len(self.frequencies)
         sin = -sin if back else sin
-        first, second, rest = np.split(tokens, [half, 2 * half], axis=1)
-        return np.concatenate([cos * first - sin * second, sin * first + cos * second, rest], 1)
+        first, second, rest = np.split(tokens, [half, 2 * half], axis=-1)
+        return np.concatenate([cos * first - sin * second, sin * first + cos * second, rest], -1)
 
     @functools.cached_property
     def _seen(self) -> Array:
         there = self.weights > 0
         return np.where(there, np.log(np.where(there, self.weights, 1.0)), -np.inf)
 
-    def received(
-        self, gradient: Array, gain: float, count: int
-    ) -> list[tuple[Array, Array, Array]]:
-        """Draws of all heads' gradients at queries, keys and values, each (T, features), on the
-        scale of the tokens.
-
-        Rows share one head's attention over all its features, so that values receive no more
-        directions than rows and heads send.
-
-        Args:
-            gradient: E delta delta at the heads.
-            gain: of the values.
-            count: draws.
-        """
-        rng = np.random.default_rng(6)
-        roots = [Root.of(one).lower for one in (self.asking, self.kernel, gain * gradient)]
-        amplitude, kept = (self.scale / self.d_head) ** 0.5, 1.0 - self.drop_prob
-        found = []
-        for _ in range(count):
-            parts: list[tuple[Array, Array, Array]] = []
-            asking, attended, sending = self._realised(roots, rng)
-            for _ in range(self.shared):
-                k, v = (self._drawn(attended, rng) for _ in range(2))
-                k, queries = self._turned(k), []
-                keys, values = np.zeros((2, *k.shape))
-                for _ in range(self.sharing):
-                    q, delta = self._turned(self._drawn(asking, rng)), self._drawn(sending, rng)
-                    a = self._attention(amplitude * (q @ k.T))
-                    mask = rng.random(a.shape) < kept if self.drop_prob else 1.0
-                    seen = a * mask / kept
-                    own = delta @ v.T
-                    sent = amplitude * (seen * own - a * (seen * own).sum(1, keepdims=True))
-                    queries.append(self._turned(sent @ k, back=True))
-                    keys += sent.T @ q
-                    values += seen.T @ delta
-                parts.append((np.concatenate(queries, 1), self._turned(keys, back=True), values))
-            query, key, value = zip(*parts, strict=True)
-            found.append(tuple(np.concatenate(side, 1) for side in (query, key, value)))
-        return found  # type: ignore[return-value]
-
-    def given(self, count: int) -> list[Array]:
-        """Draws of what all heads give, each (T, features), values on the scale of the tokens."""
-        rng = np.random.default_rng(8)
-        roots = [Root.of(one).lower for one in (self.asking, self.kernel)]
-        amplitude, kept = (self.scale / self.d_head) ** 0.5, 1.0 - self.drop_prob
-        found = []
-        for _ in range(count):
-            parts = []
-            asking, attended = self._realised(roots, rng)
-            for _ in range(self.shared):
-                k, v = self._turned(self._drawn(attended, rng)), self._drawn(attended, rng)
-                for _ in range(self.sharing):
-                    q = self._turned(self._drawn(asking, rng))
-                    a = self._attention(amplitude * (q @ k.T))
-                    mask = rng.random(a.shape) < kept if self.drop_prob else 1.0
-                    parts.append((a * mask / kept) @ v)
-            found.append(np.concatenate(parts, 1))
-        return found
-
-    def _realised(self, roots: list[Array], rng: np.random.Generator) -> list[Array]:
-        """One draw's: heads are maps of the same tokens, and of the same gradients behind them."""
-        found = [root @ wishart_root(root.shape[1], self.width, rng) for root in roots]
-        if self.asking is self.kernel:
-            found[0] = found[1]
-        return found
+    def attended(self, q: Any, k: Any, v: Any, rng: np.random.Generator) -> Attended:
+        """Heads of drawn queries (N, heads, T, d_head), keys and values (N, shared, ...), on the
+        scale of the tokens."""
+        amplitude, kept = (self.scale / self.d_head) ** 0.5, np.float32(1.0 - self.drop_prob)
+        q, k = self._turned(q), self._turned(k)
+        k, v = (np.repeat(one, self.sharing, axis=1) for one in (k, v))
+        a = self._attention(np.float32(amplitude) * (q @ np.swapaxes(k, -1, -2)))
+        seen = a
+        if self.drop_prob:
+            seen = a * (rng.random(a.shape, np.float32) < kept) / kept
+        return Attended(self, np.float32(amplitude), q, k, v, a, seen)
 
     def _drawn(self, root: Array, rng: np.random.Generator) -> Array:
         return np.asarray(root @ rng.standard_normal((root.shape[1], self.d_head)))
 
     def _attention(self, logits: Array) -> Array:
-        logits = self._seen + logits
-        a = np.exp(logits - logits.max(1, keepdims=True))
-        return np.asarray(a / a.sum(1, keepdims=True))
+        logits = self._seen.astype(logits.dtype) + logits
+        a = np.exp(logits - logits.max(-1, keepdims=True))
+        return np.asarray(a / a.sum(-1, keepdims=True))
 
     def moved(self, query: Array, key: Array, gradient: Array) -> Array:
         """Kernel of what coherent changes of queries and keys do to the heads.
@@ -177,3 +122,39 @@ class Heads:
                 change = tilted @ v - tilted.sum(1)[:, None] * mean
                 found += change @ change.T
         return found / (count * self.sharing * self.d_head)
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """Drawn heads, by queries, keys (behind their rotation) and values.
+
+    Attributes:
+        amplitude: of logits.
+        attention, seen: weights, and those that dropout leaves.
+    """
+
+    heads: Heads
+    amplitude: Any
+    queries: Any
+    keys: Any
+    values: Any
+    attention: Any
+    seen: Any
+
+    @property
+    def given(self) -> Any:
+        """(N, heads, T, d_head)."""
+        return self.seen @ self.values
+
+    def back(self, delta: Any) -> tuple[Any, Any, Any]:
+        """The gradient at queries, keys and values, of that at what heads give."""
+        turned = self.heads._turned
+        own = self.seen * (delta @ np.swapaxes(self.values, -1, -2))
+        sent = self.amplitude * (own - self.attention * own.sum(-1, keepdims=True))
+        keys = np.swapaxes(sent, -1, -2) @ self.queries
+        values = np.swapaxes(self.seen, -1, -2) @ delta
+        keys, values = (
+            one.reshape(len(one), self.heads.shared, -1, *one.shape[2:]).sum(2)
+            for one in (keys, values)
+        )
+        return turned(sent @ self.keys, back=True), turned(keys, back=True), values

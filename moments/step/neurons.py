@@ -19,7 +19,7 @@ from scipy.linalg import eigh
 from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws
 from .change import Array
-from .rules import Drawn, Root, wishart_root
+from .rules import Drawn, Root
 
 _MOST, _ENTRIES = 4096, 2**17
 """Draws: as many as fill a matrix of that size, within [512, 4096]."""
@@ -72,19 +72,6 @@ class Neurons:
         """Behind dropout."""
         mask = np.random.default_rng(12).random(self.values.shape) < kept
         return dataclasses.replace(self, values=self.values * mask / kept)
-
-    def features(self, draws: int, width: float, count: int) -> Array:
-        """(draws, T, count) of a whole layer, whose maps read one draw of `width` features."""
-        assert self.laws.entrywise is not None
-        rng, function = np.random.default_rng(9), self.laws.entrywise[0]
-        roots, found = [Root.of(kernel).lower for kernel in self.kernels], []
-        for _ in range(draws):
-            read = wishart_root(max(root.shape[1] for root in roots), width, rng)
-            seen = [root @ read[: root.shape[1]] for root in roots]
-            maps = [one @ rng.standard_normal((one.shape[1], count)) for one in seen]
-            values = np.asarray(function(NUMPY, maps[0]), float)
-            found.append(values if len(maps) == 1 else values * maps[1])
-        return np.stack(found)
 
     @functools.cached_property
     def received(self) -> Array:

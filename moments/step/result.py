@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,12 @@ from ..formulas.checks import check_number
 from ..formulas.symbols import POSITIVE
 from ..prediction.gate import computing
 from ..prediction.predict import predict
+from .draws import Draws
 from .first import Stepped, named_optimizer, still
 from .rules import Optimizer
+from .several import Updates
 from .sites import Reading
+from .walk import WeightStep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,7 +53,7 @@ class FirstStep:
         relative_change: E |dh|^2 over E |h|^2 of the stream before the step, (N + 1,).
         logit_change: mean square of a logit's change.
         warnings: where the theory ends.
-        site_rows, weight_rows: what `to_frame` and `weights` show.
+        site_rows: what `to_frame` shows.
     """
 
     model: Transformer
@@ -64,7 +68,7 @@ class FirstStep:
     logit_change: float
     warnings: tuple[str, ...]
     site_rows: tuple[Mapping[str, Any], ...] = field(repr=False)
-    weight_rows: tuple[Mapping[str, Any], ...] = field(repr=False)
+    _weights: Callable[[], tuple[Mapping[str, Any], ...]] = field(repr=False)
 
     @classmethod
     def of(
@@ -110,18 +114,6 @@ class FirstStep:
                 "coherent": math.nan,
             }
         )
-        weights = [
-            {
-                "layer": one.layer,
-                "weight": one.weight,
-                "learning_rate": one.rate,
-                "update_variance": one.square,
-                "weight_variance": one.variance,
-                "alignment": _exponent(one.aligned, one.width),
-                "slope": -one.slope if steps == 1 else math.nan,
-            }
-            for one in sorted(moved.weights, key=lambda one: one.layer)
-        ]
         stream = [row for row in rows if row["site"] == "stream"]
         change = end.loss - before
         return cls(
@@ -137,8 +129,17 @@ class FirstStep:
             end.change,
             _notes(reading, rows, steps, change),
             tuple(rows),
-            tuple(weights),
+            functools.partial(_weight_rows, reading, optimizer, moved.weights),
         )
+
+    @functools.cached_property
+    def weight_rows(self) -> tuple[Mapping[str, Any], ...]:
+        """What `weights` shows; alignment is that of draws, which are made when it is asked for."""
+        return self._weights()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in self.__dict__.items() if name != "_weights"}
+        return kept | {"weight_rows": self.weight_rows}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per site: layer, site, variance_before and variance (second moments per feature
@@ -213,6 +214,30 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and math.isnan(value) else value
         for name, value in row.items()
     }
+
+
+def _weight_rows(
+    reading: Reading, optimizer: Optimizer, weights: list[WeightStep]
+) -> tuple[Mapping[str, Any], ...]:
+    several, rows = optimizer.updates is not None, []
+    for one in sorted(weights, key=lambda one: one.layer):
+        aligned, rule = one.aligned, optimizer.rule_of(one.weight)
+        if rule != "muon" and not several and aligned > 0:
+            drawn = Draws.shared(reading)
+            if drawn is not None:
+                aligned = drawn.aligned.get((one.layer, one.weight, rule), aligned)
+        rows.append(
+            {
+                "layer": one.layer,
+                "weight": one.weight,
+                "learning_rate": one.rate,
+                "update_variance": one.square,
+                "weight_variance": one.variance,
+                "alignment": _exponent(aligned, one.width),
+                "slope": math.nan if several else -one.slope,
+            }
+        )
+    return tuple(rows)
 
 
 def _exponent(aligned: float, width: float) -> float:
@@ -302,19 +327,33 @@ class Stepping:
         rate = check_number("learning_rate", learning_rate, POSITIVE)
         reading = self.reading
         with computing("refined", [self.prediction.trace]):
-            first = before = still(reading, chosen)
-            if chosen.updates is not None:
-                reading = reading.stepped(chosen.updates)
-                chosen = dataclasses.replace(chosen, batches=reading.batches)
+            if chosen.updates is None:
                 before = still(reading, chosen)
-                # of the last batch alone, as far as the loss's own law tells them apart
-                reading = dataclasses.replace(reading, loss=reading.loss + before - first)
+            else:
+                reading, before = self._at(chosen, chosen.updates)
+                chosen = dataclasses.replace(chosen, batches=reading.batches)
             moved = Stepped(reading, chosen, rate)
             slope = -sum(one.slope for one in moved.weights)
             if chosen.updates is not None:
                 small = rate * _SLIGHT
                 slope = (Stepped(reading, chosen, small).end.loss - before) / small
         return FirstStep.of(reading, chosen, rate, before, moved, slope)
+
+    @functools.cached_property
+    def _several(self) -> dict[Updates, tuple[Reading, float]]:
+        return {}
+
+    def _at(self, optimizer: Optimizer, updates: Updates) -> tuple[Reading, float]:
+        """The reading for several steps, which other rates share, and the loss before them."""
+        if updates not in self._several:
+            self._several.clear()
+            reading = self.reading.stepped(updates)
+            chosen = dataclasses.replace(optimizer, batches=reading.batches)
+            first, before = still(self.reading, optimizer), still(reading, chosen)
+            # of the last batch alone, as far as the loss's own law tells them apart
+            reading = dataclasses.replace(reading, loss=reading.loss + before - first)
+            self._several[updates] = reading, before
+        return self._several[updates]
 
 
 _SLIGHT = 1e-3

@@ -14,8 +14,8 @@ is sum_i lam_i z_i^2 over standard normal z. The step is -rate U(G), and on an i
     Muon   n f_i/sigma_i       n^2 (f_i/sigma_i)^2 lam_i         sum f^2/m (K' - B' B'^T)
 
 with sigma_i^2 = n m lam_i the squared singular values of G and f the map that the optimizer applies
-to them; f sees singular values one by one, so that for Muon K and D are those of n and m features,
-Wishart matrices about their means, averaged over a few draws (`Orthogonal`). Adam's first step,
+to them; f sees singular values one by one, so that for Muon K and D are those of one draw, averaged
+over draws (`Orthogonal`). Adam's first step,
 bias corrections included, is g/(|g| + eps): the sign rule, damped where |g| is near eps. Lion's and
 signum's is sign(g); momentum's is g.
 
@@ -31,10 +31,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.linalg import eigh, solve_triangular, svd
+from scipy.linalg import eigh, solve_triangular
 from scipy.linalg.lapack import dpstrf
 
-from .change import Array
+from .change import Array, precision
 from .several import Batches, Updates
 
 SIGN_MEAN = float(np.sqrt(2 / np.pi))
@@ -53,7 +53,7 @@ class Effect(NamedTuple):
         coherent, total: P and Q on the updated input.
         slope: minus the derivative of the loss in the learning rate.
         square: E U^2 of an entry of the step.
-        aligned: mean over tokens of the kernel of U x on the old input over K E U^2.
+        aligned: the kernel of U x on the old input over K E U^2, of their traces.
         along: of Q what the step is given delta; None where that is linear in it, or not known.
         followed: how far P follows one draw's overlaps of x, per unit of them.
     """
@@ -67,7 +67,8 @@ class Effect(NamedTuple):
     followed: float = 0.0
 
 
-class Root(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Root:
     """L of K = L L^T, by Cholesky with pivots, so that tokens that read the same take no room.
 
     Any root serves where K^(1/2) is written: it is that times a rotation, which O undoes.
@@ -90,6 +91,11 @@ class Root(NamedTuple):
         found[order] = np.tril(factor)[:, :rank]
         return cls(found, order[:rank])
 
+    @functools.cached_property
+    def square(self) -> Array:
+        """L^T L."""
+        return np.asarray(self.lower.T @ self.lower)
+
     def solved(self, right: Array) -> Array:
         """Z of L Z = A, for A whose columns are combinations of L's."""
         triangle = self.lower[self.order]
@@ -108,41 +114,55 @@ class Spectrum:
         kernel, gradient: K and D.
         root: of K.
         inner: L^T D L.
-        turned: O.
-        values: lam.
     """
 
     kernel: Array
     gradient: Array
     root: Root
     inner: Array
-    turned: Array
-    values: Array
 
     @classmethod
     def of(cls, kernel: Array, gradient: Array, root: Root | None = None) -> Spectrum:
         """`root`: of the kernel, where it is known."""
         found = Root.of(kernel) if root is None else root
         inner = found.lower.T @ gradient @ found.lower
-        inner = (inner + inner.T) / 2
-        values, turned = eigh(inner, driver="evd", check_finite=False)
-        return cls(kernel, gradient, found, inner, turned, np.clip(values, 0.0, None))
+        return cls(kernel, gradient, found, (inner + inner.T) / 2)
+
+    @functools.cached_property
+    def total(self) -> float:
+        """tr(K D)."""
+        return float(np.trace(self.inner))
+
+    @functools.cached_property
+    def values(self) -> Array:
+        """lam."""
+        return np.clip(self._eigen[0].astype(float) * self.total, 0.0, None)
+
+    @functools.cached_property
+    def _eigen(self) -> tuple[Array, Array]:
+        inner = self.inner / self.total if self.total else self.inner
+        return eigh(inner.astype(precision(len(inner))), driver="evd", check_finite=False)  # type: ignore[no-any-return]
 
     @functools.cached_property
     def signs(self) -> Signs:
         """Under the sign rule, of rows and columns that are Gaussian."""
-        mean, by_root, by_square = self.inverse_moments
-        square = (self.turned * (self.values * by_square)) @ self.turned.T
-        return Signs(mean, (self.turned * by_root) @ self.turned.T, square)
+        (mean, by_root, by_square), turned = self.inverse_moments, self._eigen[1]
+        # on the scale of tr(K D), so that single precision holds them
+        first, second = by_root * self.total**0.5, self.values * by_square
+        kind = turned.dtype
+        coherent, square = ((turned * one.astype(kind)) @ turned.T for one in (first, second))
+        return Signs(mean, coherent / kind.type(max(self.total, 1e-300) ** 0.5), square)
 
     @functools.cached_property
     def _orthogonal(self) -> dict[tuple[float, float], Orthogonal]:
         return {}
 
-    def orthogonal(self, n: float, m: float, ends: Ends) -> Orthogonal:
+    def orthogonal(
+        self, n: float, m: float, sides: Sides | None = None, parts: Array | None = None
+    ) -> Orthogonal:
         """Muon's step on an (m, n) matrix; see `Orthogonal.of`."""
         if (n, m) not in self._orthogonal:
-            self._orthogonal[n, m] = Orthogonal.of(self, n, m, ends)
+            self._orthogonal[n, m] = Orthogonal.of(self, n, m, sides, parts)
         return self._orthogonal[n, m]
 
     @functools.cached_property
@@ -168,101 +188,119 @@ class Spectrum:
         return root * float((share * first).sum()), first / root, second / scale
 
 
-class Ends(NamedTuple):
-    """What the singular values of a matrix's gradient need beside K and D.
+class Sides(NamedTuple):
+    """What a matrix meets in every one of N draws of the network.
 
     Attributes:
-        given: gives (draws, T, n) of the input; None: n features independent of each other.
-        sent: gives (draws, T, m) of delta; None: likewise.
-        sent_of: features that the m are a random map of; infinite: of D itself.
+        read: (N, T, T) x x^T/n.
+        received: (N, T, T) delta delta^T/m, delta at its output.
     """
 
-    given: Callable[[], Array] | None = None
-    sent: Callable[[], Array] | None = None
-    sent_of: float = math.inf
+    read: Array
+    received: Array
 
 
 class Orthogonal(NamedTuple):
     """Muon's step at a matrix's output, in the coordinates of z = L^(-1) x.
 
     Attributes:
-        coherent, aligned: P and P D P^T, D that of the draw.
+        coherent: (rank, T) P, given delta.
+        kernel: P D P^T, D that of the draw.
         square, slope: sum of f^2 and of f sigma.
+        aligned: as in `Effect`.
         followed: how far P follows a draw's overlaps z z^T, per unit of them.
     """
 
     coherent: Array
-    aligned: Array
+    kernel: Array
     square: float
     slope: float
+    aligned: float
     followed: float
 
     @classmethod
-    def of(cls, spectrum: Spectrum, n: float, m: float, ends: Ends) -> Orthogonal:
-        """Averages over draws of both sides of the gradient."""
-        draws = draws_of(len(spectrum.kernel))
-        rng = np.random.default_rng(0)
-        lower, right = spectrum.root.lower, Root.of(spectrum.gradient).lower
-        rank = lower.shape[1]
-        given, sent = (None if one is None else one() for one in ends[:2])
-        coherent, aligned = np.zeros((2, rank, rank))
-        square = slope = 0.0
-        steps, overlaps = np.zeros((2, draws, rank, rank))
-        for k in range(draws):
-            if given is None:
-                z = wishart_root(rank, n, rng)
-            else:
-                z = spectrum.root.solved(given[k]) / n**0.5
-            if sent is None:
-                d = lower.T @ right @ _mapped_root(right.shape[1], ends.sent_of, m, rng)
-            else:
-                d = lower.T @ sent[k] / m**0.5
-            sigma, turned = _singular(d.T @ z)
-            sigma = sigma * (n * m) ** 0.5
-            mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
-            ratio = np.divide(
-                mapped, sigma, out=np.zeros_like(sigma), where=sigma > 1e-12 * sigma.max()
-            )
-            basis = z @ turned.T
-            found = n * (basis * ratio) @ basis.T
-            coherent += found / draws
-            steps[k], overlaps[k] = found, z @ z.T
-            moved = found @ d
-            aligned += moved @ moved.T / draws
-            square += float((mapped**2).sum()) / draws
-            slope += float((mapped * sigma).sum()) / draws
+    def of(
+        cls,
+        spectrum: Spectrum,
+        n: float,
+        m: float,
+        sides: Sides | None = None,
+        parts: Array | None = None,
+    ) -> Orthogonal:
+        """Averages over draws of both sides of the gradient.
+
+        With one draw's x = L R Q, Q of orthonormal rows, R D R = O diag(lam) O^T there and
+        sigma^2 = n m lam, the step is U = delta^T (L R O diag(f/sigma) O^T) Q.
+
+        Args:
+            sides: the draws; None: of n and m features independent of each other.
+            parts: (k, T) of k steps what each multiplies the gradients of tokens by; None: one.
+        """
+        lower, gradient = spectrum.root.lower, spectrum.gradient
+        draws = _independent(spectrum, n, m) if sides is None else sides
+        count, (tokens, rank) = len(draws.read), lower.shape
+        parts = np.ones((1, tokens)) if parts is None else parts
+        steps, overlaps = np.zeros((count, rank, tokens)), np.zeros((count, rank, rank))
+        kernel = np.zeros((rank, rank))
+        square, slope, size, aligned = np.zeros((4, count))
+        for k, (read, received) in enumerate(zip(*draws, strict=True)):
+            overlaps[k] = spectrum.root.whitened(spectrum.root.whitened(read).T)
+            right = Root.of(overlaps[k]).lower
+            left = lower @ right
+            moved = np.zeros_like(left)
+            for part in parts:
+                weighted = part[:, None] * left
+                values, turned = eigh(weighted.T @ received @ weighted, check_finite=False)
+                sigma = np.sqrt(np.clip(values, 0.0, None))
+                mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
+                there = sigma > _FLAT * sigma.max()
+                ratio = np.divide(mapped, sigma, out=np.zeros_like(sigma), where=there)
+                moved += weighted @ (turned * ratio) @ turned.T
+            moved /= (n * m) ** 0.5
+            steps[k] = n * right @ moved.T
+            own = received @ moved
+            inner = moved.T @ own
+            kernel += n * n * right @ inner @ right.T / count
+            square[k] = n * m * float(np.trace(inner))
+            slope[k] = n * m * float((left * own).sum())
+            size[k] = float((left * (received @ left)).sum())
+            met = float(((left @ inner) * left).sum()) * n * n
+            aligned[k] = met / (float((left * left).sum()) * square[k] / (n * m))
+        # a draw's slope by its gradient's size, which is known
+        along = float(slope.mean() / np.sqrt(n * m * size.mean())) * (n * m) ** 0.5
+        along *= spectrum.total**0.5
         # where a draw's delta is large its step is small: on the scale at which m tr(P D) is the
         # mean of f sigma
-        size = m * float((coherent * spectrum.inner).sum())
-        steps, overlaps = steps - steps.mean(0), overlaps - overlaps.mean(0)
-        onto = overlaps @ spectrum.inner
-        followed = float(((steps @ spectrum.inner) * overlaps).sum() / (onto * overlaps).sum())
-        return cls(coherent * (slope / size), aligned, square, slope, followed * slope / size)
+        coherent = steps.mean(0)
+        scale = along / (m * float(((coherent @ gradient) * lower.T).sum()))
+        steps, overlaps = steps - coherent, overlaps - overlaps.mean(0)
+        onto = overlaps @ lower.T
+        followed = float(((steps @ gradient) * onto).sum() / ((onto @ gradient) * onto).sum())
+        return cls(
+            coherent * scale,
+            kernel,
+            float(square.mean()),
+            along,
+            float(np.exp(np.log(np.maximum(aligned, 1e-300)).mean())),
+            followed * scale,
+        )
 
 
-def _singular(matrix: Array) -> tuple[Array, Array]:
-    """Singular values and right vectors.
-
-    Divide and conquer fails to converge on some finite matrices; QR iteration, slower, does not.
-    """
-    try:
-        _, sigma, turned = np.linalg.svd(matrix, full_matrices=False)
-    except np.linalg.LinAlgError:
-        _, sigma, turned = svd(matrix, full_matrices=False, lapack_driver="gesvd")
-    return sigma, turned
+_FLAT = 1e-7
+"""Share of the largest singular value below which the square of one is rounding; Newton and Schulz
+make 5e-5 of it."""
 
 
-def draws_of(tokens: int) -> int:
-    """Of singular values."""
-    return max(2, min(1024, 2**15 // tokens**2))
+def _independent(spectrum: Spectrum, n: float, m: float) -> Sides:
+    """Wishart matrices about K and D."""
+    rng, roots = np.random.default_rng(0), (spectrum.root.lower, Root.of(spectrum.gradient).lower)
+    count = max(2, min(1024, 2**15 // len(spectrum.kernel) ** 2))
 
+    def drawn(root: Array, features: float) -> Array:
+        found = [root @ wishart_root(root.shape[1], features, rng) for _ in range(count)]
+        return np.stack([one @ one.T for one in found])
 
-def _mapped_root(count: int, of: float, features: float, rng: np.random.Generator) -> Array:
-    """`wishart_root`, of features that are a random map of fewer."""
-    if not math.isfinite(of):
-        return wishart_root(count, features, rng)
-    behind = wishart_root(count, of, rng)
-    return np.asarray(behind @ wishart_root(behind.shape[1], features, rng))
+    return Sides(drawn(roots[0], n), drawn(roots[1], m))
 
 
 def wishart_root(count: int, features: float, rng: np.random.Generator) -> Array:
@@ -331,7 +369,7 @@ def sign_of_rows(spectrum: Spectrum, delta: Drawn) -> Signs:
         weights = np.where(rho2 > 0, 1 / there - known, 0.0) / len(a)
         mean = float(np.sqrt(rho2).mean() / np.sqrt(max(rho2.mean(), 1e-300)))
         square = known * spectrum.inner + (a * weights[:, None]).T @ a
-        return Signs(mean * float(spectrum.values.sum()) ** 0.5, exact.coherent, square)
+        return Signs(mean * spectrum.total**0.5, exact.coherent, square)
 
     found = exact.by_twins(seen(delta.values), seen(delta.twins), delta.share)
     return found._replace(coherent=exact.coherent * (found.mean / exact.mean))
@@ -343,12 +381,12 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
     Given x, E sign(G) delta = sqrt(2/pi) D x/rho; the input's mean under the sign of G is taken
     over two halves of the draws, whose product has no bias.
     """
-    exact, root, total = spectrum.signs, spectrum.root, float(spectrum.values.sum())
+    exact, root, total = spectrum.signs, spectrum.root, spectrum.total
     asked = (delta @ root.lower).astype(np.float32)
 
     def seen(draws: Array) -> Signs:
         z = root.solved(draws.T).T
-        rho2 = (z @ spectrum.turned) ** 2 @ spectrum.values
+        rho2 = ((z @ spectrum.inner) * z).sum(1)
         mean = float(np.sqrt(rho2).mean() / np.sqrt(rho2.mean())) * total**0.5
         # a feature that is seen by tokens without gradient alone does not step
         there = rho2 > _NOTHING * rho2.mean()
@@ -493,7 +531,8 @@ def effect(
     excess: float = 0.0,
     pull: Pull | None = None,
     signs: Signs | None = None,
-    ends: Ends | None = None,
+    sides: Sides | None = None,
+    parts: Array | None = None,
 ) -> Effect:
     """A step of learning rate 1 on an (m, n) matrix, at its output.
 
@@ -507,42 +546,43 @@ def effect(
             1/n of independent features.
         pull: `Optimizer.pulled`; None: the sign.
         signs: under the sign rule, rows or columns that are not Gaussian.
-        ends: under Muon's, what its singular values need to know.
+        sides, parts: under Muon's, see `Orthogonal.of`.
     """
-    kernel, lam = spectrum.kernel, spectrum.values
-    total = float(lam.sum())
-    if total == 0.0:
+    kernel, total, lower = spectrum.kernel, spectrum.total, spectrum.root.lower
+    if total <= 0.0:
         nothing = np.zeros_like(kernel)
         return Effect(nothing, nothing, 0.0, 0.0, 0.0)
     # P and its kernel on the old input, in the coordinates of z = L^(-1) x
-    turned, lower = spectrum.turned, spectrum.root.lower
     if rule == "sgd":
         # overlaps of variance 1/n + excess: Cov(x_t.x_s, x_t'.x_s') = n^2 (1/n + excess) times
         # K_tt' K_ss' + K_ts' K_st', of which the second is K D K again
-        coherent = n * np.eye(len(lam))
-        aligned = (turned * ((n * n + n + n * n * excess) * lam)) @ turned.T
+        coherent = n * lower.T
+        aligned = (n * n + n + n * n * excess) * spectrum.inner
         plain, size, slope = n * total * (1 + excess * n), total, n * m * total
     elif rule == "sign":
         found = spectrum.signs if signs is None else signs
         pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * spectrum.gradient)
-        coherent = SIGN_MEAN * n * pulled * found.coherent
+        kind = precision(len(kernel))
+        onto, lower = onto.astype(kind), lower.astype(kind)
+        coherent = (SIGN_MEAN * n * pulled * found.coherent).astype(kind) @ lower.T
         twice = SIGN_MEAN**2 * n * (n - 1) * pulled**2
-        aligned = (1 - excess) * twice * found.square
+        aligned = ((1 - excess) * twice * found.square).astype(kind)
         plain, size = n * noise + excess * twice, noise
         slope = SIGN_MEAN * n * m * pulled * found.mean
     else:
-        step = spectrum.orthogonal(n, m, Ends() if ends is None else ends)
+        step = spectrum.orthogonal(n, m, sides, parts)
         size, slope = step.square / (n * m), step.slope
         # what the old input does not span meets no gradient
         coherent, plain = step.coherent, n * size
-        aligned = step.aligned - plain * np.eye(len(lam))
-    old = ((lower @ aligned) * lower).sum(1) + plain * np.diag(kernel)
-    sizes = np.diag(kernel) * size
-    ratio = np.divide(old, sizes, out=np.zeros_like(old), where=sizes > 0)
-    followed = slope / (m * total) if rule != "muon" else step.followed
-    along, coherent = onto @ aligned @ onto.T, onto @ coherent @ lower.T
+        aligned = step.kernel - plain * np.eye(lower.shape[1])
+    if rule == "muon":
+        followed, met = step.followed, step.aligned
+    else:
+        old = float((spectrum.root.square * aligned).sum()) + plain * float(np.trace(kernel))
+        followed, met = slope / (m * total), old / (float(np.trace(kernel)) * size)
+    along = onto @ aligned @ onto.T
     given = along / (1 - excess) if rule == "sign" else None
-    return Effect(coherent, along + plain * new, slope, size, float(ratio.mean()), given, followed)
+    return Effect(onto @ coherent, along + plain * new, slope, size, met, given, followed)
 
 
 def gain_effect(

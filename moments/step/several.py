@@ -41,7 +41,7 @@ class Updates:
         steps: how many.
         betas: Adam's or Lion's.
         epsilon: Adam's.
-        momentum, nesterov: SGD's.
+        momentum, nesterov: SGD's, or of Muon beside "adam".
     """
 
     kind: str
@@ -72,6 +72,17 @@ class Updates:
                 total += np.divide(mean, size, out=np.zeros_like(mean), where=size > 0)
         return np.asarray(total)
 
+    @property
+    def momenta(self) -> Array:
+        """(k, k) what Muon's step i makes singular values of, in terms of the k gradients."""
+        past, found = np.zeros((2, self.steps, self.steps))
+        for k, g in enumerate(np.eye(self.steps)):
+            past[k] = self.momentum * past[k - 1] + (1 - self.momentum) * g
+            found[k] = past[k]
+            if self.nesterov:
+                found[k] = (1 - self.momentum) * g + self.momentum * past[k]
+        return found
+
     @functools.cached_property
     def _normal(self) -> Array:
         from scipy.stats import qmc
@@ -91,6 +102,14 @@ class Updates:
             return self.sum(np.eye(self.steps))
         g, update = self._drawn(covariance)
         return np.asarray(np.linalg.lstsq(g, update, rcond=None)[0], float)
+
+    def followed(self, covariance: Array) -> tuple[Array, float]:
+        """(k,) of the update on the gradients, and E U^2."""
+        if float(np.trace(covariance)) <= 0.0:
+            return np.zeros(self.steps), 0.0
+        g, update = self._drawn(covariance)
+        found = np.linalg.lstsq(g, update, rcond=1e-6)[0]
+        return np.asarray(found, float), float(np.mean(update * update))
 
     def along(self, covariance: Array, weights: Array) -> tuple[float, float]:
         """gamma c and nu: E U g over sd(g), g = weights . g_i, and E U^2."""
@@ -128,10 +147,25 @@ class Batches:
         """(T,) what the gradient of the joint loss is multiplied by."""
         return np.asarray((self.weights * self.counted) @ self.masks(count))
 
+    def momenta(self, count: int) -> Array:
+        """(k, T) of Muon's steps what each has of the tokens' weighted gradients."""
+        return np.asarray((self.updates.momenta / self.weights) @ self.masks(count))
+
     def blocks(self, product: Array) -> Array:
         """(k, k) sums over pairs of batches of a (T, T) product of weighted gradients."""
         masks = self.masks(len(product))
         return np.asarray(masks @ product @ masks.T)
+
+    def spread(self, values: Array, count: int) -> Array:
+        """(..., T) of (..., k), one for every step."""
+        return np.asarray(values[..., np.repeat(self.batch, count // len(self.batch))])
+
+    def regressed(self, blocks: Array) -> tuple[Array, float]:
+        """(k,) of one row's update on its weighted gradients, and E U^2, of `blocks` of its
+        variance. Rows that are targets in some batches alone step otherwise than the mean."""
+        own = blocks / np.outer(self.weights, self.weights)
+        update, square = self.updates.followed(own)
+        return update / self.weights, square
 
     def pulled(self, blocks: Array) -> tuple[float, float]:
         """gamma and nu, of `blocks` of one entry's variance."""

@@ -35,6 +35,10 @@ from .several import Batches, Updates
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
+    from .draws import Draws
+
+Matrix = tuple[int, int, str, str]
+"""The site that it reads, its layer, its name, and the rule that it is stepped by."""
 
 ENCODER = "encoder."
 """Stands before the names of an encoder's sites and parameters beside a decoder's."""
@@ -162,7 +166,6 @@ class Site:
                 float(leaf.drop_prob),
                 frequencies,
                 np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
-                float(leaf.d_model),
             ),
             int(leaf.sequences),
         )
@@ -366,9 +369,19 @@ class Reading:
         return max(found, default=0.0)
 
     @functools.cached_property
-    def rows(self) -> dict[int, Rows]:
-        """Attention that was read already, by the index of its site."""
+    def _rows(self) -> dict[int, Rows]:
         return {}
+
+    @functools.cached_property
+    def drawn(self) -> list[Draws | None]:
+        """Draws of the network's tokens, once they are made (`Draws.shared`)."""
+        return []
+
+    def attention(self, leaf: Any, entering: Site, leaving: Site, memory: Site) -> Rows:
+        """The attention that reads a site, once."""
+        if entering.index not in self._rows:
+            self._rows[entering.index] = entering.attention_rows(leaf, leaving, memory)
+        return self._rows[entering.index]
 
     @functools.cached_property
     def neurons(self) -> dict[int, Neurons | None]:
@@ -376,7 +389,7 @@ class Reading:
         return {}
 
     @functools.cached_property
-    def signs(self) -> dict[tuple[int, int, str], Signs]:
+    def signs(self) -> dict[Matrix, Signs]:
         """What is not Gaussian at matrices, which all learning rates share."""
         return {}
 
@@ -386,7 +399,7 @@ class Reading:
         return {}
 
     @functools.cached_property
-    def spectra(self) -> dict[tuple[int, int, str], Any]:
+    def spectra(self) -> dict[Matrix, Any]:
         """Eigenvalues of matrices, which all learning rates share."""
         return {}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,25 +22,25 @@ from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool
 from ..transfer.normalization import FiniteNormalization
-from .attention import Rows, Three
-from .change import Array, Change, Overlaps, summed
+from .attention import Three
+from .change import Array, Change, Overlaps, between, summed
+from .draws import Draws
 from .elementwise import activated, gated
 from .neurons import Neurons, gaussian
 from .rules import (
     Effect,
-    Ends,
     Optimizer,
     Root,
+    Sides,
     Signs,
     Spectrum,
-    draws_of,
     effect,
     gain_effect,
     sign_of_columns,
     sign_of_rows,
     vector_effect,
 )
-from .sites import Site
+from .sites import Matrix, Reading, Site
 
 
 class SiteStep(NamedTuple):
@@ -94,14 +93,10 @@ class Walk:
         optimizer: which.
         rate: its learning rate.
         tied: E h_t delta_s along the stream's identity path.
-        spectra, roots, signs, rows, neurons: eigenvalues of matrices and of kernels, what is not
-            Gaussian at them, attention and hidden units, by the index of a site; other rates
-            share them.
-        points: every site, in order.
+        reading: every site, in order, and what all rates share.
         prefix: of the names of parameters in the stream that is walked.
         memory: what an encoder's last tokens do, and where they are.
         moved: by the index of a site, its updated tensor in terms of the old one, and its kernel.
-        given: attention, by the index of its heads.
         overlaps: of the tokens that the current residual branch reads; None: outside of any.
         response: how the kernel follows those overlaps.
     """
@@ -109,18 +104,12 @@ class Walk:
     optimizer: Optimizer
     rate: float
     tied: Array
-    spectra: dict[tuple[int, int, str], Spectrum]
-    roots: dict[int, Root]
-    signs: dict[tuple[int, int, str], Signs]
-    rows: dict[int, Rows]
-    neurons: dict[int, Neurons | None]
-    points: tuple[Site, ...]
+    reading: Reading
     prefix: str = ""
     memory: tuple[Change, Site] | None = None
     sites: list[SiteStep] = field(default_factory=list)
     weights: list[WeightStep] = field(default_factory=list)
     moved: dict[int, tuple[Array, Array]] = field(default_factory=dict)
-    given: dict[int, Rows] = field(default_factory=dict)
     overlaps: Overlaps | None = None
     response: Any = 0.0
     _following: tuple[Component, ...] = ()
@@ -221,32 +210,36 @@ class Walk:
         )
         return rate
 
-    def _spectrum(self, key: tuple[int, int, str], kernel: Array, gradient: Array) -> Spectrum:
+    def _spectrum(self, key: Matrix, kernel: Array, gradient: Array) -> Spectrum:
         index = key[0]
-        if key not in self.spectra:
+        spectra: dict[Matrix, Spectrum] = self.reading.spectra
+        roots = self.reading.roots
+        if key not in spectra:
             # the matrices that read a site, and the gain before them, share its root
-            if index not in self.roots:
-                self.roots[index] = Root.of(kernel)
-            self.spectra[key] = Spectrum.of(kernel, gradient, self.roots[index])
-        return self.spectra[key]
+            if index not in roots:
+                roots[index] = Root.of(kernel)
+            spectra[key] = Spectrum.of(kernel, gradient, roots[index])
+        return spectra[key]
 
     def _signs(
         self,
-        key: tuple[int, int, str],
+        key: Matrix,
         spectrum: Spectrum,
         drawn: Callable[[Spectrum], Signs] | None,
     ) -> Signs:
-        if key not in self.signs:
-            self.signs[key] = spectrum.signs if drawn is None else drawn(spectrum)
-        return self.signs[key]
+        signs = self.reading.signs
+        if key not in signs:
+            signs[key] = spectrum.signs if drawn is None else drawn(spectrum)
+        return signs[key]
 
     def _neurons(
         self, laws: ComponentLaws, kernels: tuple[Array, ...], leaving: Site
     ) -> Neurons | None:
         """Of the hidden units whose output is that site."""
-        if leaving.index not in self.neurons:
-            self.neurons[leaving.index] = Neurons.of(laws, kernels, leaving.gradient)
-        return self.neurons[leaving.index]
+        neurons = self.reading.neurons
+        if leaving.index not in neurons:
+            neurons[leaving.index] = Neurons.of(laws, kernels, leaving.gradient)
+        return neurons[leaving.index]
 
     def kept(self, name: str) -> float:
         """What weight decay leaves of a parameter."""
@@ -262,7 +255,6 @@ class Walk:
         shape: tuple[float, float],
         variance: float,
         signs: Callable[[Spectrum], Signs] | None = None,
-        ends: Ends | None = None,
         writes: bool = False,
     ) -> Change:
         """Behind an (m, n) matrix of random entries, its own step included.
@@ -275,12 +267,12 @@ class Walk:
             shape: n and m.
             variance: of its entries.
             signs: gives what is not Gaussian across tokens at it; None: nothing.
-            ends: what its singular values need to know.
             writes: whether a residual sum is next.
         """
         n, m = shape
-        key, name = (entering.index, layer, name), self.prefix + name
-        kernel, gain, rule = entering.kernel, n * variance, self.optimizer.rule_of(name)
+        kernel, gain = entering.kernel, n * variance
+        name, rule = self.prefix + name, self.optimizer.rule_of(self.prefix + name)
+        key = entering.index, layer, name, rule
         carried = change.times(gain)
         left = self.kept(name)
         if left != 1.0:
@@ -296,14 +288,14 @@ class Walk:
             entering.excess(),
             self.optimizer.pulled,
             self._signs(key, spectrum, signs) if rule == "sign" else None,
-            ends,
+            *(self._drawn(layer, name, len(kernel)) if rule == "muon" else ()),
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
         # W delta_x = W W^T delta_y: the coherent part appears as if W were independent, and once
         # more as a mean, beside which the matrix's own stands
         own = rate * found.coherent
-        met = carried.coherent @ gradient @ (carried.coherent / 2 + own).T
+        met = between(carried.coherent, gradient, carried.coherent / 2 + own)
         total = carried.total + rate * rate * found.total + met + met.T
         scattered = carried.scattered
         if self.overlaps is not None:
@@ -321,10 +313,16 @@ class Walk:
     def _moved(self, change: Change, entering: Site) -> tuple[Array, Array]:
         """The updated input in terms of the old one, and its kernel."""
         if entering.index not in self.moved:
-            root = self.roots[entering.index]
+            root = self.reading.roots[entering.index]
             found = root.whitened(change.met(entering.kernel)), change.new(entering.kernel)
             self.moved[entering.index] = found
         return self.moved[entering.index]
+
+    def _drawn(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
+        """What Muon needs of a matrix: draws of both sides, and the steps' parts of the tokens."""
+        draws, batches = Draws.shared(self.reading), self.optimizer.batches
+        sides = None if draws is None else draws.sides.get((layer, name))
+        return sides, None if batches is None else batches.momenta(tokens)
 
     def bias(self, name: str, change: Change, gradient: Array, m: float, layer: int) -> Change:
         """With a bias's step."""
@@ -342,23 +340,15 @@ class Walk:
         shape = float(given["fan_in"]), float(given["fan_out"])
         variance = float(given["weight_variance"])
         signs = None
-        before = self.neurons.get(entering.index)
+        before = self.reading.neurons.get(entering.index)
         if self._unit is not None:
             units = self._neurons(
-                self._unit.laws, (leaving.kernel,), self.points[leaving.index + 1]
+                self._unit.laws, (leaving.kernel,), self.reading.points[leaving.index + 1]
             )
             if units is not None:
                 signs = functools.partial(_rows_of, units, 0)
         elif before is not None:
             signs = functools.partial(_columns_of, before)
-        width = math.inf if self.overlaps is None else self.overlaps.width
-        rows, read = self.given.get(entering.index), None
-        if rows is not None:
-            read = functools.partial(getattr, rows, "given")
-        elif before is not None and self.overlaps is not None:
-            draws = draws_of(len(entering.kernel))
-            read = functools.partial(before.features, draws, width, int(shape[0]))
-        ends = Ends(read, None, math.inf if self._unit is None else width)
         found = self.matrix(
             leaf.weight,
             change,
@@ -368,7 +358,6 @@ class Walk:
             shape,
             variance,
             signs,
-            ends,
             self._unit is None,
         )
         self.response = shape[0] * variance * self.response
@@ -386,11 +375,8 @@ class Walk:
         own = change, entering
         memory = own if isinstance(leaf, SelfAttention) else self.memory
         assert memory is not None
-        rows = self.rows.get(entering.index)
-        if rows is None:
-            rows = entering.attention_rows(leaf, leaving, memory[1])
-            self.rows[entering.index] = rows
-        self.given[leaving.index] = rows
+        rows = self.reading.attention(leaf, entering, leaving, memory[1])
+        draws = None if self.optimizer.rule == "sign" else Draws.shared(self.reading)
         width = float(leaf.heads * leaf.d_head)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         moved = []
@@ -403,10 +389,9 @@ class Walk:
         ):
             variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
             n = float(leaf.d_model if name == "query" else leaf.memory_width)
-            ends = Ends(sent=functools.partial(rows.sent, name))
-            found = self.matrix(
-                full, tokens, at, gradient, leaving.layer, (n, m), variance, None, ends
-            )
+            if draws is not None:
+                gradient = gradient * draws.sizes.get((leaving.layer, self.prefix + full), 1.0)
+            found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
                 found = self.bias(f"{full}.bias", found, gradient, m, leaving.layer)
@@ -426,7 +411,6 @@ class Walk:
         kernels = {name: n * v * entering.kernel + b for name, (v, b) in inner.items()}
         both = kernels["gate"], kernels["ffn_in"]
         unit = gated(leaf.activation, *both)
-        ends = Ends(sent_of=math.inf if self.overlaps is None else self.overlaps.width)
         units = self._neurons(leaf.activation, both, leaving)
         moved = []
         for place, name in enumerate(inner):
@@ -436,7 +420,7 @@ class Walk:
             if units is not None:
                 signs = functools.partial(_rows_of, units, place)
             found = self.matrix(
-                name, change, entering, gradient, leaving.layer, (n, m), variance, signs, ends
+                name, change, entering, gradient, leaving.layer, (n, m), variance, signs
             )
             if leaf.has_bias:
                 found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
@@ -519,9 +503,9 @@ class Walk:
 
     def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
         kept = 1.0 - float(leaf.parameters["drop_prob"])
-        units = self.neurons.get(entering.index)
-        if units is not None and leaving.index not in self.neurons:
-            self.neurons[leaving.index] = units.dropped(kept)
+        units = self.reading.neurons.get(entering.index)
+        if units is not None and leaving.index not in self.reading.neurons:
+            self.reading.neurons[leaving.index] = units.dropped(kept)
         return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / kept - 1))
 
     def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:

@@ -1,0 +1,412 @@
+"""One draw of the network's tokens: what kernels, means over draws, do not tell.
+
+Singular values of a gradient, and how far it is aligned with its input, are those of one draw's
+overlaps of tokens, x_t.x_s and delta_t.delta_s, which scatter about their means by more at every
+layer and share what they scatter by. They are a Markov chain: behind a matrix of n(0, v) entries,
+features are Gaussian of the kernel v x x^T given those before, and the gradient before it is
+Gaussian of the kernel v delta delta^T (asymptotic in width: the matrix met backward is as if drawn
+anew). So the chain of the declaration is drawn, features of T tokens only, forward and back: no
+weight is made where there are fewer tokens than features, norms, softmaxes and units are their own
+functions of what is drawn, the rows that the loss moves are drawn once and read at both ends.
+
+See docs/theory/first-step.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..formulas.algebra import NUMPY
+from ..transfer.attention.self_attention import CrossAttention, SelfAttention
+from ..transfer.elementary import Activation, Dropout, Linear, Scale
+from ..transfer.gated import GatedLinear
+from ..transfer.head.components import Pool
+from ..transfer.normalization import FiniteNormalization
+from .change import Array
+from .ends import Words
+from .heads import Heads
+from .rules import Root, Sides
+from .sites import ENCODER
+
+if TYPE_CHECKING:
+    from .sites import Reading, Site
+
+Key = tuple[int, str]
+"""A matrix: its layer and its name."""
+
+Features = np.ndarray[Any, np.dtype[np.float32]]
+"""(N, T, features) of N draws."""
+
+Back = Callable[[Features], Features]
+
+
+@dataclass(eq=False)
+class Draws:
+    """Draws of both passes.
+
+    Attributes:
+        reading: what is drawn.
+        count: N.
+        sides: of every matrix.
+        aligned: of every matrix, and of steps by "sgd" and "sign", E |U x|^2 over E |x|^2 E U^2 m:
+            the draws' geometric mean.
+        sizes: of queries and keys, tr(K D) of the draws per unit of tr(K D) by the mean response to
+            the gradient that the same draws have at the heads.
+    """
+
+    reading: Reading
+    count: int
+    sides: dict[Key, Sides]
+    aligned: dict[tuple[int, str, str], float]
+    sizes: dict[Key, float]
+    _rng: Any
+    _points: Iterator[Site]
+    _prefix: str = ""
+    _memory: tuple[Features, Site] | None = None
+    _to_memory: Any = 0.0
+    _kept: tuple[Features, Array] | None = None
+
+    @classmethod
+    def shared(cls, reading: Reading) -> Draws | None:
+        """`of`, once for a reading."""
+        if not reading.drawn:
+            reading.drawn.append(cls.of(reading))
+        return reading.drawn[0]
+
+    @classmethod
+    def of(cls, reading: Reading) -> Draws | None:
+        """None where a component has no function that acts on features."""
+        tokens = max(len(stream.before) for stream in reading.streams)
+        count = max(2, min(_MOST, _PAIRS // tokens**2))
+        found = cls(reading, count, {}, {}, {}, np.random.default_rng(21), iter(reading.points))
+        try:
+            found._draw(Words.of(reading))
+        except _Undrawn:
+            return None
+        return found
+
+    def _met(self, key: Key, x: Features, delta: Features) -> None:
+        """Keep what a matrix meets."""
+        if self._kept is None or self._kept[0] is not x:
+            self._kept = x, _overlaps(x)
+        self.sides[key] = Sides(self._kept[1], _overlaps(delta))
+        step = _turned(delta[:, :, :_ROWS]) @ x
+        for rule, taken in (("sgd", step), ("sign", np.sign(step))):
+            sizes = [
+                (one * one).mean((1, 2), dtype=float) for one in (x @ _turned(taken), x, taken)
+            ]
+            if all(np.all(size) for size in sizes):
+                met, before, own = (np.log(size).mean() for size in sizes)
+                self.aligned[(*key, rule)] = float(np.exp(met - before - own))
+
+    # --- the two passes ------------------------------------------------------------------------
+
+    def _draw(self, words: Words) -> None:
+        reading, backs = self.reading, []
+        table = self._rows(words)
+        for stream in reading.streams:
+            main = stream is reading.main
+            self._prefix = "" if main else ENCODER
+            x = self._entered(stream, table, words, main)
+            at = _first(stream, reading)
+            x, back, at = self._through(stream.embedding, x, at)
+            at = next(self._points)
+            x, more, at = self._through(stream.layers, x, at)
+            x, last, at = self._through(stream.ending, x, at)
+            self._memory = x, at
+            backs.append((back, more, last))
+        delta = self._sent(x, table, words)
+        for k, (back, more, last) in enumerate(reversed(backs)):
+            # an encoder receives what the layers that read it send
+            for step in (last, more, back):
+                delta = step(delta if k == 0 or step is not last else self._to_memory)
+
+    def _rows(self, words: Words) -> Features:
+        """(N, V', d) of the matrix to the logits; of the many that the last of the words told apart
+        stands for, some."""
+        readout = self.reading.readout
+        some = max(_FEWEST, _REST // self.count)
+        rows = len(words.rows) - 1 + min(round(float(words.rows[-1])), some)
+        shape = self.count, rows, round(float(readout.width))
+        return self._normal(shape) * np.float32(readout.weight_variance**0.5)
+
+    def _entered(self, stream: Any, table: Features, words: Words, main: bool) -> Features:
+        """The sum of the tables; rows that are the head's, as that has them."""
+        token, kernel = stream.token_table, stream.before
+        d = self.reading.model.d_model
+        if not self.reading.tied or token is None:
+            return self._of_kernel(kernel, d)
+        size = float(np.diag(kernel).max())
+        rest = Root.of(kernel - token.amplitude**2 * token.variance * token.same, size)
+        read = words.read if main else words.beside
+        own: Features = np.float32(token.amplitude) * table[:, read]
+        return np.asarray(own + self._normal((self.count, rest.lower.shape[1], d), rest.lower))
+
+    def _sent(self, x: Features, table: Features, words: Words) -> Features:
+        """The gradient of the loss at what the matrix to the logits reads."""
+        readout, drawn = self.reading.readout, table.shape[1]
+        log_rows = np.zeros(drawn, np.float32)
+        rest = drawn - len(words.rows) + 1
+        log_rows[-rest:] = np.log(words.rows[-1] / rest)
+        logits = np.float32(readout.scale) * (x @ _turned(table)) + log_rows
+        sent = np.exp(logits - logits.max(2, keepdims=True))
+        sent /= sent.sum(2, keepdims=True)
+        active = np.flatnonzero(words.target >= 0)
+        sent[:, active, words.target[active]] -= 1
+        weights = (words.target >= 0) / len(active)
+        if self.reading.batches is not None:
+            weights = weights * self.reading.batches.factors(len(weights))
+        sent *= weights.astype(np.float32)[:, None]
+        return np.asarray(np.float32(readout.scale) * (sent @ table))
+
+    def _through(self, part: Component, x: Features, at: Site) -> tuple[Features, Back, Site]:
+        """Behind a component; what takes a gradient back; and the site there."""
+        if isinstance(part, Chain):
+            backs = []
+            for one in part.parts:
+                x, back, at = self._through(one, x, at)
+                backs.append(back)
+            return x, lambda delta: _reversed(backs, delta), at
+        if isinstance(part, Layer):
+            x, back, _ = self._through(part.body, x, at)
+            return x, back, next(self._points)
+        if isinstance(part, Residual):
+            kept, added = np.float32(part.skip_scale), np.float32(part.branch_scale)
+            y, back, _ = self._through(part.branch, x, at)
+            return (
+                kept * x + added * y,
+                lambda delta: kept * delta + back(added * delta),
+                next(self._points),
+            )
+        if isinstance(part, Parallel):
+            found = [self._through(branch, x, at) for branch in part.branches]
+            return (
+                _sum([y for y, *_ in found]),
+                lambda delta: _sum([back(delta) for _, back, _ in found]),
+                found[-1][2],
+            )
+        kind = next((step for kind, step in _DRAWN.items() if isinstance(part, kind)), None)
+        if kind is None:
+            raise _Undrawn
+        leaving = next(self._points)
+        y, back = kind(self, part, x, at, leaving)
+        return y, back, leaving
+
+    # --- draws ---------------------------------------------------------------------------------
+
+    def _normal(self, shape: tuple[int, ...], root: Array | None = None) -> Features:
+        """Independent entries, or behind a root."""
+        found = self._rng.standard_normal(shape, np.float32)
+        return np.asarray(found if root is None else root.astype(np.float32) @ found)
+
+    def _of_kernel(self, kernel: Array, width: float) -> Features:
+        root = Root.of(kernel).lower
+        return self._normal((self.count, root.shape[1], round(float(width))), root)
+
+    def _mapped(self, x: Features, width: float, variance: float) -> Features:
+        """Behind a random matrix of entries of that variance."""
+        n, m = x.shape[2], round(float(width))
+        scale = np.float32(variance**0.5)
+        if n <= x.shape[1]:
+            return scale * (x @ self._normal((self.count, n, m)))
+        return np.stack([self._normal((root.shape[1], m), root) for root in _roots(scale * x)])
+
+    # --- components ----------------------------------------------------------------------------
+
+    def linear(self, leaf: Linear, x: Features, at: Site, leaving: Site) -> tuple[Features, Back]:
+        given = leaf.parameters
+        variance, key = float(given["weight_variance"]), (leaving.layer, self._prefix + leaf.weight)
+        y = self._mapped(x, given["fan_out"], variance)
+        y += self._bias(float(given.get("bias_variance", 0.0)), y)
+
+        def back(delta: Features) -> Features:
+            self._met(key, x, delta)
+            return self._mapped(delta, x.shape[2], variance)
+
+        return y, back
+
+    def _bias(self, variance: float, like: Features) -> Any:
+        if not variance:
+            return np.float32(0.0)
+        return np.float32(variance**0.5) * self._normal((self.count, 1, like.shape[2]))
+
+    def activation(self, leaf: Activation, x: Features, *_: Any) -> tuple[Features, Back]:
+        value, slope = _entrywise(leaf.laws, x)
+        return value, lambda delta: slope * delta
+
+    def gated(
+        self, leaf: GatedLinear, x: Features, at: Site, leaving: Site
+    ) -> tuple[Features, Back]:
+        variances = float(leaf.gate), float(leaf.ffn_in)
+        gate, factor = (self._mapped(x, leaf.fan_out, one) for one in variances)
+        gate += self._bias(float(leaf.gate_bias), gate)
+        factor += self._bias(float(leaf.bias), factor)
+        value, slope = _entrywise(leaf.activation, gate)
+        prefix = self._prefix
+
+        def back(delta: Features) -> Features:
+            sent = delta * slope * factor, delta * value
+            for name, one in zip(("gate", "ffn_in"), sent, strict=True):
+                self._met((leaving.layer, prefix + name), x, one)
+            return _sum(
+                [
+                    self._mapped(one, x.shape[2], variance)
+                    for one, variance in zip(sent, variances, strict=True)
+                ]
+            )
+
+        return value * factor, back
+
+    def norm(self, leaf: FiniteNormalization, x: Features, *_: Any) -> tuple[Features, Back]:
+        if leaf.groups != 1:
+            raise _Undrawn
+        centred = (lambda h: h - h.mean(2, keepdims=True)) if leaf.centres else (lambda h: h)
+        x = centred(x)
+        inverse = 1 / np.sqrt((x * x).mean(2, keepdims=True) + np.float32(leaf.epsilon))
+        y, gain = inverse * x, np.float32(leaf.gain)
+
+        def back(delta: Features) -> Features:
+            along = y * (y * delta).mean(2, keepdims=True)
+            return np.asarray(gain * inverse * (centred(delta) - along))
+
+        return gain * y, back
+
+    def dropout(self, leaf: Dropout, x: Features, *_: Any) -> tuple[Features, Back]:
+        kept = 1.0 - float(leaf.parameters["drop_prob"])
+        mask = (self._rng.random(x.shape, np.float32) < kept) / np.float32(kept)
+        return mask * x, lambda delta: mask * delta
+
+    def scale(self, leaf: Scale, x: Features, *_: Any) -> tuple[Features, Back]:
+        factor = np.float32(float(leaf.parameters["weight_variance"]) ** 0.5)
+        return factor * x, lambda delta: factor * delta
+
+    def pool(self, leaf: Pool, x: Features, *_: Any) -> tuple[Features, Back]:
+        weights = np.asarray(leaf.weights(x.shape[1]), np.float32)
+        return weights @ x, lambda delta: weights.T @ delta
+
+    def attention(
+        self, leaf: SelfAttention | CrossAttention, x: Features, at: Site, leaving: Site
+    ) -> tuple[Features, Back]:
+        own = isinstance(leaf, SelfAttention)
+        assert own or self._memory is not None
+        memory, there = (x, at) if own else self._memory  # type: ignore[misc]
+        rows = self.reading.attention(leaf, at, leaving, there)
+        heads: Heads = rows.heads
+        inner = heads.d_head * heads.shared
+        sizes, gain = rows.sizes, np.float32(rows.gain**0.5)
+        # on the scale of the tokens
+        q = self._mapped(x, inner * heads.sharing, 1 / x.shape[2])
+        k, v = (self._mapped(memory, inner, 1 / memory.shape[2]) for _ in range(2))
+        q, k, v = (_split(one, heads.d_head) for one in (q, k, v))
+        passed = heads.attended(q, k, v, self._rng)
+        prefix = self._prefix + leaf.prefix
+
+        def back(delta: Features) -> Features:
+            sent = passed.back(gain * _split(delta, heads.d_head))
+            found = []
+            for name, one, size in zip(("query", "key", "value"), sent, sizes, strict=True):
+                read, key = x if name == "query" else memory, (leaving.layer, prefix + name)
+                one = _joined(one)
+                self._met(key, read, one / np.float32(size**0.5))
+                found.append(self._mapped(one, read.shape[2], 1 / read.shape[2]))
+            by_mean = rows.response * rows.asking
+            known = float((leaving.gradient * by_mean).sum())
+            drawn = np.einsum("ntf,nsf,ts", delta, delta, by_mean, optimize=True) / delta.shape[2]
+            for name, kernel in (("query", rows.asking), ("key", rows.kernel)):
+                key = leaving.layer, prefix + name
+                mean = float((kernel * getattr(rows.gradients, name)).sum())
+                met = float((self.sides[key].read * self.sides[key].received).sum())
+                self.sizes[key] = met / drawn * known / mean if mean * drawn > 0 else 1.0
+            if own:
+                return _sum(found)
+            self._to_memory = self._to_memory + found[1] + found[2]
+            return found[0]
+
+        return gain * _joined(passed.given), back
+
+
+_MOST, _PAIRS = 64, 2**16
+"""Draws: as many as have so many pairs of tokens together, of which two are enough where tokens,
+and with them pairs, are many."""
+
+_REST, _FEWEST = 2**14, 512
+"""Rows of the matrix to the logits that are drawn, in all draws and at least in each, of those that
+the batch does not tell apart: what all tokens receive of R rows is 1/R of what they have alone."""
+
+
+_ROWS = 128
+"""Rows of a step by which its alignment is told."""
+
+
+class _Undrawn(Exception):
+    """A component that does nothing to features."""
+
+
+def _first(stream: Any, reading: Reading) -> Site:
+    """Where the summed tables are."""
+    return dataclasses.replace(reading.points[0], index=-1, kernel=stream.before)
+
+
+def _entrywise(laws: Any, x: Features) -> tuple[Features, Features]:
+    """A function's values and slopes."""
+    if laws.entrywise is None:
+        raise _Undrawn
+    with np.errstate(over="ignore"):
+        value, slope = (np.asarray(one(NUMPY, x), np.float32) for one in laws.entrywise)
+    return value, slope
+
+
+def _overlaps(x: Features) -> Array:
+    """(N, T, T) mean over features, in full precision: a square of singular values."""
+    return np.stack([one @ one.T / one.shape[1] for one in (one.astype(float) for one in x)])
+
+
+def _roots(x: Features) -> Iterator[Array]:
+    """Of every draw's x x^T."""
+    for one in x @ _turned(x):
+        yield Root.of(one.astype(float)).lower
+
+
+def _turned(x: Features) -> Features:
+    return np.swapaxes(x, -1, -2)
+
+
+def _split(x: Features, d_head: int) -> Features:
+    """(N, heads, T, d_head)."""
+    return np.swapaxes(x.reshape(*x.shape[:2], -1, d_head), 1, 2)
+
+
+def _joined(x: Features) -> Features:
+    return np.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+def _sum(parts: list[Features]) -> Features:
+    found = parts[0]
+    for part in parts[1:]:
+        found = found + part
+    return found
+
+
+def _reversed(backs: list[Back], delta: Features) -> Features:
+    for back in reversed(backs):
+        delta = back(delta)
+    return delta
+
+
+_DRAWN: dict[type, Callable[..., tuple[Features, Back]]] = {
+    Linear: Draws.linear,
+    SelfAttention: Draws.attention,
+    CrossAttention: Draws.attention,
+    GatedLinear: Draws.gated,
+    Activation: Draws.activation,
+    FiniteNormalization: Draws.norm,
+    Dropout: Draws.dropout,
+    Scale: Draws.scale,
+    Pool: Draws.pool,
+}
