@@ -441,7 +441,7 @@ that they read, which stays Python. Compiling takes {seconds_of:.2g} s for every
 every way its guards go, in every process: it pays after {_about(pays)} layers of one shape, which
 are {_about(pays / 192)} predictions of 192 layers. Of 10,000 configurations at once numpy takes
 {many - many_read:.2g} microseconds each, numba {many_numba:.2g}, beside {many_read:.2g} for the
-table: {_about(1e6 * seconds_of / (many - many_read - many_numba))} configurations of one layer until
+table: {_about(1e6 * seconds_of / (many - many_read - many_numba))} configurations of a layer until
 it has paid. So numba is not used: who draws a phase diagram is done
 before it has compiled. (`python benchmarks/compiled.py`, numba {compiled["machine"]["numba"]}.)
 """
