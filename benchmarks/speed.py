@@ -3,11 +3,16 @@
     python benchmarks/speed.py                 # measures and stores, about ten minutes; draws
     python benchmarks/speed.py --show          # prints the stored table
     python benchmarks/speed.py --plot          # draws docs/speed.png from what is stored
+    python benchmarks/speed.py --page          # writes docs/cost.md from what is stored
+    python benchmarks/speed.py --rival PYTHON  # measures neural-tangents alone, and stores its row
 
 Processor seconds of one thread, the least of several runs, all in one run: ratios are what to
 quote. A machine that others use makes all of them longer, ratios little. The module's eight seeds
 are two measured, times four. Rivals that do not install or import are named with the reason:
-`pip install --no-deps anyinit==0.4.0`; `pip install neural-tangents` brings jax and TensorFlow.
+`pip install --no-deps anyinit==0.4.0`. neural-tangents imports with older versions of jax than this
+package's numpy allows, so another interpreter measures it, of an environment of its own with
+`pip install neural-tangents==0.6.5 jax==0.4.30 jaxlib==0.4.30 "numpy<2" "scipy<1.14"`, and with
+`--no-deps` behind that `tf2jax==0.3.6`.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ import moments
 
 HERE = Path(__file__).parent
 DATA, PICTURE = HERE / "data" / "speed.json", HERE.parent / "docs" / "speed.png"
+COMPILED, PAGE = HERE / "data" / "compiled.json", HERE.parent / "docs" / "cost.md"
 ALIKE = moments.Transformer(24, 256, 4, 128, dropout=0.1)
 CAUSAL = moments.Transformer(24, 256, 4, 256, dropout=0.1, causal=True)
 DEPTHS = (6, 12, 24, 48, 96, 192, 384, 768)
@@ -127,23 +133,69 @@ def anyinit() -> tuple[float | None, str]:
     return time_of, f"anyinit {importlib.metadata.version('anyinit')}"
 
 
-def neural_tangents() -> tuple[float | None, str]:
-    """The kernel of 12 residual attention layers of 128 tokens, forward only: it has no gradients
-    by layer, and its attention weighs by the logits themselves."""
-    try:
-        stax = importlib.import_module("neural_tangents").stax
-    except Exception as error:  # whatever an import of it raises
-        return None, f"neural-tangents: {type(error).__name__}: {error}"
-    block = stax.serial(stax.LayerNorm(axis=-1), stax.GlobalSelfAttention(256, 64, 64, 4))
-    ffn = stax.serial(stax.LayerNorm(axis=-1), stax.Dense(1024), stax.Relu(), stax.Dense(256))
+NEURAL_TANGENTS = """
+import functools, importlib.metadata, json, time
+import jax, numpy
+jax.config.update("jax_enable_x64", True)
+from neural_tangents import stax
 
-    def residual(branch: Any) -> Any:
-        return stax.serial(stax.FanOut(2), stax.parallel(branch, stax.Identity()), stax.FanInSum())
+def residual(*branch):
+    branch = stax.serial(*branch)
+    return stax.serial(stax.FanOut(2), stax.parallel(branch, stax.Identity()), stax.FanInSum())
 
-    kernel = stax.serial(*[part for _ in range(12) for part in (residual(block), residual(ffn))])[2]
-    x = np.random.default_rng(0).standard_normal((2, 128, 256))
-    time_of = seconds(lambda: np.asarray(kernel(x, None, "nngp")), 1)
-    return time_of, f"neural-tangents {importlib.metadata.version('neural-tangents')}"
+def layer():
+    heads = stax.GlobalSelfAttention(n_chan_out=256, n_chan_key=256, n_chan_val=256, n_heads=4)
+    ffn = stax.Dense(1024), stax.Relu(), stax.Dense(256)
+    return residual(stax.LayerNorm(axis=-1), heads), residual(stax.LayerNorm(axis=-1), *ffn)
+
+parts = [part for _ in range(12) for part in layer()]
+kernel = stax.serial(stax.Dense(256), *parts)[2]
+x = numpy.random.default_rng(0).standard_normal((2, 128, 256))
+compiled = jax.jit(functools.partial(kernel, x2=None, get="nngp"))
+found = []
+for _ in range(4):
+    start = time.process_time()
+    numpy.asarray(compiled(x))
+    found.append(time.process_time() - start)
+names = "neural-tangents", "jax", "numpy"
+versions = {name: importlib.metadata.version(name) for name in names}
+print(json.dumps({"seconds": min(found[1:]), "compiling": found[0], "versions": versions}))
+"""
+
+
+def neural_tangents(python: str) -> tuple[dict[str, Any] | None, str]:
+    """The kernel of all pairs of tokens of 2 x 128, 12 Pre-LN layers of width 256, forward only:
+    it has no gradients by layer, no causal mask, and weighs by a softmax of the mean logits."""
+    alone = dict(os.environ, XLA_FLAGS="--xla_cpu_multi_thread_eigen=false")
+    alone.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [python, "-c", NEURAL_TANGENTS], capture_output=True, text=True, env=alone, check=False
+    )
+    if done.returncode:
+        return None, f"neural-tangents: {(done.stderr.strip() or 'no answer').splitlines()[-1]}"
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return found, versions
+
+
+def against_neural_tangents(python: str) -> tuple[dict[str, Any], str]:
+    """Its rows: against tokens alike, what its input is on average, and against every token by
+    itself, both ways."""
+    rival, said = neural_tangents(python)
+    if rival is None:
+        return {}, said
+    model = moments.Transformer(12, 256, 4, 128)
+    found = {}
+    for what, given in (("tokens alike", {}), ("tokens one by one", {"tokens": True})):
+        ours = seconds(lambda given=given: moments.predict(model, correlation=0.2, **given), 2)
+        name = f"neural-tangents' kernel, 12 layers (forward), against {what}"
+        found[name] = {
+            "rival": rival["seconds"],
+            "ours": ours,
+            "what": f"predict, {what}, both ways",
+            "times": rival["seconds"] / ours,
+        }
+    return found, f"{said}; compiling its kernel took {rival['compiling']:.1f} s more"
 
 
 def shell() -> float:
@@ -258,18 +310,15 @@ def measured() -> dict[str, Any]:
         ),
     }
     unavailable = []
-    for what, (cost_of, said) in (
-        ("AnyInit's analytic report, 12 layers (forward)", anyinit()),
-        ("neural-tangents, 12 layers (forward)", neural_tangents()),
-    ):
-        if cost_of is None:
-            unavailable.append(said)
-        else:
-            rivals[f"{what}: {said}"] = (
-                cost_of,
-                predicting(encoder),
-                "predict, refined, both ways",
-            )
+    cost_of, said = anyinit()
+    if cost_of is None:
+        unavailable.append(said)
+    else:
+        rivals[f"AnyInit's analytic report, 12 layers (forward): {said}"] = (
+            cost_of,
+            predicting(encoder),
+            "predict, refined, both ways",
+        )
     note("rivals done")
     rivals["real GPT-2, 8 seeds, 2 x 128 tokens, both ways"] = (
         real_module(),
@@ -336,7 +385,8 @@ def table(found: dict[str, Any]) -> str:
     rows += [f"| {name}, in megabytes | {size:.3g} |" for name, size in memory.items()]
     rows += [""]
     rows += ["| instead | seconds | ours | seconds | times |", "| --- | --- | --- | --- | --- |"]
-    for name, one in found["rivals"].items():
+    beside = found.get("neural-tangents", {"rivals": {}, "said": ""})
+    for name, one in (found["rivals"] | beside["rivals"]).items():
         cells = (
             name,
             f"{one['rival']:.3g}",
@@ -346,7 +396,55 @@ def table(found: dict[str, Any]) -> str:
         )
         rows.append(f"| {' | '.join(cells)} |")
     rows += ["", *(f"Not compared: {reason}" for reason in found["unavailable"])]
+    if beside["said"]:
+        rows += [f"({beside['said']})"]
     return "\n".join([*rows, "", ", ".join(f"{k} {v}" for k, v in found["machine"].items())])
+
+
+def _about(count: float) -> str:
+    """Two digits."""
+    return f"{float(f'{count:.2g}'):,.0f}"
+
+
+def page(found: dict[str, Any]) -> str:
+    """docs/cost.md."""
+    compiled = json.loads(COMPILED.read_text(encoding="utf-8"))
+    steps = compiled["microseconds"]
+    one, table_read = steps["Python, straight lines"], steps["of which one table read"]
+    by_numba, many = steps["numba, without that"], steps["numpy, each of 10,000 configurations"]
+    many_read = steps["of which the table"]
+    many_numba = steps["numba, each of 10,000, without the table"]
+    saved = one - table_read - by_numba
+    seconds_of = compiled["seconds to compile"]
+    pays = 1e6 * seconds_of / saved
+    return f"""# What an answer costs
+
+Processor seconds of one thread, the least of several runs, all in one run. Written by
+`python benchmarks/speed.py --page` from `benchmarks/data/speed.json` and
+`benchmarks/data/compiled.json`; do not edit.
+
+{table(found)}
+
+![curves](speed.png)
+
+neural-tangents answers another question: the kernel of an infinitely wide network on a given input,
+forward, every pair of tokens by itself, without a causal mask or gradients by layer, attention
+being a softmax of mean logits. Against what has that resolution here it is the faster one, once it
+is compiled.
+
+## Programs of layers, and numba
+
+A layer of tokens alike is recorded once, and replayed as straight lines of Python
+(`moments/engine/program.py`). Compiled by numba the {compiled["lines"]} operations of a way up take
+{by_numba:.2g} microseconds instead of {one - table_read:.2g}, beside {table_read:.2g} for the table
+that they read, which stays Python. Compiling takes {seconds_of:.2g} s for every shape of layer and
+every way its guards go, in every process: it pays after {_about(pays)} layers of one shape, which
+are {_about(pays / 192)} predictions of 192 layers. Of 10,000 configurations at once numpy takes
+{many - many_read:.2g} microseconds each, numba {many_numba:.2g}, beside {many_read:.2g} for the
+table: {_about(1e6 * seconds_of / (many - many_read - many_numba))} configurations of a layer until
+it has paid. So numba is not used: who draws a phase diagram is done
+before it has compiled. (`python benchmarks/compiled.py`, numba {compiled["machine"]["numba"]}.)
+"""
 
 
 def draw(found: dict[str, Any]) -> None:
@@ -391,12 +489,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--show", action="store_true", help="print what is stored")
     parser.add_argument("--plot", action="store_true", help="draw what is stored")
+    parser.add_argument("--page", action="store_true", help="write docs/cost.md")
+    parser.add_argument("--rival", metavar="PYTHON", help="an interpreter with neural-tangents")
     options = parser.parse_args()
     warnings.simplefilter("ignore", moments.ValidityWarning)
-    if not (options.show or options.plot):
-        DATA.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
+    if options.rival:
+        found = json.loads(DATA.read_text(encoding="utf-8"))
+        rows, said = against_neural_tangents(options.rival)
+        found["neural-tangents"] = {"rivals": rows, "said": said, "machine": machine()}
+        DATA.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    elif not (options.show or options.plot or options.page):
+        before = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+        kept = {name: before[name] for name in ("neural-tangents",) if name in before}
+        DATA.write_text(json.dumps(measured() | kept, indent=1) + "\n", encoding="utf-8")
     found = json.loads(DATA.read_text(encoding="utf-8"))
-    if not options.show:
+    if options.page:
+        PAGE.write_text(page(found), encoding="utf-8")
+    elif not (options.show or options.rival):
         draw(found)
     print(table(found))
 

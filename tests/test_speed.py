@@ -49,3 +49,13 @@ def test_what_is_stored_is_whole(speed: Any) -> None:
     assert found["million configuration-layers a second"] == pytest.approx(rate)
     assert "GPT-2" in speed.table(found)
     assert found["machine"]["cpu"]
+
+
+def test_the_page_says_what_is_stored(speed: Any) -> None:
+    found = json.loads((ROOT / "data/speed.json").read_text(encoding="utf-8"))
+    assert speed.PAGE.read_text(encoding="utf-8") == speed.page(found)
+    for one in found["neural-tangents"]["rivals"].values():
+        assert one["times"] == pytest.approx(one["rival"] / one["ours"])
+    compiled = json.loads(speed.COMPILED.read_text(encoding="utf-8"))["microseconds"]
+    assert all(cost > 0 for cost in compiled.values())
+    assert compiled["numba, without that"] < compiled["Python, straight lines"]
