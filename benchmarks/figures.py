@@ -19,7 +19,7 @@ import numpy as np
 
 import moments
 from moments.papers.figures import names, setup
-from moments.papers.figures.points import DATA, key
+from moments.papers.figures.drawing import DATA, key
 from moments.papers.figures.setup import Line, first_layer, read
 
 MEASURED: dict[str, moments.Measurement] = {}  # two figures may read one simulation

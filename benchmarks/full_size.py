@@ -5,6 +5,7 @@ them, or back, but the config, the text and the targets.
 
     python benchmarks/full_size.py measure --device cuda --seconds 450 [CASE ...]  # continues
     python benchmarks/full_size.py predict [CASE ...]                # today's theory beside it
+    python benchmarks/full_size.py repeats       # by token, by classes and run, at width 512
     python benchmarks/full_size.py page                              # docs/full-size.md
     python benchmarks/full_size.py text                              # the text, once
 
@@ -585,7 +586,7 @@ def predict_case(case: Case, names: Mapping[str, list[str]]) -> dict[str, Any]:
     start = time.process_time()
     if case.alike and case.task == "images":
         found, notes = images_apart(case)
-        return _plain(found, notes, start)
+        return _plain(found, notes, start, "by token, one by one")
     p = case.predicted()
     if case.kind == "step":
         with warnings.catch_warnings():
@@ -611,11 +612,14 @@ def predict_case(case: Case, names: Mapping[str, list[str]]) -> dict[str, Any]:
         if case.samples or case.declare is not None:
             found["band"] = np.asarray(p.grad_variance_band, dtype=float).ravel()
             found["typical"] = np.asarray(p.grad_variance_typical, dtype=float)
-    return _plain(found, notes, start)
+    return _plain(found, notes, start, p.resolution)
 
 
-def _plain(found: Mapping[str, np.ndarray], notes: list[str], start: float) -> dict[str, Any]:
+def _plain(
+    found: Mapping[str, np.ndarray], notes: list[str], start: float, resolution: str
+) -> dict[str, Any]:
     return {
+        "resolution": resolution,
         "values": {k: [None if math.isnan(x) else x for x in _digits(v)] for k, v in found.items()},
         "notes": notes,
         "seconds": round(time.process_time() - start, 1),
@@ -638,9 +642,51 @@ def predict_cases(chosen: list[Case]) -> None:
         print(f"{case.name}: {kept['predicted']['seconds']} s", flush=True)
 
 
+REPEATS = ((256, 4), (512, 4), (2048, 2))
+"""Tokens and draws."""
+
+
+def repeating(seq_len: int) -> moments.Transformer:
+    """Llama 3 8B's layers at width 512, three of them, with logits as strong as at 4096."""
+    narrow = {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "intermediate_size": 1792,
+        "vocab_size": 8000,
+        "initializer_range": 0.02 * (4096 / 512) ** 0.5,
+    }
+    return moments.from_huggingface(_preset("llama-3-8b", 3) | narrow, seq_len=seq_len)
+
+
+def measure_repeats() -> None:
+    """A text's repetitions by every way of holding them, on the processor."""
+    warnings.simplefilter("ignore", moments.ValidityWarning)
+    rows = []
+    for seq_len, seeds in REPEATS:
+        model, ids = repeating(seq_len), text(seq_len, 1)
+        found = [("run", moments.simulate(model, token_ids=ids, seeds=seeds))]
+        if seq_len <= 512:
+            found.append(("by token", moments.predict(model, token_ids=ids, tokens=True)))
+        if seq_len > 256:
+            found.append(("by classes", moments.predict(model, token_ids=ids)))
+        for how, m in found:
+            norms = m.weight_gradients().groupby("weight")["squared_norm"].sum()
+            rows.append(
+                {
+                    "tokens": seq_len,
+                    "held": how,
+                    "correlation": _digits(m.correlation),
+                    "correlation_stderr": _digits(getattr(m, "correlation_stderr", [])),
+                    "norms": {name: float(norms[name]) for name in (*MATRICES, "token", "head")},
+                }
+            )
+    store(stored() | {"repeats": rows})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("measure", "predict", "page", "text"))
+    parser.add_argument("action", choices=("measure", "predict", "repeats", "page", "text"))
     parser.add_argument("cases", nargs="*", help="parts of names; none: all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=math.inf)
@@ -654,6 +700,8 @@ def main() -> None:
         measure_cases(chosen, given.device, given.seconds, given.data, given.seeds)
     elif given.action == "predict":
         predict_cases(chosen)
+    elif given.action == "repeats":
+        measure_repeats()
     elif given.action == "text":
         write_text()
     else:

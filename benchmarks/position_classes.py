@@ -53,6 +53,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 SMALL = {"layers": 3, "d_model": 256, "heads": 4, "dropout": 0.1, "causal": True, "seq_len": 64}
 ROTARY = moments.Rotary()
 OWN_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gated, grouped heads, 3 x 128": (
+        CASES["gated, grouped heads, 12 x 128"][0].replace(layers=3),
+        CASES["gated, grouped heads, 12 x 128"][1],
+    ),
     "Llama 3 8B, 2 x 64": (moments.preset("llama-3-8b", seq_len=64).replace(layers=2), {}),
     **{
         f"{name}, 3 x 64": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,3 +113,14 @@ def optional(extra: str, *packages: str) -> Iterator[None]:
             f"this needs {missing.name}, which is not installed; "
             f'pip install "transformer-moments[{extra}]"'
         ) from missing
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """1 to 4, 7."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)

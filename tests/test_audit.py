@@ -18,12 +18,11 @@ import small_modules  # noqa: E402
 from moments.show.expected import tail_probability  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
-from moments.torch.entries import Entries  # noqa: E402
+from moments.torch.entries import Entries, truncated_kurtosis  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
 from moments.torch.probe import Slope, regress  # noqa: E402
 from moments.torch.roles import roles_of  # noqa: E402
 from moments.torch.scales import remove_scales  # noqa: E402
-from moments.torch.truncation import truncated_kurtosis  # noqa: E402
 
 LAYERS, WIDTH = 3, 48
 

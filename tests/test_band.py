@@ -633,7 +633,7 @@ def test_an_encoder_of_several_configurations() -> None:
 def test_a_spread_beyond_first_order_is_said(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     prediction = predict(small("pre"), correlation=0.3)
     monkeypatch.setattr(Network, "variance", lambda _, starts: np.full(len(starts), value))
-    with pytest.warns(ValidityWarning, match=r"explode at points \[0, 1, 2, 3, 4, 5, 6\]"):
+    with pytest.warns(ValidityWarning, match="explode at points 0 to 6 of"):
         low, high = prediction.grad_variance_band
     assert np.log(high / low) == pytest.approx(2 * NORMAL_95 * 2.0)
     found = json.loads(prediction.to_json())

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import board  # noqa: E402
 import board_page  # noqa: E402
 
-from moments.torch.dataflow.recurrence import recurrences  # noqa: E402
+from moments.torch.unread import recurrences  # noqa: E402
 
 ROWS = board.stored()["rows"]
 STATES = ("not built", "broken", "refused", "read by")

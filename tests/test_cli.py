@@ -590,3 +590,44 @@ def test_a_bad_sweep_says_what_is_wrong(arguments: tuple[str, ...], said: str) -
     result = RUNNER.invoke(app, [*GRID, *arguments])
     assert isinstance(result.exception, moments.DomainError)
     assert said in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("solve", "bert-tiny", "dslm"), "`moments solve --help` has examples"),
+        (("predict", "mine.py:make"), "is for `moments check FILE.py:NAME`"),
+        (("compare-schemes", "bert-tiny", "--correlation", "nan"), "correlation = nan"),
+        (("report", "bert-tiny", "--scheme", "nope"), "scheme = 'nope'"),
+    ],
+)
+def test_what_was_meant_is_said(
+    arguments: tuple[str, ...], said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moments", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert not shown.out
+
+
+def test_nothing_is_said_of_schemes_that_nobody_asked_for(tmp_path: Path) -> None:
+    words = [
+        "report",
+        "bert-tiny",
+        "--seq-len",
+        "16",
+        "--no-schemes",
+        "-o",
+        str(tmp_path / "a.html"),
+    ]
+    assert "schemes" not in RUNNER.invoke(app, words).stderr
+
+
+def test_a_type_without_a_reader_is_told_what_reads_its_module(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "codegen"}')
+    result = RUNNER.invoke(app, ["predict", str(file)])
+    assert "`moments check FILE.py:FACTORY`" in str(result.exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import moments
 from moments.engine.state import Kernel
 from moments.errors import DomainError
 from moments.formulas.normalization import LAYERNORM
@@ -167,6 +169,37 @@ def test_gradients_of_tokens_alike() -> None:
     assert set(alike) == set(resolved) == {"token", "position", "segment"}
     for name, value in alike.items():
         assert value == pytest.approx(float(resolved[name]), rel=1e-12)
+
+
+def test_texts_whose_tokens_are_alike_are_one_batch() -> None:
+    """The loss is the mean over all of their tokens, whatever tells those apart."""
+    model = moments.Transformer(
+        2, 64, 4, 12, embedding=moments.Embedding(50, 0.02), head=moments.Head(loss="masked")
+    )
+    texts = np.random.default_rng(3).integers(50, size=(3, 12))
+    by_token = moments.predict(model, token_ids=texts)
+    for batch in (1, 3):
+        alike = moments.predict(model, token_ids=texts, tokens=False, batch=batch)
+        assert alike.resolution == "tokens alike"
+        np.testing.assert_allclose(alike.grad_variance, by_token.grad_variance, rtol=0.02)
+    with pytest.raises(moments.DomainError, match="batch"):
+        moments.predict(model, token_ids=texts, tokens=False, batch=2)
+
+
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+def test_long_texts_under_strong_logits_are_warned_of() -> None:
+    """Zipf's law as well as a text; not tokens that are described, short ones or faint logits."""
+
+    def warned(model: moments.Transformer, **inputs: Any) -> bool:
+        notes = moments.predict(model, **inputs).warnings
+        return any(note.startswith("this text is held by means") for note in notes)
+
+    strong = moments.preset("tinyllama-1.1b", seq_len=512).replace(layers=1)
+    assert warned(strong)
+    assert warned(strong, token_ids=np.arange(512) % 300)
+    assert not warned(strong.replace(head=None), variance=1.0, correlation=0.2)
+    assert not warned(strong.replace(seq_len=128))
+    assert not warned(moments.preset("gpt2", seq_len=512).replace(layers=1))
 
 
 def test_bad_texts_are_named() -> None:

@@ -25,7 +25,7 @@ from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION
 from moments.formulas.sun import CURSE_OF_DEPTH
 from moments.formulas.symbols import SYMBOLS
 from moments.papers.analysis import correlation_fixed_points, sensitivity
-from moments.papers.figures.points import stored
+from moments.papers.figures.drawing import stored
 
 
 def assert_within(value: float, estimate: Estimate, slack: float = 0.0) -> None:

@@ -15,8 +15,7 @@ import moments
 from moments.papers.analysis import angular_distance
 from moments.papers.figures import draw, names, setup
 from moments.papers.figures.catalogue import NAMES, _declared
-from moments.papers.figures.drawing import _about_points
-from moments.papers.figures.points import key, stored
+from moments.papers.figures.drawing import _about_points, key, stored
 from moments.papers.figures.setup import LAYER_NORM, HeatMap, read
 from moments.show.palette import typeset
 

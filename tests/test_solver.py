@@ -308,6 +308,12 @@ def test_searches_say_when_they_fail() -> None:
     assert not root(lambda x: math.exp(x), (-30, 30), 1e-9).met
     with pytest.raises(moments.DomainError, match="overflow"):
         root(lambda x: math.nan, (-1, 1), 1e-9)
+    hidden = root(lambda x: 0.05 - (x - 3) ** 2, (-5, 5), 1e-9)  # both roots lie between 2 and 4
+    assert hidden.met
+    assert abs(hidden.at - 3) == pytest.approx(math.sqrt(0.05))
+    asked: list[float] = []
+    root(lambda x: asked.append(x) or x - 2.5, (-5, 5), 1e-9)  # type: ignore[func-returns-value]
+    assert min(asked) == -0.25, "away from where it falls"
     found = least_squares(lambda x: np.array([x[0] - 1, x[0] + 1]), [(-5, 5)], 1e-9)
     assert not found.met
     assert found.at[0] == pytest.approx(0.0, abs=1e-6)
@@ -562,7 +568,7 @@ def test_layers_solved_on_a_program_are_those_of_the_plain_walk(
         asked.append(("stream_variance", 1.2 + 0.01 * np.arange(70.0)))
     walks = importlib.import_module("moments.solver.layerwise")
     steps = []
-    sought = importlib.import_module("moments.solver.replay").Replay._sought
+    sought = importlib.import_module("moments.solver.layerwise").Replay._sought
     monkeypatch.setattr(walks.Replay, "_sought", lambda *a: steps.append(sought(*a)) or steps[-1])
     for objective, target in asked:
         found = solve(model, objective, target=target, correlation=0.3)

@@ -214,6 +214,18 @@ def test_a_run_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert load(path)[TINY.name].digest == TINY.digest
 
 
+def test_a_run_says_where_it_cannot_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "grid.json"
+    with pytest.raises(DomainError, match="device"):
+        run_grid([TINY], path, seeds=1, device="nowhere")
+    assert not path.exists()
+    run = ["validate", "--subset", "quick", "--run", "--data", str(path), "--device", "nowhere"]
+    found = RUNNER.invoke(app, run)
+    assert found.exit_code != 0
+    assert "device" in str(found.exception) + found.output
+
+
 def test_stored_numbers_keep_six_digits(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     entry = store.simulate_one(TINY, seeds=3)

@@ -220,7 +220,7 @@ def main() -> None:
     except _ParserError as error:
         if not error.format_message():
             sys.exit(2)  # no command: the help that was printed says it all
-        _fail(error.format_message())
+        _fail(_with_remedy(error.format_message()))
     except typer.Abort:
         _fail("interrupted")
     except MemoryError as error:
@@ -234,6 +234,17 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _with_remedy(said: str) -> str:
+    """What the parser says, and where an argument was meant for an option, how that is written."""
+    if not said.startswith("Got unexpected extra argument"):
+        return said
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    return (
+        f"{said}: beside a MODEL everything is an option, such as --scheme NAME or --layers 12; "
+        f"`moments {command} --help` has examples to copy"
+    )
 
 
 def _fail(message: str) -> NoReturn:
@@ -265,24 +276,32 @@ def plain(text: str) -> str:
 
 
 @contextmanager
-def steps(title: str, total: float) -> Iterator[Callable[[float], None]]:
+def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
     """How far a long computation is, on standard error: a bar, or where none can be drawn a line
     at its start and at every tenth of its work.
 
     Yields:
-        What to call with the work of each step.
+        What to call with the work of each step, and with what is done next.
     """
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
+    if not total:
+        yield lambda *_: None
+        return
     if err.is_terminal:
         columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True) as bar:
             task = bar.add_task(title, total=round(total))
-            yield lambda work: bar.advance(task, work)
+
+            def moved(work: float, doing: str = "") -> None:
+                said = f"{title}: {doing}" if doing else title
+                bar.update(task, advance=work, description=said)
+
+            yield moved
         return
     begun, done, tenths = time.monotonic(), 0.0, 0
 
-    def advance(work: float) -> None:
+    def advance(work: float, doing: str = "") -> None:
         nonlocal done, tenths
         done += work
         reached = int(10 * done / total) if total else 10
@@ -357,6 +376,8 @@ def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -
 
     near = get_close_matches(name[:100], preset.names(), cutoff=0.7)
     remedy = f"did you mean {' or '.join(near)}?" if near else ""
+    if not remedy and ".py" in name and "FILE.py" not in expected:
+        remedy = "a module of one's own is for `moments check FILE.py:NAME` and `moments audit`"
     remedy = remedy or f"presets: {', '.join(preset.names())}"
     return DomainError(f"{argument} = {brief(name)}: neither {expected}; {remedy}")
 

@@ -70,11 +70,18 @@ def report(
     described = shortened(described, seq_len)
     inputs = input_moments(described, variance, correlation, known)
     chosen = (scheme or True) if schemes else False
-    count = len(scheme or every()) if schemes else 0
-    with steps("applying schemes", count) as advance:
-        found = make(
-            described, name=named(model), schemes=chosen, step=lambda _: advance(1), **inputs
-        )
+    work = {one.name: 1 + one.predictions for one in every()} if schemes else {}
+    before = 0
+
+    def step(name: str) -> None:
+        nonlocal before
+        advance(before, name)
+        before = work.get(name, 1)
+
+    total = sum(work.get(name, 1) for name in scheme or work)
+    with steps("applying schemes", total) as advance:
+        found = make(described, name=named(model), schemes=chosen, step=step, **inputs)
+        advance(before)
     found.save(output)
     if as_json:
         said = {

@@ -59,6 +59,9 @@ def compare_schemes(
     described = shortened(described, seq_len)
     inputs = input_moments(described, variance, correlation, known)
     found = run(described, scheme or None, options=scheme_options(option), **inputs)
+    if not found.predictions:
+        reasons = "; ".join(dict.fromkeys(found.left_out.values()))
+        raise DomainError(f"no scheme could be applied: {reasons}")
     if csv is not None:
         write_csv(found.to_frame(), csv)
     if plot is not None:

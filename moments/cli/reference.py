@@ -67,8 +67,9 @@ def formulas(
         if as_json:
             print(json.dumps({record.name: record.title for record in names}, indent=2))
             return
+        width = max(len(record.name) for record in names) + 2
         for record in names:
-            out.print(f"[bold]{record.name:<26}[/]{record.title}")
+            out.print(f"[bold]{record.name:<{width}}[/]{record.title}")
         return
     record = find(component)
     laws = record.under(theory.value)

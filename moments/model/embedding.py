@@ -36,7 +36,7 @@ class Embedding(Stored):
         DomainError: a value outside what is allowed.
     """
 
-    part: ClassVar[str] = "embedding"
+    _part: ClassVar[str] = "embedding"
 
     vocab_size: int
     token_variance: float

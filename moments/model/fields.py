@@ -46,7 +46,7 @@ class Stored:
         part: what it is called in an error.
     """
 
-    part: ClassVar[str]
+    _part: ClassVar[str]
 
     def replace(self, **changes: Any) -> Self:
         """A changed copy."""
@@ -64,5 +64,5 @@ class Stored:
         Raises:
             DomainError: a missing or unknown field.
         """
-        check_fields(cls.part, data, cls)
+        check_fields(cls._part, data, cls)
         return cls(**data)

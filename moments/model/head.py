@@ -46,7 +46,7 @@ class Head(Stored):
         DomainError: a value outside what is allowed, or fields that contradict each other.
     """
 
-    part: ClassVar[str] = "head"
+    _part: ClassVar[str] = "head"
 
     vocab_size: int | None = None
     tied: bool = True

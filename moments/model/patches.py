@@ -34,7 +34,7 @@ class PatchEmbedding(Stored):
         DomainError: a value outside what is allowed.
     """
 
-    part: ClassVar[str] = "embedding"
+    _part: ClassVar[str] = "embedding"
 
     image_size: int
     patch_size: int

@@ -32,7 +32,7 @@ class Rotary(Stored):
         Su et al. 2021, RoFormer, section 3.2.2.
     """
 
-    part: ClassVar[str] = "rotary"
+    _part: ClassVar[str] = "rotary"
 
     fraction: float = 1.0
     base: float = 10000.0
@@ -88,7 +88,7 @@ class RelativeBias(Stored):
         Raffel et al. 2020, T5, section 2.1; bucket boundaries as in its released code.
     """
 
-    part: ClassVar[str] = "relative bias"
+    _part: ClassVar[str] = "relative bias"
 
     variance: float
     buckets: int = 32

@@ -63,7 +63,7 @@ class Weights(Stored):
         DomainError: a negative variance, or an unknown distribution.
     """
 
-    part: ClassVar[str] = "weights"
+    _part: ClassVar[str] = "weights"
 
     query: PerLayer
     key: PerLayer
@@ -160,7 +160,7 @@ class Biases(Stored):
         DomainError: a negative variance.
     """
 
-    part: ClassVar[str] = "biases"
+    _part: ClassVar[str] = "biases"
 
     query: PerLayer | None = 0.0
     key: PerLayer | None = 0.0

@@ -87,6 +87,7 @@ from ..engine.response import (
 )
 from ..engine.state import Array
 from ..engine.trace import Trace
+from ..errors import listed
 from .alike import Alike, across_sequences, sublayer_starts
 from .network import Network, OneByOne, Walk
 
@@ -262,10 +263,10 @@ def first_order(variance: Array) -> tuple[Array, tuple[str, ...]]:
         return variance, ()
     points = sorted(set(np.nonzero(variance > LARGEST)[-1].tolist()))
     note = (
-        f"one draw's fluctuations explode at points {points} of the stream (0 enters layer 1): "
-        f"the variance of its log gradient would be {worst:.3g} to first order, and {LARGEST:g} "
-        "stands in. The band there says no more than that draws differ by orders of magnitude, "
-        "and the mean over draws may be several times what is predicted"
+        f"one draw's fluctuations explode at points {listed(points)} of the stream (0 enters "
+        f"layer 1): the variance of its log gradient would be {worst:.3g} to first order, and "
+        f"{LARGEST:g} stands in. The band there says no more than that draws differ by orders of "
+        "magnitude, and the mean over draws may be several times what is predicted"
     )
     return np.minimum(variance, LARGEST), (note,)
 

@@ -16,8 +16,8 @@ from ..formulas.symbols import POSITIVE, Interval
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 from ..solver.entering import entered
+from ..solver.goals import scaled_weights
 from ..solver.layerwise import solve_blocks
-from ..solver.variables import scaled_weights
 from ..transfer.embedding import embedded_alike
 from .registry import Scheme
 

@@ -74,4 +74,5 @@ NOCI_SCALING = Scheme(
     Source(NOCI, "sections 3.2 and 4, and Appendix C.2"),
     _noci,
     ("post", "none"),
+    predictions=20,
 )

@@ -29,6 +29,7 @@ class Scheme:
         placements: where its authors put the norm, theirs first; empty: anywhere.
         both_stacks: whether the transform takes care of a model's encoder itself; else the scheme
             is applied to the encoder as to the model.
+        predictions: how many applying it takes, about.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Scheme:
     transform: Callable[..., Transformer] = field(repr=False)
     placements: tuple[str, ...] = ()
     both_stacks: bool = False
+    predictions: int = 0
 
     @property
     def options(self) -> dict[str, Any]:

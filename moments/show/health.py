@@ -20,7 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import MomentsError, ValidityWarning, domain_error
+from ..errors import MomentsError, ValidityWarning, domain_error, listed
 from ..model.huggingface.config import from_huggingface
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
@@ -683,17 +683,6 @@ def _range(seen: Seen) -> Found:
                 f"unscaled {form.title} turns {100 * worst['zero']:.0f} % of the entries at "
                 f"{worst['site']} of layer {int(worst['layer'])} to 0"
             )
-
-
-def listed(layers: Sequence[int]) -> str:
-    """1 to 4, 7."""
-    runs: list[list[int]] = []
-    for n in layers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
 
 
 def ranked(troubles: Sequence[Trouble]) -> tuple[Trouble, ...]:

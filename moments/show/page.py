@@ -26,6 +26,7 @@ from ..model.weights import MATRICES
 from ..prediction.explanation import Explanation, explain
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
+from ..scheme.registry import scheme as scheme_of
 from ..scheme.registry import schemes as every_scheme
 from .chart import ROLES, STYLE, Chart, Curve, shown
 from .expected import one_draw
@@ -110,6 +111,9 @@ def report(
     """
     if not isinstance(model, Transformer):
         raise domain_error("model", type(model).__name__, "a moments.Transformer")
+    names = [s.name for s in every_scheme()] if isinstance(schemes, bool) else list(schemes)
+    for one in names:
+        scheme_of(one)  # before anything is predicted
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ValidityWarning)  # they stand on the page
         prediction = predict(model, **inputs)
@@ -121,7 +125,6 @@ def report(
             explanation = None
         compared = None
         if schemes is True or (schemes is not False and len(schemes)):
-            names = [s.name for s in every_scheme()] if schemes is True else list(schemes)
             compared = _compared(model, names, step, inputs)
     title = name or model.name or "a declared model"
     return Report(title, prediction, compared, explanation)

@@ -117,7 +117,10 @@ def weights_of(model: Transformer) -> list[Weight]:
 
 
 def recognise(
-    weights: Sequence[Weight], model: Transformer, promised: Transformer | None = None
+    weights: Sequence[Weight],
+    model: Transformer,
+    promised: Transformer | None = None,
+    by: str = "config",
 ) -> Reading:
     """The reading that explains most matrices; of several the first, the promised one foremost.
 
@@ -127,10 +130,11 @@ def recognise(
     Args:
         weights: of all layers.
         model: the architecture.
-        promised: what the network's own config says of its initialisation.
+        promised: what the network itself says of its initialisation.
+        by: what of it says so.
     """
     best: Reading | None = None
-    for reading in _readings(weights, model, promised):
+    for reading in _readings(weights, model, promised, by):
         read = _held(reading, weights)
         best = read if best is None or len(read.explained) > len(best.explained) else best
         if not best.left:
@@ -144,11 +148,11 @@ def recognise(
 
 
 def _readings(
-    weights: Sequence[Weight], model: Transformer, promised: Transformer | None
+    weights: Sequence[Weight], model: Transformer, promised: Transformer | None, by: str
 ) -> Iterator[Reading]:
     base = plain(model)
     if promised is not None:
-        words = f"the initialisation that its config promises ({in_words(promised)})"
+        words = f"the initialisation that its {by} promises ({in_words(promised)})"
         yield Reading(words, promised)
     rules = _RULES if base.layers > 1 else _RULES[:1]
     bases = {rule.words: _base(weights, rule, base) for rule in (*rules, *_SLIPS)}

@@ -22,10 +22,9 @@ from ..prediction.result import Prediction
 from ..transfer.architecture import declare_layer
 from ..transfer.blocks import check_coverage
 from .entering import entered
-from .goals import GOALS, Goal
+from .goals import GOALS, Goal, bounds, scaled
 from .plan import Plan
 from .search import or_nan
-from .variables import bounds, scaled
 
 LARGEST = {
     "largest_k": "the largest k of branch_scale^2 = k/N, skip_scale^2 = 1 - k/N within a bound",

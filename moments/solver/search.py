@@ -43,7 +43,7 @@ def or_nan(value: Callable[[], float]) -> float:
 
 
 def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Search:
-    """Where `distance` is 0, nearest to 0 first; or where it is least.
+    """Where `distance` is 0, nearest to 0 first and where it falls; or where it is least.
 
     Args:
         distance: signed; NaN where there is no number.
@@ -62,7 +62,13 @@ def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Se
             seen[log] = distance(log)
         return 0.0 if abs(seen[log]) <= 1e-2 * tolerance else seen[log]
 
-    for probe in _probes(ends):
+    probes = _probes(ends)
+    while probes:
+        # Where the nearest distances fall to one side, a root is looked for there first.
+        sides = [abs(seen.get(log, math.nan)) for log in (-FIRST_STEP, 0.0, FIRST_STEP)]
+        falls = (sides[0] < sides[1] < sides[2]) - (sides[0] > sides[1] > sides[2])
+        probe = next((log for log in probes if log * falls <= 0), probes[0])
+        probes.remove(probe)
         if at(probe) == 0.0:
             return Search(probe, ends[0] < probe < ends[1])
         inside = sorted(log for log, far in seen.items() if math.isfinite(far))
@@ -77,10 +83,23 @@ def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Se
     best = next(log for log in finite if finite[log] <= least * (1 + 1e-9) + 1e-15)
     index = inside.index(best)
     low, high = inside[max(index - 1, 0)], inside[min(index + 1, len(inside) - 1)]
+
+    def least_at(log: float) -> float:
+        if at(log) * seen[best] <= 0:
+            raise _Crossed(log)
+        return abs(at(log))
+
     if low < high:
-        found = minimize_scalar(
-            lambda log: abs(at(log)), bounds=(low, high), method="bounded", options={"maxiter": 40}
-        )
+        try:
+            # A least distance is known to the square of the place's error.
+            found = minimize_scalar(
+                least_at, bounds=(low, high), method="bounded", options={"xatol": 1e-3}
+            )
+        except _Crossed as crossed:
+            beyond = float(crossed.args[0])
+            if at(beyond) != 0.0:
+                beyond = float(brentq(at, *sorted((best, beyond)), xtol=1e-14, rtol=1e-14))
+            return Search(beyond, True)
         if abs(at(float(found.x))) < finite[best]:
             best = float(found.x)
     inner = inside[0] + 1e-6 < best < inside[-1] - 1e-6
@@ -94,6 +113,10 @@ def _probes(ends: Ends) -> list[float]:
         probes += [log for log in (start - step, start + step) if ends[0] < log < ends[1]]
         step *= 2
     return [*probes, *(end for end in ends if end != start)]
+
+
+class _Crossed(Exception):
+    """The distance has another sign here than at every probe."""
 
 
 class _Met(Exception):

@@ -11,9 +11,9 @@ from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..scheme.registry import scheme
 from ..scheme.shared import xavier
+from .entries import TRUNCATION, truncated_variance
 from .expectation import model_of_stack
 from .findings import Measured
-from .truncation import TRUNCATION, truncated_variance
 
 BY_LAYER = "a scale 1/sqrt(2 l) that counts the layer l"
 BY_DEPTH = "1/sqrt(2 N) of all N layers"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, ValidityWarning, domain_error, optional
+from ..errors import DomainError, MomentsError, ValidityWarning, domain_error, listed, optional
 from ..model.embedding import Embedding
 from ..model.head import Head
 from ..model.transformer import Transformer
@@ -29,7 +29,6 @@ from ..show.health import (
     Number,
     Seen,
     Trouble,
-    listed,
     ranked,
     rules,
     stream_numbers,
@@ -158,6 +157,7 @@ class _Checking:
             raise not_read(module, batch, str(error)) from None
         self.found = self.parts.found
         self.promised = None if self.parts.reading is not None else promised_by(module)
+        self.promised_by = "config" if hasattr(module, "config") else "class"
         read = self.promised or architecture_read(module, batch, self.parts)
         example = self.parts.example
         self.inputs = inputs_for(module, self.found, read, batch, loss, example)
@@ -290,7 +290,9 @@ class _Checking:
             source=type(self.module).__name__,
             scheme=weights.verdict(),
             findings=ranked([t for t in troubles if t.severity != "note"]),
-            notes=tuple(notes + [str(t) for t in troubles if t.severity == "note"]),
+            notes=tuple(
+                notes + [str(t).removeprefix("note: ") for t in troubles if t.severity == "note"]
+            ),
             unchecked=self._unchecked(audited.unchecked),
             numbers=numbers,
             prediction=self.comparison.prediction,
@@ -313,7 +315,7 @@ class _Checking:
             for role, entries in self.tensors.entries
             if role.name in MATRICES and not role.stack and role.layer > 0
         ]
-        reading = recognise(weights, self.architecture, self.promised)
+        reading = recognise(weights, self.architecture, self.promised, self.promised_by)
         if self.scheme is not None:
             target = at_length(model_of(self.scheme, self.architecture), self.measurement)
             target = _outside(target, self.architecture)
@@ -324,7 +326,7 @@ class _Checking:
                 return (
                     reading,
                     reading.model,
-                    ["its weights are not those that its config promises"],
+                    [f"its weights are not those that its {self.promised_by} promises"],
                 )
             return reading, self.promised, []
         if reading.share < 0.5:
@@ -769,7 +771,7 @@ class _Weights:
             scheme = self.checking.scheme
             return f"the scheme {scheme!r}" if isinstance(scheme, str) else "the plan"
         if self.strict:
-            return "what its config promises"
+            return f"what its {self.checking.promised_by} promises"
         return f"the rest of its init ({self.reading.title})"
 
     def _biases(self, groups: dict[str, list[Finding]]) -> Trouble:
@@ -918,7 +920,7 @@ class _Weights:
             words += f" ({', '.join(self.checking._of(*moved))})" if moved else ""
         promised = self.checking.promised if self.checking.scheme is None else None
         if promised is not None and reading.model != promised and self.wrong:
-            words += "; its config promises otherwise"
+            words += f"; its {self.checking.promised_by} promises otherwise"
         return words
 
 

@@ -12,7 +12,7 @@ from ..errors import domain_error
 from ..formulas.checks import check_choice
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from .truncation import TRUNCATION, truncated_variance
+from .entries import TRUNCATION, truncated_variance
 
 if TYPE_CHECKING:
     import pandas

@@ -1,20 +1,123 @@
-"""What can be said of a module that no Transformer describes: faults that show without a model."""
+"""What can be said of a module that no Transformer describes: faults that show without a model.
+
+One is how far back the states of a recurrence remember, from the decay per token. State-space
+layers and gated linear attention multiply a state by exp(-step A) at every token, with step =
+softplus(x + b) and A > 0 a parameter. Drawn as their authors draw it, steps lie between .001 and .1
+(Gu and Dao 2023, arXiv:2312.00752, section 3.6), so that states remember tens to thousands of
+tokens; a bias b of ones or zeros gives steps near 1 and a state that is gone at the next token.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
 from ..show.health import Trouble, ranked
 from .behaviour import behaviour
+from .dataflow.graph import VIEWS, Graph, Node, record
 from .dataflow.reading import called
-from .dataflow.recurrence import Recurrence, recurrences
 from .roles import gathered_names
 
 with optional("torch", "torch"):
-    from torch import nn
+    from torch import Tensor, nn
+
+# --- recurrences ----------------------------------------------------------------------------------
+
+_PASSING = (*VIEWS, "clamp", "clamp_min", "clamp_max", "repeat", "repeat_interleave", "index")
+
+
+class Recurrence(NamedTuple):
+    """One recurrence.
+
+    Attributes:
+        bias: parameter that is added to the step's input.
+        alike: the number that all its entries are; None where they differ.
+        steps: smallest and largest step.
+        memory: tokens after which the state that remembers longest is down to 1/e.
+    """
+
+    bias: str
+    alike: float | None
+    steps: tuple[float, float]
+    memory: float
+
+
+def recurrences(module: nn.Module, call: Any, batch: dict[str, Tensor]) -> list[Recurrence]:
+    """Of one call of a module."""
+    return list(_found(record(module, call, batch)))
+
+
+def _found(graph: Graph) -> Iterator[Recurrence]:
+    for node in graph.nodes:
+        if node.name != "softplus" or not graph.values[node.outputs[0]].live:
+            continue
+        bias = _bias(graph, node.inputs[0])
+        decay = _decay(graph, node.outputs[0])
+        if bias is None or decay is None:
+            continue
+        held = graph.tensor(bias).detach().double().flatten()
+        steps = graph.tensor(node.outputs[0]).detach().double()
+        same = held.numel() > 1 and float(held.max() - held.min()) <= 1e-6
+        yield Recurrence(
+            str(graph.values[bias].name),
+            float(held[0]) if same else None,
+            (float(steps.min()), float(steps.max())),
+            float(1 / (-decay).clamp(min=1e-12).min()),
+        )
+
+
+def _bias(graph: Graph, value: int) -> int | None:
+    """The parameter that was added to a value on its way."""
+    node = graph.producer(value)
+    while node is not None:
+        for other in node.inputs:
+            held = graph.values[other]
+            leaf = other if held.name else _leaf(graph, other)
+            if not held.live and held.params and leaf is not None and _adds(node, other):
+                return leaf
+        if node.name not in _PASSING or not node.inputs:
+            return None
+        node = graph.producer(node.inputs[0])
+    return None
+
+
+def _adds(node: Node, value: int) -> bool:
+    name = node.name.rstrip("_")
+    return name == "add" or (name == "addmm" and node.inputs[0] == value)
+
+
+def _leaf(graph: Graph, value: int) -> int | None:
+    """The parameter that a constant is a view or a copy of."""
+    while (node := graph.producer(value)) is not None:
+        if node.name not in VIEWS or len(node.inputs) != 1:
+            return None
+        value = node.inputs[0]
+    return value if graph.values[value].name else None
+
+
+def _decay(graph: Graph, steps: int) -> Tensor | None:
+    """Logarithms of what the state keeps per token: steps times a negative constant."""
+    waiting, seen = [steps], set()
+    while waiting:
+        value = waiting.pop()
+        for index in graph.values[value].consumers:
+            node = graph.nodes[index]
+            if index in seen:
+                continue
+            seen.add(index)
+            rest = [v for v in node.inputs if v != value]
+            if node.name.rstrip("_") == "mul" and len(rest) == 1:
+                held = graph.values[rest[0]]
+                if not held.live and held.params and bool((held.tensor < 0).all()):
+                    return graph.tensor(node.outputs[0]).detach().double()
+            if node.name in _PASSING:
+                waiting += node.outputs
+    return None
+
+
+# --- what is not read -----------------------------------------------------------------------------
 
 REMEMBERED = 4.0
 """Tokens that a state has to remember to be more than the convolution before it, whose kernels have

@@ -13,7 +13,7 @@ from ..formulas.block import ATTENTION_BLOCK, FFN_BLOCK
 from ..formulas.law import Theory
 from ..formulas.linear import DROPOUT, LINEAR, SCALE
 from ..formulas.named_activations import activation_laws
-from ..formulas.normalization import LAYERNORM, RMSNORM
+from ..formulas.normalization import LAYERNORM
 from ..model.placement import placement
 from ..model.transformer import Transformer
 from .attention.self_attention import NormalizedAttention, SelfAttention
@@ -44,17 +44,7 @@ def norm(model: Transformer, theory: Theory, label: str, gain: float = 1.0) -> C
         return Normalization(LAYERNORM, theory, label, parameters)
     if model.normalization == "dyt":
         return DynamicTanh(label, model.dyt_alpha, gain, model.norm_affine)
-    centres = model.normalization == "layernorm"
-    return FiniteNormalization(
-        LAYERNORM if centres else RMSNORM,
-        label,
-        model.norm_epsilon,
-        centres=centres,
-        gain=gain,
-        affine=model.norm_affine,
-        bias=centres and model.norm_bias,
-        groups=model.norm_groups,
-    )
+    return FiniteNormalization.of(model, label, gain, model.norm_groups)
 
 
 @dataclass(frozen=True)

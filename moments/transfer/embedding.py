@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import PositionClasses
+from ..engine.classes import Matrix, PositionClasses
 from ..engine.layout import places
 from ..engine.state import Array, Kernel, Repeats
 from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import ComponentLaws, Theory
 from ..model.embedding import Embedding
-from .attention.kernels.relative_positions import CHUNK, Hats, of_pairs
+from .attention.kernels.relative_positions import Hats, of_pairs, turned_means
 
 WIDEST = 2**16
 """Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
@@ -167,12 +168,17 @@ def placed_repeats(embedding: Embedding, classes: PositionClasses, d_model: int)
     were as often above its mean as below; None without sinusoidal positions."""
     if embedding.positions != "sinusoidal":
         return None
-    frequencies = _frequencies(d_model)
-    share = np.full(len(frequencies), 0.5 / len(frequencies))
-    variance = Hats(classes.inside, frequencies).scatter(share)
+    variance = _scatter(d_model, classes.inside)
     _, variance = classes.everywhere((np.zeros(len(variance)), variance))
     half = np.full(variance.shape, 0.5)
     return Repeats(half, np.where(variance > 0.0, 0.25, 0.0), np.sqrt(variance))
+
+
+@functools.lru_cache(maxsize=16)
+def _scatter(d_model: int, classes: PositionClasses) -> np.ndarray:
+    frequencies = _frequencies(d_model)
+    share = np.full(len(frequencies), 0.5 / len(frequencies))
+    return Hats(classes, frequencies).scatter(share)
 
 
 def _frequencies(d_model: int) -> np.ndarray:
@@ -223,9 +229,10 @@ def fixed_positions(
     if d_model is None or d_model % 2 or d_model > WIDEST:
         allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
         raise domain_error("d_model", d_model, allowed)
-    frequencies = _frequencies(d_model)
     if classes is not None:
-        return _fixed_on(frequencies, classes)
+        blocks = _fixed_on(d_model, classes.inside)
+        return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
+    frequencies = _frequencies(d_model)
     if sequences is None:
         return _fixed_alike(frequencies, seq_len)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
@@ -236,28 +243,26 @@ def fixed_positions(
     return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
 
 
-def _fixed_on(frequencies: np.ndarray, classes: PositionClasses) -> FixedPart:
+@functools.lru_cache(maxsize=16)
+def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
     """Means over cells, of one place or of two: the same in every document."""
-    one, count = classes.inside, len(frequencies)
-    hats = Hats(one, frequencies)
-    phases, mass, twice = hats.sums(0, one.length)
+    frequencies = _frequencies(d_model)
+    count = len(frequencies)
+    phases, mass, twice = Hats(one, frequencies).sums(0, one.length)
     cosines = (phases @ phases.conj().T).real / count
     pairs = mass[:, None] * mass
     near = float(np.cos(frequencies).mean())
     kernel = 0.5 * of_pairs(cosines / pairs, pairs, twice, 1.0, near)
     # A token's mean over features is sum_m (sin + cos)(w_m t)/d, t counted from 0.
-    means = np.empty(one.length)
-    for start in range(0, one.length, CHUNK):
-        angles = np.multiply.outer(np.arange(start, min(start + CHUNK, one.length)), frequencies)
-        means[start : start + CHUNK] = (np.sin(angles) + np.cos(angles)).sum(1) / (2 * count)
+    turned = turned_means(one.length, frequencies, np.full(count, 0.5 / count))
+    means = turned.real + turned.imag
     sums, squares = one.hats @ means, (one.hats * means**2) @ one.hats.T
     own = one.cell_means(means**2)
     common = np.outer(sums, sums) - squares
     rest = pairs - twice
     usable = rest > 0.5
     common = np.where(usable, common / np.where(usable, rest, 1.0), 0.0)
-    blocks = (np.full(len(mass), 0.5), kernel), (own, common)
-    return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
+    return (np.full(len(mass), 0.5), kernel), (own, common)
 
 
 def _fixed_alike(frequencies: np.ndarray, seq_len: int) -> FixedPart:

@@ -8,7 +8,7 @@ See docs/theory/norms.md, Dividing by a norm.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, normalised, signe
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, evaluate
 from ..engine.trace import Record
 from ..formulas.law import ComponentLaws
-from ..formulas.normalization import DYT
+from ..formulas.normalization import DYT, LAYERNORM, RMSNORM
 from ..formulas.recording import as_number, is_number
+from ..model.transformer import Transformer
 from .elementary import Activation, entrywise_overlap
 
 
@@ -49,6 +50,21 @@ class FiniteNormalization(Leaf):
 
     normalises = True
     rescales = True
+
+    @classmethod
+    def of(cls, model: Transformer, label: str, gain: float = 1.0, groups: int = 1) -> Self:
+        """That of a declaration; DyT has none."""
+        centres = model.normalization != "rmsnorm"
+        return cls(
+            LAYERNORM if centres else RMSNORM,
+            label,
+            model.norm_epsilon,
+            centres=centres,
+            gain=gain,
+            affine=model.norm_affine,
+            bias=centres and model.norm_bias,
+            groups=groups,
+        )
 
     @property
     def gain_name(self) -> str | None:

@@ -50,20 +50,27 @@ def family(kind: Any) -> Family:
         DomainError: it is not known, or known for a feature that is outside what moments models.
     """
     if not isinstance(kind, str) or kind not in FAMILIES:
+        if kind is None:
+            raise DomainError(
+                "model_type = None: the config has no such entry; add it, such as 'gpt2', or "
+                "declare the model with moments.Transformer"
+            )
         reason = _why_not(kind) if isinstance(kind, str) else ""
         raise domain_error("model_type", kind, f"one of {', '.join(sorted(FAMILIES))}", reason)
     return FAMILIES[kind]
 
 
 def _why_not(kind: str) -> str:
-    """What is known of a type that is not read: its feature, or the family that is nearest."""
+    """What is known of a type that is not read: its feature, or the family that is nearest, and
+    what reads modules of any type."""
     if kind in REFUSED:
         near = f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
         return f"{REFUSED[kind]} is outside what moments models{near}"
+    module = "a module of it is read by what it computes: `moments check FILE.py:FACTORY`"
     if kind in NEAREST:
-        return f"{NEAREST[kind]!r} is built most like it"
+        return f"{NEAREST[kind]!r} is built most like it; {module}"
     similar = difflib.get_close_matches(kind, FAMILIES, n=1)
-    return f"did you mean {similar[0]!r}?" if similar else ""
+    return f"did you mean {similar[0]!r}?" if similar else module
 
 
 def read_config(config: Any) -> dict[str, Any]:

@@ -1,23 +1,42 @@
-"""`draw`: a figure's predictions as lines, its stored simulations as points over them."""
+"""`draw`: a figure's predictions as lines, its stored simulations as points over them.
+
+`benchmarks/figures.py` makes what is stored.
+"""
 
 from __future__ import annotations
 
+import json
 import textwrap
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES, SOFT, typeset
 from ...show.plot import Picture, round_ticks, save
 from .catalogue import setup
-from .points import key, stored
 from .setup import HeatMap, Line, Panel, Setup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
+
+DATA = Path(__file__).parent / "data" / "points.json"
+
+
+@cache
+def stored() -> Mapping[str, Any]:
+    """By key: x, value, stderr, seeds, and the model and inputs they were made with."""
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+
+
+def key(figure: str, panel: int, label: str) -> str:
+    """Where a line's points are stored."""
+    return f"{figure}/{panel}/{label}"
+
 
 MOST_POINTS = 25
 

@@ -332,17 +332,20 @@ def _many(
     """Those of many configurations, (B,): by profiles where they are few."""
     widths = seq_len, d_model, d_head
     scale, correlation, spread = np.broadcast_arrays(scale, correlation, spread)
-    scales = np.unique(scale)
+    scales = scale[:1] if scale.min() == scale.max() else np.unique(scale)
     if not profiled or scales.size > MOST_PROFILES or np.min(correlation) < 0:
         found = attention_statistics(scale, correlation, *widths, spread)
         values = (*found.values.values(), found.logit_variance, found.entropy)
         return (*values, float(found.valid))
-    columns = [profiled_columns(float(one), correlation, *widths) for one in scales]
-    valid = float(all(one.valid for one in columns))
-    where = np.searchsorted(scales, scale)
-    stacked = np.stack([one.values for one in columns])
-    of_each = stacked[where, :, np.arange(np.size(correlation))].T
-    return (*of_each[:-1], (1 - correlation) * scale, of_each[-1], valid)
+    if scales.size == 1:
+        columns, valid = profiled_columns(float(scales[0]), correlation, *widths)
+    else:
+        columns, valid = np.empty((len(STATISTICS) + 1, scale.size)), True
+        for one in scales:
+            at = scale == one
+            columns[:, at], known = profiled_columns(float(one), correlation[at], *widths)
+            valid = valid and known
+    return (*columns[:-1], (1 - correlation) * scale, columns[-1], float(valid))
 
 
 MOST_PROFILES = 16
@@ -500,6 +503,7 @@ def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) ->
 
 
 _ORDERS = np.arange(_NODES)
+_NEAR = 2048  # correlations whose polynomials fit into a near cache
 
 
 class Columns(NamedTuple):
@@ -514,8 +518,12 @@ def profiled_columns(
 ) -> Columns:
     """`attention_statistics` of several correlations, (B,), none negative, by interpolation."""
     profile = _profile(logit_scale, seq_len, d_model, d_head)
-    basis = chebyshev_basis(2 * correlation - 1, _NODES)
-    return Columns(profile.coefficients.T @ basis, profile.valid)
+    found = np.empty((profile.coefficients.shape[1], correlation.size))
+    for start in range(0, correlation.size, _NEAR):
+        part = slice(start, start + _NEAR)
+        basis = chebyshev_basis(2 * correlation[part] - 1, _NODES)
+        found[:, part] = profile.coefficients.T @ basis
+    return Columns(found, profile.valid)
 
 
 def profiled_numbers(

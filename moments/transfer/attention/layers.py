@@ -58,7 +58,7 @@ from .kernels.position_attention import (
 )
 from .kernels.relative_positions import ClassBiasNoise, Turning, fading
 from .laws import attention_diagnostics
-from .projections import LOGIT_VARIANCE_MAX, LogitLaw, Paths, positive
+from .projections import LOGIT_VARIANCE_MAX, LogitLaw, Paths, by_distance, positive
 from .softmax import PairStatistics, RowStatistics
 
 Mask = NDArray[np.bool_]
@@ -808,9 +808,3 @@ def layer_of(
         value_bias=leaf.value_bias / positive(leaf.memory_width * leaf.value),
         wanted=wanted,
     )
-
-
-def by_distance(leaf: Any) -> bool:
-    """Whether logits know how far apart tokens are."""
-    table = leaf.relative_bias
-    return leaf.rotary is not None or (table is not None and table.variance > 0.0)

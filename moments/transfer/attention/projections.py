@@ -233,6 +233,12 @@ def logit_law(
     )
 
 
+def by_distance(leaf: Any) -> bool:
+    """Whether logits know how far apart tokens are."""
+    table = leaf.relative_bias
+    return leaf.rotary is not None or (table is not None and table.variance > 0.0)
+
+
 def positive(variance: Any, least: Any = 0.0) -> Any:
     """A projection of zeros still receives a gradient: the limit of small variances.
 

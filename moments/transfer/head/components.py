@@ -19,7 +19,6 @@ from ...formulas.activation import gelu_function, gelu_tanh_function
 from ...formulas.algebra import NUMPY
 from ...formulas.linear import DROPOUT, LINEAR
 from ...formulas.named_activations import activation_laws, registered_function
-from ...formulas.normalization import LAYERNORM, RMSNORM
 from ...model.head import Head
 from ...model.transformer import Transformer
 from ..elementary import Activation, Dropout, Linear
@@ -48,7 +47,7 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     laws = activation_laws(head.transform)
     if head.transform_norm:
         parts += [matrix, HiddenActivation(laws, "refined", name)]
-        parts.append(_norm(model, "head.norm", HiddenNormalization))
+        parts.append(HiddenNormalization.of(model, "head.norm"))
     else:
         parts += [matrix, Activation(laws, "refined", name)]
     return Chain(tuple(parts))
@@ -57,22 +56,7 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
 def _final_norm(model: Transformer, gain: float) -> Component:
     if model.normalization == "dyt":
         return DynamicTanh("final.norm", model.dyt_alpha, gain, model.norm_affine)
-    return _norm(model, "final.norm", FiniteNormalization, gain)
-
-
-def _norm(
-    model: Transformer, label: str, kind: type[FiniteNormalization], gain: float = 1.0
-) -> Component:
-    centres = model.normalization != "rmsnorm"
-    return kind(
-        LAYERNORM if centres else RMSNORM,
-        label,
-        model.norm_epsilon,
-        centres=centres,
-        gain=gain,
-        affine=model.norm_affine,
-        bias=centres and model.norm_bias,
-    )
+    return FiniteNormalization.of(model, "final.norm", gain)
 
 
 # Functions of a number system, where the laws do not hold them.

@@ -43,6 +43,7 @@ See docs/theory/state.md, Classes of positions.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -74,9 +75,6 @@ SAMPLED = 32
 
 OFFSETS = 6
 """Nodes for the distribution of rho over all offsets of one class."""
-
-CHUNK = 4096
-"""Positions whose phases are held at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +134,33 @@ class Turning:
         return of_pairs(total, mass, self._same[short][:, left, right], turned, turned)
 
 
+def _turns(count: int, speed: Array) -> tuple[Phases, Phases]:
+    """(b, m) and (n, m) whose products are e^{i w j} of j = k n + l, at least `count` in all: b + n
+    exponentials for b n positions."""
+    size = max(1, math.isqrt(count))
+    rows = -(-count // size)
+    ahead, inside = (np.arange(one, dtype=float) for one in (rows, size))
+    return np.exp(1j * np.outer(size * ahead, speed)), np.exp(1j * np.outer(inside, speed))
+
+
+def turned_sums(weights: Array, first: int, speed: Array) -> Phases:
+    """(k, m) sums over j of weights (k, n) times e^{i w (first + j)}."""
+    several, count = weights.shape
+    ahead, inside = _turns(count, speed)
+    held = np.zeros((several, len(ahead) * len(inside)))
+    held[:, :count] = weights
+    # real times complex, as real times pairs of real
+    blocks = held.reshape(-1, len(inside)) @ inside.view(float)
+    sums = (blocks.view(complex).reshape(several, len(ahead), -1) * ahead).sum(1)
+    return np.asarray(sums * np.exp(1j * first * speed))
+
+
+def turned_means(count: int, speed: Array, share: Array) -> Phases:
+    """(count,) sums over frequencies of shares times e^{i w j}, from j = 0 on."""
+    ahead, inside = _turns(count, speed)
+    return np.asarray(((ahead * share) @ inside.T).ravel()[:count])
+
+
 LEAST_PAIRS = 1e-6
 """Share of two different tokens in two cells' pairs below which there are none."""
 
@@ -178,16 +203,10 @@ class Hats:
         squares and product."""
         if (cell, low, high) not in self._parts:
             ends = np.log(self._nodes[cell : cell + 2])
-            phases = np.zeros((2, len(self._speed)), complex)
-            mass, squares = np.zeros(2), np.zeros((2, 2))
-            for start in range(low + 1, high, CHUNK):
-                place = np.arange(start, min(start + CHUNK, high), dtype=float)
-                rising = (np.log(place) - ends[0]) / (ends[1] - ends[0])
-                hats = np.stack([1.0 - rising, rising])
-                phases += hats @ np.exp(1j * np.multiply.outer(place, self._speed))
-                mass += hats.sum(1)
-                squares += hats @ hats.T
-            self._parts[cell, low, high] = phases, mass, squares
+            rising = (np.log(np.arange(low + 1.0, high)) - ends[0]) / (ends[1] - ends[0])
+            hats = np.stack([1.0 - rising, rising])
+            phases = turned_sums(hats, low + 1, self._speed)
+            self._parts[cell, low, high] = phases, hats.sum(1), hats @ hats.T
         return self._parts[cell, low, high]
 
     def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
@@ -225,12 +244,7 @@ class Hats:
 
     def _table(self, share: Array) -> Array:
         """(L,) rho of every offset."""
-        table = np.empty(int(self._nodes[-1]))
-        for start in range(0, len(table), CHUNK):
-            offsets = np.arange(start, min(start + CHUNK, len(table)), dtype=float)
-            turned = np.cos(np.multiply.outer(offsets, self._speed))
-            table[start : start + len(offsets)] = turned @ share
-        return table
+        return turned_means(int(self._nodes[-1]), self._speed, share).real
 
     def rule(self, share: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """As likely as much above the mean as below."""
@@ -288,10 +302,7 @@ class OneHat(Hats):
 
     def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
         length = int(self._nodes[-1])
-        phases = np.zeros((1, len(self._speed)), complex)
-        for first in range(1, length + 1, CHUNK):
-            place = np.arange(first, min(first + CHUNK, length + 1), dtype=float)
-            phases += np.exp(1j * np.multiply.outer(place, self._speed)).sum(0)
+        phases = turned_sums(np.ones((1, length)), 1, self._speed)
         return phases, np.array([float(length)]), np.array([[float(length)]])
 
     def _spread(self, share: Array) -> tuple[Array, Array, float]:
