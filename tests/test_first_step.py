@@ -25,6 +25,7 @@ from moments.step.neurons import Neurons
 from moments.step.parametrisation import PARAMETRISATIONS, parametrised
 from moments.step.rules import (
     MUON_SCALES,
+    Drawn,
     Sides,
     Spectrum,
     damping,
@@ -199,6 +200,22 @@ def test_rows_and_columns_that_are_not_gaussian() -> None:
     assert found.slope == pytest.approx(np.abs(g).mean() * n, rel=0.05)
     square = ((np.sign(g) @ values) ** 2).mean((0, 1))
     assert np.diag(found.total) == pytest.approx(square, rel=0.1)
+
+
+def test_features_that_only_tokens_without_gradient_see() -> None:
+    """They take no step, and rounding makes none of them."""
+    rng = np.random.default_rng(8)
+    values = np.maximum(rng.standard_normal((600, 40)) + rng.standard_normal((600, 1)), 0.0)
+    values[::3, :20] = 0.0
+    gradient = np.zeros((40, 40))
+    gradient[:20, :20] = correlated(20, 9)
+    kernel = values.T @ values / len(values)
+    spectrum = Spectrum.of(kernel, gradient)
+    delta = rng.standard_normal((512, 40)) * (np.arange(40) < 20)
+    found = sign_of_columns(spectrum, Drawn(values, values, 0.0), delta)
+    assert np.isfinite(found.mean)
+    assert np.isfinite(found.coherent).all()
+    assert np.isfinite(found.square).all()
 
 
 def test_a_matrix_behind_a_step_meets_the_scatter_of_its_overlaps() -> None:

@@ -386,7 +386,7 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
 
     def seen(draws: Array) -> Signs:
         z = root.solved(draws.T).T
-        rho2 = ((z @ spectrum.inner) * z).sum(1)
+        rho2 = np.maximum(((z @ spectrum.inner) * z).sum(1), 0.0)
         mean = float(np.sqrt(rho2).mean() / np.sqrt(rho2.mean())) * total**0.5
         # a feature that is seen by tokens without gradient alone does not step
         there = rho2 > _NOTHING * rho2.mean()
