@@ -116,9 +116,10 @@ def test_every_position_a_class_needs_no_neighbours(
     monkeypatch.setattr(
         PositionClasses, "of", classmethod(lambda _, length, *args, **__: of(length, exact=length))
     )
+    monkeypatch.setattr(deciding, "LEAST_FOUND", 0.0)
     found = predicted(model)
     assert isinstance(found.layout.classes, type(with_neighbours(of(34))))
-    monkeypatch.setattr(deciding, "_finds_targets", lambda _: False)
+    monkeypatch.setattr(deciding, "LEAST_FOUND", 2.0)
     expected = predicted(model)
     assert found.grad_variance == pytest.approx(expected.grad_variance, rel=1e-6)
     assert found.variance == pytest.approx(expected.variance, rel=1e-9)
@@ -145,11 +146,17 @@ def test_next_tokens_that_a_tied_head_finds(name: str, monkeypatch: pytest.Monke
     others, queries = BOUNDS[name]
     assert float(abs(ratio[~sharp] - 1).max()) < others
     assert float(abs(ratio[sharp] - 1).max()) < queries
-    monkeypatch.setattr(deciding, "_finds_targets", lambda _: False)
+    monkeypatch.setattr(deciding, "LEAST_FOUND", 2.0)
     mean = (
         norms(predicted(model)) / expected
     )  # that neighbours meet their cell's mean is told apart
     assert float(abs(mean - 1).max()) > 1.5 * float(abs(ratio - 1).max())
+
+
+def test_neighbours_are_told_apart_where_the_head_finds_the_token_that_is_read() -> None:
+    faint, strong = (predicted(tied(2, 40, variance)) for variance in (4e-4, 0.2))
+    assert not isinstance(faint.layout.classes, type(with_neighbours(PositionClasses.of(40))))
+    assert isinstance(strong.layout.classes, type(with_neighbours(PositionClasses.of(40))))
 
 
 def test_configurations_side_by_side_with_neighbours() -> None:
@@ -163,8 +170,9 @@ def test_configurations_side_by_side_with_neighbours() -> None:
 
 def test_its_band_is_that_of_means_over_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tied(2, 40, variance=0.001)
+    monkeypatch.setattr(deciding, "LEAST_FOUND", 0.0)
     found = predicted(model)
-    monkeypatch.setattr(deciding, "_finds_targets", lambda _: False)
+    monkeypatch.setattr(deciding, "LEAST_FOUND", 2.0)
     both = [one.grad_variance_band for one in (found, predicted(model))]
     widths = [np.log(ends[1] / ends[0]) for ends in both]
     assert widths[0] == pytest.approx(widths[1], rel=1e-9)
