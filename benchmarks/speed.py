@@ -256,11 +256,9 @@ def measured() -> dict[str, Any]:
         "24 causal layers, 256 tokens": predicting(CAUSAL),
         "192 layers, tokens alike": predicting(ALIKE.replace(layers=192)),
         "24 layers, tokens alike, logit variances 12 to 23": predicting(strong, correlation=0.2),
-        "1000-layer solve (dslm)": seconds(
-            lambda: moments.solve(deepest, "dslm", correlation=0.2), 1
-        ),
+        "1000-layer solve (dslm)": seconds(lambda: moments.solve(deepest, "dslm", correlation=0.2)),
         "1000-layer solve (block_variance)": seconds(
-            lambda: moments.solve(deepest, "block_variance", correlation=0.2), 1
+            lambda: moments.solve(deepest, "block_variance", correlation=0.2)
         ),
         "moments predict gpt2, shell": shell(),
     }
