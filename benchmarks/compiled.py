@@ -60,8 +60,10 @@ def straight(program: programs.Program) -> tuple[Callable[..., int], Any, int]:
         if hasattr(math, name)
     }
     exec(source, environment)
-    function, operands = re.fullmatch(r"x\d+=(\w+)\.number\((.*)\)", called).groups()  # type: ignore[union-attr]
-    values = _values(program, function, operands, text)
+    read = re.fullmatch(r"x\d+=(\w+)\.number\((.*)\)", called)
+    if read is None:
+        raise SystemExit(f"a recorded operation reads otherwise than here: {called}")
+    values = _values(program, read[1], read[2], text)
     return environment["ahead"], values, len(at)
 
 

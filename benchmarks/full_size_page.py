@@ -9,50 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import real_modules_compare
 from full_size import CASES, MATRICES, Case, bins, mean_of, places, points, stored
+from real_modules_page import BOUNDS, TITLES
 from scipy.stats import t as student
 
 from moments.show import palette
 
 PAGE = Path(__file__).parent.parent / "docs" / "full-size.md"
 PICTURE = PAGE.with_name("full-size.png")
-# Those of docs/real-modules.md, of which nothing was changed after the measurements.
-BOUNDS = {
-    "variance": 0.02,
-    "correlation": 0.015,
-    "grad_variance": 0.05,
-    "loss": 0.005,
-    "matrices": 0.08,
-    "total": 0.04,
-}
-TITLES = {
-    "variance": "forward variance",
-    "correlation": "correlation",
-    "grad_variance": "gradient variance",
-    "loss": "loss",
-    "matrices": "weight matrices",
-    "total": "total",
-}
 POST_LN = ("BERT", "RoBERTa", "post-LN")
 """Whose gradient is held to the band of one draw, where it has one: they have many layers."""
 
 
 @dataclass(frozen=True)
-class Gap:
+class Gap(real_modules_compare.Gap):
     """Errors of one quantity with their standard errors, (k,) each, and the bound."""
 
-    error: np.ndarray
-    stderr: np.ndarray
     bound: float
     draws: int
-
-    @property
-    def mean(self) -> float:
-        return float(np.abs(self.error).mean())
-
-    @property
-    def worst(self) -> float:
-        return float(np.abs(self.error).max())
 
     def outside(self, allowed: float) -> bool:
         """Whether an error is beyond its bound by more than so many standard errors."""
@@ -516,7 +491,8 @@ total signed, ± the standard error. **Bold** fails. Draws are few: standard err
 mean squares over a tenth of the stream's places, and over the layers of a matrix. Of two or three
 draws they are still known to a factor: *italics* are outside the bound by two standard
 errors and inside the 95 % interval of Student's t for that many draws (of one draw, any), and
-stay open."""
+stay open. That, and the means of standard errors, were chosen when first results had been seen; the
+bounds were not."""
 
 ALIKE = """BERT, RoBERTa and T5 at 512 tokens are predicted with tokens alike, which knows how
 many tokens are to be predicted and not which: two such texts by token would need 37 GiB.

@@ -294,8 +294,9 @@ class Draws:
         self, leaf: SelfAttention | CrossAttention, x: Features, at: Site, leaving: Site
     ) -> tuple[Features, Back]:
         own = isinstance(leaf, SelfAttention)
-        assert own or self._memory is not None
-        memory, there = (x, at) if own else self._memory  # type: ignore[misc]
+        read = (x, at) if own else self._memory
+        assert read is not None
+        memory, there = read
         rows = self.reading.attention(leaf, at, leaving, there)
         heads: Heads = rows.heads
         inner = heads.d_head * heads.shared

@@ -141,7 +141,9 @@ class Spectrum:
     @functools.cached_property
     def _eigen(self) -> tuple[Array, Array]:
         inner = self.inner / self.total if self.total else self.inner
-        return eigh(inner.astype(precision(len(inner))), driver="evd", check_finite=False)  # type: ignore[no-any-return]
+        inner = inner.astype(precision(len(inner)))
+        values, vectors = eigh(inner, driver="evd", check_finite=False)
+        return values, vectors
 
     @functools.cached_property
     def signs(self) -> Signs:
