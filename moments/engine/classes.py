@@ -102,6 +102,10 @@ class PositionClasses:
         other: of one document, and where there are several of two."""
         return ((own, pairs),)
 
+    def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+        """The same, and what else tells pairs of a cell apart."""
+        return self.blocks(own, pairs)
+
     def joined(self, *blocks: Matrix) -> Matrix:
         """The same back."""
         return blocks[0]

@@ -20,6 +20,8 @@ from ..engine.classes import (
 )
 from ..engine.layout import Layout
 from ..engine.neighbours import NeighbouringClasses, with_neighbours
+from ..engine.texts import TextClasses, text_classes, zipf_classes
+from ..transfer.head.targets import zipf_collision
 from ..engine.state import Gradient, Kernel
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
@@ -148,15 +150,15 @@ def predict(
     shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
     while True:
         stack = Stack(model, theory, inputs, resolved, shape)
-        if stack.layout.classes is not None and _repeating(model, inputs) and not _faint(model):
-            stack.notes += (
-                "this text is held by means over classes of positions, which know how often "
-                "tokens repeat and not which look at which: with logits as strong as these, at 512 "
-                "to 8192 tokens, query and key gradients were measured 15 to 76 % low, other "
-                "weights' between a third and 3.6 times, the mean gradient up to 29 % low and "
-                "token correlations up to .37 high, the more the longer the text; tokens=True "
-                "resolves each",
+        if type(stack.classes) is PositionClasses and _repeating(model, inputs) and not _faint(model):
+            vocab_size = model.embedding.vocab_size
+            collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
+            words = (
+                zipf_classes(stack.classes, collision, triple)
+                if stack.ids is None
+                else text_classes(stack.classes, stack.ids)
             )
+            stack = Stack(model, theory, inputs, words, shape)
         if stack.layout.classes is not None and _mostly_waves(model):
             stack.notes += (
                 "sinusoidal positions are most of this embedding's variance, and classes of "
@@ -198,7 +200,7 @@ def predict(
         )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     alone = None
-    if isinstance(stack.classes, DocumentClasses | NeighbouringClasses):
+    if isinstance(stack.classes, DocumentClasses | NeighbouringClasses | TextClasses):
         given, one = (grad_variance, grad_correlation), stack.classes
         lengths = one.lengths if isinstance(one, DocumentClasses) else (one.length,)
         alone = functools.partial(_of_one_document, stack, lengths, given, batch)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import DocumentClasses, PositionClasses
+from ..engine.texts import TextClasses
 from ..engine.composition import Chain, sum_of
 from ..engine.layout import Layout, by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
@@ -212,7 +213,9 @@ class Stack:
             fixed = placed_positions(model, self.resolved, sequences, self.documents)
         signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
         classes = self.layout.classes
-        if read and classes is not None and self.inputs.token_ids is None:
+        if isinstance(classes, TextClasses):
+            pass  # words are told apart, and nothing repeats in cells
+        elif read and classes is not None and self.inputs.token_ids is None:
             assert isinstance(model.embedding, Embedding)
             signal = signal.replace(repeats=placed_repeats(model.embedding, classes, model.d_model))
         elif read and classes is not None:

@@ -186,6 +186,59 @@ class RowMaps(NamedTuple):
         return cls(own, pairs, counts, whole)
 
 
+Kinds = tuple[Array, list[Array]]
+"""A matrix over keys: of each with itself or what it has besides, and of pairs of each kind."""
+
+
+class Mixture(NamedTuple):
+    """Pairs of keys of one kind, or of two: of different words, and of one word.
+
+    A matrix over keys that tells them apart multiplies as two that do not: its means over cells, by
+    the counts of those, and what one word has beyond two, by the counts of its tokens; see
+    `moments.engine.texts`. Own parts are what a key has with itself.
+
+    Attributes:
+        share: (n, k) of pairs that are of one word; None: nothing tells pairs apart.
+    """
+
+    share: Array | None
+
+    @property
+    def kinds(self) -> int:
+        return 1 if self.share is None else 2
+
+    def weighed(self, kinds: Sequence[Array]) -> list[Array]:
+        """(..., n, k) what sums over all pairs count of each kind."""
+        if self.share is None:
+            return list(kinds)
+        return [(1.0 - self.share) * kinds[0], self.share * kinds[1]]
+
+    def mean(self, kinds: Sequence[Array]) -> Array:
+        """(..., n, k) over all pairs."""
+        if self.share is None:
+            return kinds[0]
+        return np.asarray(kinds[0] + self.share * (kinds[1] - kinds[0]))
+
+    def parts(
+        self, own: Array, kinds: Sequence[Array], diagonal: Callable[[Array], Array]
+    ) -> list[Matrix]:
+        """The two matrices, or the one."""
+        if self.share is None:
+            return [(own, kinds[0])]
+        beyond = kinds[1] - kinds[0]
+        return [(own, kinds[0] + self.share * beyond), (own - diagonal(kinds[0]), beyond)]
+
+    def kinds_of(self, parts: Sequence[Array]) -> list[Array]:
+        """What they say of each kind."""
+        if self.share is None:
+            return [parts[0]]
+        others = parts[0] - self.share * parts[1]
+        return [others, others + parts[1]]
+
+
+ALIKE = Mixture(None)
+
+
 @dataclass(frozen=True, eq=False)
 class RowPairs:
     """All pairs of rows of a layer.
@@ -354,6 +407,22 @@ class Across(NamedTuple):
     repeats: Array | None = None
 
 
+class Words(NamedTuple):
+    """`queries`, `keys` and `values` of `ClassLogits` for two tokens of one word.
+
+    Attributes:
+        queries, keys, values: (P, P).
+        share: (P, P) of pairs that are.
+        often: (P,) of a cell's tokens, those of the word of such a pair.
+    """
+
+    queries: Array
+    keys: Array
+    values: Array
+    share: Array
+    often: Array
+
+
 class Neighbours(NamedTuple):
     """Of every row and the one before it.
 
@@ -378,6 +447,7 @@ class ClassLogits(NamedTuple):
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
         beside: queries of a row and of the one before it; None: these are like others of a class.
+        words: what two tokens of one word have, the rest being of two words; None: of any two.
     """
 
     queries: Matrix
@@ -389,6 +459,7 @@ class ClassLogits(NamedTuple):
     repeats: Array | None = None
     across: Across | None = None
     beside: Neighbours | None = None
+    words: Words | None = None
 
     @property
     def prior(self) -> Array:
@@ -404,34 +475,51 @@ class ClassLogits(NamedTuple):
         """As in `Logits`."""
         return self.turning is None and self.keys is self.values
 
-    @property
-    def within(self) -> Array:
-        """(P, P), or (P, P, P) by row where positions turn: the kernel of two keys of one row."""
-        pairs = self.keys[1]
-        return np.asarray(pairs if self.turning is None else pairs * self.turning.within)
+    def mixture(self, left: slice = slice(None), right: slice = slice(None)) -> Mixture:
+        """Of kinds of pairs of keys."""
+        return ALIKE if self.words is None else Mixture(self.words.share[left, right])
 
     @property
-    def deviation(self) -> Array | None:
-        """(P, P, P) root of its variance inside cells."""
-        return None if self.turning is None else np.abs(self.keys[1]) * self.turning.deviation
+    def key_kinds(self) -> list[Array]:
+        """(P, P) kernels of two keys, of each kind of pair."""
+        return [self.keys[1]] if self.words is None else [self.keys[1], self.words.keys]
 
-    def among(self, rows: slice, keys: slice) -> tuple[Array, Array | None]:
-        """(n, k, k) of both, for some rows and keys."""
-        pairs = self.keys[1][keys, keys]
+    @property
+    def within(self) -> list[Array]:
+        """(P, P), or (P, P, P) by row where positions turn: of two keys of one row."""
         if self.turning is None:
-            return np.broadcast_to(pairs, (rows.stop - rows.start, *pairs.shape)), None
+            return self.key_kinds
+        return [pairs * self.turning.within for pairs in self.key_kinds]
+
+    @property
+    def deviation(self) -> list[Array] | None:
+        """(P, P, P) roots of their variance inside cells."""
+        if self.turning is None:
+            return None
+        return [np.abs(pairs) * self.turning.deviation for pairs in self.key_kinds]
+
+    def among(self, rows: slice, keys: slice) -> tuple[list[Array], list[Array] | None]:
+        """(n, k, k) of both, for some rows and keys."""
+        several = [pairs[keys, keys] for pairs in self.key_kinds]
+        if self.turning is None:
+            shape = rows.stop - rows.start, *several[0].shape
+            return [np.broadcast_to(pairs, shape) for pairs in several], None
         where = rows, keys, keys
-        away = np.abs(pairs) * self.turning.deviation[where]
-        return pairs * self.turning.within[where], away
+        away = [np.abs(pairs) * self.turning.deviation[where] for pairs in several]
+        return [pairs * self.turning.within[where] for pairs in several], away
 
     def averaged(self, function: Callable[[Array], Array]) -> tuple[Array, Array]:
         """(P,) and (P, P) or (P, P, P): of an entry of the keys' kernel within a row."""
-        own, middle, away = function(self.keys[0]), self.within, self.deviation
-        if away is None:
-            return own, function(middle)
+        own, within, deviation = function(self.keys[0]), self.within, self.deviation
+        if deviation is None:
+            return own, self.mixture().mean([function(middle) for middle in within])
         assert self.turning is not None
-        shares = zip(*self.turning.rule, strict=True)
-        return own, np.asarray(sum(w * function(middle + z * away) for z, w in shares))
+        shares = list(zip(*self.turning.rule, strict=True))
+        kinds = [
+            np.asarray(sum(w * function(middle + z * away) for z, w in shares))
+            for middle, away in zip(within, deviation, strict=True)
+        ]
+        return own, self.mixture().mean(kinds)
 
     def log_mean(self, deviation: Array | None, factor: Array) -> Array | None:
         """log E e^x of an exponent that varies inside cells as rho does."""
@@ -444,8 +532,8 @@ class ClassLogits(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """Gradient at the attention's input by path, each (own (P,), pairs (P, P)); see
-    `attention.AttentionGradient`."""
+    """Gradient at the attention's input by path, each (own (P,), pairs (P, P)), or (2, P, P) of two
+    words and of one; see `attention.AttentionGradient`."""
 
     value: Matrix
     query: Matrix
@@ -503,17 +591,19 @@ class PositionAttention:
             self.weights = self.weights * lighter
         self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
-        self._response = RowMaps.of(*self._self_response(), logits.sight.keys)
+        self._response = self._self_response()
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
-        own, inside = self._alone
-        self._squares = self.weights**2 * np.maximum(own + diagonal(inside), 0.0)
+        own, kinds = self._alone
+        self._squares = self.weights**2 * np.maximum(own + diagonal(kinds[-1]), 0.0)
         self.sum_square = (sight.keys * self._squares).sum(1)
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
         if logits.across is not None:
             self.across = self._of_two_documents(logits.across)
+        if logits.words is not None:
+            self.across = self._of_one_word(logits.words)
         if logits.beside is not None:
             self.beside = self._of_neighbours(logits.beside)
         self._give_back()
@@ -528,6 +618,11 @@ class PositionAttention:
         """These rows, met by those of another document, which sees other tokens at the same places:
         what a row has with itself is what two at one place have."""
         return self._met(met, self._pairs)
+
+    def _of_one_word(self, words: Words) -> PositionAttention:
+        """These rows, met by others of their word."""
+        queries = self.logits.queries[0], words.queries
+        return self._met(self.logits._replace(queries=queries), self._pairs)
 
     def _of_neighbours(self, met: Neighbours) -> PositionAttention:
         """Every row met by the one before it, which sees the same keys but for the row's own."""
@@ -564,61 +659,83 @@ class PositionAttention:
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def _self_response(self) -> Matrix:
-        """1 - A of every row; see `joint_laws.self_overlap`."""
-        size = len(self.weights)
-        found, inside = np.zeros((size, size)), np.zeros((size,) * 3)
+    def _self_response(self) -> list[RowMaps]:
+        """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
+        logits, size = self.logits, len(self.weights)
+        mixture = logits.mixture()
+        found = np.zeros((mixture.kinds, size, size))
+        inside = np.zeros((mixture.kinds, *(size,) * 3))
         for rows, keys in self._pairs.rows:
-            found[rows, keys], inside[rows, keys, keys] = self._responses(rows, keys)
-        return found, inside
+            for part, (own, pairs) in enumerate(self._responses(rows, keys)):
+                found[part, rows, keys], inside[part, rows, keys, keys] = own, pairs
+        counts = [logits.sight.keys]
+        if logits.words is not None:
+            counts.append(logits.sight.keys * logits.words.often)
+        return [RowMaps.of(*one) for one in zip(found, inside, counts, strict=True)]
 
-    def _responses(self, of: slice, among: slice) -> Matrix:
+    def _responses(self, of: slice, among: slice) -> list[Matrix]:
         """1 - A of some rows, over the keys that they see."""
         logits, rows = self.logits, self._rows
         keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
         weights, own = self.weights[of, among], logits.keys[0][among]
+        mixture, counts = logits.mixture(among, among), [keys]
+        if logits.words is not None:
+            counts.append(keys * logits.words.often[among])
         held = seen.astype(float)
         both = held[:, :, None] * held[:, None, :]
         temperature = logits.scale * logits.queries[0]
         pull = (rows.own_response * temperature * rows.softening)[of, None, None]
         within, away = logits.among(of, among)
-        top = max(own.max(), within.max())
-        of_pairs = np.exp(pull * (within - top))
-        of_own = np.exp(pull[..., 0] * (own - top)) - diagonal(of_pairs)
+        top = max(own.max(), *(one.max() for one in within))
+        of_kinds = [np.exp(pull * (one - top)) for one in within]
+        of_pairs = mixture.mean(of_kinds)
+        alone = np.exp(pull[..., 0] * (own - top))
         prior = logits.prior[of, among]
-        total = np.einsum("pr,pqr->pq", keys * prior, of_pairs) + prior * of_own
-        found = np.where(seen, prior * of_own / total, 0.0)
-        inside = both * (prior[:, None, :] * of_pairs / total[:, :, None])
+        total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
+        total += prior * (alone - diagonal(of_pairs))
+        found = np.where(seen, prior * (alone - diagonal(of_kinds[-1])) / total, 0.0)
+        inside = [both * (prior[:, None, :] * one / total[:, :, None]) for one in of_kinds]
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        away = logits.log_mean(away, exponent)
-        apart, each = own - diagonal(within), np.arange(len(own))
-        counted = keys[:, :, None] * within  # C by its counts
-        counted[:, each, each] += apart
+        aways = None if away is None else [logits.log_mean(one, exponent) for one in away]
+        parts = mixture.parts(own, within, diagonal)
+        apart = [alone - diagonal(pairs) for alone, pairs in parts]
+        counted = [count[:, :, None] * pairs for count, (_, pairs) in zip(counts, parts, strict=True)]
+        each = np.arange(len(own))
+        for one, beside in zip(counted, apart, strict=True):  # C by its counts
+            one[:, each, each] += beside
         excess: Array | float = 0.0
         if isinstance(logits.sight, FadingSight):
             excess = self._excess_weight(of, among)
         step, last = np.full(len(keys), 0.5), None
         sent = keys * weights
         for _ in range(ITERATIONS):
-            # (1 - A) C (1 - A)^T, of A = (found, inside): `product` twice, in place
-            response = 1.0 - found
-            middle = response[:, :, None] * within
-            middle -= inside @ counted
-            middle_own = response * apart
-            projected = middle * keys[:, None, :]
-            projected[:, each, each] += middle_own
-            projected = projected @ np.swapaxes(inside, -1, -2)
-            middle *= response[:, None, :]
-            projected = np.subtract(middle, projected, out=projected)
-            whole = middle_own * response + diagonal(projected) - 2.0 * excess * apart
-            joint_own, joint = _bounded_exp((whole, projected), exponent, away)
-            joint_own -= diagonal(joint)
+            # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
+            projected = []
+            inner = mixture.parts(found + diagonal(inside[-1]), inside, diagonal)
+            for part, (whole, pairs) in enumerate(inner):
+                response = 1.0 - (whole - diagonal(pairs))
+                middle = response[:, :, None] * parts[part][1]
+                middle -= pairs @ counted[part]
+                middle_own = response * apart[part]
+                moved = middle * counts[part][:, None, :]
+                moved[:, each, each] += middle_own
+                moved = moved @ np.swapaxes(pairs, -1, -2)
+                middle *= response[:, None, :]
+                projected.append(np.subtract(middle, moved, out=moved))
+            kinds = mixture.kinds_of(projected)
+            whole = middle_own * response + diagonal(kinds[-1]) - 2.0 * excess * apart[-1]
+            joint_own, joint = _bounded_exp((whole, kinds), exponent, aways)
+            joint_own -= diagonal(joint[-1])
             joint_own *= held
-            joint *= both
-            left, right = _balances((joint_own, joint), weights, sent, SELF_SWEEPS)
-            joint *= left[:, :, None]
-            joint *= (right * weights)[:, None, :]
-            joint -= inside
+            for one in joint:
+                one *= both
+            mean = mixture.mean(joint)
+            beyond = joint_own + diagonal(joint[-1]) - diagonal(mean)
+            left, right = _balances((beyond, mean), weights, sent, SELF_SWEEPS)
+            for one, before in zip(joint, inside, strict=True):
+                one *= left[:, :, None]
+                one *= (right * weights)[:, None, :]
+                one -= before
             change = joint_own * left * right * (weights + excess) - found
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change
@@ -626,25 +743,37 @@ class PositionAttention:
                 moved = step * (keys * last * turned).sum(1) / np.maximum(size, 1e-30)
                 step = np.clip(moved, 0.25, 1.0)
             last = change
-            largest = max(np.abs(change).max(), joint.max(), -joint.min())
+            largest = max(np.abs(change).max(), *(max(one.max(), -one.min()) for one in joint))
             found = found + step[:, None] * change
-            joint *= step[:, None, None]
-            inside += joint
+            for one, before in zip(joint, inside, strict=True):
+                one *= step[:, None, None]
+                before += one
             if largest < TOLERANCE:
                 break
-        return held * (1.0 - found), both * -inside
+        inner = mixture.parts(found + diagonal(inside[-1]), inside, diagonal)
+        return [(held * (1.0 - one + diagonal(pairs)), both * -pairs) for one, pairs in inner]
 
     # --- pairs of rows -------------------------------------------------------------------------
 
-    def _projected(self, tile: Tile, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
+    def _mixture(self, tile: Tile) -> Mixture:
+        return self.logits.mixture(tile.left, tile.right)
+
+    def _projected(self, tile: Tile, kernels: Sequence[tuple[Kinds, bool]]) -> list[Kinds]:
         """(1 - A) C (1 - A')^T of pairs of rows; `kernels` as in `Tile.projected`."""
-        found = tile.projected(self._response, kernels)
+        mixture, parts = self._mixture(tile), []
+        divided = [mixture.parts(*kernel, tile.diagonal) for kernel, _ in kernels]
+        for part, maps in enumerate(self._response):
+            given = [(one[part], by_pair) for one, (_, by_pair) in zip(divided, kernels, strict=True)]
+            parts.append(tile.projected(maps, given))
+        found = []
+        for several in zip(*parts, strict=True):
+            found.append((several[-1][0], mixture.kinds_of([pairs for _, pairs in several])))
         if isinstance(self.logits.sight, FadingSight):
             long, short = tile.long, tile.short
             heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
             heavier[long != short] = 0.0
             for (kernel, by_pair), (own, _) in zip(kernels, found, strict=True):
-                apart = kernel[0] - tile.diagonal(kernel[1])
+                apart = kernel[0] - tile.diagonal(kernel[1][-1])
                 if not by_pair and apart.ndim > 1:
                     apart = apart[long - long[0]]
                 own -= heavier * apart
@@ -683,17 +812,16 @@ class PositionAttention:
         self._traces = [self._trace(sums) for sums in self._sums]
         along_values = []
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
-            own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
-            kernels: list[tuple[Matrix, bool]] = [((own, kernel), False)]
+            own, of_kinds = self._between_keys(tile)
+            kernels: list[tuple[Kinds, bool]] = [((own, of_kinds), False)]
             if tile.turned is not None:
                 of_keys, of_rows = tile.turned
                 assert turning is not None
                 within = turning.within[tile.rows, tile.left, tile.right]
-                turned = own * of_rows[:, None], kernel * of_keys
-                kernels = [(turned, True), ((own, kernel * within), False)]
+                turned = own * of_rows[:, None], [kernel * of_keys for kernel in of_kinds]
+                kernels = [(turned, True), ((own, [kernel * within for kernel in of_kinds]), False)]
             if not logits.aligned:
-                values = met.values[0][tile.own], met.values[1][tile.left, tile.right]
-                kernels.append((values, False))
+                kernels.append((self._between_values(tile), False))
             found = self._projected(tile, kernels)
             moved.append(found[0])
             along_values.append(found[-1])
@@ -705,7 +833,7 @@ class PositionAttention:
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
         self._slope = slope
-        exponents: list[Matrix] = moved
+        exponents: list[Kinds] = moved
         factors: Array | None = factor
         if turning is not None:
             # What comes of fluctuating products does not know how far apart the rows are; the rest
@@ -741,11 +869,20 @@ class PositionAttention:
         beside = self._over_pairs(calibration.key - nodes.rho * calibration.along) * sharp
         self._driven = np.stack([along, 0.0 * cross]), np.stack([beside, cross])
 
+    def _between_keys(self, tile: Tile) -> Kinds:
+        """Kernel of keys of both rows."""
+        met, words = self._kernels, self.logits.words
+        return _among(met.keys, None if words is None else words.keys, tile)
+
+    def _between_values(self, tile: Tile) -> Kinds:
+        met, words = self._kernels, self.logits.words
+        return _among(met.values, None if words is None else words.values, tile)
+
     def _law(
         self,
         sums: _Sums,
-        directions: Sequence[Matrix],
-        exponent: tuple[Matrix, Array | None],
+        directions: Sequence[Kinds],
+        exponent: tuple[Kinds, Array | None],
         factor: Array,
         slope: Array,
     ) -> _Laws:
@@ -761,24 +898,27 @@ class PositionAttention:
         logits, tile = self.logits, sums.tile
         long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
         if logits.turning is not None and alone.any():
-            away = np.zeros_like(directions[0][1])
+            away = [np.zeros_like(one) for one in directions[0][1]]
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, tile.left)
             assert inside is not None
-            inside = inside[long[alone] - rows.start]
-            away[alone] = logits.log_mean(inside, factor[alone, None, None])
-        held, times = exponent
-        whole = held[0] + tile.diagonal(held[1])
+            for one, varying in zip(away, inside, strict=True):
+                where = varying[long[alone] - rows.start]
+                one[alone] = logits.log_mean(where, factor[alone, None, None])
+        (beyond, held), times = exponent
+        whole = beyond + tile.diagonal(held[-1])
         times = None if times is None else times[:, None, None]
-        own, pairs = _bounded_exp((whole, held[1]), times, away)
-        own -= tile.diagonal(pairs)
+        own, kinds = _bounded_exp((whole, held), times, away)
+        own -= tile.diagonal(kinds[-1])
         own *= tile.met_own
-        pairs *= tile.met
-        for beside, between in directions:
-            beside += tile.diagonal(between)
+        for pairs in kinds:
+            pairs *= tile.met
+        for beside, of_kinds in directions:
+            beside += tile.diagonal(of_kinds[-1])
             beside *= slope[:, None]
-            between *= slope[:, None, None]
-        joint, tangents = sums.balanced_with((own, pairs), JOINT_SWEEPS, directions)
+            for between in of_kinds:
+                between *= slope[:, None, None]
+        joint, tangents = sums.balanced_with((own, kinds), JOINT_SWEEPS, directions)
         return _Laws(joint, tangents[0], tangents[-1])
 
     def _sums_of(self, tile: Tile) -> _Sums:
@@ -787,6 +927,7 @@ class PositionAttention:
         # keys that the other row does not see lack what that row's own terms add
         return _Sums(
             tile,
+            self._mixture(tile),
             sight.split[short, long, left] * weights[long, left],
             sight.split[long, short, right] * weights[short, right],
             weights[long, tile.own] * self._shared(tile, long, short, tile.own),
@@ -800,38 +941,44 @@ class PositionAttention:
         return np.where(alone[:, None], self._of_one_token(one, keys), others)
 
     @property
-    def _alone(self) -> Matrix:
+    def _alone(self) -> Kinds:
         """(P, P) and (P, P, P) joint law of every row with itself."""
         size = len(self.weights)
-        own, inside = np.zeros((size, size)), np.zeros((size,) * 3)
+        own = np.zeros((size, size))
+        kinds = [np.zeros((size,) * 3) for _ in self.logits.key_kinds]
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             alone = self._pairs.alone[tile.pairs]
             rows = tile.long[alone]
             if len(rows):
                 own[rows, tile.left] = law.joint[0][alone]
-                inside[rows, tile.left, tile.right] = law.joint[1][alone]
-        return own, inside
+                for inside, pairs in zip(kinds, law.joint[1], strict=True):
+                    inside[rows, tile.left, tile.right] = pairs[alone]
+        return own, kinds
 
     def _over_pairs(self, values: Array) -> Array:
         """(C,) of (P, r) values of rows at the nodes of the correlation."""
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
         return np.asarray(np.einsum("rc,cr->c", self._basis, halves))
 
-    def _trace(self, sums: _Sums) -> Matrix:
+    def _trace(self, sums: _Sums) -> Kinds:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
         values' kernel."""
         sight, weights, tile = self.logits.sight, self.weights, sums.tile
         long, short, alone = tile.long, tile.short, self._pairs.alone[tile.pairs]
-        values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
+        values, kernels = self._between_values(tile)
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         once[alone] = self.counted[long[alone], tile.own]
         once[alone] *= self._of_one_token(long[alone], tile.own)
         once *= weights[short, tile.own]
-        pairs = sums.first[:, :, None] * sums.second[:, None, :]
-        pairs *= kernel
-        pairs_own = _diagonal(pairs[:, tile.own_left, tile.own_right])
-        pairs_own += (values[tile.own] - tile.diagonal(kernel)) * once
-        return once * values[tile.own], pairs
+        both = sums.first[:, :, None] * sums.second[:, None, :]
+        found = [both * kernel for kernel in sums.mixture.weighed(kernels)]
+        # A token with itself is as the last kind of pair and what `own` says, and no pair of two.
+        for pairs, kernel in zip(found, sums.mixture.weighed(kernels), strict=True):
+            met = _diagonal(pairs[:, tile.own_left, tile.own_right])
+            met -= tile.diagonal(kernel) * once
+        met = _diagonal(found[-1][:, tile.own_left, tile.own_right])
+        met += values * once
+        return once * values, found
 
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
@@ -844,12 +991,12 @@ class PositionAttention:
 
         To first order in the logits, of keys that are projected alone.
         """
-        own, found = self._response.own, []
+        own, found = self._response[0].own, []
         for sums, law in zip(self._sums, self._laws, strict=True):
             tile = sums.tile
             first = sums.first * own[tile.long, tile.left]
             second = sums.second * own[tile.short, tile.right]
-            met = _times(law.joint[1] * variance[tile.left, tile.right], second)
+            met = _times(law.joint[1][0] * variance[tile.left, tile.right], second)
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
 
@@ -874,7 +1021,7 @@ class PositionAttention:
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
-            if itself or self._neighbouring:
+            if met.values is logits.values:
                 apart = self.counted @ own - whole[0]
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
@@ -913,7 +1060,8 @@ class PositionAttention:
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
             output[alone] += self._dropped * masks
-            noise = calibration.noise_query * self._noise_overlap(logits.keys[0], logits.within)
+            within = logits.mixture().mean(logits.within)
+            noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
             query[alone] += self._dropped * logits.scale * noise
         self.output, self.response = pairs.split(output), pairs.split(query)
         self.overlap_path = pairs.split(path)
@@ -925,11 +1073,18 @@ class PositionAttention:
         own = logits.values[0]
         shift = (self.counted @ own - output) * np.sqrt(self._rows.softening)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved = self._apart(logits.values)
+            moved = self._apart(self._mean_of("values"))
             usable = moved > 1e-9 * (self.counted @ own)
-            ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
+            ratio = self._apart(self._mean_of("keys")) / np.where(usable, moved, 1.0)
             shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
         return np.asarray(shift)
+
+    def _mean_of(self, name: str) -> Matrix:
+        """Means over cells of a kernel of keys or values."""
+        (own, pairs), words = getattr(self._kernels, name), self.logits.words
+        if words is None:
+            return own, pairs
+        return own, self.logits.mixture().mean([pairs, getattr(words, name)])
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -946,7 +1101,8 @@ class PositionAttention:
         turning, long, short = self.logits.turning, self._pairs.long, self._pairs.short
         if turning is None or self._pairs.phases is None:
             return shift[long] * shift[short]
-        parts = self.counted * (self.logits.values[0] - self._met_by(self.logits.values))
+        values = self._mean_of("values")
+        parts = self.counted * (values[0] - self._met_by(values))
         total = parts.sum(1)
         usable = np.abs(total) > 1e-300
         parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
@@ -956,7 +1112,7 @@ class PositionAttention:
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
-        own, pairs = self._kernels.values
+        own, pairs = self._mean_of("values")
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
@@ -971,8 +1127,9 @@ class PositionAttention:
         logits = self.logits
         weights, seen = self.weights, logits.sight.seen
         own = logits.values[0] + self._value_bias
-        beside, inside = self._alone
-        response = self._response
+        (beside, kinds), mixture = self._alone, logits.mixture()
+        inside, response = mixture.mean(kinds), self._response[0]
+        beside = beside + diagonal(kinds[-1]) - diagonal(inside)
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
         trace = trace * np.sqrt(self._rows.softening) * (self.counted @ own)
         moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
@@ -1023,7 +1180,7 @@ class PositionAttention:
     def _at_keys(self, tile: Tile, laws: _Laws) -> list[Matrix]:
         """What every pair of rows sends to their keys per unit of its gradient, by the joint law
         and by its derivative along the values as its rows turn, and as they do not: (c, o) and
-        (c, n k) of each."""
+        (c, kinds n k) of each."""
         sight, weights = self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         sent, beside = sight.rows.T * weights, (long == short) & ~self._pairs.alone[tile.pairs]
@@ -1041,17 +1198,19 @@ class PositionAttention:
             both[alone], alike[alone] = once, twice_met
             both[beside] -= once
             alike[beside] -= twice_met
-        found: list[Matrix] = []
-        for law in (laws.joint, laws.keyed):
-            found.append(((law[0] + tile.diagonal(law[1])) * alike, law[1] * both))
+        found: list[Kinds] = []
+        for own, kinds in (laws.joint, laws.keyed):
+            whole = (own + tile.diagonal(kinds[-1])) * alike
+            found.append((whole, [pairs * both for pairs in kinds]))
         if tile.turned is not None:
-            own, pairs = found.pop()
+            own, kinds = found.pop()
             of_keys, of_rows = tile.turned
             assert tile.still is not None
-            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * tile.still)]
+            found.append((own * of_rows[:, None], [pairs * of_keys for pairs in kinds]))
+            found.append((own, [pairs * tile.still for pairs in kinds]))
         return [
-            (own.astype(np.float32), pairs.reshape(len(pairs), -1).astype(np.float32))
-            for own, pairs in found
+            (own.astype(np.float32), np.stack(kinds, 1).reshape(len(own), -1).astype(np.float32))
+            for own, kinds in found
         ]
 
     def _before_each(self, tile: Tile) -> tuple[Array, Array]:
@@ -1084,18 +1243,21 @@ class PositionAttention:
         scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
-        total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
+        kinds = self.logits.mixture().kinds
+        total_own, total = np.zeros((3, size)), np.zeros((3, kinds, size, size))
         for tile, sent in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
             for (path, of_law), law in zip(driven, sent, strict=True):
                 total_own[path, tile.own] += of_law[:, tile.pairs] @ law[0]
                 found = of_law[:, tile.pairs] @ law[1]
-                total[path, tile.left, tile.right] += found.reshape(-1, *shape)
+                total[path, :, tile.left, tile.right] += found.reshape(-1, kinds, *shape)
         total_own, total = scale * total_own, scale * total
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        query = own * self.response[0], total[0]
+        if kinds == 1:
+            total = total[:, 0]
+        query = own * self.response[0], 0.0 * total[0]
         if not self._neighbouring:
             query = query[0], pairs * self.response[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
@@ -1116,7 +1278,7 @@ class PositionAttention:
         calibration = self._calibration
         paths = (calibration.noise_key, turned), (calibration.noise_cross, shape)
         for path, (factor, law) in enumerate(paths, start=1):
-            total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)
+            total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)  # of every kind
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
@@ -1179,8 +1341,8 @@ def row_statistics(logits: ClassLogits) -> RowStatistics:
     prior, within = logits.prior, logits.within
     seen, squares = keys * prior, keys * prior**2
     count = 1.0 / squares.sum(1)
-    top = float(max(own.max(), within.max()))
-    spread = top - float(within.min())
+    top = float(max(own.max(), *(one.max() for one in within)))
+    spread = top - float(min(one.min() for one in within))
 
     def mean(function: Callable[[Array], Array]) -> Array:
         of_own, of_pairs = logits.averaged(lambda entries: function(entries - top))
@@ -1208,12 +1370,14 @@ def _crowd(logits: ClassLogits, rows: RowStatistics) -> tuple[Array, Array]:
     own, prior = logits.keys[0], logits.prior
     pull = rows.own_response * logits.scale * logits.queries[0] * rows.softening
     within, away = logits.within, logits.deviation
-    top = max(own.max(), within.max())
+    top = max(own.max(), *(one.max() for one in within))
     raised = pull[:, None, None]
-    of_pairs = np.exp(raised * (within - top))
-    varying = logits.log_mean(away, raised)
-    if varying is not None:
-        of_pairs = of_pairs * np.exp(np.minimum(varying, EXPONENT_MAX))
+    kinds = [np.exp(raised * (one - top)) for one in within]
+    for number, one in enumerate(away or ()):
+        varying = logits.log_mean(one, raised)
+        assert varying is not None
+        kinds[number] = kinds[number] * np.exp(np.minimum(varying, EXPONENT_MAX))
+    of_pairs = logits.mixture().mean(kinds)
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
@@ -1246,18 +1410,27 @@ def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
     return np.asarray(weight / (keys * weight).sum(1, keepdims=True))
 
 
-def _mixed(share: Array, one: Matrix, other_share: Array, other: Matrix) -> Matrix:
+def _among(kernel: Matrix, of_one_word: Array | None, tile: Tile) -> Kinds:
+    """Of keys of both rows: (o,), and (n, k) of each kind of pair."""
+    kinds = [kernel[1]] if of_one_word is None else [kernel[1], of_one_word]
+    return kernel[0][tile.own], [pairs[tile.left, tile.right] for pairs in kinds]
+
+
+def _mixed(share: Array, one: Kinds, other_share: Array, other: Kinds) -> Kinds:
     """Of pairs of rows, each times a factor."""
     own = share[:, None] * one[0] + other_share[:, None] * other[0]
-    pairs = share[:, None, None] * one[1]
-    pairs += other_share[:, None, None] * other[1]
-    return own, pairs
+    kinds = [share[:, None, None] * pairs for pairs in one[1]]
+    for pairs, others in zip(kinds, other[1], strict=True):
+        pairs += other_share[:, None, None] * others
+    return own, kinds
 
 
-def _gathered(trace: Matrix, law: Matrix) -> Array:
+def _gathered(trace: Kinds, law: Kinds) -> Array:
     """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
-    inside = np.einsum("cnk,cnk->c", law[1], trace[1])
-    return np.asarray(inside + np.einsum("co,co->c", law[0], trace[0]))
+    found: Array = np.einsum("co,co->c", law[0], trace[0])
+    for pairs, counted in zip(law[1], trace[1], strict=True):
+        found = found + np.einsum("cnk,cnk->c", pairs, counted)
+    return found
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
@@ -1265,25 +1438,26 @@ def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
 
 
-def _bounded_exp(exponent: Matrix, factor: Array | None, away: Array | None) -> Matrix:
+def _bounded_exp(exponent: Kinds, factor: Array | None, away: Sequence[Any] | None) -> Kinds:
     """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
     which then are written over; pairs' vary by `away`."""
-    own, inside = exponent
+    own, kinds = exponent
     if factor is not None:
-        own, inside = factor[..., 0] * own, factor * inside
-    if away is not None:
-        inside += away
-    inside = np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-    return np.exp(np.minimum(own, EXPONENT_MAX)), inside
+        own, kinds = factor[..., 0] * own, [factor * inside for inside in kinds]
+    for number, inside in enumerate(kinds):
+        if away is not None:
+            inside += away[number]
+        np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
+    return np.exp(np.minimum(own, EXPONENT_MAX)), kinds
 
 
 class _Laws(NamedTuple):
     """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
     values."""
 
-    joint: Matrix
-    slope: Matrix
-    keyed: Matrix
+    joint: Kinds
+    slope: Kinds
+    keyed: Kinds
 
 
 class _Sums(NamedTuple):
@@ -1291,15 +1465,24 @@ class _Sums(NamedTuple):
 
     Attributes:
         tile: of pairs of rows.
+        mixture: of kinds of pairs of keys.
         first, second: (c, n) and (c, k) weights of classes.
         one, two: (c, o) of one token, on keys of both.
     """
 
     tile: Tile
+    mixture: Mixture
     first: Array
     second: Array
     one: Array
     two: Array
+
+    def mean(self, law: Kinds) -> Matrix:
+        """Over all pairs, and what a token with itself has beside it."""
+        pairs = self.mixture.mean(law[1])
+        if self.mixture.kinds == 1:
+            return law[0], pairs
+        return law[0] + self.tile.diagonal(law[1][-1]) - self.tile.diagonal(pairs), pairs
 
     def over_first(self, law: Matrix) -> Array:
         """(c, k)."""
@@ -1326,8 +1509,8 @@ class _Sums(NamedTuple):
         return first, second
 
     def balanced_with(
-        self, joint: Matrix, sweeps: int, directions: Sequence[Matrix]
-    ) -> tuple[Matrix, list[Matrix]]:
+        self, joint: Kinds, sweeps: int, directions: Sequence[Kinds]
+    ) -> tuple[Kinds, list[Kinds]]:
         """The joint law scaled, in place, so that its means over either key are 1 (see
         `joint_laws.balanced`); and of it joint o (direction + u 1^T + 1 v^T) whose means over
         either key are 0, made of each direction in its place (see `joint_laws.tangent`).
@@ -1337,24 +1520,27 @@ class _Sums(NamedTuple):
             sweeps: of the scaling.
             directions: of a key of both, and of two keys.
         """
-        tile, (own, pairs) = self.tile, joint
-        to_second, to_first = self.maps(joint)
+        tile, (own, kinds) = self.tile, joint
+        to_second, to_first = self.maps(self.mean(joint))
         left, right = np.ones_like(self.first), np.ones_like(self.second)
         for _ in range(sweeps):
             right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
             left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
         own *= left[:, tile.own_left]
         own *= right[:, tile.own_right]
-        pairs *= left[:, :, None]
-        pairs *= right[:, None, :]
+        for pairs in kinds:
+            pairs *= left[:, :, None]
+            pairs *= right[:, None, :]
 
-        whole = own + tile.diagonal(pairs)
-        for beside, between in directions:
-            between *= pairs
+        whole = own + tile.diagonal(kinds[-1])
+        for beside, of_kinds in directions:
+            for pairs, between in zip(kinds, of_kinds, strict=True):
+                between *= pairs
             beside *= whole
-            beside -= tile.diagonal(between)
+            beside -= tile.diagonal(of_kinds[-1])
+        means = [self.mean(one) for one in directions]
         rows, columns = (
-            np.stack([-sums(one) for one in directions], -1)
+            np.stack([-sums(one) for one in means], -1)
             for sums in (self.over_second, self.over_first)
         )
         left, right = left[..., None], right[..., None]
@@ -1365,11 +1551,13 @@ class _Sums(NamedTuple):
             last, v = v, columns - right * _times(to_second, left * u)
             if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():  # what is left is rounding
                 break
-        for k, (beside, between) in enumerate(directions):
+        for k, (beside, of_kinds) in enumerate(directions):
             first, second = u[..., k], v[..., k]
             moved = first[:, :, None] + second[:, None, :]
-            moved *= pairs
-            between += moved
+            for pairs, between in zip(kinds[:-1], of_kinds[:-1], strict=True):
+                between += moved * pairs
+            moved *= kinds[-1]
+            of_kinds[-1] += moved
             beside += own * (first[:, tile.own_left] + second[:, tile.own_right])
         return joint, list(directions)
 

@@ -1,0 +1,167 @@
+"""Positions of a text on classes, where two tokens of two cells are the same word or two.
+
+Tokens of one row of the embedding's table begin alike, and where logits are strong rows look at all
+of them: their weights multiply, as no mean over a cell tells. So what two tokens have in common
+takes two values,
+
+    [[K, S], [S, .]],    of two different words, and of one,
+
+where cells share a word in s of their pairs of tokens. Every entrywise map meets both by
+itself; sums over pairs count K by 1 - s and S by s. A matrix M over tokens that does so,
+
+    M_jl = K + (S - K) e_jl,    e_jl = 1 where j and l are one word,
+
+has means over cells (1 - s) K + s S, which multiply as matrices of `classes` do, and beside them
+what tokens of one word have beyond others: sum_l e_jl e_lk = n_j e_jk with n_j the tokens of that
+word in the cell, so that excesses multiply by themselves, D D' = n (S - K)(S' - K') with n, of the
+words that pairs are of, in place of a cell's count. What frequent words have beyond rarer ones in
+these sums is left out.
+
+See docs/theory/state.md, Classes of positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .classes import Array, Matrix, PositionClasses, Sight, to_total
+
+
+@dataclass(frozen=True, eq=False)
+class TextClasses(PositionClasses):
+    """Of one text; `nodes` are those of its positions, twice.
+
+    Attributes:
+        one: classes of its positions.
+        share: (P, P) of pairs of different tokens of two cells that are one word.
+        often: (P,) of a cell's tokens, those of the word of a pair of one, on average over pairs.
+        ids: (L,) the text; None: Zipf's law.
+    """
+
+    one: PositionClasses
+    share: Array
+    often: Array
+    ids: NDArray[np.int64] | None = None
+
+    @property
+    def inside(self) -> PositionClasses:
+        return self.one
+
+    @property
+    def causal(self) -> PositionClasses:
+        return self.one.causal
+
+    @functools.cached_property
+    def count(self) -> Array:
+        return np.concatenate([self.one.count, np.zeros(len(self.often))])
+
+    @functools.cached_property
+    def pair_count(self) -> Array:
+        others, same = (self.one.pair_count * part for part in (1.0 - self.share, self.share))
+        return np.block([[others, 0.5 * same], [0.5 * same, np.zeros_like(same)]])
+
+    @functools.cached_property
+    def one_word(self) -> Array:
+        """(2 P, 2 P) 1 for tokens of one word, else 0."""
+        return self.of_kinds(np.zeros_like(self.share), np.ones_like(self.share))
+
+    @functools.cached_property
+    def following_pairs(self) -> Array:
+        found = self.within(self.one.following_pairs)
+        total = float(self.length - 1)
+        return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
+
+    def seen(self, window: int | None = None) -> Sight:
+        return self.one.seen(window)
+
+    def mean(self, values: Array) -> Array:
+        """Of (..., 2 P), or of the first (..., P) of them."""
+        found: Array = self.one.mean(np.asarray(values)[..., : len(self.often)])
+        return found
+
+    def in_one(self, sums: Array) -> Array:
+        return np.asarray(sums[..., : len(self.often)])
+
+    def repeated(self, values: Array) -> Array:
+        return np.concatenate([values, values], axis=-1)
+
+    def within(self, pairs: Array) -> Array:
+        return np.block([[pairs, pairs], [pairs, pairs]])
+
+    def everywhere(self, matrix: Matrix) -> Matrix:
+        return self.joined(matrix)
+
+    def kinds(self, pairs: Array) -> tuple[Array, Array]:
+        """(..., P, P) of two words and of one."""
+        size = len(self.often)
+        return pairs[..., :size, :size], pairs[..., :size, size:]
+
+    def of_kinds(self, others: Array, same: Array) -> Array:
+        """(..., 2 P, 2 P) of these."""
+        others, same = np.broadcast_arrays(others, same)
+        turned = np.swapaxes(same, -1, -2)
+        top, bottom = (np.concatenate(row, axis=-1) for row in ((others, same), (turned, others)))
+        return np.concatenate([top, bottom], axis=-2)
+
+    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+        """One matrix of means over cells."""
+        others, same = self.kinds(pairs)
+        return ((own[..., : len(self.often)], others + self.share * (same - others)),)
+
+    def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+        """Of two words, and of one."""
+        single = own[..., : len(self.often)]
+        others, same = self.kinds(pairs)
+        return (single, others), (single, same)
+
+    def joined(self, *blocks: Matrix) -> Matrix:
+        """Of matrices of both kinds, or of one of means over cells, in which one word is as two."""
+        own = blocks[0][0]
+        return self.repeated(own), self.of_kinds(blocks[0][1], blocks[-1][1])
+
+    def cell_means(self, values: Array) -> Array:
+        return self.repeated(self.one.cell_means(values))
+
+    def pair_means(
+        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
+    ) -> Array:
+        assert self.ids is not None
+        found, pairs = self.one.pair_sums(first, second, weights)
+        _, words = np.unique(self.ids, return_inverse=True)
+        _, codes = np.unique(np.concatenate([first, second]), return_inverse=True)
+        one, two = np.split(codes * (int(words.max()) + 1), 2)
+        alike, _ = self.one.pair_sums(one + words, two + words, weights)
+        same, _ = self.one.pair_sums(self.ids, self.ids)
+        means = []
+        for sums, count in ((found - alike, pairs - same), (alike, same)):
+            usable = count > 0.5
+            means.append(np.where(usable, sums / np.where(usable, count, 1.0), 0.0))
+        return self.of_kinds(*means)
+
+    def spread_out(self, values: Array) -> Array:
+        return self.one.spread_out(values[..., : len(self.often)])
+
+
+def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
+    """Of a text (L,)."""
+    share = np.clip(one.pair_means(ids, ids), 0.0, 1.0)
+    _, words = np.unique(ids, return_inverse=True)
+    hats = one.hats
+    counts = np.array([np.bincount(words, hat) for hat in hats])
+    total = np.bincount(words).astype(float)
+    pairs = np.maximum(total * (total - 1.0), 0.0)
+    often = counts @ pairs / np.maximum(hats.sum(1), 1e-300) / max(pairs.sum(), 1e-300)
+    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, often, ids)
+
+
+@functools.lru_cache(maxsize=16)
+def zipf_classes(one: PositionClasses, collision: float, triple: float) -> TextClasses:
+    """Of words that are drawn alike: two coincide with one probability, three with another."""
+    size = len(one.nodes)
+    share, often = np.full((size, size), collision), np.full(size, triple / collision)
+    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, often)
+
