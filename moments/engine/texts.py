@@ -24,11 +24,61 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .classes import Array, Matrix, PositionClasses, Sight, to_total
+
+
+WORDS = 2
+"""Frequencies that stand for those of the words that pairs of tokens are of."""
+
+
+class Frequencies(NamedTuple):
+    """Words by how frequent they are: those that are read once, and a Gauss rule for the rest.
+
+    Attributes:
+        level: (T,) share of the other tokens that are of a token's word, by that of all pairs.
+        portion: (T,) of the tokens.
+        of_pairs: (T,) of the pairs of tokens of one word.
+    """
+
+    level: Array
+    portion: Array
+    of_pairs: Array
+
+    @classmethod
+    def of(cls, shares: Array, portions: Array, size: int = WORDS) -> Frequencies:
+        """From those of every word: what of the other tokens are of it, and of all."""
+        weights = shares * portions
+        total = weights.sum()
+        if not total > 0.0:
+            return cls(np.zeros(1), np.ones(1), np.zeros(1))
+        nodes, rule = gauss_rule(shares, weights / total, size)
+        portion = total * rule / nodes
+        rest = max(1.0 - portion.sum(), 0.0)
+        return cls(
+            np.append(0.0, nodes / total), np.append(rest, portion), np.append(0.0, rule)
+        )
+
+
+def gauss_rule(points: Array, weights: Array, size: int) -> tuple[Array, Array]:
+    """Nodes and weights that sum polynomials as points do, to the degree 2 size - 1 (Lanczos)."""
+    size = min(size, len(np.unique(points[weights > 0.0])))
+    vector, last = np.sqrt(weights / weights.sum()), np.zeros(len(points))
+    basis, diagonal, beside = [], [], []
+    for _ in range(size):
+        basis.append(vector)
+        ahead = points * vector
+        diagonal.append(float(ahead @ vector))
+        for one in basis:
+            ahead = ahead - (ahead @ one) * one
+        beside.append(float(np.linalg.norm(ahead)))
+        last, vector = vector, ahead / beside[-1] if beside[-1] > 0.0 else ahead
+    nodes, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1))
+    return nodes, vectors[0] ** 2 * weights.sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +89,14 @@ class TextClasses(PositionClasses):
         one: classes of its positions.
         share: (P, P) of pairs of different tokens of two cells that are one word.
         often: (P,) of a cell's tokens, those of the word of a pair of one, on average over pairs.
+        frequencies: of its words.
         ids: (L,) the text; None: Zipf's law.
     """
 
     one: PositionClasses
     share: Array
     often: Array
+    frequencies: Frequencies
     ids: NDArray[np.int64] | None = None
 
     @property
@@ -155,13 +207,20 @@ def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
     total = np.bincount(words).astype(float)
     pairs = np.maximum(total * (total - 1.0), 0.0)
     often = counts @ pairs / np.maximum(hats.sum(1), 1e-300) / max(pairs.sum(), 1e-300)
-    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, often, ids)
+    length = one.length
+    frequencies = Frequencies.of((total - 1.0) / (length - 1.0), total / length)
+    return TextClasses(length, np.tile(one.nodes, 2), one, share, often, frequencies, ids)
 
 
 @functools.lru_cache(maxsize=16)
-def zipf_classes(one: PositionClasses, collision: float, triple: float) -> TextClasses:
-    """Of words that are drawn alike: two coincide with one probability, three with another."""
+def zipf_classes(one: PositionClasses, vocab_size: int) -> TextClasses:
+    """Of words that are drawn by Zipf's law."""
     size = len(one.nodes)
-    share, often = np.full((size, size), collision), np.full(size, triple / collision)
-    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, often)
+    portions = 1.0 / np.arange(1.0, vocab_size + 1.0)
+    portions = portions / portions.sum()
+    collision = float(portions @ portions)
+    share = np.full((size, size), collision)
+    often = np.full(size, float((portions**3).sum()) / collision)
+    frequencies = Frequencies.of(portions, portions)
+    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, often, frequencies)
 

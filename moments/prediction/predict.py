@@ -21,7 +21,6 @@ from ..engine.classes import (
 from ..engine.layout import Layout
 from ..engine.neighbours import NeighbouringClasses, with_neighbours
 from ..engine.texts import TextClasses, text_classes, zipf_classes
-from ..transfer.head.targets import zipf_collision
 from ..engine.state import Gradient, Kernel
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
@@ -151,10 +150,8 @@ def predict(
     while True:
         stack = Stack(model, theory, inputs, resolved, shape)
         if type(stack.classes) is PositionClasses and _repeating(model, inputs) and not _faint(model):
-            vocab_size = model.embedding.vocab_size
-            collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
             words = (
-                zipf_classes(stack.classes, collision, triple)
+                zipf_classes(stack.classes, model.embedding.vocab_size)
                 if stack.ids is None
                 else text_classes(stack.classes, stack.ids)
             )

@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.classes import Matrix, Sight, diagonal
+from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
 from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
@@ -213,11 +214,12 @@ class Mixture(NamedTuple):
             return list(kinds)
         return [(1.0 - self.share) * kinds[0], self.share * kinds[1]]
 
-    def mean(self, kinds: Sequence[Array]) -> Array:
-        """(..., n, k) over all pairs."""
+    def mean(self, kinds: Sequence[Array], level: float = 1.0) -> Array:
+        """(..., n, k) over all pairs, or over those of a token of a word that is `level` times as
+        frequent as in those."""
         if self.share is None:
             return kinds[0]
-        return np.asarray(kinds[0] + self.share * (kinds[1] - kinds[0]))
+        return np.asarray(kinds[0] + level * self.share * (kinds[1] - kinds[0]))
 
     def parts(
         self, own: Array, kinds: Sequence[Array], diagonal: Callable[[Array], Array]
@@ -414,6 +416,7 @@ class Words(NamedTuple):
         queries, keys, values: (P, P).
         share: (P, P) of pairs that are.
         often: (P,) of a cell's tokens, those of the word of such a pair.
+        frequencies: of words.
     """
 
     queries: Array
@@ -421,6 +424,7 @@ class Words(NamedTuple):
     values: Array
     share: Array
     often: Array
+    frequencies: Frequencies
 
 
 class Neighbours(NamedTuple):
@@ -583,7 +587,7 @@ class PositionAttention:
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
         sight = logits.sight
         self._rows = rows = row_statistics(logits)
-        self.weights = mean_attention(logits, rows)
+        self.weights, self._by_frequency = mean_attention(logits, rows)
         if isinstance(sight, FadingSight):
             lighter = _lighter(logits, rows, sight)
             self.logits = logits = logits._replace(sight=sight.lighter(lighter))
@@ -729,14 +733,20 @@ class PositionAttention:
             joint_own *= held
             for one in joint:
                 one *= both
-            mean = mixture.mean(joint)
-            beyond = joint_own + diagonal(joint[-1]) - diagonal(mean)
-            left, right = _balances((beyond, mean), weights, sent, SELF_SWEEPS)
+            if mixture.kinds == 1:
+                left, right = _balances((joint_own, joint[0]), weights, sent, SELF_SWEEPS)
+                change = joint_own * left * right
+                joint[0] *= left[:, :, None]
+                joint[0] *= right[:, None, :]
+            else:
+                aims = self._by_frequency[of, among]
+                sums = WordSums(mixture, logits.words.frequencies, slice(0, len(own)), slice(0, len(own)), sent, sent, weights, weights, aims, aims)
+                left, right = sums.balances((joint_own, joint), SELF_SWEEPS)
+                change, joint = sums.scaled((joint_own, joint), left / np.where(aims > 0.0, aims, 1.0), right)
             for one, before in zip(joint, inside, strict=True):
-                one *= left[:, :, None]
-                one *= (right * weights)[:, None, :]
+                one *= weights[:, None, :]
                 one -= before
-            change = joint_own * left * right * (weights + excess) - found
+            change = change * (weights + excess) - found
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change
                 size = (keys * turned**2).sum(1)
@@ -932,6 +942,11 @@ class PositionAttention:
             sight.split[long, short, right] * weights[short, right],
             weights[long, tile.own] * self._shared(tile, long, short, tile.own),
             weights[short, tile.own] * self._shared(tile, short, long, tile.own),
+            None if self.logits.words is None else (
+                self.logits.words.frequencies,
+                self._by_frequency[long, left],
+                self._by_frequency[short, right],
+            ),
         )
 
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
@@ -1365,7 +1380,9 @@ def _over_keys(keys: Array, pairs: Array) -> Array:
     return np.asarray(((pairs @ keys[:, :, None])[..., 0] * keys).sum(1))
 
 
-def _crowd(logits: ClassLogits, rows: RowStatistics) -> tuple[Array, Array]:
+def _crowd(
+    logits: ClassLogits, rows: RowStatistics, level: float = 1.0
+) -> tuple[Array, Array]:
     """(P, P) of `log_weights`, by others and by a key itself, without the logarithm."""
     own, prior = logits.keys[0], logits.prior
     pull = rows.own_response * logits.scale * logits.queries[0] * rows.softening
@@ -1377,7 +1394,7 @@ def _crowd(logits: ClassLogits, rows: RowStatistics) -> tuple[Array, Array]:
         varying = logits.log_mean(one, raised)
         assert varying is not None
         kinds[number] = kinds[number] * np.exp(np.minimum(varying, EXPONENT_MAX))
-    of_pairs = logits.mixture().mean(kinds)
+    of_pairs = logits.mixture().mean(kinds, level)
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
@@ -1395,19 +1412,26 @@ def _lighter(logits: ClassLogits, rows: RowStatistics, sight: FadingSight) -> Ar
     return np.where(sight.seen, squares / means**2, 1.0)
 
 
-def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
-    """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
+def mean_attention(logits: ClassLogits, rows: RowStatistics) -> tuple[Array, Array]:
+    """(P, P) mean attention [row, key] to one token of a class, see `row_statistics`; and (P, P, T)
+    by it what tokens get of words that are as frequent as some are."""
     keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
-    seen = keys * prior
-    crowd = np.add(*_crowd(logits, rows))
-    crowd = np.log(np.maximum(crowd, 1e-300))
+    seen, words = keys * prior, logits.words
     relative = own - (seen @ own)[:, None]
     every = np.arange(len(own))
-    logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
     held = logits.sight.seen
-    logs = np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf)
-    weight = np.exp(logs - logs.max(1, keepdims=True))
-    return np.asarray(weight / (keys * weight).sum(1, keepdims=True))
+    levels, portion = (np.ones(1),) * 2 if words is None else words.frequencies[:2]
+    several = []
+    for level in levels:
+        crowd = np.add(*_crowd(logits, rows, level))
+        crowd = np.log(np.maximum(crowd, 1e-300))
+        logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
+        several.append(np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf))
+    logs = np.stack(several, -1)
+    weight = np.exp(logs - logs.max((1, 2), keepdims=True))
+    mean = weight @ portion
+    by_frequency = np.divide(weight, mean[:, :, None], out=np.zeros_like(weight), where=held[:, :, None])
+    return np.asarray(mean / (keys * mean).sum(1, keepdims=True)), by_frequency
 
 
 def _among(kernel: Matrix, of_one_word: Array | None, tile: Tile) -> Kinds:
@@ -1476,6 +1500,7 @@ class _Sums(NamedTuple):
     second: Array
     one: Array
     two: Array
+    words: tuple[Frequencies, Array, Array] | None = None
 
     def mean(self, law: Kinds) -> Matrix:
         """Over all pairs, and what a token with itself has beside it."""
@@ -1521,6 +1546,10 @@ class _Sums(NamedTuple):
             directions: of a key of both, and of two keys.
         """
         tile, (own, kinds) = self.tile, joint
+        if self.words is not None:
+            frequencies, *aims = self.words
+            sums = WordSums(self.mixture, frequencies, tile.own_left, tile.own_right, self.first, self.second, self.one, self.two, *aims)
+            return sums.balanced_with(joint, sweeps, directions)
         to_second, to_first = self.maps(self.mean(joint))
         left, right = np.ones_like(self.first), np.ones_like(self.second)
         for _ in range(sweeps):
@@ -1560,6 +1589,117 @@ class _Sums(NamedTuple):
             of_kinds[-1] += moved
             beside += own * (first[:, tile.own_left] + second[:, tile.own_right])
         return joint, list(directions)
+
+
+class WordSums(NamedTuple):
+    """Sums over keys of laws that tell words apart, whose factors are those of a frequency.
+
+    Two tokens of different words have E_o l_t r_t', two of one word E_s l_t r_t, and all that is
+    given of words is how frequent they are.
+
+    Attributes:
+        mixture, frequencies: of kinds of pairs, and of words.
+        own_first, own_second: keys of both among those of either.
+        first, second: (c, n) and (c, k) weights of classes.
+        one, two: (c, o) of one token, on keys of both.
+        aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be.
+    """
+
+    mixture: Mixture
+    frequencies: Frequencies
+    own_first: slice
+    own_second: slice
+    first: Array
+    second: Array
+    one: Array
+    two: Array
+    aims_first: Array
+    aims_second: Array
+
+    def parts(self, law: Kinds) -> tuple[Array, Array, Array, Array]:
+        """Of two words (c, n, k), what one word has beside it by its share, and of one token."""
+        own, (others, same) = law
+        beyond = self.mixture.share * (same - others)
+        rows, columns = self.own_first, self.own_second
+        apart = own + _diagonal((same - others)[:, rows, columns])
+        return others, beyond, apart, -_diagonal(beyond[:, rows, columns])
+
+    def over_second(self, parts: tuple[Array, Array, Array, Array], values: Array) -> Array:
+        """(c, n, T) of (c, k, T)."""
+        others, beyond, apart, within = parts
+        given, level = self.second[:, :, None] * values, self.frequencies.level
+        total = beyond @ (given * level) + others @ (given @ self.frequencies.portion)[:, :, None]
+        own = apart[:, :, None] + within[:, :, None] * level
+        total[:, self.own_first] += own * (self.two[:, :, None] * values[:, self.own_second])
+        return total
+
+    def over_first(self, parts: tuple[Array, Array, Array, Array], values: Array) -> Array:
+        """(c, k, T) of (c, n, T)."""
+        others, beyond, apart, within = parts
+        given, level = self.first[:, :, None] * values, self.frequencies.level
+        total = np.swapaxes(beyond, -1, -2) @ (given * level)
+        total += np.swapaxes(others, -1, -2) @ (given @ self.frequencies.portion)[:, :, None]
+        own = apart[:, :, None] + within[:, :, None] * level
+        total[:, self.own_second] += own * (self.one[:, :, None] * values[:, self.own_first])
+        return total
+
+    def balances(self, law: Kinds, sweeps: int) -> tuple[Array, Array]:
+        parts = self.parts(law)
+        left, right = np.ones_like(self.aims_first), np.ones_like(self.aims_second)
+        for _ in range(sweeps):
+            right = self.aims_second / np.maximum(self.over_first(parts, left), 1e-300)
+            left = self.aims_first / np.maximum(self.over_second(parts, right), 1e-300)
+        return left, right
+
+    def _joined(self, left: Array, right: Array) -> tuple[Array, Array, Array]:
+        """(c, n, k) means over pairs of two words and of one, and (c, o) over tokens."""
+        frequencies, share = self.frequencies, self.mixture.share
+        same = (left * frequencies.of_pairs) @ np.swapaxes(right, -1, -2)
+        every = (left @ frequencies.portion)[:, :, None] * (right @ frequencies.portion)[:, None, :]
+        rest = 1.0 - share
+        others = np.where(rest > 1e-6, (every - share * same) / np.where(rest > 1e-6, rest, 1.0), every)
+        own = (left[:, self.own_first] * right[:, self.own_second]) @ frequencies.portion
+        return others, same, own
+
+    def scaled(self, law: Kinds, left: Array, right: Array) -> tuple[Array, list[Array]]:
+        (own, kinds), (others, same, single) = law, self._joined(left, right)
+        whole = own + _diagonal(kinds[1][:, self.own_first, self.own_second])
+        found = [kinds[0] * others, kinds[1] * same]
+        return whole * single - _diagonal(found[1][:, self.own_first, self.own_second]), found
+
+    def balanced_with(
+        self, joint: Kinds, sweeps: int, directions: Sequence[Kinds]
+    ) -> tuple[Kinds, list[Kinds]]:
+        """As `_Sums.balanced_with`."""
+        left, right = self.balances(joint, sweeps)
+        parts, (own, kinds) = self.parts(joint), joint
+        whole = own + _diagonal(kinds[1][:, self.own_first, self.own_second])
+        result = self.scaled(joint, left, right)
+        tangents = []
+        aims1, aims2 = (np.where(one > 0.0, one, 1.0) for one in (self.aims_first, self.aims_second))
+        for beside, (others, same) in directions:
+            moved = [kinds[0] * others, kinds[1] * same]
+            single = whole * beside
+            apart = single - _diagonal(moved[1][:, self.own_first, self.own_second])
+            along = self.parts((apart, moved))
+            rows = -left * self.over_second(along, right) / aims1
+            columns = -right * self.over_first(along, left) / aims2
+            u, v = rows, np.zeros_like(columns)
+            for sweep in range(TANGENT_SWEEPS):
+                if sweep:
+                    u = rows - left * self.over_second(parts, right * v) / aims1
+                last, v = v, columns - right * self.over_first(parts, left * u) / aims2
+                if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():
+                    break
+            scaled = self._joined(left, right)
+            one, two = self._joined(left * u, right), self._joined(left, right * v)
+            found = [
+                moved[k] * scaled[k] + kinds[k] * (one[k] + two[k]) for k in range(2)
+            ]
+            alone = single * scaled[2] + whole * (one[2] + two[2])
+            alone = alone - _diagonal(found[1][:, self.own_first, self.own_second])
+            tangents.append((alone, found))
+        return result, tangents
 
 
 def _times(matrices: Array, values: Array) -> Array:
