@@ -205,8 +205,10 @@ def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
     hats = one.hats
     counts = np.array([np.bincount(words, hat) for hat in hats])
     total = np.bincount(words).astype(float)
-    pairs = np.maximum(total * (total - 1.0), 0.0)
-    often = counts @ pairs / np.maximum(hats.sum(1), 1e-300) / max(pairs.sum(), 1e-300)
+    pairs = total * (total - 1.0)
+    rest = np.maximum(total - 2.0, 0.0) / np.maximum(total, 1.0) / max(1.0 - 2.0 / len(ids), 1e-9)
+    often = counts @ (pairs * rest) / np.maximum(hats.sum(1), 1e-300) / max(pairs.sum(), 1e-300)
+    often = np.maximum(often, 1e-6)
     length = one.length
     frequencies = Frequencies.of((total - 1.0) / (length - 1.0), total / length)
     return TextClasses(length, np.tile(one.nodes, 2), one, share, often, frequencies, ids)

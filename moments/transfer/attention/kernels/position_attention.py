@@ -228,7 +228,8 @@ class Mixture(NamedTuple):
         if self.share is None:
             return [(own, kinds[0])]
         beyond = kinds[1] - kinds[0]
-        return [(own, kinds[0] + self.share * beyond), (own - diagonal(kinds[0]), beyond)]
+        alone = own - diagonal(kinds[0])
+        return [(own, kinds[0] + self.share * beyond), (alone + diagonal(beyond), beyond)]
 
     def kinds_of(self, parts: Sequence[Array]) -> list[Array]:
         """What they say of each kind."""
@@ -728,6 +729,9 @@ class PositionAttention:
                 projected.append(np.subtract(middle, moved, out=moved))
             kinds = mixture.kinds_of(projected)
             whole = middle_own * response + diagonal(kinds[-1]) - 2.0 * excess * apart[-1]
+            if mixture.kinds > 1:
+                single = 2.0 * middle_own * diagonal(-pairs) + response**2 * diagonal(parts[-1][1])
+                whole = whole - single
             joint_own, joint = _bounded_exp((whole, kinds), exponent, aways)
             joint_own -= diagonal(joint[-1])
             joint_own *= held
@@ -778,6 +782,16 @@ class PositionAttention:
         found = []
         for several in zip(*parts, strict=True):
             found.append((several[-1][0], mixture.kinds_of([pairs for _, pairs in several])))
+        if mixture.kinds > 1:
+            maps, keys = self._response[1], tile.own
+            first, second = (maps.own[rows, keys] for rows in (tile.long, tile.short))
+            beyond = [diagonal(maps.pairs)[rows, keys] for rows in (tile.long, tile.short)]
+            for (own, _), one, (_, by_pair) in zip(found, divided, kernels, strict=True):
+                within = tile.diagonal(one[1][1])
+                apart = one[1][0] - within
+                if not by_pair and apart.ndim > 1:
+                    apart, within = (x[tile.long - tile.long[0]] for x in (apart, within))
+                own -= beyond[0] * apart * second + first * apart * beyond[1] + first * within * second
         if isinstance(self.logits.sight, FadingSight):
             long, short = tile.long, tile.short
             heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
