@@ -36,6 +36,10 @@ WORDS = 2
 """Frequencies that stand for those of the words that pairs of tokens are of."""
 
 
+LEAST = 1e-3
+"""Other tokens of a pair's word, where there are fewer: what they add is then lost in rounding."""
+
+
 class Frequencies(NamedTuple):
     """Words by how frequent they are: those that are read once, and a Gauss rule for the rest.
 
@@ -88,15 +92,15 @@ class TextClasses(PositionClasses):
     Attributes:
         one: classes of its positions.
         share: (P, P) of pairs of different tokens of two cells that are one word.
-        often: (P,) of a cell's tokens, those of the word of a pair of one, on average over pairs.
         frequencies: of its words.
+        others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
         ids: (L,) the text; None: Zipf's law.
     """
 
     one: PositionClasses
     share: Array
-    often: Array
     frequencies: Frequencies
+    others: Array
     ids: NDArray[np.int64] | None = None
 
     @property
@@ -109,7 +113,7 @@ class TextClasses(PositionClasses):
 
     @functools.cached_property
     def count(self) -> Array:
-        return np.concatenate([self.one.count, np.zeros(len(self.often))])
+        return np.concatenate([self.one.count, np.zeros(len(self.share))])
 
     @functools.cached_property
     def pair_count(self) -> Array:
@@ -132,11 +136,11 @@ class TextClasses(PositionClasses):
 
     def mean(self, values: Array) -> Array:
         """Of (..., 2 P), or of the first (..., P) of them."""
-        found: Array = self.one.mean(np.asarray(values)[..., : len(self.often)])
+        found: Array = self.one.mean(np.asarray(values)[..., : len(self.share)])
         return found
 
     def in_one(self, sums: Array) -> Array:
-        return np.asarray(sums[..., : len(self.often)])
+        return np.asarray(sums[..., : len(self.share)])
 
     def repeated(self, values: Array) -> Array:
         return np.concatenate([values, values], axis=-1)
@@ -149,7 +153,7 @@ class TextClasses(PositionClasses):
 
     def kinds(self, pairs: Array) -> tuple[Array, Array]:
         """(..., P, P) of two words and of one."""
-        size = len(self.often)
+        size = len(self.share)
         return pairs[..., :size, :size], pairs[..., :size, size:]
 
     def of_kinds(self, others: Array, same: Array) -> Array:
@@ -162,11 +166,11 @@ class TextClasses(PositionClasses):
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """One matrix of means over cells."""
         others, same = self.kinds(pairs)
-        return ((own[..., : len(self.often)], others + self.share * (same - others)),)
+        return ((own[..., : len(self.share)], others + self.share * (same - others)),)
 
     def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """Of two words, and of one."""
-        single = own[..., : len(self.often)]
+        single = own[..., : len(self.share)]
         others, same = self.kinds(pairs)
         return (single, others), (single, same)
 
@@ -195,23 +199,18 @@ class TextClasses(PositionClasses):
         return self.of_kinds(*means)
 
     def spread_out(self, values: Array) -> Array:
-        return self.one.spread_out(values[..., : len(self.often)])
+        return self.one.spread_out(values[..., : len(self.share)])
 
 
 def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
     """Of a text (L,)."""
     share = np.clip(one.pair_means(ids, ids), 0.0, 1.0)
-    _, words = np.unique(ids, return_inverse=True)
-    hats = one.hats
-    counts = np.array([np.bincount(words, hat) for hat in hats])
-    total = np.bincount(words).astype(float)
-    pairs = total * (total - 1.0)
-    rest = np.maximum(total - 2.0, 0.0) / np.maximum(total, 1.0) / max(1.0 - 2.0 / len(ids), 1e-9)
-    often = counts @ (pairs * rest) / np.maximum(hats.sum(1), 1e-300) / max(pairs.sum(), 1e-300)
-    often = np.maximum(often, 1e-6)
-    length = one.length
-    frequencies = Frequencies.of((total - 1.0) / (length - 1.0), total / length)
-    return TextClasses(length, np.tile(one.nodes, 2), one, share, often, frequencies, ids)
+    length, (_, count) = one.length, np.unique(ids, return_counts=True)
+    shares = (count - 1.0) / (length - 1.0)
+    frequencies = Frequencies.of(shares, count / length)
+    total = float(shares @ count) / length
+    others = np.maximum(frequencies.level[1:] * total * (length - 1.0) - 1.0, LEAST) / (length - 2.0)
+    return TextClasses(length, np.tile(one.nodes, 2), one, share, frequencies, others, ids)
 
 
 @functools.lru_cache(maxsize=16)
@@ -222,7 +221,7 @@ def zipf_classes(one: PositionClasses, vocab_size: int) -> TextClasses:
     portions = portions / portions.sum()
     collision = float(portions @ portions)
     share = np.full((size, size), collision)
-    often = np.full(size, float((portions**3).sum()) / collision)
     frequencies = Frequencies.of(portions, portions)
-    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, often, frequencies)
+    others = frequencies.level[1:] * collision
+    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, frequencies, others)
 

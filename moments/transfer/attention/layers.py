@@ -378,7 +378,7 @@ class ClassLayer:
                 logits = logits._replace(beside=following)
             if isinstance(classes, TextClasses):
                 alike = (same for _, same in across[0])
-                logits = logits._replace(words=Words(*alike, classes.share, classes.often, classes.frequencies))
+                logits = logits._replace(words=Words(*alike, classes.share, classes.frequencies, classes.others))
             elif across:
                 logits = logits._replace(across=Across(*across[0], varying[1]))
             heads = [

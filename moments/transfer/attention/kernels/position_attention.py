@@ -116,7 +116,7 @@ class Tile:
         Args:
             maps: of all rows.
             kernels: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or, where it is
-                said to be by pair, (c, o) and (c, n, k).
+                said to be by pair, (c, o) and (c, n, k). What a key has beyond pairs, and pairs.
         """
         own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
         second = maps.own[self.short, self.own]
@@ -127,9 +127,7 @@ class Tile:
             if self.begun is not None:
                 kernel, by_pair = self._of_pairs(kernel, by_pair), True
             first = self.long if by_pair else self.rows
-            apart = kernel[0] - self.diagonal(kernel[1])
-            if self.begun is not None:
-                apart = apart * self.begun
+            apart = kernel[0] if self.begun is None else kernel[0] * self.begun
             middle = maps.whole[first, self.left, self.left] @ kernel[1]
             beside = maps.pairs[first, self.left, self.own] * apart[..., None, :]
             middle[:, :, self.own_right] += beside
@@ -187,59 +185,66 @@ class RowMaps(NamedTuple):
         return cls(own, pairs, counts, whole)
 
 
-Kinds = tuple[Array, list[Array]]
-"""A matrix over keys: of each with itself or what it has besides, and of pairs of each kind."""
+Kinds = list[Matrix]
+"""A matrix over keys by kinds of pairs: pairs of each, and what a key has with itself beyond."""
 
 
 class Mixture(NamedTuple):
-    """Pairs of keys of one kind, or of two: of different words, and of one word.
+    """Pairs of keys of one kind, or of several: of different words, and of one word that is as
+    frequent as some are.
 
-    A matrix over keys that tells them apart multiplies as two that do not: its means over cells, by
-    the counts of those, and what one word has beyond two, by the counts of its tokens; see
-    `moments.engine.texts`. Own parts are what a key has with itself.
+    A matrix over keys that tells them apart multiplies as several that do not: its means over
+    cells, by the counts of those, and what one word has beyond two, by the counts of its other
+    tokens; see `moments.engine.texts`. A key with itself is of the word of its kind, of the first
+    kind if that is read once.
 
     Attributes:
         share: (n, k) of pairs that are of one word; None: nothing tells pairs apart.
+        frequencies: of words.
     """
 
     share: Array | None
+    frequencies: Frequencies
 
     @property
     def kinds(self) -> int:
-        return 1 if self.share is None else 2
+        return len(self.frequencies.level)
 
     def weighed(self, kinds: Sequence[Array]) -> list[Array]:
         """(..., n, k) what sums over all pairs count of each kind."""
         if self.share is None:
             return list(kinds)
-        return [(1.0 - self.share) * kinds[0], self.share * kinds[1]]
+        shares = self.frequencies.of_pairs
+        others = [s * self.share * one for s, one in zip(shares[1:], kinds[1:], strict=True)]
+        return [(1.0 - self.share) * kinds[0], *others]
 
-    def mean(self, kinds: Sequence[Array], level: float = 1.0) -> Array:
+    def mean(self, others: Array, same: Array | None, level: float = 1.0) -> Array:
         """(..., n, k) over all pairs, or over those of a token of a word that is `level` times as
         frequent as in those."""
+        if self.share is None or same is None:
+            return others
+        return np.asarray(others + level * self.share * (same - others))
+
+    def mean_of(self, kinds: Kinds, diagonal: Callable[[Array], Array] = diagonal) -> Matrix:
+        """Over all pairs, and over tokens."""
         if self.share is None:
             return kinds[0]
-        return np.asarray(kinds[0] + level * self.share * (kinds[1] - kinds[0]))
+        pairs, portion = sum(self.weighed([one for _, one in kinds])), self.frequencies.portion
+        alone = sum(
+            part * (own + diagonal(one)) for part, (own, one) in zip(portion, kinds, strict=True)
+        )
+        return alone - diagonal(pairs), pairs
 
-    def parts(
-        self, own: Array, kinds: Sequence[Array], diagonal: Callable[[Array], Array]
-    ) -> list[Matrix]:
-        """The two matrices, or the one."""
+    def alike(self, kinds: Sequence[Array]) -> list[Array]:
+        """Of two words and of one, however frequent."""
         if self.share is None:
-            return [(own, kinds[0])]
-        beyond = kinds[1] - kinds[0]
-        alone = own - diagonal(kinds[0])
-        return [(own, kinds[0] + self.share * beyond), (alone + diagonal(beyond), beyond)]
-
-    def kinds_of(self, parts: Sequence[Array]) -> list[Array]:
-        """What they say of each kind."""
-        if self.share is None:
-            return [parts[0]]
-        others = parts[0] - self.share * parts[1]
-        return [others, others + parts[1]]
+            return list(kinds)
+        shares = zip(self.frequencies.of_pairs[1:], kinds[1:], strict=True)
+        return [kinds[0], np.asarray(sum(s * one for s, one in shares))]
 
 
-ALIKE = Mixture(None)
+ONE_KIND = Frequencies(np.ones(1), np.ones(1), np.zeros(1))
+ALIKE = Mixture(None, ONE_KIND)
 
 
 @dataclass(frozen=True, eq=False)
@@ -416,16 +421,16 @@ class Words(NamedTuple):
     Attributes:
         queries, keys, values: (P, P).
         share: (P, P) of pairs that are.
-        often: (P,) of a cell's tokens, those of the word of such a pair.
         frequencies: of words.
+        others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
     """
 
     queries: Array
     keys: Array
     values: Array
     share: Array
-    often: Array
     frequencies: Frequencies
+    others: Array
 
 
 class Neighbours(NamedTuple):
@@ -482,7 +487,9 @@ class ClassLogits(NamedTuple):
 
     def mixture(self, left: slice = slice(None), right: slice = slice(None)) -> Mixture:
         """Of kinds of pairs of keys."""
-        return ALIKE if self.words is None else Mixture(self.words.share[left, right])
+        if self.words is None:
+            return ALIKE
+        return Mixture(self.words.share[left, right], self.words.frequencies)
 
     @property
     def key_kinds(self) -> list[Array]:
@@ -517,14 +524,14 @@ class ClassLogits(NamedTuple):
         """(P,) and (P, P) or (P, P, P): of an entry of the keys' kernel within a row."""
         own, within, deviation = function(self.keys[0]), self.within, self.deviation
         if deviation is None:
-            return own, self.mixture().mean([function(middle) for middle in within])
+            return own, self.mixture().mean(*_padded([function(middle) for middle in within]))
         assert self.turning is not None
         shares = list(zip(*self.turning.rule, strict=True))
         kinds = [
             np.asarray(sum(w * function(middle + z * away) for z, w in shares))
             for middle, away in zip(within, deviation, strict=True)
         ]
-        return own, self.mixture().mean(kinds)
+        return own, self.mixture().mean(*_padded(kinds))
 
     def log_mean(self, deviation: Array | None, factor: Array) -> Array | None:
         """log E e^x of an exponent that varies inside cells as rho does."""
@@ -596,11 +603,12 @@ class PositionAttention:
             self.weights = self.weights * lighter
         self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
+        self._rare = np.zeros_like(self.weights)
         self._response = self._self_response()
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
-        own, kinds = self._alone
-        self._squares = self.weights**2 * np.maximum(own + diagonal(kinds[-1]), 0.0)
+        own, inside = logits.mixture().mean_of(self._alone)
+        self._squares = self.weights**2 * np.maximum(own + diagonal(inside), 0.0)
         self.sum_square = (sight.keys * self._squares).sum(1)
         if self._dropped > 0.0:
             self._respond_to_noise()
@@ -664,18 +672,22 @@ class PositionAttention:
 
     # --- rows ----------------------------------------------------------------------------------
 
+    def _counts(self, keys: Array) -> list[Array]:
+        """What sums over keys count: of all, and of other tokens of a pair's word, of each kind."""
+        words = self.logits.words
+        if words is None:
+            return [keys]
+        return [keys, *(keys * level for level in words.others)]
+
     def _self_response(self) -> list[RowMaps]:
         """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
         logits, size = self.logits, len(self.weights)
-        mixture = logits.mixture()
-        found = np.zeros((mixture.kinds, size, size))
-        inside = np.zeros((mixture.kinds, *(size,) * 3))
+        counts = self._counts(logits.sight.keys)
+        found = np.zeros((len(counts), size, size))
+        inside = np.zeros((len(counts), *(size,) * 3))
         for rows, keys in self._pairs.rows:
             for part, (own, pairs) in enumerate(self._responses(rows, keys)):
                 found[part, rows, keys], inside[part, rows, keys, keys] = own, pairs
-        counts = [logits.sight.keys]
-        if logits.words is not None:
-            counts.append(logits.sight.keys * logits.words.often)
         return [RowMaps.of(*one) for one in zip(found, inside, counts, strict=True)]
 
     def _responses(self, of: slice, among: slice) -> list[Matrix]:
@@ -683,9 +695,7 @@ class PositionAttention:
         logits, rows = self.logits, self._rows
         keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
         weights, own = self.weights[of, among], logits.keys[0][among]
-        mixture, counts = logits.mixture(among, among), [keys]
-        if logits.words is not None:
-            counts.append(keys * logits.words.often[among])
+        mixture, counts = logits.mixture(among, among), self._counts(keys)
         held = seen.astype(float)
         both = held[:, :, None] * held[:, None, :]
         temperature = logits.scale * logits.queries[0]
@@ -693,21 +703,23 @@ class PositionAttention:
         within, away = logits.among(of, among)
         top = max(own.max(), *(one.max() for one in within))
         of_kinds = [np.exp(pull * (one - top)) for one in within]
-        of_pairs = mixture.mean(of_kinds)
+        of_pairs = mixture.mean(*_padded(of_kinds))
         alone = np.exp(pull[..., 0] * (own - top))
         prior = logits.prior[of, among]
         total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
         total += prior * (alone - diagonal(of_pairs))
-        found = np.where(seen, prior * (alone - diagonal(of_kinds[-1])) / total, 0.0)
-        inside = [both * (prior[:, None, :] * one / total[:, :, None]) for one in of_kinds]
+        spread = _spread(mixture.kinds)
+        found = []
+        for kind in spread:
+            beside = np.where(seen, prior * (alone - diagonal(of_kinds[kind])) / total, 0.0)
+            found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        aways = None if away is None else [logits.log_mean(one, exponent) for one in away]
-        parts = mixture.parts(own, within, diagonal)
-        apart = [alone - diagonal(pairs) for alone, pairs in parts]
-        counted = [count[:, :, None] * pairs for count, (_, pairs) in zip(counts, parts, strict=True)]
-        each = np.arange(len(own))
-        for one, beside in zip(counted, apart, strict=True):  # C by its counts
-            one[:, each, each] += beside
+        aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
+        parts = _parts_of(mixture, own, within, diagonal)
+        counted, each = [], np.arange(len(own))
+        for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
+            counted.append(count[:, :, None] * pairs)
+            counted[-1][:, each, each] += beside
         excess: Array | float = 0.0
         if isinstance(logits.sight, FadingSight):
             excess = self._excess_weight(of, among)
@@ -716,91 +728,106 @@ class PositionAttention:
         for _ in range(ITERATIONS):
             # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
             projected = []
-            inner = mixture.parts(found + diagonal(inside[-1]), inside, diagonal)
-            for part, (whole, pairs) in enumerate(inner):
-                response = 1.0 - (whole - diagonal(pairs))
+            for part, (beside, pairs) in enumerate(_parts(mixture, found, diagonal)):
+                response, apart = 1.0 - beside, parts[part][0]
                 middle = response[:, :, None] * parts[part][1]
                 middle -= pairs @ counted[part]
-                middle_own = response * apart[part]
+                middle_own = response * apart
                 moved = middle * counts[part][:, None, :]
                 moved[:, each, each] += middle_own
                 moved = moved @ np.swapaxes(pairs, -1, -2)
                 middle *= response[:, None, :]
-                projected.append(np.subtract(middle, moved, out=moved))
-            kinds = mixture.kinds_of(projected)
-            whole = middle_own * response + diagonal(kinds[-1]) - 2.0 * excess * apart[-1]
-            if mixture.kinds > 1:
-                single = 2.0 * middle_own * diagonal(-pairs) + response**2 * diagonal(parts[-1][1])
-                whole = whole - single
-            joint_own, joint = _bounded_exp((whole, kinds), exponent, aways)
-            joint_own -= diagonal(joint[-1])
-            joint_own *= held
-            for one in joint:
-                one *= both
-            if mixture.kinds == 1:
-                left, right = _balances((joint_own, joint[0]), weights, sent, SELF_SWEEPS)
-                change = joint_own * left * right
-                joint[0] *= left[:, :, None]
-                joint[0] *= right[:, None, :]
+                single: Array | float = 0.0
+                if part > 0:
+                    single = response**2 * diagonal(parts[part][1])
+                    single = single - 2.0 * middle_own * diagonal(pairs)
+                whole = middle_own * response - 2.0 * excess * apart - single
+                projected.append((whole, np.subtract(middle, moved, out=moved)))
+            response = 1.0 - found[0][0]
+            rare = response**2 * (own - diagonal(within[0])) - 2.0 * excess * parts[-1][0]
+            joint = _joined(mixture, projected, rare)
+            joint = _bounded_exp(joint, diagonal, exponent, aways)
+            for beside, pairs in joint:
+                beside *= held
+                pairs *= both
+            if mixture.share is None:
+                left, right = _balances(joint[0], weights, sent, SELF_SWEEPS)
+                joint[0][0][...] *= left * right
+                joint[0][1][...] *= left[:, :, None]
+                joint[0][1][...] *= right[:, None, :]
             else:
-                aims = self._by_frequency[of, among]
-                sums = WordSums(mixture, logits.words.frequencies, slice(0, len(own)), slice(0, len(own)), sent, sent, weights, weights, aims, aims)
-                left, right = sums.balances((joint_own, joint), SELF_SWEEPS)
-                change, joint = sums.scaled((joint_own, joint), left / np.where(aims > 0.0, aims, 1.0), right)
-            for one, before in zip(joint, inside, strict=True):
-                one *= weights[:, None, :]
-                one -= before
-            change = change * (weights + excess) - found
+                every, aims = slice(0, len(own)), self._by_frequency[of, among]
+                sums = WordSums(mixture, every, every, sent, sent, weights, weights, aims, aims)
+                left, right = sums.balances(joint, SELF_SWEEPS)
+                joint = sums.scaled(joint, left / np.where(aims > 0.0, aims, 1.0), right)
+            changes = []
+            for (beside, pairs), before in zip(joint, found, strict=True):
+                pairs *= weights[:, None, :]
+                pairs -= before[1]
+                beside *= weights + excess
+                changes.append(beside - before[0])
+            change = changes[0]
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change
                 size = (keys * turned**2).sum(1)
                 moved = step * (keys * last * turned).sum(1) / np.maximum(size, 1e-30)
                 step = np.clip(moved, 0.25, 1.0)
             last = change
-            largest = max(np.abs(change).max(), *(max(one.max(), -one.min()) for one in joint))
-            found = found + step[:, None] * change
-            for one, before in zip(joint, inside, strict=True):
-                one *= step[:, None, None]
-                before += one
+            largest = 0.0
+            for kind, (beside, pairs) in enumerate(found):
+                largest = max(largest, np.abs(changes[kind]).max())
+                largest = max(largest, joint[kind][1].max(), -joint[kind][1].min())
+                joint[kind][1][...] *= step[:, None, None]
+                found[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
             if largest < TOLERANCE:
                 break
-        inner = mixture.parts(found + diagonal(inside[-1]), inside, diagonal)
-        return [(held * (1.0 - one + diagonal(pairs)), both * -pairs) for one, pairs in inner]
+        rare_response = 1.0 - found[0][0]
+        self._rare[of, among] = held * rare_response
+        return [
+            (held * (1.0 - beside), both * -pairs)
+            for beside, pairs in _parts(mixture, found, diagonal)
+        ]
 
     # --- pairs of rows -------------------------------------------------------------------------
 
     def _mixture(self, tile: Tile) -> Mixture:
         return self.logits.mixture(tile.left, tile.right)
 
-    def _projected(self, tile: Tile, kernels: Sequence[tuple[Kinds, bool]]) -> list[Kinds]:
-        """(1 - A) C (1 - A')^T of pairs of rows; `kernels` as in `Tile.projected`."""
-        mixture, parts = self._mixture(tile), []
-        divided = [mixture.parts(*kernel, tile.diagonal) for kernel, _ in kernels]
+    def _projected(
+        self, tile: Tile, kernels: Sequence[tuple[Array, list[Array], bool]]
+    ) -> list[Kinds]:
+        """(1 - A) C (1 - A')^T of pairs of rows, of kernels of a key with itself, of two words and
+        of one; `kernels` else as in `Tile.projected`."""
+        mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.own
+        divided = [_parts_of(mixture, *kernel, tile.diagonal) for *kernel, _ in kernels]
+        parts = []
         for part, maps in enumerate(self._response):
-            given = [(one[part], by_pair) for one, (_, by_pair) in zip(divided, kernels, strict=True)]
+            given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
             parts.append(tile.projected(maps, given))
-        found = []
-        for several in zip(*parts, strict=True):
-            found.append((several[-1][0], mixture.kinds_of([pairs for _, pairs in several])))
-        if mixture.kinds > 1:
-            maps, keys = self._response[1], tile.own
-            first, second = (maps.own[rows, keys] for rows in (tile.long, tile.short))
-            beyond = [diagonal(maps.pairs)[rows, keys] for rows in (tile.long, tile.short)]
-            for (own, _), one, (_, by_pair) in zip(found, divided, kernels, strict=True):
-                within = tile.diagonal(one[1][1])
-                apart = one[1][0] - within
-                if not by_pair and apart.ndim > 1:
-                    apart, within = (x[tile.long - tile.long[0]] for x in (apart, within))
-                own -= beyond[0] * apart * second + first * apart * beyond[1] + first * within * second
+        heavier: Array | float = 0.0
         if isinstance(self.logits.sight, FadingSight):
-            long, short = tile.long, tile.short
-            heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
+            heavier = self._excess_weight(long, keys) + self._excess_weight(short, keys)
             heavier[long != short] = 0.0
-            for (kernel, by_pair), (own, _) in zip(kernels, found, strict=True):
-                apart = kernel[0] - tile.diagonal(kernel[1][-1])
+        found = []
+        for one, (whole, kinds, by_pair), several in zip(divided, kernels, zip(*parts, strict=True), strict=True):
+            moved = []
+            for part, (own, pairs) in enumerate(several):
+                apart, within = one[part][0], tile.diagonal(one[part][1])
                 if not by_pair and apart.ndim > 1:
-                    apart = apart[long - long[0]]
-                own -= heavier * apart
+                    apart, within = (of_row[long - long[0]] for of_row in (apart, within))
+                own = own - heavier * apart
+                if part > 0:
+                    maps = self._response[part]
+                    first, second = maps.own[long, keys], maps.own[short, keys]
+                    beyond = diagonal(maps.pairs)
+                    own -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
+                    own -= first * within * second
+                moved.append((own, pairs))
+            rare = whole - tile.diagonal(kinds[0])
+            if not by_pair and rare.ndim > 1:
+                rare = rare[long - long[0]]
+            rare = rare * (self._rare[long, keys] * self._rare[short, keys] - heavier)
+            found.append(_joined(mixture, moved, rare))
         return found
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
@@ -837,15 +864,16 @@ class PositionAttention:
         along_values = []
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
             own, of_kinds = self._between_keys(tile)
-            kernels: list[tuple[Kinds, bool]] = [((own, of_kinds), False)]
+            kernels: list[tuple[Array, list[Array], bool]] = [(own, of_kinds, False)]
             if tile.turned is not None:
                 of_keys, of_rows = tile.turned
                 assert turning is not None
                 within = turning.within[tile.rows, tile.left, tile.right]
                 turned = own * of_rows[:, None], [kernel * of_keys for kernel in of_kinds]
-                kernels = [(turned, True), ((own, [kernel * within for kernel in of_kinds]), False)]
+                still = own, [kernel * within for kernel in of_kinds]
+                kernels = [(*turned, True), (*still, False)]
             if not logits.aligned:
-                kernels.append((self._between_values(tile), False))
+                kernels.append((*self._between_values(tile), False))
             found = self._projected(tile, kernels)
             moved.append(found[0])
             along_values.append(found[-1])
@@ -893,12 +921,12 @@ class PositionAttention:
         beside = self._over_pairs(calibration.key - nodes.rho * calibration.along) * sharp
         self._driven = np.stack([along, 0.0 * cross]), np.stack([beside, cross])
 
-    def _between_keys(self, tile: Tile) -> Kinds:
+    def _between_keys(self, tile: Tile) -> tuple[Array, list[Array]]:
         """Kernel of keys of both rows."""
         met, words = self._kernels, self.logits.words
         return _among(met.keys, None if words is None else words.keys, tile)
 
-    def _between_values(self, tile: Tile) -> Kinds:
+    def _between_values(self, tile: Tile) -> tuple[Array, list[Array]]:
         met, words = self._kernels, self.logits.words
         return _among(met.values, None if words is None else words.values, tile)
 
@@ -922,27 +950,25 @@ class PositionAttention:
         logits, tile = self.logits, sums.tile
         long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
         if logits.turning is not None and alone.any():
-            away = [np.zeros_like(one) for one in directions[0][1]]
+            away = [np.zeros_like(one) for _, one in directions[0]]
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, tile.left)
             assert inside is not None
-            for one, varying in zip(away, inside, strict=True):
-                where = varying[long[alone] - rows.start]
-                one[alone] = logits.log_mean(where, factor[alone, None, None])
-        (beyond, held), times = exponent
-        whole = beyond + tile.diagonal(held[-1])
+            for kind, of_kind in zip(_spread(len(away)), away, strict=True):
+                where = inside[kind][long[alone] - rows.start]
+                of_kind[alone] = logits.log_mean(where, factor[alone, None, None])
+        kinds, times = exponent
         times = None if times is None else times[:, None, None]
-        own, kinds = _bounded_exp((whole, held), times, away)
-        own -= tile.diagonal(kinds[-1])
-        own *= tile.met_own
-        for pairs in kinds:
+        law = _bounded_exp(kinds, tile.diagonal, times, away)
+        for own, pairs in law:
+            own *= tile.met_own
             pairs *= tile.met
-        for beside, of_kinds in directions:
-            beside += tile.diagonal(of_kinds[-1])
-            beside *= slope[:, None]
-            for between in of_kinds:
+        for direction in directions:
+            for beside, between in direction:
+                beside += tile.diagonal(between)
+                beside *= slope[:, None]
                 between *= slope[:, None, None]
-        joint, tangents = sums.balanced_with((own, kinds), JOINT_SWEEPS, directions)
+        joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, directions)
         return _Laws(joint, tangents[0], tangents[-1])
 
     def _sums_of(self, tile: Tile) -> _Sums:
@@ -956,11 +982,8 @@ class PositionAttention:
             sight.split[long, short, right] * weights[short, right],
             weights[long, tile.own] * self._shared(tile, long, short, tile.own),
             weights[short, tile.own] * self._shared(tile, short, long, tile.own),
-            None if self.logits.words is None else (
-                self.logits.words.frequencies,
-                self._by_frequency[long, left],
-                self._by_frequency[short, right],
-            ),
+            self._by_frequency[long, left],
+            self._by_frequency[short, right],
         )
 
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
@@ -973,16 +996,18 @@ class PositionAttention:
     def _alone(self) -> Kinds:
         """(P, P) and (P, P, P) joint law of every row with itself."""
         size = len(self.weights)
-        own = np.zeros((size, size))
-        kinds = [np.zeros((size,) * 3) for _ in self.logits.key_kinds]
+        found = [
+            (np.zeros((size, size)), np.zeros((size,) * 3))
+            for _ in range(self.logits.mixture().kinds)
+        ]
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             alone = self._pairs.alone[tile.pairs]
             rows = tile.long[alone]
             if len(rows):
-                own[rows, tile.left] = law.joint[0][alone]
-                for inside, pairs in zip(kinds, law.joint[1], strict=True):
+                for (own, inside), (beside, pairs) in zip(found, law.joint, strict=True):
+                    own[rows, tile.left] = beside[alone]
                     inside[rows, tile.left, tile.right] = pairs[alone]
-        return own, kinds
+        return found
 
     def _over_pairs(self, values: Array) -> Array:
         """(C,) of (P, r) values of rows at the nodes of the correlation."""
@@ -1000,14 +1025,16 @@ class PositionAttention:
         once[alone] *= self._of_one_token(long[alone], tile.own)
         once *= weights[short, tile.own]
         both = sums.first[:, :, None] * sums.second[:, None, :]
-        found = [both * kernel for kernel in sums.mixture.weighed(kernels)]
-        # A token with itself is as the last kind of pair and what `own` says, and no pair of two.
-        for pairs, kernel in zip(found, sums.mixture.weighed(kernels), strict=True):
+        spread = _spread(sums.mixture.kinds)
+        counted = sums.mixture.weighed([kernels[kind] for kind in spread])
+        found = []
+        # A token with itself is as its kind of pair and what it has beyond, and no pair of two.
+        for part, kernel in zip(sums.mixture.frequencies.portion, counted, strict=True):
+            pairs = both * kernel
             met = _diagonal(pairs[:, tile.own_left, tile.own_right])
-            met -= tile.diagonal(kernel) * once
-        met = _diagonal(found[-1][:, tile.own_left, tile.own_right])
-        met += values * once
-        return once * values, found
+            met += (part * values - tile.diagonal(kernel)) * once
+            found.append((part * once * values, pairs))
+        return found
 
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
@@ -1025,7 +1052,7 @@ class PositionAttention:
             tile = sums.tile
             first = sums.first * own[tile.long, tile.left]
             second = sums.second * own[tile.short, tile.right]
-            met = _times(law.joint[1][0] * variance[tile.left, tile.right], second)
+            met = _times(law.joint[0][1] * variance[tile.left, tile.right], second)
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
 
@@ -1089,7 +1116,7 @@ class PositionAttention:
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
             output[alone] += self._dropped * masks
-            within = logits.mixture().mean(logits.within)
+            within = logits.mixture().mean(*_padded(logits.within))
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
             query[alone] += self._dropped * logits.scale * noise
         self.output, self.response = pairs.split(output), pairs.split(query)
@@ -1113,7 +1140,7 @@ class PositionAttention:
         (own, pairs), words = getattr(self._kernels, name), self.logits.words
         if words is None:
             return own, pairs
-        return own, self.logits.mixture().mean([pairs, getattr(words, name)])
+        return own, self.logits.mixture().mean(pairs, getattr(words, name))
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -1156,9 +1183,7 @@ class PositionAttention:
         logits = self.logits
         weights, seen = self.weights, logits.sight.seen
         own = logits.values[0] + self._value_bias
-        (beside, kinds), mixture = self._alone, logits.mixture()
-        inside, response = mixture.mean(kinds), self._response[0]
-        beside = beside + diagonal(kinds[-1]) - diagonal(inside)
+        (beside, inside), response = logits.mixture().mean_of(self._alone), self._response[0]
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
         trace = trace * np.sqrt(self._rows.softening) * (self.counted @ own)
         moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
@@ -1227,10 +1252,11 @@ class PositionAttention:
             both[alone], alike[alone] = once, twice_met
             both[beside] -= once
             alike[beside] -= twice_met
-        found: list[Kinds] = []
-        for own, kinds in (laws.joint, laws.keyed):
-            whole = (own + tile.diagonal(kinds[-1])) * alike
-            found.append((whole, [pairs * both for pairs in kinds]))
+        mixture, found = self._mixture(tile), []
+        for law in (laws.joint, laws.keyed):
+            of_tokens, mean = mixture.mean_of(law, tile.diagonal)
+            kinds = [pairs * both for pairs in mixture.alike([pairs for _, pairs in law])]
+            found.append(((of_tokens + tile.diagonal(mean)) * alike, kinds))
         if tile.turned is not None:
             own, kinds = found.pop()
             of_keys, of_rows = tile.turned
@@ -1272,7 +1298,7 @@ class PositionAttention:
         scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
-        kinds = self.logits.mixture().kinds
+        kinds = len(self.logits.key_kinds)
         total_own, total = np.zeros((3, size)), np.zeros((3, kinds, size, size))
         for tile, sent in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
@@ -1408,7 +1434,7 @@ def _crowd(
         varying = logits.log_mean(one, raised)
         assert varying is not None
         kinds[number] = kinds[number] * np.exp(np.minimum(varying, EXPONENT_MAX))
-    of_pairs = logits.mixture().mean(kinds, level)
+    of_pairs = logits.mixture().mean(*_padded(kinds), level)
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
@@ -1448,7 +1474,53 @@ def mean_attention(logits: ClassLogits, rows: RowStatistics) -> tuple[Array, Arr
     return np.asarray(mean / (keys * mean).sum(1, keepdims=True)), by_frequency
 
 
-def _among(kernel: Matrix, of_one_word: Array | None, tile: Tile) -> Kinds:
+def _padded(kinds: list[Array]) -> tuple[Array, Array | None]:
+    """Of two words, and of one where they are told apart."""
+    return kinds[0], kinds[1] if len(kinds) > 1 else None
+
+
+def _spread(kinds: int) -> list[int]:
+    """Whether a kind of pair is of two words, 0, or of one, 1."""
+    return [min(kind, 1) for kind in range(kinds)]
+
+
+def _parts_of(
+    mixture: Mixture, own: Array, kinds: list[Array], diagonal: Callable[[Array], Array]
+) -> list[Matrix]:
+    """A kernel, the same of every word however frequent, as the parts that multiply by themselves:
+    its means, and of every frequency what one word has beyond two."""
+    if mixture.share is None:
+        return [(own - diagonal(kinds[0]), kinds[0])]
+    mean = mixture.mean(*kinds)
+    beyond = own - diagonal(kinds[0]), kinds[1] - kinds[0]
+    return [(own - diagonal(mean), mean), *(beyond for _ in range(mixture.kinds - 1))]
+
+
+def _parts(
+    mixture: Mixture, kinds: Kinds, diagonal: Callable[[Array], Array]
+) -> list[Matrix]:
+    """The same of a matrix of any kinds."""
+    if mixture.share is None:
+        return kinds
+    found, others = [mixture.mean_of(kinds, diagonal)], kinds[0][1]
+    for own, pairs in kinds[1:]:
+        beyond = pairs - others
+        found.append((own + diagonal(beyond), beyond))
+    return found
+
+
+def _joined(mixture: Mixture, parts: Sequence[Matrix], rare: Array) -> Kinds:
+    """Kinds of pairs of such parts, and of a token that is read once."""
+    if mixture.share is None:
+        return [parts[0]]
+    shares = mixture.frequencies.of_pairs
+    others = parts[0][1]
+    for share, (_, beyond) in zip(shares[1:], parts[1:], strict=True):
+        others = others - (share * mixture.share) * beyond
+    return [(rare, others), *((own, others + beyond) for own, beyond in parts[1:])]
+
+
+def _among(kernel: Matrix, of_one_word: Array | None, tile: Tile) -> tuple[Array, list[Array]]:
     """Of keys of both rows: (o,), and (n, k) of each kind of pair."""
     kinds = [kernel[1]] if of_one_word is None else [kernel[1], of_one_word]
     return kernel[0][tile.own], [pairs[tile.left, tile.right] for pairs in kinds]
@@ -1456,19 +1528,21 @@ def _among(kernel: Matrix, of_one_word: Array | None, tile: Tile) -> Kinds:
 
 def _mixed(share: Array, one: Kinds, other_share: Array, other: Kinds) -> Kinds:
     """Of pairs of rows, each times a factor."""
-    own = share[:, None] * one[0] + other_share[:, None] * other[0]
-    kinds = [share[:, None, None] * pairs for pairs in one[1]]
-    for pairs, others in zip(kinds, other[1], strict=True):
-        pairs += other_share[:, None, None] * others
-    return own, kinds
+    found = []
+    for (own, pairs), (own2, pairs2) in zip(one, other, strict=True):
+        total = share[:, None, None] * pairs
+        total += other_share[:, None, None] * pairs2
+        found.append((share[:, None] * own + other_share[:, None] * own2, total))
+    return found
 
 
 def _gathered(trace: Kinds, law: Kinds) -> Array:
     """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
-    found: Array = np.einsum("co,co->c", law[0], trace[0])
-    for pairs, counted in zip(law[1], trace[1], strict=True):
+    found: Any = 0.0
+    for (own, pairs), (alone, counted) in zip(law, trace, strict=True):
         found = found + np.einsum("cnk,cnk->c", pairs, counted)
-    return found
+        found = found + np.einsum("co,co->c", own, alone)
+    return np.asarray(found)
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
@@ -1476,17 +1550,24 @@ def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
 
 
-def _bounded_exp(exponent: Kinds, factor: Array | None, away: Sequence[Any] | None) -> Kinds:
+def _bounded_exp(
+    exponent: Kinds,
+    diagonal: Callable[[Array], Array],
+    factor: Array | None,
+    away: Sequence[Any] | None,
+) -> Kinds:
     """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
     which then are written over; pairs' vary by `away`."""
-    own, kinds = exponent
-    if factor is not None:
-        own, kinds = factor[..., 0] * own, [factor * inside for inside in kinds]
-    for number, inside in enumerate(kinds):
+    found = []
+    for kind, (own, inside) in enumerate(exponent):
+        whole = own + diagonal(inside)
+        if factor is not None:
+            whole, inside = factor[..., 0] * whole, factor * inside
         if away is not None:
-            inside += away[number]
+            inside += away[kind]
         np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-    return np.exp(np.minimum(own, EXPONENT_MAX)), kinds
+        found.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal(inside), inside))
+    return found
 
 
 class _Laws(NamedTuple):
@@ -1514,14 +1595,8 @@ class _Sums(NamedTuple):
     second: Array
     one: Array
     two: Array
-    words: tuple[Frequencies, Array, Array] | None = None
-
-    def mean(self, law: Kinds) -> Matrix:
-        """Over all pairs, and what a token with itself has beside it."""
-        pairs = self.mixture.mean(law[1])
-        if self.mixture.kinds == 1:
-            return law[0], pairs
-        return law[0] + self.tile.diagonal(law[1][-1]) - self.tile.diagonal(pairs), pairs
+    aims_first: Array
+    aims_second: Array
 
     def over_first(self, law: Matrix) -> Array:
         """(c, k)."""
@@ -1559,31 +1634,30 @@ class _Sums(NamedTuple):
             sweeps: of the scaling.
             directions: of a key of both, and of two keys.
         """
-        tile, (own, kinds) = self.tile, joint
-        if self.words is not None:
-            frequencies, *aims = self.words
-            sums = WordSums(self.mixture, frequencies, tile.own_left, tile.own_right, self.first, self.second, self.one, self.two, *aims)
-            return sums.balanced_with(joint, sweeps, directions)
-        to_second, to_first = self.maps(self.mean(joint))
+        tile = self.tile
+        if self.mixture.share is not None:
+            of_words = WordSums(
+                self.mixture, tile.own_left, tile.own_right, *self[2:]
+            )
+            return of_words.balanced_with(joint, sweeps, directions)
+        ((own, pairs),) = joint
+        to_second, to_first = self.maps((own, pairs))
         left, right = np.ones_like(self.first), np.ones_like(self.second)
         for _ in range(sweeps):
             right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
             left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
         own *= left[:, tile.own_left]
         own *= right[:, tile.own_right]
-        for pairs in kinds:
-            pairs *= left[:, :, None]
-            pairs *= right[:, None, :]
+        pairs *= left[:, :, None]
+        pairs *= right[:, None, :]
 
-        whole = own + tile.diagonal(kinds[-1])
-        for beside, of_kinds in directions:
-            for pairs, between in zip(kinds, of_kinds, strict=True):
-                between *= pairs
+        whole = own + tile.diagonal(pairs)
+        for ((beside, between),) in directions:
+            between *= pairs
             beside *= whole
-            beside -= tile.diagonal(of_kinds[-1])
-        means = [self.mean(one) for one in directions]
+            beside -= tile.diagonal(between)
         rows, columns = (
-            np.stack([-sums(one) for one in means], -1)
+            np.stack([-sums(one) for (one,) in directions], -1)
             for sums in (self.over_second, self.over_first)
         )
         left, right = left[..., None], right[..., None]
@@ -1594,13 +1668,11 @@ class _Sums(NamedTuple):
             last, v = v, columns - right * _times(to_second, left * u)
             if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():  # what is left is rounding
                 break
-        for k, (beside, of_kinds) in enumerate(directions):
+        for k, ((beside, between),) in enumerate(directions):
             first, second = u[..., k], v[..., k]
             moved = first[:, :, None] + second[:, None, :]
-            for pairs, between in zip(kinds[:-1], of_kinds[:-1], strict=True):
-                between += moved * pairs
-            moved *= kinds[-1]
-            of_kinds[-1] += moved
+            moved *= pairs
+            between += moved
             beside += own * (first[:, tile.own_left] + second[:, tile.own_right])
         return joint, list(directions)
 
@@ -1608,11 +1680,10 @@ class _Sums(NamedTuple):
 class WordSums(NamedTuple):
     """Sums over keys of laws that tell words apart, whose factors are those of a frequency.
 
-    Two tokens of different words have E_o l_t r_t', two of one word E_s l_t r_t, and all that is
-    given of words is how frequent they are.
+    Two tokens of words of kinds t and t' have E_o l_t r_t', two of one word E_t l_t r_t.
 
     Attributes:
-        mixture, frequencies: of kinds of pairs, and of words.
+        mixture: of kinds of pairs.
         own_first, own_second: keys of both among those of either.
         first, second: (c, n) and (c, k) weights of classes.
         one, two: (c, o) of one token, on keys of both.
@@ -1620,7 +1691,6 @@ class WordSums(NamedTuple):
     """
 
     mixture: Mixture
-    frequencies: Frequencies
     own_first: slice
     own_second: slice
     first: Array
@@ -1630,34 +1700,43 @@ class WordSums(NamedTuple):
     aims_first: Array
     aims_second: Array
 
-    def parts(self, law: Kinds) -> tuple[Array, Array, Array, Array]:
-        """Of two words (c, n, k), what one word has beside it by its share, and of one token."""
-        own, (others, same) = law
-        beyond = self.mixture.share * (same - others)
-        rows, columns = self.own_first, self.own_second
-        apart = own + _diagonal((same - others)[:, rows, columns])
-        return others, beyond, apart, -_diagonal(beyond[:, rows, columns])
+    def _at_own(self, pairs: Array) -> Array:
+        return _diagonal(pairs[:, self.own_first, self.own_second])
 
-    def over_second(self, parts: tuple[Array, Array, Array, Array], values: Array) -> Array:
+    def parts(self, law: Kinds) -> tuple[Array, list[Array], Array]:
+        """Of two words (c, n, k); what one word has beyond by its share of the other tokens; and
+        (c, o, T) of a token with itself beyond both."""
+        others, share = law[0][1], self.mixture.share
+        beyond, own = [], [law[0][0]]
+        for level, (alone, same) in zip(self.mixture.frequencies.level[1:], law[1:], strict=True):
+            more = same - others
+            beyond.append((level * share) * more)
+            own.append(alone + self._at_own(more - beyond[-1]))
+        return others, beyond, np.stack(own, -1)
+
+    def over_second(self, parts: tuple[Array, list[Array], Array], values: Array) -> Array:
         """(c, n, T) of (c, k, T)."""
-        others, beyond, apart, within = parts
-        given, level = self.second[:, :, None] * values, self.frequencies.level
-        total = beyond @ (given * level) + others @ (given @ self.frequencies.portion)[:, :, None]
-        own = apart[:, :, None] + within[:, :, None] * level
+        others, beyond, own = parts
+        given = self.second[:, :, None] * values
+        total = np.repeat(others @ (given @ self.mixture.frequencies.portion)[:, :, None], values.shape[-1], -1)
+        for kind, more in enumerate(beyond, start=1):
+            total[..., kind] += _times(more, given[..., kind])
         total[:, self.own_first] += own * (self.two[:, :, None] * values[:, self.own_second])
         return total
 
-    def over_first(self, parts: tuple[Array, Array, Array, Array], values: Array) -> Array:
+    def over_first(self, parts: tuple[Array, list[Array], Array], values: Array) -> Array:
         """(c, k, T) of (c, n, T)."""
-        others, beyond, apart, within = parts
-        given, level = self.first[:, :, None] * values, self.frequencies.level
-        total = np.swapaxes(beyond, -1, -2) @ (given * level)
-        total += np.swapaxes(others, -1, -2) @ (given @ self.frequencies.portion)[:, :, None]
-        own = apart[:, :, None] + within[:, :, None] * level
+        others, beyond, own = parts
+        given = self.first[:, :, None] * values
+        mean = given @ self.mixture.frequencies.portion
+        total = np.repeat(np.swapaxes(others, -1, -2) @ mean[:, :, None], values.shape[-1], -1)
+        for kind, more in enumerate(beyond, start=1):
+            total[..., kind] += _times(np.swapaxes(more, -1, -2), given[..., kind])
         total[:, self.own_second] += own * (self.one[:, :, None] * values[:, self.own_first])
         return total
 
     def balances(self, law: Kinds, sweeps: int) -> tuple[Array, Array]:
+        """(c, n, T) and (c, k, T) factors of a law that is not yet scaled."""
         parts = self.parts(law)
         left, right = np.ones_like(self.aims_first), np.ones_like(self.aims_second)
         for _ in range(sweeps):
@@ -1665,55 +1744,67 @@ class WordSums(NamedTuple):
             left = self.aims_first / np.maximum(self.over_second(parts, right), 1e-300)
         return left, right
 
-    def _joined(self, left: Array, right: Array) -> tuple[Array, Array, Array]:
-        """(c, n, k) means over pairs of two words and of one, and (c, o) over tokens."""
-        frequencies, share = self.frequencies, self.mixture.share
-        same = (left * frequencies.of_pairs) @ np.swapaxes(right, -1, -2)
-        every = (left @ frequencies.portion)[:, :, None] * (right @ frequencies.portion)[:, None, :]
+    def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
+        """(c, o) and (c, n, k) of every kind: l r' of one token, and means over pairs."""
+        frequencies, share = self.mixture.frequencies, self.mixture.share
+        assert share is not None
         rest = 1.0 - share
-        others = np.where(rest > 1e-6, (every - share * same) / np.where(rest > 1e-6, rest, 1.0), every)
-        own = (left[:, self.own_first] * right[:, self.own_second]) @ frequencies.portion
-        return others, same, own
+        every = (left @ frequencies.portion)[:, :, None] * (right @ frequencies.portion)[:, None, :]
+        others, found = every, []
+        for kind, part in enumerate(frequencies.of_pairs):
+            one, two = left[..., kind], right[..., kind]
+            both = one[:, :, None] * two[:, None, :]
+            others = others - (part * share) * both
+            found.append((one[:, self.own_first] * two[:, self.own_second], both))
+        usable = rest > 1e-6
+        others = np.where(usable, others / np.where(usable, rest, 1.0), every)
+        return [(found[0][0], others), *found[1:]]
 
-    def scaled(self, law: Kinds, left: Array, right: Array) -> tuple[Array, list[Array]]:
-        (own, kinds), (others, same, single) = law, self._joined(left, right)
-        whole = own + _diagonal(kinds[1][:, self.own_first, self.own_second])
-        found = [kinds[0] * others, kinds[1] * same]
-        return whole * single - _diagonal(found[1][:, self.own_first, self.own_second]), found
+    def scaled(self, law: Kinds, left: Array, right: Array) -> Kinds:
+        """The law times its factors."""
+        found = []
+        for (own, pairs), (alone, both) in zip(law, self._products(left, right), strict=True):
+            moved = pairs * both
+            found.append(((own + self._at_own(pairs)) * alone - self._at_own(moved), moved))
+        return found
 
     def balanced_with(
         self, joint: Kinds, sweeps: int, directions: Sequence[Kinds]
     ) -> tuple[Kinds, list[Kinds]]:
         """As `_Sums.balanced_with`."""
         left, right = self.balances(joint, sweeps)
-        parts, (own, kinds) = self.parts(joint), joint
-        whole = own + _diagonal(kinds[1][:, self.own_first, self.own_second])
-        result = self.scaled(joint, left, right)
+        parts = self.parts(joint)
+        aims = [np.where(one > 0.0, one, 1.0) for one in (self.aims_first, self.aims_second)]
         tangents = []
-        aims1, aims2 = (np.where(one > 0.0, one, 1.0) for one in (self.aims_first, self.aims_second))
-        for beside, (others, same) in directions:
-            moved = [kinds[0] * others, kinds[1] * same]
-            single = whole * beside
-            apart = single - _diagonal(moved[1][:, self.own_first, self.own_second])
-            along = self.parts((apart, moved))
-            rows = -left * self.over_second(along, right) / aims1
-            columns = -right * self.over_first(along, left) / aims2
+        scales = self._products(left, right)
+        for direction in directions:
+            moved = []
+            for (own, pairs), (beside, between) in zip(joint, direction, strict=True):
+                along = pairs * between
+                whole = (own + self._at_own(pairs)) * beside
+                moved.append((whole - self._at_own(along), along))
+            along = self.parts(moved)
+            rows = -left * self.over_second(along, right) / aims[0]
+            columns = -right * self.over_first(along, left) / aims[1]
             u, v = rows, np.zeros_like(columns)
             for sweep in range(TANGENT_SWEEPS):
                 if sweep:
-                    u = rows - left * self.over_second(parts, right * v) / aims1
-                last, v = v, columns - right * self.over_first(parts, left * u) / aims2
+                    u = rows - left * self.over_second(parts, right * v) / aims[0]
+                last, v = v, columns - right * self.over_first(parts, left * u) / aims[1]
                 if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():
                     break
-            scaled = self._joined(left, right)
-            one, two = self._joined(left * u, right), self._joined(left, right * v)
-            found = [
-                moved[k] * scaled[k] + kinds[k] * (one[k] + two[k]) for k in range(2)
-            ]
-            alone = single * scaled[2] + whole * (one[2] + two[2])
-            alone = alone - _diagonal(found[1][:, self.own_first, self.own_second])
-            tangents.append((alone, found))
-        return result, tangents
+            by_rows, by_columns = self._products(left * u, right), self._products(left, right * v)
+            found = []
+            for kind, (own, pairs) in enumerate(joint):
+                (alone, both), (alone1, both1), (alone2, both2) = (
+                    one[kind] for one in (scales, by_rows, by_columns)
+                )
+                whole, along = moved[kind][0] + self._at_own(moved[kind][1]), moved[kind][1] * both
+                along = along + pairs * (both1 + both2)
+                single = (own + self._at_own(pairs)) * (alone1 + alone2) + whole * alone
+                found.append((single - self._at_own(along), along))
+            tangents.append(found)
+        return self.scaled(joint, left, right), tangents
 
 
 def _times(matrices: Array, values: Array) -> Array:
