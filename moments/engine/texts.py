@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .classes import Array, Matrix, PositionClasses, Sight, to_total
+from .classes import Array, Matrix, PositionClasses, Sight, as_many, to_total
 
 
 WORDS = 2
@@ -192,11 +192,9 @@ class TextClasses(PositionClasses):
         one, two = np.split(codes * (int(words.max()) + 1), 2)
         alike, _ = self.one.pair_sums(one + words, two + words, weights)
         same, _ = self.one.pair_sums(self.ids, self.ids)
-        means = []
-        for sums, count in ((found - alike, pairs - same), (alike, same)):
-            usable = count > 0.5
-            means.append(np.where(usable, sums / np.where(usable, count, 1.0), 0.0))
-        return self.of_kinds(*means)
+        counted = self.one.pair_count
+        others = as_many(found - alike, pairs - same, counted * (1.0 - self.share))
+        return self.of_kinds(others, as_many(alike, same, counted * self.share))
 
     def spread_out(self, values: Array) -> Array:
         return self.one.spread_out(values[..., : len(self.share)])
