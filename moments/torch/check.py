@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, ValidityWarning, domain_error, listed, optional
+from ..errors import (
+    DomainError,
+    MomentsError,
+    domain_error,
+    listed,
+    optional,
+    without_warnings,
+)
 from ..model.embedding import Embedding
 from ..model.head import Head
 from ..model.transformer import Transformer
@@ -235,8 +242,7 @@ class _Checking:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
         case, _ = case_of(self.described, text, self.measurement, None)
         self.case = self._by_token(case)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
+        with without_warnings():
             try:
                 prediction = predict(self.case.model, **self.case.inputs)
             except DomainError as error:
@@ -962,8 +968,7 @@ def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transfor
     if parts.reading is not None:
         model, unplaced = parts.reading.model, unplaced_by(parts.reading)
     else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
+        with without_warnings():
             described = describe(module, batch=batch)
         model, unplaced = described.model, described.unplaced
     if model is None:

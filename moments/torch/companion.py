@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import MomentsError, ValidityWarning, domain_error, optional
+from ..errors import MomentsError, ValidityWarning, domain_error, optional, without_warnings
 from ..formulas.checks import check_count
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
@@ -208,8 +208,7 @@ class Watch:
         # The module's own forward is run below: what it then reads is no new batch.
         given, self._batch = self._batch, False
         try:
-            with torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", ValidityWarning)
+            with torch.enable_grad(), without_warnings():
                 self._rows_of(self._compared(given))
         except MomentsError as error:
             # Such as a tensor that is not finite: that is what a companion is there to tell.

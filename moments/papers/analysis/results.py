@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import DomainError, ValidityWarning
+from ...errors import DomainError, without_warnings
 from ...formulas.law import Theory
 from ...model.transformer import Transformer
 from ...prediction.predict import positional, predict
@@ -65,8 +64,7 @@ def predict_alike(model: Transformer, theory: Theory, **moments: Any) -> Predict
 
 def expected(model: Transformer, **arguments: Any) -> Prediction:
     """A prediction whose validity notes stay in its `warnings` and go into the result."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
+    with without_warnings():
         return predict(model, **arguments)
 
 
