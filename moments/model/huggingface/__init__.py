@@ -1,8 +1,7 @@
 """Model families of Hugging Face: how a config is read, and where a module keeps its parts.
 
-names, entries   reading a config and naming what is left unread
-family, sizes    what a family is; its architecture at another size
-heads            the heads that most families share
+entries          reading a config and naming what is left unread
+family, sizes    what a family is, with the heads that most share; its architecture at another size
 layout           tables of paths inside a module
 bert, gpt, parallel, llama, t5, vit: one group of families each, configs first, modules below
 bart             encoders with decoders whose modules are measured, and whose configs are not read

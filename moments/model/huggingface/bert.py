@@ -9,8 +9,7 @@ from ..embedding import Embedding
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family
-from .heads import masked_head
+from .family import Family, masked_head
 from .layout import Layout, Site, attention, feed_forward, matrices, projections
 
 _DEFAULTS = {

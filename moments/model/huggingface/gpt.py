@@ -10,8 +10,7 @@ from ..embedding import Embedding
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family
-from .heads import causal_head
+from .family import Family, causal_head
 from .layout import Fused, Layout, Site, attention, feed_forward, matrices, projections, thirds
 
 

@@ -9,8 +9,7 @@ from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family
-from .heads import causal_head
+from .family import Family, causal_head
 from .layout import Fused, Layout, Site, Split, attention, feed_forward, matrices, projections
 
 _FFN = ("ffn_in", "ffn_out")

@@ -11,10 +11,9 @@ from ..head import Head
 from ..positions import RelativeBias
 from ..transformer import Transformer
 from ..weights import Weights
-from .entries import Entries
+from .entries import ACTIVATIONS, Entries
 from .family import Family
 from .layout import Layout, Site, attention, feed_forward, matrices, projections
-from .names import ACTIVATIONS
 
 
 def _t5(read: Entries, seq_len: int | None) -> Transformer:
