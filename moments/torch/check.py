@@ -55,7 +55,7 @@ from .expectation import model_of
 from .findings import Finding, measure_roles
 from .hook_points import stacks_of
 from .measure import measure, needs_labels
-from .probe import default_batch, in_mode, run
+from .probe import default_batch
 from .roles import (
     ModuleRoles,
     Role,
@@ -65,16 +65,14 @@ from .roles import (
     gathered_pattern,
     tensors_of,
 )
-from .tensors import module_loss
+from .running import first_tensor, in_mode, module_loss, run, unwrapped
 from .text import mask_tokens
 from .unread import not_read
-from .wrappers import unwrapped
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
 
-    from .tensors import first_tensor
 
 Loss = Callable[[Any, Any], "torch.Tensor"]
 
@@ -1283,12 +1281,8 @@ def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | Non
         wanted = ids.to(logits.device)[:, 1:].flatten()
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted)
 
-    with torch.no_grad():
-        training = module.training
-        try:
-            output = run(module.eval(), batch)
-        finally:
-            module.train(training)
+    with in_mode(module, False):
+        output = run(module, batch)
     if module_loss(output) is not None:
         return None
     try:

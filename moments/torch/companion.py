@@ -26,7 +26,7 @@ from .describe import describe
 from .diagnose import Text, at_length, case_of
 from .measure import measure
 from .roles import Role, block_of, tensors_of
-from .wrappers import unwrapped
+from .running import unwrapped
 
 with optional("torch", "torch"):
     import torch
