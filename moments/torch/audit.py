@@ -37,11 +37,10 @@ from .findings import (
 from .logits import logits_path, measured_scale
 from .probe import BlockProbe, Slope, default_batch, probe_or_why
 from .roles import ModuleRoles, Role, block_of, tensors_of
+from .running import padding_rows, unwrapped
 from .scales import FOLDED
 from .temperature import temperature_findings
-from .tensors import padding_rows
 from .units import gain_of
-from .wrappers import unwrapped
 
 with optional("torch", "torch"):
     from torch import nn

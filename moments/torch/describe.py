@@ -29,9 +29,9 @@ from .hook_points import HookPoint
 from .meta import drawn, is_meta
 from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
+from .running import unwrapped
 from .structure import ENCODER
 from .units import gain_of
-from .wrappers import unwrapped
 
 with optional("torch", "torch"):
     from torch import nn

@@ -30,8 +30,8 @@ from .expectation import model_of
 from .findings import unchecked
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
+from .running import unwrapped
 from .structure import ENCODER
-from .wrappers import unwrapped
 
 with optional("torch", "torch"):
     import torch

@@ -14,6 +14,7 @@ from ..errors import MomentsError
 from ..model.huggingface import FAMILIES, LAYOUTS, Layout
 from ..model.huggingface.layout import Side, WeightPart, ends
 from ..prediction.draws import STREAM, WeightGradient
+from .running import WRAPPED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,9 +29,6 @@ __all__ = [
     "stacks_of",
     "weight_parts",
 ]
-
-WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Names under which a compiled, sharded or checkpointed module keeps the one inside."""
 
 
 class HookPoint(NamedTuple):

@@ -20,12 +20,11 @@ from .expectation import Scales, check_fits, expected_variance, scales_of
 from .logits import logit_factor
 from .probe import drops_behind
 from .roles import ModuleRoles, Role, block_of, tensors_of
+from .running import padding_row, unwrapped
 from .scales import FOLDED, AppliedScales, applied_scales, apply_scales
 from .structure import Block
 from .temperature import factors
-from .tensors import padding_row
 from .units import unit_gain
-from .wrappers import unwrapped
 
 with optional("torch", "torch"):
     import torch

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import MomentsError, optional
 from .hook_points import Side
-from .tensors import first_tensor, with_first_tensor
+from .running import first_tensor, with_first_tensor
 
 with optional("torch", "torch"):
     from torch import Tensor, nn
