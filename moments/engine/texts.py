@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .classes import Array, Matrix, PositionClasses, Sight, as_many, to_total
-
+from .classes import Array, Matrix, PositionClasses, Sight, as_many, few_points, to_total
 
 WORDS = 2
 """Frequencies that stand for those of the words that pairs of tokens are of."""
@@ -54,35 +53,18 @@ class Frequencies(NamedTuple):
     of_pairs: Array
 
     @classmethod
-    def of(cls, shares: Array, portions: Array, size: int = WORDS) -> Frequencies:
+    def of(cls, shares: NDArray[Any], portions: NDArray[Any], size: int = WORDS) -> Frequencies:
         """From those of every word: what of the other tokens are of it, and of all."""
-        weights = shares * portions
+        several, where = np.unique(shares, return_inverse=True)
+        weights = np.bincount(where, shares * portions)
         total = weights.sum()
         if not total > 0.0:
             return cls(np.zeros(1), np.ones(1), np.zeros(1))
-        nodes, rule = gauss_rule(shares, weights / total, size)
+        held = several > 0.0
+        nodes, rule = few_points(several[held], size, weights[held] / total)
         portion = total * rule / nodes
         rest = max(1.0 - portion.sum(), 0.0)
-        return cls(
-            np.append(0.0, nodes / total), np.append(rest, portion), np.append(0.0, rule)
-        )
-
-
-def gauss_rule(points: Array, weights: Array, size: int) -> tuple[Array, Array]:
-    """Nodes and weights that sum polynomials as points do, to the degree 2 size - 1 (Lanczos)."""
-    size = min(size, len(np.unique(points[weights > 0.0])))
-    vector, last = np.sqrt(weights / weights.sum()), np.zeros(len(points))
-    basis, diagonal, beside = [], [], []
-    for _ in range(size):
-        basis.append(vector)
-        ahead = points * vector
-        diagonal.append(float(ahead @ vector))
-        for one in basis:
-            ahead = ahead - (ahead @ one) * one
-        beside.append(float(np.linalg.norm(ahead)))
-        last, vector = vector, ahead / beside[-1] if beside[-1] > 0.0 else ahead
-    nodes, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1))
-    return nodes, vectors[0] ** 2 * weights.sum()
+        return cls(np.append(0.0, nodes / total), np.append(rest, portion), np.append(0.0, rule))
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +189,9 @@ def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
     shares = (count - 1.0) / (length - 1.0)
     frequencies = Frequencies.of(shares, count / length)
     total = float(shares @ count) / length
-    others = np.maximum(frequencies.level[1:] * total * (length - 1.0) - 1.0, LEAST) / (length - 2.0)
+    others = np.maximum(frequencies.level[1:] * total * (length - 1.0) - 1.0, LEAST) / (
+        length - 2.0
+    )
     return TextClasses(length, np.tile(one.nodes, 2), one, share, frequencies, others, ids)
 
 
@@ -222,4 +206,3 @@ def zipf_classes(one: PositionClasses, vocab_size: int) -> TextClasses:
     frequencies = Frequencies.of(portions, portions)
     others = frequencies.level[1:] * collision
     return TextClasses(one.length, np.tile(one.nodes, 2), one, share, frequencies, others)
-

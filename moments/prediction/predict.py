@@ -20,8 +20,8 @@ from ..engine.classes import (
 )
 from ..engine.layout import Layout
 from ..engine.neighbours import NeighbouringClasses, with_neighbours
-from ..engine.texts import TextClasses, text_classes, zipf_classes
 from ..engine.state import Gradient, Kernel
+from ..engine.texts import TextClasses, text_classes, zipf_classes
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
@@ -149,7 +149,11 @@ def predict(
     shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
     while True:
         stack = Stack(model, theory, inputs, resolved, shape)
-        if type(stack.classes) is PositionClasses and _repeating(model, inputs) and not _faint(model):
+        if (
+            type(stack.classes) is PositionClasses
+            and _repeating(model, inputs)
+            and not _faint(model)
+        ):
             words = (
                 zipf_classes(stack.classes, model.embedding.vocab_size)
                 if stack.ids is None

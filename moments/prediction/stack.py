@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import DocumentClasses, PositionClasses
-from ..engine.texts import TextClasses
 from ..engine.composition import Chain, sum_of
 from ..engine.layout import Layout, by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
 from ..engine.state import Array, Gradient, Kernel, Signal
+from ..engine.texts import TextClasses
 from ..engine.trace import Point, Record, Run, Trace, with_top_gradient
 from ..errors import DomainError
 from ..formulas.law import Theory

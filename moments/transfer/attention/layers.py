@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.classes import ClassRows, Matrix, one_class
+from ...engine.classes import ClassRows, Matrix, few_points, one_class
 from ...engine.fluctuation import norm_variance
 from ...engine.layout import one_document, places
 from ...engine.neighbours import NeighbouringClasses
@@ -46,7 +46,6 @@ from .kernels import (
     RelativeBiasNoise,
     Rotation,
     exact_rows,
-    few_points,
 )
 from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
@@ -377,8 +376,10 @@ class ClassLayer:
             if following is not None:
                 logits = logits._replace(beside=following)
             if isinstance(classes, TextClasses):
-                alike = (same for _, same in across[0])
-                logits = logits._replace(words=Words(*alike, classes.share, classes.frequencies, classes.others))
+                of_queries, of_keys, of_values = (same for _, same in across[0])
+                counts = classes.share, classes.frequencies, classes.others
+                words = Words(of_queries, of_keys, of_values, *counts)
+                logits = logits._replace(words=words)
             elif across:
                 logits = logits._replace(across=Across(*across[0], varying[1]))
             heads = [
@@ -533,13 +534,17 @@ class ClassLayer:
         """The same, by rows of different words and by those of one."""
         share, found = classes.share, list[list[Matrix]]([] for _ in Paths._fields)
         for one, ((own, others), (_, same)) in zip(self._rows, self._flat(gained), strict=True):
-            parts = one.backward(own, (1.0 - share) * others), one.across.backward(0.0 * own, share * same)
-            query = (own, others * one.response[1]), (own, same * one.across.response[1])
+            parts = (
+                one.backward(own, (1.0 - share) * others),
+                one.across.backward(0.0 * own, share * same),
+            )
+            alone, *query = own * one.response[0], others * one.response[1]
+            query.append(same * one.across.response[1])
             for name, of_path in zip(Paths._fields, found, strict=True):
                 (a, b), (more, rest) = (getattr(part, name) for part in parts)
-                blocks = [(a + more, pairs) for pairs in b + rest]
-                if name == "query":
-                    blocks = [(own * one.response[0], pairs) for _, pairs in query]
+                blocks = [(alone, pairs) for pairs in query]
+                if name != "query":
+                    blocks = [(a + more, pairs) for pairs in b + rest]
                 of_path.append(classes.joined(*blocks))
         paths = Paths(*map(self._kernel, found))
         if self._biases:

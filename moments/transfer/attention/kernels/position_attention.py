@@ -35,9 +35,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.classes import Matrix, Sight, diagonal
+from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
+from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
 from .finite_rows import Widths, calibrate, nodes_for
 from .joint_laws import (
@@ -46,7 +48,6 @@ from .joint_laws import (
     JOINT_SWEEPS,
     RHO_MIN,
     SELF_SWEEPS,
-    TANGENT_SWEEPS,
     geometric_mean,
     sharpening,
     single,
@@ -141,13 +142,13 @@ class Tile:
         parts = [slice(k * size, (k + 1) * size) for k in range(len(kernels))]
         # One token of its own meets what counts multiply below; what it is with itself is `own`.
         for part, own in zip(parts, owns, strict=True):
-            diagonal = _diagonal(found[:, part][:, own_keys[0], own_keys[1]])
+            diagonal = on_diagonal(found[:, part][:, own_keys[0], own_keys[1]])
             diagonal += own * once
         found = found @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
         matrices = []
         for part, own in zip(parts, owns, strict=True):
             pairs, own = found[:, part], own * second
-            diagonal = _diagonal(pairs[:, own_keys[0], own_keys[1]])
+            diagonal = on_diagonal(pairs[:, own_keys[0], own_keys[1]])
             diagonal -= own * once
             matrices.append((own, pairs))
         return matrices
@@ -183,68 +184,6 @@ class RowMaps(NamedTuple):
         each = np.arange(len(own))
         whole[:, each, each] += own
         return cls(own, pairs, counts, whole)
-
-
-Kinds = list[Matrix]
-"""A matrix over keys by kinds of pairs: pairs of each, and what a key has with itself beyond."""
-
-
-class Mixture(NamedTuple):
-    """Pairs of keys of one kind, or of several: of different words, and of one word that is as
-    frequent as some are.
-
-    A matrix over keys that tells them apart multiplies as several that do not: its means over
-    cells, by the counts of those, and what one word has beyond two, by the counts of its other
-    tokens; see `moments.engine.texts`. A key with itself is of the word of its kind, of the first
-    kind if that is read once.
-
-    Attributes:
-        share: (n, k) of pairs that are of one word; None: nothing tells pairs apart.
-        frequencies: of words.
-    """
-
-    share: Array | None
-    frequencies: Frequencies
-
-    @property
-    def kinds(self) -> int:
-        return len(self.frequencies.level)
-
-    def weighed(self, kinds: Sequence[Array]) -> list[Array]:
-        """(..., n, k) what sums over all pairs count of each kind."""
-        if self.share is None:
-            return list(kinds)
-        shares = self.frequencies.of_pairs
-        others = [s * self.share * one for s, one in zip(shares[1:], kinds[1:], strict=True)]
-        return [(1.0 - self.share) * kinds[0], *others]
-
-    def mean(self, others: Array, same: Array | None, level: float = 1.0) -> Array:
-        """(..., n, k) over all pairs, or over those of a token of a word that is `level` times as
-        frequent as in those."""
-        if self.share is None or same is None:
-            return others
-        return np.asarray(others + level * self.share * (same - others))
-
-    def mean_of(self, kinds: Kinds, diagonal: Callable[[Array], Array] = diagonal) -> Matrix:
-        """Over all pairs, and over tokens."""
-        if self.share is None:
-            return kinds[0]
-        pairs, portion = sum(self.weighed([one for _, one in kinds])), self.frequencies.portion
-        alone = sum(
-            part * (own + diagonal(one)) for part, (own, one) in zip(portion, kinds, strict=True)
-        )
-        return alone - diagonal(pairs), pairs
-
-    def alike(self, kinds: Sequence[Array]) -> list[Array]:
-        """Of two words and of one, however frequent."""
-        if self.share is None:
-            return list(kinds)
-        shares = zip(self.frequencies.of_pairs[1:], kinds[1:], strict=True)
-        return [kinds[0], np.asarray(sum(s * one for s, one in shares))]
-
-
-ONE_KIND = Frequencies(np.ones(1), np.ones(1), np.zeros(1))
-ALIKE = Mixture(None, ONE_KIND)
 
 
 @dataclass(frozen=True, eq=False)
@@ -524,14 +463,14 @@ class ClassLogits(NamedTuple):
         """(P,) and (P, P) or (P, P, P): of an entry of the keys' kernel within a row."""
         own, within, deviation = function(self.keys[0]), self.within, self.deviation
         if deviation is None:
-            return own, self.mixture().mean(*_padded([function(middle) for middle in within]))
+            return own, self.mixture().mean([function(middle) for middle in within])
         assert self.turning is not None
         shares = list(zip(*self.turning.rule, strict=True))
         kinds = [
             np.asarray(sum(w * function(middle + z * away) for z, w in shares))
             for middle, away in zip(within, deviation, strict=True)
         ]
-        return own, self.mixture().mean(*_padded(kinds))
+        return own, self.mixture().mean(kinds)
 
     def log_mean(self, deviation: Array | None, factor: Array) -> Array | None:
         """log E e^x of an exponent that varies inside cells as rho does."""
@@ -595,7 +534,9 @@ class PositionAttention:
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
         sight = logits.sight
         self._rows = rows = row_statistics(logits)
-        self.weights, self._by_frequency = mean_attention(logits, rows)
+        several = attention_by_frequency(logits, rows)
+        self.weights = several @ logits.mixture().frequencies.portion
+        self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
         if isinstance(sight, FadingSight):
             lighter = _lighter(logits, rows, sight)
             self.logits = logits = logits._replace(sight=sight.lighter(lighter))
@@ -703,19 +644,19 @@ class PositionAttention:
         within, away = logits.among(of, among)
         top = max(own.max(), *(one.max() for one in within))
         of_kinds = [np.exp(pull * (one - top)) for one in within]
-        of_pairs = mixture.mean(*_padded(of_kinds))
+        of_pairs = mixture.mean(of_kinds)
         alone = np.exp(pull[..., 0] * (own - top))
         prior = logits.prior[of, among]
         total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
         total += prior * (alone - diagonal(of_pairs))
-        spread = _spread(mixture.kinds)
+        spread = mixture.values
         found = []
         for kind in spread:
             beside = np.where(seen, prior * (alone - diagonal(of_kinds[kind])) / total, 0.0)
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
-        parts = _parts_of(mixture, own, within, diagonal)
+        parts = mixture.parts_of(own, within, diagonal)
         counted, each = [], np.arange(len(own))
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
             counted.append(count[:, :, None] * pairs)
@@ -724,11 +665,12 @@ class PositionAttention:
         if isinstance(logits.sight, FadingSight):
             excess = self._excess_weight(of, among)
         step, last = np.full(len(keys), 0.5), None
-        sent = keys * weights
+        every, aims, sent = slice(0, len(own)), self._by_frequency[of, among], keys * weights
+        sums = Sums(mixture, every, every, sent, sent, weights, weights, aims, aims)
         for _ in range(ITERATIONS):
             # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
             projected = []
-            for part, (beside, pairs) in enumerate(_parts(mixture, found, diagonal)):
+            for part, (beside, pairs) in enumerate(mixture.parts(found)):
                 response, apart = 1.0 - beside, parts[part][0]
                 middle = response[:, :, None] * parts[part][1]
                 middle -= pairs @ counted[part]
@@ -745,21 +687,12 @@ class PositionAttention:
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
             response = 1.0 - found[0][0]
             rare = response**2 * (own - diagonal(within[0])) - 2.0 * excess * parts[-1][0]
-            joint = _joined(mixture, projected, rare)
-            joint = _bounded_exp(joint, diagonal, exponent, aways)
+            joint = mixture.joined(projected, rare)
+            joint = bounded_exp(joint, diagonal, exponent, aways)
             for beside, pairs in joint:
                 beside *= held
                 pairs *= both
-            if mixture.share is None:
-                left, right = _balances(joint[0], weights, sent, SELF_SWEEPS)
-                joint[0][0][...] *= left * right
-                joint[0][1][...] *= left[:, :, None]
-                joint[0][1][...] *= right[:, None, :]
-            else:
-                every, aims = slice(0, len(own)), self._by_frequency[of, among]
-                sums = WordSums(mixture, every, every, sent, sent, weights, weights, aims, aims)
-                left, right = sums.balances(joint, SELF_SWEEPS)
-                joint = sums.scaled(joint, left / np.where(aims > 0.0, aims, 1.0), right)
+            joint = sums.over_first(joint, SELF_SWEEPS)
             changes = []
             for (beside, pairs), before in zip(joint, found, strict=True):
                 pairs *= weights[:, None, :]
@@ -781,12 +714,8 @@ class PositionAttention:
                 found[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
             if largest < TOLERANCE:
                 break
-        rare_response = 1.0 - found[0][0]
-        self._rare[of, among] = held * rare_response
-        return [
-            (held * (1.0 - beside), both * -pairs)
-            for beside, pairs in _parts(mixture, found, diagonal)
-        ]
+        self._rare[of, among] = held * (1.0 - found[0][0])
+        return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(found)]
 
     # --- pairs of rows -------------------------------------------------------------------------
 
@@ -799,7 +728,7 @@ class PositionAttention:
         """(1 - A) C (1 - A')^T of pairs of rows, of kernels of a key with itself, of two words and
         of one; `kernels` else as in `Tile.projected`."""
         mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.own
-        divided = [_parts_of(mixture, *kernel, tile.diagonal) for *kernel, _ in kernels]
+        divided = [mixture.parts_of(one, two, tile.diagonal) for one, two, _ in kernels]
         parts = []
         for part, maps in enumerate(self._response):
             given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
@@ -809,7 +738,9 @@ class PositionAttention:
             heavier = self._excess_weight(long, keys) + self._excess_weight(short, keys)
             heavier[long != short] = 0.0
         found = []
-        for one, (whole, kinds, by_pair), several in zip(divided, kernels, zip(*parts, strict=True), strict=True):
+        for one, (whole, kinds, by_pair), several in zip(
+            divided, kernels, zip(*parts, strict=True), strict=True
+        ):
             moved = []
             for part, (own, pairs) in enumerate(several):
                 apart, within = one[part][0], tile.diagonal(one[part][1])
@@ -827,7 +758,7 @@ class PositionAttention:
             if not by_pair and rare.ndim > 1:
                 rare = rare[long - long[0]]
             rare = rare * (self._rare[long, keys] * self._rare[short, keys] - heavier)
-            found.append(_joined(mixture, moved, rare))
+            found.append(mixture.joined(moved, rare))
         return found
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
@@ -860,7 +791,7 @@ class PositionAttention:
         moved, unturned = [], []
         turn = np.ones(len(bare))
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
-        self._traces = [self._trace(sums) for sums in self._sums]
+        self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
         along_values = []
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
             own, of_kinds = self._between_keys(tile)
@@ -898,13 +829,16 @@ class PositionAttention:
                 exponents.append(_mixed(along[tile.pairs], one, alone[tile.pairs], other))
         self._laws = [
             self._law(
+                tile,
                 sums,
                 (one,) if logits.aligned else (one, last),
-                (two, None if factors is None else factors[sums.tile.pairs]),
-                factor[sums.tile.pairs],
-                slope[sums.tile.pairs],
+                (two, None if factors is None else factors[tile.pairs]),
+                factor[tile.pairs],
+                slope[tile.pairs],
             )
-            for sums, one, last, two in zip(self._sums, moved, along_values, exponents, strict=True)
+            for tile, sums, one, last, two in zip(
+                pairs.tiles, self._sums, moved, along_values, exponents, strict=True
+            )
         ]
 
         shared_part = 2.0 / self._widths.d_model
@@ -932,7 +866,8 @@ class PositionAttention:
 
     def _law(
         self,
-        sums: _Sums,
+        tile: Tile,
+        sums: Sums,
         directions: Sequence[Kinds],
         exponent: tuple[Kinds, Array | None],
         factor: Array,
@@ -941,25 +876,25 @@ class PositionAttention:
         """The joint law of pairs of rows, and its derivatives.
 
         Args:
-            sums: over the keys of pairs.
+            tile, sums: of pairs, and over their keys.
             directions: the projected kernel, and where they are not its the values', written over.
             exponent: of the law, as a matrix and what multiplies it; None: nothing does.
             factor: (c,) of the exponent in the kernel, for a row with itself.
             slope: (c,) its derivative in the correlation.
         """
-        logits, tile = self.logits, sums.tile
+        logits = self.logits
         long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
         if logits.turning is not None and alone.any():
             away = [np.zeros_like(one) for _, one in directions[0]]
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, tile.left)
             assert inside is not None
-            for kind, of_kind in zip(_spread(len(away)), away, strict=True):
+            for kind, of_kind in zip(sums.mixture.values, away, strict=True):
                 where = inside[kind][long[alone] - rows.start]
                 of_kind[alone] = logits.log_mean(where, factor[alone, None, None])
         kinds, times = exponent
         times = None if times is None else times[:, None, None]
-        law = _bounded_exp(kinds, tile.diagonal, times, away)
+        law = bounded_exp(kinds, tile.diagonal, times, away)
         for own, pairs in law:
             own *= tile.met_own
             pairs *= tile.met
@@ -971,13 +906,14 @@ class PositionAttention:
         joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, directions)
         return _Laws(joint, tangents[0], tangents[-1])
 
-    def _sums_of(self, tile: Tile) -> _Sums:
+    def _sums_of(self, tile: Tile) -> Sums:
         sight, weights = self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         # keys that the other row does not see lack what that row's own terms add
-        return _Sums(
-            tile,
+        return Sums(
             self._mixture(tile),
+            tile.own_left,
+            tile.own_right,
             sight.split[short, long, left] * weights[long, left],
             sight.split[long, short, right] * weights[short, right],
             weights[long, tile.own] * self._shared(tile, long, short, tile.own),
@@ -1014,10 +950,10 @@ class PositionAttention:
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
         return np.asarray(np.einsum("rc,cr->c", self._basis, halves))
 
-    def _trace(self, sums: _Sums) -> Kinds:
+    def _trace(self, tile: Tile, sums: Sums) -> Kinds:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
         values' kernel."""
-        sight, weights, tile = self.logits.sight, self.weights, sums.tile
+        sight, weights = self.logits.sight, self.weights
         long, short, alone = tile.long, tile.short, self._pairs.alone[tile.pairs]
         values, kernels = self._between_values(tile)
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
@@ -1025,13 +961,13 @@ class PositionAttention:
         once[alone] *= self._of_one_token(long[alone], tile.own)
         once *= weights[short, tile.own]
         both = sums.first[:, :, None] * sums.second[:, None, :]
-        spread = _spread(sums.mixture.kinds)
+        spread = sums.mixture.values
         counted = sums.mixture.weighed([kernels[kind] for kind in spread])
         found = []
         # A token with itself is as its kind of pair and what it has beyond, and no pair of two.
         for part, kernel in zip(sums.mixture.frequencies.portion, counted, strict=True):
             pairs = both * kernel
-            met = _diagonal(pairs[:, tile.own_left, tile.own_right])
+            met = sums.at_own(pairs)
             met += (part * values - tile.diagonal(kernel)) * once
             found.append((part * once * values, pairs))
         return found
@@ -1048,11 +984,10 @@ class PositionAttention:
         To first order in the logits, of keys that are projected alone.
         """
         own, found = self._response[0].own, []
-        for sums, law in zip(self._sums, self._laws, strict=True):
-            tile = sums.tile
+        for tile, sums, law in zip(self._pairs.tiles, self._sums, self._laws, strict=True):
             first = sums.first * own[tile.long, tile.left]
             second = sums.second * own[tile.short, tile.right]
-            met = _times(law.joint[0][1] * variance[tile.left, tile.right], second)
+            met = times(law.joint[0][1] * variance[tile.left, tile.right], second)
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
 
@@ -1116,7 +1051,7 @@ class PositionAttention:
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
             output[alone] += self._dropped * masks
-            within = logits.mixture().mean(*_padded(logits.within))
+            within = logits.mixture().mean(logits.within)
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
             query[alone] += self._dropped * logits.scale * noise
         self.output, self.response = pairs.split(output), pairs.split(query)
@@ -1140,7 +1075,7 @@ class PositionAttention:
         (own, pairs), words = getattr(self._kernels, name), self.logits.words
         if words is None:
             return own, pairs
-        return own, self.logits.mixture().mean(pairs, getattr(words, name))
+        return own, self.logits.mixture().mean([pairs, getattr(words, name)])
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -1221,8 +1156,8 @@ class PositionAttention:
         mapped = weights * own
         if pairs is not None:
             apart = diagonal(pairs)
-            mapped = weights * (own - apart) + _times(np.broadcast_to(pairs, inside.shape), counted)
-            total += (_times(inside * pairs, counted) * counted).sum(1)
+            mapped = weights * (own - apart) + times(np.broadcast_to(pairs, inside.shape), counted)
+            total += (times(inside * pairs, counted) * counted).sum(1)
             beside -= diagonal(inside) * apart
         total += (counted * weights * beside).sum(1)
         total -= 2.0 * (self.logits.sight.keys * self._noise_left * mapped * weights).sum(1)
@@ -1420,9 +1355,7 @@ def _over_keys(keys: Array, pairs: Array) -> Array:
     return np.asarray(((pairs @ keys[:, :, None])[..., 0] * keys).sum(1))
 
 
-def _crowd(
-    logits: ClassLogits, rows: RowStatistics, level: float = 1.0
-) -> tuple[Array, Array]:
+def _crowd(logits: ClassLogits, rows: RowStatistics, level: float = 1.0) -> tuple[Array, Array]:
     """(P, P) of `log_weights`, by others and by a key itself, without the logarithm."""
     own, prior = logits.keys[0], logits.prior
     pull = rows.own_response * logits.scale * logits.queries[0] * rows.softening
@@ -1434,7 +1367,7 @@ def _crowd(
         varying = logits.log_mean(one, raised)
         assert varying is not None
         kinds[number] = kinds[number] * np.exp(np.minimum(varying, EXPONENT_MAX))
-    of_pairs = logits.mixture().mean(*_padded(kinds), level)
+    of_pairs = logits.mixture().mean(kinds, level)
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
@@ -1452,72 +1385,26 @@ def _lighter(logits: ClassLogits, rows: RowStatistics, sight: FadingSight) -> Ar
     return np.where(sight.seen, squares / means**2, 1.0)
 
 
-def mean_attention(logits: ClassLogits, rows: RowStatistics) -> tuple[Array, Array]:
-    """(P, P) mean attention [row, key] to one token of a class, see `row_statistics`; and (P, P, T)
-    by it what tokens get of words that are as frequent as some are."""
+def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
+    """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
+    several = attention_by_frequency(logits, rows)
+    return np.asarray(several @ logits.mixture().frequencies.portion)
+
+
+def attention_by_frequency(logits: ClassLogits, rows: RowStatistics) -> Array:
+    """(P, P, T) the same to tokens of words that are as frequent as some are."""
     keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
-    seen, words = keys * prior, logits.words
-    relative = own - (seen @ own)[:, None]
-    every = np.arange(len(own))
-    held = logits.sight.seen
-    levels, portion = (np.ones(1),) * 2 if words is None else words.frequencies[:2]
-    several = []
-    for level in levels:
-        crowd = np.add(*_crowd(logits, rows, level))
-        crowd = np.log(np.maximum(crowd, 1e-300))
+    seen, held = keys * prior, logits.sight.seen
+    relative, every = own - (seen @ own)[:, None], np.arange(len(own))
+    frequencies, several = logits.mixture().frequencies, []
+    for level in frequencies.level.tolist():
+        crowd = np.log(np.maximum(np.add(*_crowd(logits, rows, level)), 1e-300))
         logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
         several.append(np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf))
     logs = np.stack(several, -1)
     weight = np.exp(logs - logs.max((1, 2), keepdims=True))
-    mean = weight @ portion
-    by_frequency = np.divide(weight, mean[:, :, None], out=np.zeros_like(weight), where=held[:, :, None])
-    return np.asarray(mean / (keys * mean).sum(1, keepdims=True)), by_frequency
-
-
-def _padded(kinds: list[Array]) -> tuple[Array, Array | None]:
-    """Of two words, and of one where they are told apart."""
-    return kinds[0], kinds[1] if len(kinds) > 1 else None
-
-
-def _spread(kinds: int) -> list[int]:
-    """Whether a kind of pair is of two words, 0, or of one, 1."""
-    return [min(kind, 1) for kind in range(kinds)]
-
-
-def _parts_of(
-    mixture: Mixture, own: Array, kinds: list[Array], diagonal: Callable[[Array], Array]
-) -> list[Matrix]:
-    """A kernel, the same of every word however frequent, as the parts that multiply by themselves:
-    its means, and of every frequency what one word has beyond two."""
-    if mixture.share is None:
-        return [(own - diagonal(kinds[0]), kinds[0])]
-    mean = mixture.mean(*kinds)
-    beyond = own - diagonal(kinds[0]), kinds[1] - kinds[0]
-    return [(own - diagonal(mean), mean), *(beyond for _ in range(mixture.kinds - 1))]
-
-
-def _parts(
-    mixture: Mixture, kinds: Kinds, diagonal: Callable[[Array], Array]
-) -> list[Matrix]:
-    """The same of a matrix of any kinds."""
-    if mixture.share is None:
-        return kinds
-    found, others = [mixture.mean_of(kinds, diagonal)], kinds[0][1]
-    for own, pairs in kinds[1:]:
-        beyond = pairs - others
-        found.append((own + diagonal(beyond), beyond))
-    return found
-
-
-def _joined(mixture: Mixture, parts: Sequence[Matrix], rare: Array) -> Kinds:
-    """Kinds of pairs of such parts, and of a token that is read once."""
-    if mixture.share is None:
-        return [parts[0]]
-    shares = mixture.frequencies.of_pairs
-    others = parts[0][1]
-    for share, (_, beyond) in zip(shares[1:], parts[1:], strict=True):
-        others = others - (share * mixture.share) * beyond
-    return [(rare, others), *((own, others + beyond) for own, beyond in parts[1:])]
+    total = (keys * (weight @ frequencies.portion)).sum(1)
+    return np.asarray(weight / total[:, None, None])
 
 
 def _among(kernel: Matrix, of_one_word: Array | None, tile: Tile) -> tuple[Array, list[Array]]:
@@ -1550,26 +1437,6 @@ def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
 
 
-def _bounded_exp(
-    exponent: Kinds,
-    diagonal: Callable[[Array], Array],
-    factor: Array | None,
-    away: Sequence[Any] | None,
-) -> Kinds:
-    """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
-    which then are written over; pairs' vary by `away`."""
-    found = []
-    for kind, (own, inside) in enumerate(exponent):
-        whole = own + diagonal(inside)
-        if factor is not None:
-            whole, inside = factor[..., 0] * whole, factor * inside
-        if away is not None:
-            inside += away[kind]
-        np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-        found.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal(inside), inside))
-    return found
-
-
 class _Laws(NamedTuple):
     """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
     values."""
@@ -1577,261 +1444,3 @@ class _Laws(NamedTuple):
     joint: Kinds
     slope: Kinds
     keyed: Kinds
-
-
-class _Sums(NamedTuple):
-    """Sums over the keys of either row.
-
-    Attributes:
-        tile: of pairs of rows.
-        mixture: of kinds of pairs of keys.
-        first, second: (c, n) and (c, k) weights of classes.
-        one, two: (c, o) of one token, on keys of both.
-    """
-
-    tile: Tile
-    mixture: Mixture
-    first: Array
-    second: Array
-    one: Array
-    two: Array
-    aims_first: Array
-    aims_second: Array
-
-    def over_first(self, law: Matrix) -> Array:
-        """(c, k)."""
-        total: Array = (self.first[:, None, :] @ law[1])[:, 0]
-        total[:, self.tile.own_right] += law[0] * self.one
-        return total
-
-    def over_second(self, law: Matrix) -> Array:
-        """(c, n)."""
-        total = _times(law[1], self.second)
-        total[:, self.tile.own_left] += law[0] * self.two
-        return total
-
-    def maps(self, law: Matrix) -> tuple[Array, Array]:
-        """(c, k, n) and (c, n, k): what takes values to sums of them times the law over the first
-        key, and over the second."""
-        pairs, (keys1, keys2) = law[1], (self.tile.own_left, self.tile.own_right)
-        first = np.empty((len(pairs), pairs.shape[2], pairs.shape[1]))
-        np.multiply(np.swapaxes(pairs, 1, 2), self.first[:, None, :], out=first)
-        second = pairs * self.second[:, None, :]
-        own = _diagonal(first[:, keys2, keys1]), _diagonal(second[:, keys1, keys2])
-        own[0][...] += law[0] * self.one
-        own[1][...] += law[0] * self.two
-        return first, second
-
-    def balanced_with(
-        self, joint: Kinds, sweeps: int, directions: Sequence[Kinds]
-    ) -> tuple[Kinds, list[Kinds]]:
-        """The joint law scaled, in place, so that its means over either key are 1 (see
-        `joint_laws.balanced`); and of it joint o (direction + u 1^T + 1 v^T) whose means over
-        either key are 0, made of each direction in its place (see `joint_laws.tangent`).
-
-        Args:
-            joint: not yet scaled.
-            sweeps: of the scaling.
-            directions: of a key of both, and of two keys.
-        """
-        tile = self.tile
-        if self.mixture.share is not None:
-            of_words = WordSums(
-                self.mixture, tile.own_left, tile.own_right, *self[2:]
-            )
-            return of_words.balanced_with(joint, sweeps, directions)
-        ((own, pairs),) = joint
-        to_second, to_first = self.maps((own, pairs))
-        left, right = np.ones_like(self.first), np.ones_like(self.second)
-        for _ in range(sweeps):
-            right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
-            left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
-        own *= left[:, tile.own_left]
-        own *= right[:, tile.own_right]
-        pairs *= left[:, :, None]
-        pairs *= right[:, None, :]
-
-        whole = own + tile.diagonal(pairs)
-        for ((beside, between),) in directions:
-            between *= pairs
-            beside *= whole
-            beside -= tile.diagonal(between)
-        rows, columns = (
-            np.stack([-sums(one) for (one,) in directions], -1)
-            for sums in (self.over_second, self.over_first)
-        )
-        left, right = left[..., None], right[..., None]
-        u, v = rows, np.zeros_like(columns)
-        for sweep in range(TANGENT_SWEEPS):
-            if sweep:
-                u = rows - left * _times(to_first, right * v)
-            last, v = v, columns - right * _times(to_second, left * u)
-            if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():  # what is left is rounding
-                break
-        for k, ((beside, between),) in enumerate(directions):
-            first, second = u[..., k], v[..., k]
-            moved = first[:, :, None] + second[:, None, :]
-            moved *= pairs
-            between += moved
-            beside += own * (first[:, tile.own_left] + second[:, tile.own_right])
-        return joint, list(directions)
-
-
-class WordSums(NamedTuple):
-    """Sums over keys of laws that tell words apart, whose factors are those of a frequency.
-
-    Two tokens of words of kinds t and t' have E_o l_t r_t', two of one word E_t l_t r_t.
-
-    Attributes:
-        mixture: of kinds of pairs.
-        own_first, own_second: keys of both among those of either.
-        first, second: (c, n) and (c, k) weights of classes.
-        one, two: (c, o) of one token, on keys of both.
-        aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be.
-    """
-
-    mixture: Mixture
-    own_first: slice
-    own_second: slice
-    first: Array
-    second: Array
-    one: Array
-    two: Array
-    aims_first: Array
-    aims_second: Array
-
-    def _at_own(self, pairs: Array) -> Array:
-        return _diagonal(pairs[:, self.own_first, self.own_second])
-
-    def parts(self, law: Kinds) -> tuple[Array, list[Array], Array]:
-        """Of two words (c, n, k); what one word has beyond by its share of the other tokens; and
-        (c, o, T) of a token with itself beyond both."""
-        others, share = law[0][1], self.mixture.share
-        beyond, own = [], [law[0][0]]
-        for level, (alone, same) in zip(self.mixture.frequencies.level[1:], law[1:], strict=True):
-            more = same - others
-            beyond.append((level * share) * more)
-            own.append(alone + self._at_own(more - beyond[-1]))
-        return others, beyond, np.stack(own, -1)
-
-    def over_second(self, parts: tuple[Array, list[Array], Array], values: Array) -> Array:
-        """(c, n, T) of (c, k, T)."""
-        others, beyond, own = parts
-        given = self.second[:, :, None] * values
-        total = np.repeat(others @ (given @ self.mixture.frequencies.portion)[:, :, None], values.shape[-1], -1)
-        for kind, more in enumerate(beyond, start=1):
-            total[..., kind] += _times(more, given[..., kind])
-        total[:, self.own_first] += own * (self.two[:, :, None] * values[:, self.own_second])
-        return total
-
-    def over_first(self, parts: tuple[Array, list[Array], Array], values: Array) -> Array:
-        """(c, k, T) of (c, n, T)."""
-        others, beyond, own = parts
-        given = self.first[:, :, None] * values
-        mean = given @ self.mixture.frequencies.portion
-        total = np.repeat(np.swapaxes(others, -1, -2) @ mean[:, :, None], values.shape[-1], -1)
-        for kind, more in enumerate(beyond, start=1):
-            total[..., kind] += _times(np.swapaxes(more, -1, -2), given[..., kind])
-        total[:, self.own_second] += own * (self.one[:, :, None] * values[:, self.own_first])
-        return total
-
-    def balances(self, law: Kinds, sweeps: int) -> tuple[Array, Array]:
-        """(c, n, T) and (c, k, T) factors of a law that is not yet scaled."""
-        parts = self.parts(law)
-        left, right = np.ones_like(self.aims_first), np.ones_like(self.aims_second)
-        for _ in range(sweeps):
-            right = self.aims_second / np.maximum(self.over_first(parts, left), 1e-300)
-            left = self.aims_first / np.maximum(self.over_second(parts, right), 1e-300)
-        return left, right
-
-    def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
-        """(c, o) and (c, n, k) of every kind: l r' of one token, and means over pairs."""
-        frequencies, share = self.mixture.frequencies, self.mixture.share
-        assert share is not None
-        rest = 1.0 - share
-        every = (left @ frequencies.portion)[:, :, None] * (right @ frequencies.portion)[:, None, :]
-        others, found = every, []
-        for kind, part in enumerate(frequencies.of_pairs):
-            one, two = left[..., kind], right[..., kind]
-            both = one[:, :, None] * two[:, None, :]
-            others = others - (part * share) * both
-            found.append((one[:, self.own_first] * two[:, self.own_second], both))
-        usable = rest > 1e-6
-        others = np.where(usable, others / np.where(usable, rest, 1.0), every)
-        return [(found[0][0], others), *found[1:]]
-
-    def scaled(self, law: Kinds, left: Array, right: Array) -> Kinds:
-        """The law times its factors."""
-        found = []
-        for (own, pairs), (alone, both) in zip(law, self._products(left, right), strict=True):
-            moved = pairs * both
-            found.append(((own + self._at_own(pairs)) * alone - self._at_own(moved), moved))
-        return found
-
-    def balanced_with(
-        self, joint: Kinds, sweeps: int, directions: Sequence[Kinds]
-    ) -> tuple[Kinds, list[Kinds]]:
-        """As `_Sums.balanced_with`."""
-        left, right = self.balances(joint, sweeps)
-        parts = self.parts(joint)
-        aims = [np.where(one > 0.0, one, 1.0) for one in (self.aims_first, self.aims_second)]
-        tangents = []
-        scales = self._products(left, right)
-        for direction in directions:
-            moved = []
-            for (own, pairs), (beside, between) in zip(joint, direction, strict=True):
-                along = pairs * between
-                whole = (own + self._at_own(pairs)) * beside
-                moved.append((whole - self._at_own(along), along))
-            along = self.parts(moved)
-            rows = -left * self.over_second(along, right) / aims[0]
-            columns = -right * self.over_first(along, left) / aims[1]
-            u, v = rows, np.zeros_like(columns)
-            for sweep in range(TANGENT_SWEEPS):
-                if sweep:
-                    u = rows - left * self.over_second(parts, right * v) / aims[0]
-                last, v = v, columns - right * self.over_first(parts, left * u) / aims[1]
-                if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():
-                    break
-            by_rows, by_columns = self._products(left * u, right), self._products(left, right * v)
-            found = []
-            for kind, (own, pairs) in enumerate(joint):
-                (alone, both), (alone1, both1), (alone2, both2) = (
-                    one[kind] for one in (scales, by_rows, by_columns)
-                )
-                whole, along = moved[kind][0] + self._at_own(moved[kind][1]), moved[kind][1] * both
-                along = along + pairs * (both1 + both2)
-                single = (own + self._at_own(pairs)) * (alone1 + alone2) + whole * alone
-                found.append((single - self._at_own(along), along))
-            tangents.append(found)
-        return self.scaled(joint, left, right), tangents
-
-
-def _times(matrices: Array, values: Array) -> Array:
-    """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
-    if values.ndim == 2:
-        return np.asarray((matrices @ values[:, :, None])[..., 0])
-    return np.asarray(matrices @ values)
-
-
-def _diagonal(matrices: Array) -> Array:
-    """(c, o) of (c, o, o), to be written to."""
-    view: Array = np.einsum("cqq->cq", matrices)
-    return view
-
-
-def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
-    """Factors that balance the law of every row with itself, over its own keys of these weights."""
-    own, pairs = joint
-    to_first = pairs * counted[:, None, :]
-    to_second = np.empty_like(to_first)
-    np.multiply(np.swapaxes(pairs, 1, 2), counted[:, None, :], out=to_second)
-    met = own * weights
-    for each in (to_second, to_first):
-        its_own = _diagonal(each)
-        its_own += met
-    left, right = np.ones_like(own), np.ones_like(own)
-    for _ in range(sweeps):
-        right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
-        left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
-    return left, right
