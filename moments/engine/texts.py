@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from .classes import Array, Matrix, PositionClasses, Sight, as_many, few_points, to_total
 
-WORDS = 2
+WORDS = 1
 """Frequencies that stand for those of the words that pairs of tokens are of."""
 
 
