@@ -196,15 +196,15 @@ class Sums(NamedTuple):
         if self.mixture.share is None:
             return self._balanced_in_place(law, sweeps, directions)
         left, right = self._factors(law, sweeps)
-        parts, products = self._parts(law), self._products(left, right)
+        parts, products = self._parts(law), self._products(left[None], right[None])
         aims = [np.where(one > 0.0, one, 1.0) for one in (self.aims_first, self.aims_second)]
+        wholes = [own + self.at_own(pairs) for own, pairs in law]
         tangents = []
         for direction in directions:
             moved = []
-            for (own, pairs), (whole, between) in zip(law, direction, strict=True):
+            for whole, (_, pairs), (beside, between) in zip(wholes, law, direction, strict=True):
                 along = pairs * between
-                alone = (own + self.at_own(pairs)) * whole
-                moved.append((alone - self.at_own(along), along))
+                moved.append((whole * beside - self.at_own(along), along))
             along_parts = self._parts(moved)
             rows = -left * self._over_second(along_parts, right) / aims[0]
             columns = -right * self._over_first(along_parts, left) / aims[1]
@@ -215,18 +215,20 @@ class Sums(NamedTuple):
                 last, v = v, columns - right * self._over_first(parts, left * u) / aims[1]
                 if _settled(v, last):
                     break
-            shifts = self._products(left * u, right), self._products(left, right * v)
+            shifts = self._products(np.stack([left * u, left]), np.stack([right, right * v]))
             found = []
-            for (own, pairs), (alone, along), factors, *several in zip(
-                law, moved, products, *shifts, strict=True
+            for whole, (_, pairs), (own, along), factors, shift in zip(
+                wholes, law, moved, products, shifts, strict=True
             ):
-                shift = [one + two for one, two in zip(*several, strict=True)]
-                between = along * factors[1] + pairs * shift[1]
-                whole = (alone + self.at_own(along)) * factors[0]
-                whole += (own + self.at_own(pairs)) * shift[0]
-                found.append((whole - self.at_own(between), between))
+                own += self.at_own(along)
+                own *= factors[0]
+                own += whole * shift[0]
+                along *= factors[1]
+                shift[1][...] *= pairs
+                along += shift[1]
+                found.append((own - self.at_own(along), along))
             tangents.append(found)
-        return self._scaled(law, left, right), tangents
+        return self._times(law, products), tangents
 
     # --- by the frequency of a key's word -------------------------------------------------------
 
@@ -244,8 +246,8 @@ class Sums(NamedTuple):
         """(c, n, T) of (c, k, T)."""
         others, beyond, own = parts
         given = self.second[:, :, None] * values
-        mean = (given @ self.mixture.frequencies.portion)[:, :, None]
-        total = np.repeat(others @ mean, values.shape[-1], -1)
+        total = np.empty((*others.shape[:2], values.shape[-1]))
+        total[...] = others @ (given @ self.mixture.frequencies.portion)[:, :, None]
         for kind, more in enumerate(beyond, start=1):
             total[..., kind] += times(more, given[..., kind])
         total[:, self.own_first] += own * (self.two[:, :, None] * values[:, self.own_second])
@@ -253,13 +255,13 @@ class Sums(NamedTuple):
 
     def _over_first(self, parts: Parts, values: Array) -> Array:
         """(c, k, T) of (c, n, T)."""
-        others, beyond, own = np.swapaxes(parts[0], -1, -2), parts[1], parts[2]
+        turned = [np.swapaxes(one, -1, -2) for one in (parts[0], *parts[1])]
         given = self.first[:, :, None] * values
-        mean = (given @ self.mixture.frequencies.portion)[:, :, None]
-        total = np.repeat(others @ mean, values.shape[-1], -1)
-        for kind, more in enumerate(beyond, start=1):
-            total[..., kind] += times(np.swapaxes(more, -1, -2), given[..., kind])
-        total[:, self.own_second] += own * (self.one[:, :, None] * values[:, self.own_first])
+        total = np.empty((*turned[0].shape[:2], values.shape[-1]))
+        total[...] = turned[0] @ (given @ self.mixture.frequencies.portion)[:, :, None]
+        for kind, more in enumerate(turned[1:], start=1):
+            total[..., kind] += times(more, given[..., kind])
+        total[:, self.own_second] += parts[2] * (self.one[:, :, None] * values[:, self.own_first])
         return total
 
     def _factors(self, law: Kinds, sweeps: int) -> tuple[Array, Array]:
@@ -279,20 +281,30 @@ class Sums(NamedTuple):
         return left, right
 
     def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
-        """(c, o) and (c, n, k) of every kind: the factors of one token, and their means over
-        pairs."""
+        """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs; sums
+        of those of factors (r, c, n, T) and (r, c, k, T)."""
         frequencies, share = self.mixture.frequencies, self.mixture.share
         assert share is not None
-        every = (left @ frequencies.portion)[:, :, None] * (right @ frequencies.portion)[:, None, :]
-        others, found = every, []
-        for kind, part in enumerate(frequencies.of_pairs):
-            one, two = left[..., kind], right[..., kind]
-            both = one[:, :, None] * two[:, None, :]
-            others = others - (part * share) * both
-            found.append((one[:, self.own_first] * two[:, self.own_second], both))
-        usable = share < 1.0 - LEAST_OTHERS
-        others = np.where(usable, others / np.where(usable, 1.0 - share, 1.0), every)
-        return [(found[0][0], others), *found[1:]]
+
+        def outer(one: Array, two: Array) -> Array:
+            return np.asarray(np.moveaxis(one, 0, -1) @ np.moveaxis(two, 0, -2))
+
+        own = (left[:, :, self.own_first] * right[:, :, self.own_second]).sum(0)
+        others = outer(left @ frequencies.portion, right @ frequencies.portion)
+        found = [(own[..., 0], others)]
+        for kind, part in enumerate(frequencies.of_pairs[1:], start=1):
+            found.append((own[..., kind], outer(left[..., kind], right[..., kind])))
+            others -= (part * share) * found[-1][1]
+        # Cells all of whose pairs are of one word have none of two.
+        others *= 1.0 / np.maximum(1.0 - share, LEAST_OTHERS)
+        return found
+
+    def _times(self, law: Kinds, factors: list[tuple[Array, Array]]) -> Kinds:
+        found = []
+        for (own, pairs), (alone, both) in zip(law, factors, strict=True):
+            both *= pairs
+            found.append(((own + self.at_own(pairs)) * alone - self.at_own(both), both))
+        return found
 
     def _scaled(self, law: Kinds, left: Array, right: Array) -> Kinds:
         if self.mixture.share is None:
@@ -302,11 +314,7 @@ class Sums(NamedTuple):
             pairs *= left
             pairs *= np.swapaxes(right, -1, -2)
             return law
-        found = []
-        for (own, pairs), (alone, both) in zip(law, self._products(left, right), strict=True):
-            moved = pairs * both
-            found.append(((own + self.at_own(pairs)) * alone - self.at_own(moved), moved))
-        return found
+        return self._times(law, self._products(left[None], right[None]))
 
     # --- of one kind ----------------------------------------------------------------------------
 
