@@ -1175,7 +1175,13 @@ class PositionAttention:
         sent, beside = sight.rows.T * weights, (long == short) & ~self._pairs.alone[tile.pairs]
         alone = self._pairs.alone[tile.pairs]
         twice = np.where(long == short, 1.0, 2.0)[:, None]
-        both = (twice * sent[long, left])[:, :, None] * sent[short, right][:, None, :]
+        # a key that one of the rows does not see lacks what that row's own terms add
+        counts = (
+            np.moveaxis(sight.sending[left, right][:, :, long], -1, 0),
+            np.moveaxis(sight.sending[right, left][:, :, short], -1, 0).swapaxes(1, 2),
+        )
+        both = (twice * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
+        both = both * counts[0] * counts[1]
         alike = twice * sent[long, tile.own] * sent[short, tile.own]
         if self._neighbouring:
             both, alike = self._before_each(tile)
