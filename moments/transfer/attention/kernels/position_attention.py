@@ -101,8 +101,7 @@ class Tile:
 
     def diagonal(self, pairs: Array) -> Array:
         """(..., o) entries of keys of both."""
-        offset = self.left.start - self.right.start
-        return np.diagonal(pairs, offset, axis1=-2, axis2=-1)
+        return pairs.diagonal(self.left.start - self.right.start, -2, -1)
 
     @property
     def rows(self) -> slice:
@@ -181,8 +180,8 @@ class RowMaps(NamedTuple):
     @classmethod
     def of(cls, own: Array, pairs: Array, counts: Array) -> RowMaps:
         whole = pairs * counts[:, None, :]
-        each = np.arange(len(own))
-        whole[:, each, each] += own
+        its_own = _diagonal(whole)
+        its_own += own
         return cls(own, pairs, counts, whole)
 
 
@@ -591,9 +590,10 @@ class PositionAttention:
         inside = both * (prior[:, None, :] * of_pairs / total[:, :, None])
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         away = logits.log_mean(away, exponent)
-        apart, each = own - diagonal(within), np.arange(len(own))
+        apart = own - diagonal(within)
         counted = keys[:, :, None] * within  # C by its counts
-        counted[:, each, each] += apart
+        its_own = _diagonal(counted)
+        its_own += apart
         excess: Array | float = 0.0
         if isinstance(logits.sight, FadingSight):
             excess = self._excess_weight(of, among)
@@ -606,7 +606,8 @@ class PositionAttention:
             middle -= inside @ counted
             middle_own = response * apart
             projected = middle * keys[:, None, :]
-            projected[:, each, each] += middle_own
+            its_own = _diagonal(projected)
+            its_own += middle_own
             projected = projected @ np.swapaxes(inside, -1, -2)
             middle *= response[:, None, :]
             projected = np.subtract(middle, projected, out=projected)
@@ -622,9 +623,10 @@ class PositionAttention:
             change = joint_own * left * right * (weights + excess) - found
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change
-                size = (keys * turned**2).sum(1)
-                moved = step * (keys * last * turned).sum(1) / np.maximum(size, 1e-30)
-                step = np.clip(moved, 0.25, 1.0)
+                counts = keys * turned
+                size = (counts * turned).sum(1)
+                moved = step * (counts * last).sum(1) / np.maximum(size, 1e-30)
+                step = np.minimum(np.maximum(moved, 0.25), 1.0)
             last = change
             largest = max(np.abs(change).max(), joint.max(), -joint.min())
             found = found + step[:, None] * change
@@ -673,7 +675,7 @@ class PositionAttention:
         )
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        self._exponent_slope = exponent @ nodes.basis(np.ones(1))[1][:, 0]
+        self._exponent_slope = exponent @ nodes.slopes[:, 0]
         exponent = exponent * logits.scale * temperature[:, None]
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
@@ -1339,14 +1341,14 @@ class _Sums(NamedTuple):
         """
         tile, (own, pairs) = self.tile, joint
         to_second, to_first = self.maps(joint)
-        left, right = np.ones_like(self.first), np.ones_like(self.second)
+        left = right = np.ones((*self.first.shape, 1))
         for _ in range(sweeps):
-            right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
-            left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
-        own *= left[:, tile.own_left]
-        own *= right[:, tile.own_right]
-        pairs *= left[:, :, None]
-        pairs *= right[:, None, :]
+            right = 1.0 / np.maximum(to_second @ left, 1e-300)
+            left = 1.0 / np.maximum(to_first @ right, 1e-300)
+        own *= left[:, tile.own_left, 0]
+        own *= right[:, tile.own_right, 0]
+        pairs *= left
+        pairs *= right.swapaxes(1, 2)
 
         whole = own + tile.diagonal(pairs)
         for beside, between in directions:
@@ -1357,12 +1359,11 @@ class _Sums(NamedTuple):
             np.stack([-sums(one) for one in directions], -1)
             for sums in (self.over_second, self.over_first)
         )
-        left, right = left[..., None], right[..., None]
         u, v = rows, np.zeros_like(columns)
         for sweep in range(TANGENT_SWEEPS):
             if sweep:
-                u = rows - left * _times(to_first, right * v)
-            last, v = v, columns - right * _times(to_second, left * u)
+                u = rows - left * (to_first @ (right * v))
+            last, v = v, columns - right * (to_second @ (left * u))
             if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():  # what is left is rounding
                 break
         for k, (beside, between) in enumerate(directions):
@@ -1383,22 +1384,21 @@ def _times(matrices: Array, values: Array) -> Array:
 
 def _diagonal(matrices: Array) -> Array:
     """(c, o) of (c, o, o), to be written to."""
+    if matrices.flags.c_contiguous:
+        return matrices.reshape(len(matrices), -1)[:, :: matrices.shape[2] + 1]
     view: Array = np.einsum("cqq->cq", matrices)
     return view
 
 
 def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
-    """Factors that balance the law of every row with itself, over its own keys of these weights."""
+    """Factors that balance the law of every row with itself, over its own keys of these weights:
+    symmetric in its keys, so that one map serves both."""
     own, pairs = joint
-    to_first = pairs * counted[:, None, :]
-    to_second = np.empty_like(to_first)
-    np.multiply(np.swapaxes(pairs, 1, 2), counted[:, None, :], out=to_second)
-    met = own * weights
-    for each in (to_second, to_first):
-        its_own = _diagonal(each)
-        its_own += met
-    left, right = np.ones_like(own), np.ones_like(own)
+    over = pairs * counted[:, None, :]
+    its_own = _diagonal(over)
+    its_own += own * weights
+    left = right = np.ones((*own.shape, 1))
     for _ in range(sweeps):
-        right = 1.0 / np.maximum(_times(to_second, left), 1e-300)
-        left = 1.0 / np.maximum(_times(to_first, right), 1e-300)
-    return left, right
+        right = 1.0 / np.maximum(over @ left, 1e-300)
+        left = 1.0 / np.maximum(over @ right, 1e-300)
+    return left[..., 0], right[..., 0]
