@@ -6,13 +6,12 @@ Targets that every layer has for itself are solved block by block, others by sea
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning, domain_error, unknown_name
+from ..errors import DomainError, domain_error, unknown_name, without_warnings
 from ..formulas.checks import check_in
 from ..formulas.symbols import POSITIVE, Interval
 from ..model.transformer import Transformer
@@ -207,8 +206,7 @@ class _Task:
         self.model, self.inputs, self.tolerance = model, inputs, tolerance
 
     def predicted(self, model: Transformer) -> Prediction:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
+        with without_warnings():
             return predict(model, **self.inputs)
 
     def goal(self, goal: Goal, target: Any, free: tuple[str, ...] | None) -> Plan:
