@@ -373,7 +373,7 @@ def _lobatto(order: int) -> tuple[Array, Array, Array, Array]:
     unit = np.cos(np.pi * np.arange(order + 1) / order)
     terms = chebyshev.chebvander(unit, order)
     inverse = np.asarray(np.linalg.inv(terms), dtype=np.float64)
-    slopes = np.asarray(chebyshev.chebder(inverse))
+    slopes: Array = np.asarray(chebyshev.chebder(inverse), dtype=np.float64)
     return unit, inverse, slopes, np.asarray((terms[:, :-1] @ slopes).T, dtype=np.float64)
 
 
