@@ -1043,17 +1043,18 @@ class PositionAttention:
             both[alone], alike[alone] = once, twice_met
             both[beside] -= once
             alike[beside] -= twice_met
-        found: list[Matrix] = []
-        for law in (laws.joint, laws.keyed):
-            found.append(((law[0] + tile.diagonal(law[1])) * alike, law[1] * both))
-        if tile.turned is not None:
-            own, pairs = found.pop()
-            of_keys, of_rows = tile.turned
-            assert tile.still is not None
-            found += [(own * of_rows[:, None], pairs * of_keys), (own, pairs * tile.still)]
+        joint, keyed = (
+            ((law[0] + tile.diagonal(law[1])) * alike, law[1]) for law in (laws.joint, laws.keyed)
+        )
+        if tile.turned is None:
+            return [_in_single(*joint, both), _in_single(*keyed, both)]
+        of_keys, of_rows = tile.turned
+        assert tile.still is not None
+        own, pairs = keyed[0], keyed[1] * both
         return [
-            (own.astype(np.float32), pairs.reshape(len(pairs), -1).astype(np.float32))
-            for own, pairs in found
+            _in_single(*joint, both),
+            _in_single(own * of_rows[:, None], pairs, of_keys),
+            _in_single(own, pairs, tile.still),
         ]
 
     def _before_each(self, tile: Tile) -> tuple[Array, Array]:
@@ -1262,6 +1263,13 @@ def _gathered(trace: Matrix, law: Matrix) -> Array:
     return np.asarray(inside + np.einsum("co,co->c", law[0], trace[0]))
 
 
+def _in_single(own: Array, pairs: Array, factor: Array) -> Matrix:
+    """(c, o), and (c, n k) of pairs times a factor, rounded to single precision."""
+    found = np.empty(pairs.shape, np.float32)
+    np.multiply(pairs, factor, out=found, casting="same_kind")
+    return own.astype(np.float32), found.reshape(len(pairs), -1)
+
+
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     usable = np.abs(whole) > 1e-12 * np.abs(whole).max(initial=1e-300)
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
@@ -1311,7 +1319,7 @@ class _Sums(NamedTuple):
 
     def over_second(self, law: Matrix) -> Array:
         """(c, n)."""
-        total = _times(law[1], self.second)
+        total: Array = (law[1] @ self.second[:, :, None])[:, :, 0]
         total[:, self.tile.own_left] += law[0] * self.two
         return total
 
@@ -1356,7 +1364,7 @@ class _Sums(NamedTuple):
             beside *= whole
             beside -= tile.diagonal(between)
         rows, columns = (
-            np.stack([-sums(one) for one in directions], -1)
+            np.concatenate([-sums(one)[..., None] for one in directions], -1)
             for sums in (self.over_second, self.over_first)
         )
         u, v = rows, np.zeros_like(columns)
@@ -1364,7 +1372,8 @@ class _Sums(NamedTuple):
             if sweep:
                 u = rows - left * (to_first @ (right * v))
             last, v = v, columns - right * (to_second @ (left * u))
-            if np.abs(v - last).max() <= 1e-12 * np.abs(v).max():  # what is left is rounding
+            # From the third on what is left may be rounding.
+            if sweep > 1 and np.abs(v - last).max() <= 1e-12 * np.abs(v).max():
                 break
         for k, (beside, between) in enumerate(directions):
             first, second = u[..., k], v[..., k]
