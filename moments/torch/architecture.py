@@ -11,9 +11,8 @@ from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from .expectation import model_of
-from .hook_points import stacks_of
+from .hook_points import ENCODER, stacks_of
 from .roles import roles_of, tensors_of
-from .structure import ENCODER
 
 with optional("torch", "torch"):
     from torch import nn

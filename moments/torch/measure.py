@@ -26,7 +26,7 @@ with optional("torch", "torch"):
     from torch import Tensor, nn
 
     from ..simulation.collector import Collector, squared_norm
-    from .scale_hooks import ScaleBranch
+    from .scales import ScaleBranch
 
 Loss = Callable[[Any, Any], Tensor]
 ENCODER = "encoder."

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MomentsError, optional
+from .hook_points import Block, Point
 from .roles import ModuleRoles, roles_of
 from .running import in_mode, run, watch_tensor
-from .structure import Block, Point
 
 with optional("torch", "torch"):
     import torch

@@ -22,9 +22,9 @@ from ..model.transformer import Transformer
 from .behaviour import logits_with_itself
 from .expectation import model_of_stack
 from .findings import SLACK, Finding
+from .hook_points import ENCODER
 from .roles import ModuleRoles, Role, block_of, tensors_of
 from .running import watch_tensor
-from .structure import ENCODER
 
 SAME = 1e-4
 """Relative difference of two temperatures that are one: some are read off a run in float32."""

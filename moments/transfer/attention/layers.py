@@ -412,10 +412,12 @@ class ClassLayer:
                 np.asarray(own, float)[..., None],
                 np.asarray(pairs, float)[..., None, None],
             )
-        own = np.broadcast_to(own, (*self._lead, size)).reshape(-1, size)
-        pairs = np.broadcast_to(pairs, (*self._lead, size, size)).reshape(-1, size, size)
+        shape = (*self._lead, size)
+        if own.shape != shape or pairs.shape != (*shape, size):
+            own, pairs = np.broadcast_to(own, shape), np.broadcast_to(pairs, (*shape, size))
+        every = zip(own.reshape(-1, size), pairs.reshape(-1, size, size), strict=True)
         divided = self._classes.blocks if means else self._classes.told_apart
-        return [divided(*one) for one in zip(own, pairs, strict=True)]
+        return [divided(*one) for one in every]
 
     def _neighbours(self, queries: Kernel) -> list[Neighbours | None]:
         """Of every configuration, queries that follow one another; None where these are like others

@@ -213,7 +213,7 @@ class Sums(NamedTuple):
                 if sweep:
                     u = rows - left * self._over_second(parts, right * v) / aims[0]
                 last, v = v, columns - right * self._over_first(parts, left * u) / aims[1]
-                if _settled(v, last):
+                if _settled(v, last, sweep):
                     break
             shifts = self._products(np.stack([left * u, left]), np.stack([right, right * v]))
             found = []
@@ -267,12 +267,7 @@ class Sums(NamedTuple):
     def _factors(self, law: Kinds, sweeps: int) -> tuple[Array, Array]:
         """(c, n, T) and (c, k, T)."""
         if self.mixture.share is None:
-            to_second, to_first = self._maps(law[0])
-            left, right = np.ones_like(self.first), np.ones_like(self.second)
-            for _ in range(sweeps):
-                right = 1.0 / np.maximum(times(to_second, left), 1e-300)
-                left = 1.0 / np.maximum(times(to_first, right), 1e-300)
-            return left[..., None], right[..., None]
+            return _balances(*self._maps(law[0]), sweeps)
         parts = self._parts(law)
         left, right = np.ones_like(self.aims_first), np.ones_like(self.aims_second)
         for _ in range(sweeps):
@@ -347,11 +342,8 @@ class Sums(NamedTuple):
     ) -> tuple[Kinds, list[Kinds]]:
         ((own, pairs),) = law
         to_second, to_first = self._maps((own, pairs))
-        left, right = np.ones_like(self.first), np.ones_like(self.second)
-        for _ in range(sweeps):
-            right = 1.0 / np.maximum(times(to_second, left), 1e-300)
-            left = 1.0 / np.maximum(times(to_first, right), 1e-300)
-        self._scaled(law, left[..., None], right[..., None])
+        left, right = _balances(to_second, to_first, sweeps)
+        self._scaled(law, left, right)
 
         whole = own + self.at_own(pairs)
         for ((beside, between),) in directions:
@@ -359,16 +351,15 @@ class Sums(NamedTuple):
             beside *= whole
             beside -= self.at_own(between)
         rows, columns = (
-            np.stack([-sums(one) for (one,) in directions], -1)
+            np.concatenate([-sums(one)[..., None] for (one,) in directions], -1)
             for sums in (self._sum_over_second, self._sum_over_first)
         )
-        left, right = left[..., None], right[..., None]
         u, v = rows, np.zeros_like(columns)
         for sweep in range(TANGENT_SWEEPS):
             if sweep:
-                u = rows - left * times(to_first, right * v)
-            last, v = v, columns - right * times(to_second, left * u)
-            if _settled(v, last):
+                u = rows - left * (to_first @ (right * v))
+            last, v = v, columns - right * (to_second @ (left * u))
+            if _settled(v, last, sweep):
                 break
         for k, ((beside, between),) in enumerate(directions):
             first, second = u[..., k], v[..., k]
@@ -383,9 +374,18 @@ LEAST_OTHERS = 1e-6
 """Share of pairs of two words below which there are none."""
 
 
-def _settled(values: Array, last: Array) -> bool:
-    """Whether what is left of a change is rounding."""
-    return bool(np.abs(values - last).max() <= 1e-12 * np.abs(values).max())
+def _settled(values: Array, last: Array, sweep: int) -> bool:
+    """Whether what is left of a change is rounding, which from the third sweep on it may be."""
+    return sweep > 1 and bool(np.abs(values - last).max() <= 1e-12 * np.abs(values).max())
+
+
+def _balances(to_second: Array, to_first: Array, sweeps: int) -> tuple[Array, Array]:
+    """(c, n, 1) and (c, k, 1) factors of the keys of a law of one kind."""
+    left = right = np.ones((*to_second.shape[:1], to_second.shape[2], 1))
+    for _ in range(sweeps):
+        right = 1.0 / np.maximum(to_second @ left, 1e-300)
+        left = 1.0 / np.maximum(to_first @ right, 1e-300)
+    return left, right
 
 
 def times(matrices: Array, values: Array) -> Array:
@@ -397,5 +397,7 @@ def times(matrices: Array, values: Array) -> Array:
 
 def on_diagonal(matrices: Array) -> Array:
     """(c, o) of (c, o, o), to be written to."""
+    if matrices.flags.c_contiguous:
+        return matrices.reshape(len(matrices), -1)[:, :: matrices.shape[2] + 1]
     view: Array = np.einsum("cqq->cq", matrices)
     return view

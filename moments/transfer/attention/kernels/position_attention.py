@@ -103,8 +103,7 @@ class Tile:
 
     def diagonal(self, pairs: Array) -> Array:
         """(..., o) entries of keys of both."""
-        offset = self.left.start - self.right.start
-        return np.diagonal(pairs, offset, axis1=-2, axis2=-1)
+        return pairs.diagonal(self.left.start - self.right.start, -2, -1)
 
     @property
     def rows(self) -> slice:
@@ -181,8 +180,8 @@ class RowMaps(NamedTuple):
     @classmethod
     def of(cls, own: Array, pairs: Array, counts: Array) -> RowMaps:
         whole = pairs * counts[:, None, :]
-        each = np.arange(len(own))
-        whole[:, each, each] += own
+        its_own = on_diagonal(whole)
+        its_own += own
         return cls(own, pairs, counts, whole)
 
 
@@ -657,10 +656,11 @@ class PositionAttention:
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
         parts = mixture.parts_of(own, within, diagonal)
-        counted, each = [], np.arange(len(own))
+        counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
             counted.append(count[:, :, None] * pairs)
-            counted[-1][:, each, each] += beside
+            its_own = on_diagonal(counted[-1])
+            its_own += beside
         excess: Array | float = 0.0
         if isinstance(logits.sight, FadingSight):
             excess = self._excess_weight(of, among)
@@ -676,7 +676,8 @@ class PositionAttention:
                 middle -= pairs @ counted[part]
                 middle_own = response * apart
                 moved = middle * counts[part][:, None, :]
-                moved[:, each, each] += middle_own
+                its_own = on_diagonal(moved)
+                its_own += middle_own
                 moved = moved @ np.swapaxes(pairs, -1, -2)
                 middle *= response[:, None, :]
                 single: Array | float = 0.0
@@ -702,9 +703,10 @@ class PositionAttention:
             change = changes[0]
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change
-                size = (keys * turned**2).sum(1)
-                moved = step * (keys * last * turned).sum(1) / np.maximum(size, 1e-30)
-                step = np.clip(moved, 0.25, 1.0)
+                counts = keys * turned
+                size = (counts * turned).sum(1)
+                moved = step * (counts * last).sum(1) / np.maximum(size, 1e-30)
+                step = np.minimum(np.maximum(moved, 0.25), 1.0)
             last = change
             largest = 0.0
             for kind, (beside, pairs) in enumerate(found):
@@ -784,7 +786,7 @@ class PositionAttention:
         )
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        self._exponent_slope = exponent @ nodes.basis(np.ones(1))[1][:, 0]
+        self._exponent_slope = exponent @ nodes.slopes[:, 0]
         exponent = exponent * logits.scale * temperature[:, None]
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
@@ -1196,17 +1198,17 @@ class PositionAttention:
         mixture, found = self._mixture(tile), []
         for law in (laws.joint, laws.keyed):
             of_tokens, mean = mixture.mean_of(law, tile.diagonal)
-            kinds = [pairs * both for pairs in mixture.alike([pairs for _, pairs in law])]
-            found.append(((of_tokens + tile.diagonal(mean)) * alike, kinds))
-        if tile.turned is not None:
-            own, kinds = found.pop()
-            of_keys, of_rows = tile.turned
-            assert tile.still is not None
-            found.append((own * of_rows[:, None], [pairs * of_keys for pairs in kinds]))
-            found.append((own, [pairs * tile.still for pairs in kinds]))
+            whole = (of_tokens + tile.diagonal(mean)) * alike
+            found.append((whole, mixture.alike([pairs for _, pairs in law])))
+        (own, joint), (beside, keyed) = found
+        if tile.turned is None:
+            return [_in_single(own, joint, both), _in_single(beside, keyed, both)]
+        of_keys, of_rows = tile.turned
+        assert tile.still is not None
         return [
-            (own.astype(np.float32), np.stack(kinds, 1).reshape(len(own), -1).astype(np.float32))
-            for own, kinds in found
+            _in_single(own, joint, both),
+            _in_single(beside * of_rows[:, None], keyed, both * of_keys),
+            _in_single(beside, keyed, both * tile.still),
         ]
 
     def _before_each(self, tile: Tile) -> tuple[Array, Array]:
@@ -1436,6 +1438,14 @@ def _gathered(trace: Kinds, law: Kinds) -> Array:
         found = found + np.einsum("cnk,cnk->c", pairs, counted)
         found = found + np.einsum("co,co->c", own, alone)
     return np.asarray(found)
+
+
+def _in_single(own: Array, kinds: Sequence[Array], factor: Array) -> Matrix:
+    """(c, o), and (c, kinds n k) of pairs times a factor, rounded to single precision."""
+    found = np.empty((len(own), len(kinds), *factor.shape[1:]), np.float32)
+    for kind, pairs in enumerate(kinds):
+        np.multiply(pairs, factor, out=found[:, kind], casting="same_kind")
+    return own.astype(np.float32), found.reshape(len(own), -1)
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
