@@ -21,9 +21,9 @@ from ..show.expected import TOLERANCE
 from .advice import conventions
 from .anatomy import anatomy_of
 from .architecture import architecture_of, read_architecture
+from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
 from .audit import weight_advice
 from .batches import inputs_of, measured_dropout, measured_gradient, measured_moments
-from .copies import Copies, copies, copy_notes, shuffle, shuffled
 from .describe import describe
 from .entering import first_stream, ids_read, sees_ahead, targets_read
 from .expectation import model_of
