@@ -276,8 +276,8 @@ class Sums(NamedTuple):
         return left, right
 
     def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
-        """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs; sums
-        of those of factors (r, c, n, T) and (r, c, k, T)."""
+        """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs,
+        summed over those of (r, c, n, T) and (r, c, k, T)."""
         frequencies, share = self.mixture.frequencies, self.mixture.share
         assert share is not None
 

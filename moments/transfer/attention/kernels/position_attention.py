@@ -703,9 +703,9 @@ class PositionAttention:
             change = changes[0]
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change
-                counts = keys * turned
-                size = (counts * turned).sum(1)
-                moved = step * (counts * last).sum(1) / np.maximum(size, 1e-30)
+                along = keys * turned
+                size = (along * turned).sum(1)
+                moved = step * (along * last).sum(1) / np.maximum(size, 1e-30)
                 step = np.minimum(np.maximum(moved, 0.25), 1.0)
             last = change
             largest = 0.0
