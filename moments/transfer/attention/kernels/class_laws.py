@@ -282,7 +282,7 @@ class Sums(NamedTuple):
         assert share is not None
 
         def outer(one: Array, two: Array) -> Array:
-            return np.asarray(np.moveaxis(one, 0, -1) @ np.moveaxis(two, 0, -2))
+            return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
 
         own = (left[:, :, self.own_first] * right[:, :, self.own_second]).sum(0)
         others = outer(left @ frequencies.portion, right @ frequencies.portion)
