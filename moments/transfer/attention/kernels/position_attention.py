@@ -154,11 +154,13 @@ class Tile:
 
     def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
         """(c, n, k) of what is of all rows, or of the longer ones."""
-        own, pairs = kernel
         if by_pair:
             return kernel
+        own, pairs = kernel
+        where = self.long - self.long[0]
+        own = own[where] if own.ndim == 2 else own
         if pairs.ndim == 3:
-            return own, pairs[self.long - self.long[0]]
+            return own, pairs[where]
         return own, np.broadcast_to(pairs, (len(self.long), *pairs.shape))
 
 
