@@ -145,7 +145,7 @@ def stacked_layers(models: Sequence[Transformer], theory: Theory) -> Chain:
     first = {id(m): m for m in models} if uniform else {}
     known = {key: declare_layer(m, theory, 1) for key, m in first.items()}
     single = [known[id(m)] for m in models] if uniform else None
-    whole = None if uniform else [declare(m, theory).parts for m in models]
+    whole = None if uniform else [declare(m, theory).children for m in models]
     for number in range(1, depth + 1):
         over = tuple(i for i, model in enumerate(models) if model.layers < number)
         if single is not None:
@@ -184,14 +184,14 @@ def _uniform(model: Transformer) -> bool:
 
 def _adding_nothing(body: Component) -> Component:
     """The body of a layer whose residual connections keep the stream and add none of a branch."""
-    parts = body.parts if isinstance(body, Chain) else (body,)
+    parts = body.children if isinstance(body, Chain) else (body,)
     found = []
     for part in parts:
         if not isinstance(part, Residual):
             raise Unlike(part.label)
         branch = _without_logits(part.branch)
         found.append(dataclasses.replace(part, branch=branch, skip_scale=1.0, branch_scale=0.0))
-    return dataclasses.replace(body, parts=tuple(found)) if isinstance(body, Chain) else found[0]
+    return body.with_children(tuple(found)) if isinstance(body, Chain) else found[0]
 
 
 HOT = 1e6

@@ -329,8 +329,8 @@ class Sites:
         """The value that others are mere views of."""
         while (node := self.graph.producer(value)) is not None:
             whole = self.graph.tensor(value).numel()
-            passes = node.name in VIEWS and len(node.outputs) == 1
-            if not passes or self.graph.tensor(node.inputs[0]).numel() != whole:
+            transparent = node.name in VIEWS and len(node.outputs) == 1
+            if not transparent or self.graph.tensor(node.inputs[0]).numel() != whole:
                 break
             value = node.inputs[0]
         return value
