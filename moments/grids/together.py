@@ -205,11 +205,19 @@ def _without_logits(part: Any) -> Any:
         return tuple(_without_logits(one) for one in part)
     if not isinstance(part, Component):
         return part
-    fields = dataclasses.fields(part)  # type: ignore[arg-type]
-    changes = {f.name: _without_logits(getattr(part, f.name)) for f in fields}
+    changes = {name: _without_logits(value) for name, value in _named_fields(part)}
     if "temperature" in changes:
         changes["temperature"] = HOT
-    return dataclasses.replace(part, **changes)  # type: ignore[type-var]
+    return _changed(part, changes)
+
+
+def _named_fields(part: Any) -> list[tuple[str, Any]]:
+    """A component's fields by name."""
+    return [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]
+
+
+def _changed(part: Any, changes: Mapping[str, Any]) -> Any:
+    return dataclasses.replace(part, **changes)
 
 
 def stacked(parts: Sequence[Any]) -> Any:
@@ -225,12 +233,11 @@ def stacked(parts: Sequence[Any]) -> Any:
         if any(type(part) is not type(first) for part in parts):
             raise Unlike(first.label)
         changes = {}
-        for f in dataclasses.fields(first):  # type: ignore[arg-type]
-            values = [getattr(part, f.name) for part in parts]
-            found = stacked(values)
-            if found is not values[0]:
-                changes[f.name] = found
-        return dataclasses.replace(first, **changes) if changes else first  # type: ignore[type-var]
+        for name, value in _named_fields(first):
+            found = stacked([getattr(part, name) for part in parts])
+            if found is not value:
+                changes[name] = found
+        return _changed(first, changes) if changes else first
     if type(first) is tuple:
         if any(type(part) is not tuple or len(part) != len(first) for part in parts):
             raise Unlike(repr(first))

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import DomainError, domain_error
 from ..files import MOST, parse_json
+from ..model.fields import set_field
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 
@@ -57,7 +58,7 @@ class Plan:
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", plain(self.inputs))
+        set_field(self, "inputs", plain(self.inputs))
 
     @property
     def formula(self) -> str:
