@@ -29,6 +29,7 @@ from .entering import first_stream, ids_read, sees_ahead, targets_read
 from .expectation import model_of
 from .findings import unchecked
 from .hook_points import ENCODER
+from .measure import measure
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
 from .running import unwrapped
@@ -93,8 +94,6 @@ def diagnose(
             meant to be.
         MomentsError: as `moments.torch.measure`.
     """
-    from .measure import measure
-
     sites = None if sites is None else list(sites)
     fixed = isinstance(module, nn.Module)
     target = unwrapped(module if isinstance(module, nn.Module) else module(seed))

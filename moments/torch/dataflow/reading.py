@@ -858,10 +858,12 @@ class _Reading:
             tied, square = False, self.values.table(self.module, table)
         classes = found.pool in ("first", "mean")
         last = len(stack.layers) + 1
-        loss = "classification" if classes else "causal" if fields["causal"] else "masked"
+        loss: str | None = "classification" if classes else "masked"
+        if fields["causal"] and not classes:
+            loss = "causal"
         token_rows = 0 if table is None else len(self.tensors[table])
         if not classes and token_rows != found.labels and not tied:
-            loss = "causal" if fields["causal"] else None  # type: ignore[assignment]
+            loss = "causal" if fields["causal"] else None
             self.doubts.append("labels that are no tokens: no loss is declared")
         changes: dict[str, Any] = {}
         if found.transform is not None:
