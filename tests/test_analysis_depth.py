@@ -26,8 +26,8 @@ from moments.papers.analysis import (
     trade_off,
     variance_recursion,
 )
-from moments.papers.analysis.blocks import blocks
-from moments.papers.analysis.one_layer import repeated_layer
+from moments.papers.analysis.fixed_points import repeated_layer
+from moments.papers.analysis.results import blocks
 
 
 def model(**changes: object) -> moments.Transformer:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning
+from ..errors import DomainError, without_warnings
 from ..formulas.checks import check_flag
 from ..formulas.law import Source
 from ..model.transformer import Transformer
@@ -39,8 +37,7 @@ def _admin(
     profiled = placed(
         model, "post", weights=xavier(model, per_head), skip_scale=1.0, branch_scale=1.0
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
+    with without_warnings():
         found = predict(profiled, correlation=correlation)
     frame = found.to_frame()
     outputs = frame[frame.site.isin(("attention.dropout", "ffn.dropout"))].variance.to_numpy()

@@ -6,8 +6,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
-from .probe import in_mode, run
-from .tensors import first_tensor
+from .running import first_tensor, in_mode, run
 
 with optional("torch", "torch"):
     import torch

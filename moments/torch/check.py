@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, ValidityWarning, domain_error, listed, optional
+from ..errors import (
+    DomainError,
+    MomentsError,
+    domain_error,
+    listed,
+    optional,
+    without_warnings,
+)
 from ..model.embedding import Embedding
 from ..model.head import Head
 from ..model.transformer import Transformer
@@ -48,7 +55,7 @@ from .expectation import model_of
 from .findings import Finding, measure_roles
 from .hook_points import stacks_of
 from .measure import measure, needs_labels
-from .probe import default_batch, in_mode, run
+from .probe import default_batch
 from .roles import (
     ModuleRoles,
     Role,
@@ -58,16 +65,14 @@ from .roles import (
     gathered_pattern,
     tensors_of,
 )
-from .tensors import module_loss
+from .running import first_tensor, in_mode, module_loss, run, unwrapped
 from .text import mask_tokens
 from .unread import not_read
-from .wrappers import unwrapped
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
 
-    from .tensors import first_tensor
 
 Loss = Callable[[Any, Any], "torch.Tensor"]
 
@@ -235,8 +240,7 @@ class _Checking:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
         case, _ = case_of(self.described, text, self.measurement, None)
         self.case = self._by_token(case)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
+        with without_warnings():
             try:
                 prediction = predict(self.case.model, **self.case.inputs)
             except DomainError as error:
@@ -962,8 +966,7 @@ def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transfor
     if parts.reading is not None:
         model, unplaced = parts.reading.model, unplaced_by(parts.reading)
     else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
+        with without_warnings():
             described = describe(module, batch=batch)
         model, unplaced = described.model, described.unplaced
     if model is None:
@@ -1278,12 +1281,8 @@ def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | Non
         wanted = ids.to(logits.device)[:, 1:].flatten()
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted)
 
-    with torch.no_grad():
-        training = module.training
-        try:
-            output = run(module.eval(), batch)
-        finally:
-            module.train(training)
+    with in_mode(module, False):
+        output = run(module, batch)
     if module_loss(output) is not None:
         return None
     try:

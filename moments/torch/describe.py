@@ -20,18 +20,15 @@ from .anatomy import anatomy_of
 from .architecture import architecture_of
 from .assumptions import WeightStatistics, alignment_note, gain_notes, notes
 from .audit import Read, entries_of
-from .checkpoints import load
+from .checkpoints import drawn, is_meta, load
 from .copies import Copies, copy_notes
 from .dataflow import Reading, read
 from .entries import Entries
 from .expectation import check_fits, model_of_stack
-from .hook_points import HookPoint
-from .meta import drawn, is_meta
+from .hook_points import ENCODER, HookPoint
 from .probe import BlockProbe, Slope
-from .roles import ModuleRoles, Role, block_of, roles_of, tensors_of
-from .structure import ENCODER
-from .units import gain_of
-from .wrappers import unwrapped
+from .roles import ModuleRoles, Role, block_of, gain_of, roles_of, tensors_of
+from .running import unwrapped
 
 with optional("torch", "torch"):
     from torch import nn

@@ -13,8 +13,8 @@ from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from ..prediction.draws import Array
 from ..scheme.registry import scheme
+from .hook_points import ENCODER
 from .roles import ModuleRoles, Role
-from .structure import ENCODER
 
 _OUTSIDE = {
     "token": ("embedding", "token_variance"),

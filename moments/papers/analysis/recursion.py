@@ -18,8 +18,7 @@ from ...formulas.checks import check_in
 from ...formulas.kedia_chain import CORRELATED_RESIDUAL
 from ...formulas.symbols import CORRELATION
 from ...prediction.result import Prediction
-from .blocks import Block, blocks
-from .results import Result
+from .results import Block, Result, blocks
 
 
 @dataclass(frozen=True)

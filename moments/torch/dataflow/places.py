@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...errors import optional
-from ..hook_points import HookPoint, WeightPart
+from ..hook_points import ENCODER, Block, HookPoint, Point, WeightPart
 from ..roles import Role
-from ..structure import ENCODER, Block, Point
 from .around import After, Before
 from .graph import VIEWS, Graph, filled
 from .stream import Block as Unit

@@ -16,12 +16,10 @@ from ...model.patches import PatchEmbedding
 from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
-from ..hook_points import HookPoint
-from ..probe import in_mode
+from ..hook_points import ENCODER, HookPoint
+from ..hook_points import Block as Branch
 from ..roles import ModuleRoles, Role
-from ..structure import ENCODER
-from ..structure import Block as Branch
-from ..tensors import padding_row
+from ..running import in_mode, padding_row
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
