@@ -74,7 +74,8 @@ class Mixture(NamedTuple):
         if self.share is None:
             return values[0]
         others, same = values
-        return np.asarray(others + level * self.share * (same - others))
+        share = self.share if level == 1.0 else np.minimum(level * self.share, 1.0)
+        return np.asarray(others + share * (same - others))
 
     def mean_of(self, kinds: Kinds, diagonal: Diagonal = diagonal) -> Matrix:
         """Over all pairs, and over tokens."""
@@ -196,7 +197,7 @@ class Sums(NamedTuple):
         if self.mixture.share is None:
             return self._balanced_in_place(law, sweeps, directions)
         left, right = self._factors(law, sweeps)
-        parts, products = self._parts(law), self._products(left[None], right[None])
+        parts, products = self._parts(law), self._factored(left, right)
         aims = [np.where(one > 0.0, one, 1.0) for one in (self.aims_first, self.aims_second)]
         wholes = [own + self.at_own(pairs) for own, pairs in law]
         tangents = []
@@ -216,6 +217,7 @@ class Sums(NamedTuple):
                 if _settled(v, last, sweep):
                     break
             shifts = self._products(np.stack([left * u, left]), np.stack([right, right * v]))
+            shifts[0][1][...] *= products[0][1] > 0.0
             found = []
             for whole, (_, pairs), (own, along), factors, shift in zip(
                 wholes, law, moved, products, shifts, strict=True
@@ -238,7 +240,7 @@ class Sums(NamedTuple):
         others, beyond, own = law[0][1], [], [law[0][0]]
         for level, (alone, same) in zip(self.mixture.frequencies.level[1:], law[1:], strict=True):
             more = same - others
-            beyond.append((level * self.mixture.share) * more)
+            beyond.append(np.minimum(level * self.mixture.share, 1.0) * more)
             own.append(alone + self.at_own(more - beyond[-1]))
         return others, beyond, np.stack(own, -1)
 
@@ -290,8 +292,14 @@ class Sums(NamedTuple):
         for kind, part in enumerate(frequencies.of_pairs[1:], start=1):
             found.append((own[..., kind], outer(left[..., kind], right[..., kind])))
             others -= (part * share) * found[-1][1]
-        # Cells all of whose pairs are of one word have none of two.
         others *= 1.0 / np.maximum(1.0 - share, LEAST_OTHERS)
+        return found
+
+    def _factored(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
+        """Those of a law. Cells of few tokens may hold fewer pairs of two words than words that are
+        as frequent would, and then have none."""
+        found = self._products(left[None], right[None])
+        np.maximum(found[0][1], 0.0, out=found[0][1])
         return found
 
     def _times(self, law: Kinds, factors: list[tuple[Array, Array]]) -> Kinds:
@@ -309,7 +317,7 @@ class Sums(NamedTuple):
             pairs *= left
             pairs *= np.swapaxes(right, -1, -2)
             return law
-        return self._times(law, self._products(left[None], right[None]))
+        return self._times(law, self._factored(left, right))
 
     # --- of one kind ----------------------------------------------------------------------------
 
@@ -370,8 +378,8 @@ class Sums(NamedTuple):
         return law, list(directions)
 
 
-LEAST_OTHERS = 1e-6
-"""Share of pairs of two words below which there are none."""
+LEAST_OTHERS = 0.05
+"""Share of pairs of two words below which they count no more: there are hardly any."""
 
 
 def _settled(values: Array, last: Array, sweep: int) -> bool:
