@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..engine.layout import Layout
+from ..engine.texts import TextClasses
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
 from ..formulas.law import Theory
@@ -103,10 +104,12 @@ class Prediction:
 
     @property
     def resolution(self) -> str:
-        """How finely tokens were told apart: "tokens alike", "17 classes of positions", "by
-        token"."""
-        if self.layout.classes is not None:
-            return f"{len(self.layout.classes.inside.nodes)} classes of positions"
+        """How finely tokens were told apart: "tokens alike", "17 classes of positions", the same
+        "and of words", or "by token"."""
+        classes = self.layout.classes
+        if classes is not None:
+            words = " and of words" if isinstance(classes, TextClasses) else ""
+            return f"{len(classes.inside.nodes)} classes of positions{words}"
         return "tokens alike" if self.token_variance is None else "by token"
 
     @property
