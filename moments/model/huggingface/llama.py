@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..embedding import Embedding
 from ..transformer import Transformer
-from ..weights import Weights
 from .entries import Entries
-from .family import Family, causal_head
+from .family import Family, causal_head, declared
 from .layout import Fused, Layout, Site, attention, feed_forward, matrices, projections
 
 _FULL = "full_attention"
@@ -21,7 +19,7 @@ def decoder(
     read: Entries,
     seq_len: int | None,
     *,
-    norm: str = "rmsnorm",
+    normalization: str = "rmsnorm",
     epsilon: str | float = "rms_norm_eps",
     biased: tuple[str, ...] = ("attention_bias",),
     **changes: Any,
@@ -30,35 +28,25 @@ def decoder(
 
     `biased` are the entries for biases that the module reads, of attention_bias and mlp_bias.
     """
-    variance = read.variance()
     d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
-    size = epsilon if isinstance(epsilon, float) else read.number(epsilon)
     fields: dict[str, Any] = {
         "activation": read.activation("hidden_act") if "activation" not in changes else None,
         "gated": True,
         "dropout": 0.0,
         "biases": read.biases(_biased(read, biased)) if "biases" not in changes else None,
-        "head": causal_head(read, variance, size) if "head" not in changes else None,
-        "rotary": read.rotary() if "rotary" not in changes else None,
-        "embedding": Embedding(
-            vocab_size=read("vocab_size"), token_variance=variance, padding_id=read.padding()
-        ),
+        "rotary": read.rotary(),
     } | changes
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        d_model=d_model,
-        heads=heads,
+    return declared(
+        read,
+        epsilon if isinstance(epsilon, float) else read.number(epsilon),
         kv_heads=read("num_key_value_heads", heads),
         d_head=read.count("head_dim", d_model // heads),
-        seq_len=read.length("max_position_embeddings", seq_len, table=False),
+        seq_len=length(read, seq_len),
         d_ff=read("intermediate_size"),
-        norm=fields.pop("placement", "pre"),
-        normalization=norm,
+        normalization=normalization,
         attention_dropout=read.number("attention_dropout"),
         causal=True,
-        weights=Weights.normal(variance),
-        norm_epsilon=size,
-        norm_affine=fields.pop("norm_affine", True),
+        embedding={"padding_id": read.padding()} | fields.pop("embedding", {}),
         **fields,
     )
 
@@ -122,7 +110,7 @@ def _gemma(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         activation=given[name],
-        embedding=_scaled(read, "hidden_size"),
+        embedding={"scale": math.sqrt(read.count("hidden_size"))},
     )
 
 
@@ -138,21 +126,12 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         activation=read.activation("hidden_activation"),
-        placement="sandwich",
-        embedding=_scaled(read, "hidden_size"),
+        norm="sandwich",
+        embedding={"scale": math.sqrt(read.count("hidden_size"))},
         head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=cap),
         logit_softcap=read.cap("attn_logit_softcapping"),
         temperature=math.sqrt(read.positive("query_pre_attn_scalar") / width),
         window=read.windows(read("layer_types", usual), _SLIDING, "sliding_window", tokens),
-    )
-
-
-def _scaled(read: Entries, width: str) -> Embedding:
-    return Embedding(
-        vocab_size=read("vocab_size"),
-        token_variance=read.variance(),
-        scale=math.sqrt(read.count(width)),
-        padding_id=read.padding(),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from ..embedding import Embedding
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
@@ -19,11 +18,6 @@ def _phi3(read: Entries, seq_len: int | None) -> Transformer:
         biased=(),
         dropout=read.number("resid_pdrop"),
         window=read.window("sliding_window", length(read, seq_len)),
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=read.variance(),
-            padding_id=read.padding(),
-        ),
     )
 
 
@@ -31,18 +25,13 @@ def _starcoder2(read: Entries, seq_len: int | None) -> Transformer:
     return decoder(
         read,
         seq_len,
-        norm="layernorm",
+        normalization="layernorm",
         epsilon="norm_epsilon",
         gated=False,
         dropout=read.number("residual_dropout"),
         biases=Biases() if read.flag("use_bias") else None,
         window=read.window("sliding_window", length(read, seq_len)),
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=read.variance(),
-            dropout=read.number("embedding_dropout"),
-            padding_id=read.padding(),
-        ),
+        embedding={"dropout": read.number("embedding_dropout")},
     )
 
 
@@ -54,7 +43,7 @@ def _stablelm(read: Entries, seq_len: int | None) -> Transformer:
     return decoder(
         read,
         seq_len,
-        norm="layernorm",
+        normalization="layernorm",
         epsilon="layer_norm_eps",
         ffn_dropout=read.number("hidden_dropout"),
         parallel=read.flag("use_parallel_residual"),
@@ -67,7 +56,7 @@ def _olmo(read: Entries, seq_len: int | None) -> Transformer:
     clip = read("clip_qkv", None)
     if clip is not None:
         read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
-    return decoder(read, seq_len, norm="layernorm", epsilon=1e-5, norm_affine=False)
+    return decoder(read, seq_len, normalization="layernorm", epsilon=1e-5, norm_affine=False)
 
 
 def _cohere(read: Entries, seq_len: int | None) -> Transformer:
@@ -77,7 +66,7 @@ def _cohere(read: Entries, seq_len: int | None) -> Transformer:
     return decoder(
         read,
         seq_len,
-        norm="layernorm",
+        normalization="layernorm",
         epsilon="layer_norm_eps",
         norm_bias=False,
         parallel=True,
@@ -94,12 +83,7 @@ def _granite(read: Entries, seq_len: int | None) -> Transformer:
         biased=BOTH,
         temperature=1 / (read.positive("attention_multiplier") * math.sqrt(width)),
         branch_scale=read.number("residual_multiplier"),
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=read.variance(),
-            scale=read.number("embedding_multiplier"),
-            padding_id=read.padding(),
-        ),
+        embedding={"scale": read.number("embedding_multiplier")},
         head=causal_head(
             read,
             read.variance(),
