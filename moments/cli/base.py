@@ -197,7 +197,7 @@ def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
 
 
 CsvOption = Annotated[
-    Path | None, typer.Option("--csv", help="Write every point as CSV.", callback=writable)
+    Path | None, typer.Option("--csv", help="Write the rows as CSV.", callback=writable)
 ]
 PlotOption = Annotated[
     Path | None,

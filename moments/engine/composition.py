@@ -503,7 +503,7 @@ class Parallel(Component):
         records = tuple(branch.propagate(signal, run) for branch in self.branches)
         output = records[0].output
         for record in records[1:]:
-            output = added(output, record.output, 1.0, 1.0)
+            output = added(output, record.output, 1.0, 1.0, source=signal)
         return Record(self, run.layer, signal, output, records)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
@@ -782,15 +782,21 @@ def forward(
 
 
 def added(
-    signal: Signal, branch: Signal, skip: Any, scale: Any, keeps_mean: bool = False
+    signal: Signal,
+    branch: Signal,
+    skip: Any,
+    scale: Any,
+    keeps_mean: bool = False,
+    source: Signal | None = None,
 ) -> Signal:
     """Sum of two tensors of independent directions, their kernels times `skip` and `scale`.
 
     Args:
+        source: what both are branches of; None: the first is what the second branches off.
         keeps_mean: whether what the first has without its features' mean stays told apart.
     """
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
-    fluctuation = summed(signal, branch, skip, scale)
+    fluctuation = summed(signal, branch, skip, scale, source)
     if fluctuation is None:
         return Signal(kernel, signal.seq_len, width=signal.width)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None

@@ -183,7 +183,7 @@ class OverlapClosure:
         self._exponent_per_logit = self.calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
         self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
         exponents = self._exponent_per_logit * logits.scale * stats.temperature[leaders, None]
-        derivative = nodes.basis(nodes.rho)[1]
+        derivative = nodes.slopes
         self._laws = JointLaws(self.classes, self.pattern, exponents, derivative, logits)
         self.pairs = PairWeights.of(
             logits,
@@ -305,7 +305,7 @@ class OverlapClosure:
     @functools.cached_property
     def exponent_slopes(self) -> Array:
         """(classes,) dbeta/drho at rho = 1, per unit of logit scale and query norm."""
-        slope = self._nodes.basis(np.ones(1))[1][:, 0]
+        slope = self._nodes.slopes[:, 0]
         return np.asarray(self._exponent_per_logit @ slope)
 
 

@@ -479,7 +479,7 @@ def _rows_at_lengths(lengths: bytes) -> Array:
 
 
 def _flat(values: Array, shape: tuple[int, ...]) -> Array:
-    return np.asarray(np.broadcast_to(values, shape).reshape(-1))
+    return (values if values.shape == shape else np.broadcast_to(values, shape)).reshape(-1)
 
 
 @functools.lru_cache(512)
