@@ -15,6 +15,7 @@ from ..engine.layout import Layout
 from ..engine.texts import TextClasses
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
+from ..files import as_frame
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare
@@ -205,8 +206,6 @@ class Prediction:
         Raises:
             DomainError: several configurations were predicted at once.
         """
-        import pandas as pd
-
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
@@ -219,7 +218,7 @@ class Prediction:
         for note in gate.notes:
             warnings.warn(note, ValidityWarning, stacklevel=2)
         names = [(layer, weight) for layer, weight, _ in rows]
-        frame = pd.DataFrame(names, columns=["layer", "weight"])
+        frame = as_frame(names, columns=["layer", "weight"])
         return frame.assign(squared_norm=norms)
 
     def _inner_weights(self) -> list[tuple[int, str, Any]]:
@@ -286,8 +285,6 @@ class Prediction:
         Columns: layer, logit_variance (within a row), square_sum (E sum_j a_ij^2),
         distance_to_uniform (E sum_j (a_ij - 1/n)^2 over a row's n keys) and entropy (nats).
         """
-        import pandas as pd
-
         rows = [
             {
                 "layer": point.layer,
@@ -300,7 +297,7 @@ class Prediction:
             if point.signal.diagnostics is not None
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
-        return pd.DataFrame(rows, columns=columns)
+        return as_frame(rows, columns=columns)
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""
