@@ -99,8 +99,8 @@ def _quietable(function: Callable[..., None]) -> Callable[..., None]:
     given = inspect.signature(function).parameters.values()
     last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False)
     parameters = [p.replace(annotation=hints[p.name]) for p in (*given, last)]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = hints
+    command: Any = run
+    command.__signature__, command.__annotations__ = inspect.Signature(parameters), hints
     return run
 
 

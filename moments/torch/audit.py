@@ -19,7 +19,7 @@ from ..show.report import number, render
 from .advice import Advice, Convention, advise, conventions
 from .anatomy import anatomy_of
 from .architecture import resolve
-from .copies import Copies, copies, copy_findings, copy_notes
+from .assumptions import Copies, copies, copy_findings, copy_notes
 from .entries import Entries
 from .expectation import check_fits, scales_of
 from .findings import (

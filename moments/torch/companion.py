@@ -406,7 +406,7 @@ def trainer_callback(**options: Any) -> Any:
     with optional("hf", "transformers"):
         from transformers import TrainerCallback
 
-    class Companion(TrainerCallback):  # type: ignore[misc]
+    class Companion(TrainerCallback):
         """See `moments.torch.trainer_callback`."""
 
         watching: Watch | None = None
@@ -436,7 +436,7 @@ def lightning_callback(module: Callable[[Any], nn.Module] | None = None, **optio
     with optional("companion", "lightning"):
         from lightning.pytorch import Callback
 
-    class Companion(Callback):  # type: ignore[misc]
+    class Companion(Callback):
         """See `moments.torch.lightning_callback`."""
 
         watching: Watch | None = None
