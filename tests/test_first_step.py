@@ -729,6 +729,18 @@ def test_what_is_not_covered_is_named(prediction: moments.Prediction) -> None:
             found.after("adam", 1e-3)
 
 
+def test_a_text_by_zipf_s_law_is_of_words_alone_and_asks_a_masked_head() -> None:
+    ids = zipf_text(50, 400, 1, padding_id=0)
+    counts = np.bincount(ids.reshape(-1), minlength=50)
+    assert counts[0] == 0
+    assert counts[1] == counts.max()
+    masked = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 32}
+    masked |= {"num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
+    found = moments.learning_rate(moments.from_huggingface(masked, seq_len=16), "adam")
+    assert found.step.loss_change < 0
+    assert found.step.relative_change.max() == pytest.approx(0.1, rel=1e-3)
+
+
 def test_the_command(tmp_path: Path) -> None:
     from moments.cli import app
 
