@@ -763,10 +763,12 @@ def test_what_is_not_covered_is_named(prediction: moments.Prediction) -> None:
             found.after("adam", 1e-3)
 
 
-def test_the_command() -> None:
+def test_the_command(tmp_path: Path) -> None:
     from moments.cli import app
 
-    told = ["first-step", "gpt2", "--layers", "1", "--seq-len", "8", "--lr", "1e-4", "--json"]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(GPT2 | {"n_layer": 1}), encoding="utf-8")
+    told = ["first-step", str(config), "--seq-len", "8", "--lr", "1e-4", "--json"]
     result = CliRunner().invoke(app, told)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

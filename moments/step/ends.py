@@ -49,8 +49,8 @@ class Words:
         readout = reading.readout
         vocab_size, active = readout.vocab_size, reading.targets >= 0
         ids = reading.main.token_ids if reading.tied else np.full(len(active), -1)
-        asked = ids[:0] if reading.encoder is None else reading.encoder.token_ids
-        named = np.unique(np.concatenate([reading.targets[active], ids[ids >= 0], asked]))
+        encoder_ids = ids[:0] if reading.encoder is None else reading.encoder.token_ids
+        named = np.unique(np.concatenate([reading.targets[active], ids[ids >= 0], encoder_ids]))
         rest = vocab_size - len(named)
         rows = np.append(np.ones(len(named)), float(rest)) if rest else np.ones(len(named))
         place = {int(word): k for k, word in enumerate(named)}
@@ -66,7 +66,7 @@ class Words:
         sent[every[active], target[active]] -= 1 / count
         beside = None
         if reading.encoder is not None:
-            beside = np.array([place[int(word)] for word in asked])
+            beside = np.array([place[int(word)] for word in encoder_ids])
         judged = None
         if reading.batches is not None:
             sent = sent * reading.batches.factors(len(sent))[:, None]
