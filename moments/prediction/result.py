@@ -211,7 +211,7 @@ class Prediction:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
         with computing(self.theory, [self.trace], self._rows):
             outer = [] if self.outer_weights is None else self.outer_weights.rows()
-            rows = sorted([*self._inner_weights(), *outer], key=lambda row: row[0])
+            rows = sorted([*self.inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
         gate = self._gate()
         norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)
@@ -221,7 +221,8 @@ class Prediction:
         frame = as_frame(names, columns=["layer", "weight"])
         return frame.assign(squared_norm=norms)
 
-    def _inner_weights(self) -> list[tuple[int, str, Any]]:
+    def inner_weights(self) -> list[tuple[int, str, Any]]:
+        """Expected squared gradient norms of the layers' parameters: layer, name, norm."""
         if self.theory != "refined":
             return self.trace.weights()
         return self._overlaps.weights(self.trace)
