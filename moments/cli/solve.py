@@ -37,7 +37,7 @@ InputCorrelation = Annotated[float | None, typer.Option("--correlation", help="O
     examples=(
         "solve bert-base --objective dslm --json > plan.json",
         "solve bert-base --layers 96 --objective block_variance --target 1",
-        "solve bert-base --objective gradient_ratio --target 1 --free branch_scale",
+        "solve bert-base --objective gradient_ratio --target 0.8 --free branch_scale",
         "solve bert-base --objective largest_depth --bound final_correlation=0.9",
         "solve bert-base --objective block_variance --formulas --plot plan.svg",
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..engine.layout import Layout
+from ..engine.texts import TextClasses
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
 from ..files import as_frame
@@ -104,10 +105,12 @@ class Prediction:
 
     @property
     def resolution(self) -> str:
-        """How finely tokens were told apart: "tokens alike", "17 classes of positions", "by
-        token"."""
-        if self.layout.classes is not None:
-            return f"{len(self.layout.classes.inside.nodes)} classes of positions"
+        """How finely tokens were told apart: "tokens alike", "17 classes of positions", the same
+        "and of words", or "by token"."""
+        classes = self.layout.classes
+        if classes is not None:
+            words = " and of words" if isinstance(classes, TextClasses) else ""
+            return f"{len(classes.inside.nodes)} classes of positions{words}"
         return "tokens alike" if self.token_variance is None else "by token"
 
     @property
@@ -208,7 +211,7 @@ class Prediction:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
         with computing(self.theory, [self.trace], self._rows):
             outer = [] if self.outer_weights is None else self.outer_weights.rows()
-            rows = sorted([*self._inner_weights(), *outer], key=lambda row: row[0])
+            rows = sorted([*self.inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
         gate = self._gate()
         norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)
@@ -218,7 +221,8 @@ class Prediction:
         frame = as_frame(names, columns=["layer", "weight"])
         return frame.assign(squared_norm=norms)
 
-    def _inner_weights(self) -> list[tuple[int, str, Any]]:
+    def inner_weights(self) -> list[tuple[int, str, Any]]:
+        """Expected squared gradient norms of the layers' parameters: layer, name, norm."""
         if self.theory != "refined":
             return self.trace.weights()
         return self._overlaps.weights(self.trace)
