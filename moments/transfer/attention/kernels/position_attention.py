@@ -582,6 +582,7 @@ class PositionAttention:
         temperature = logits.scale * logits.queries[0]
         pull = (rows.own_response * temperature * rows.softening)[of, None, None]
         within, away = logits.among(of, among)
+        varying = None if away is None else _varying(keys, away)
         top = max(own.max(), within.max())
         of_pairs = np.exp(pull * (within - top))
         of_own = np.exp(pull[..., 0] * (own - top)) - diagonal(of_pairs)
@@ -590,7 +591,6 @@ class PositionAttention:
         found = np.where(seen, prior * of_own / total, 0.0)
         inside = both * (prior[:, None, :] * of_pairs / total[:, :, None])
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        away = logits.log_mean(away, exponent)
         apart, each = own - diagonal(within), np.arange(len(own))
         counted = keys[:, :, None] * within  # C by its counts
         counted[:, each, each] += apart
@@ -611,7 +611,10 @@ class PositionAttention:
             middle *= response[:, None, :]
             projected = np.subtract(middle, projected, out=projected)
             whole = middle_own * response + diagonal(projected) - 2.0 * excess * apart
-            joint_own, joint = _bounded_exp((whole, projected), exponent, away)
+            if varying is not None:
+                whole -= 2.0 * _together(exponent[..., 0], response, inside, varying)
+            moved = None if away is None else logits.log_mean(_projected(away, response), exponent)
+            joint_own, joint = _bounded_exp((whole, projected), exponent, moved)
             joint_own -= diagonal(joint)
             joint_own *= held
             joint *= both
@@ -639,6 +642,11 @@ class PositionAttention:
     def _projected(self, tile: Tile, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
         """(1 - A) C (1 - A')^T of pairs of rows; `kernels` as in `Tile.projected`."""
         found = tile.projected(self._response, kernels)
+        if self.logits.turning is not None:  # kernels as turned, and as in one row
+            together = self._together[tile.long, tile.own] + self._together[tile.short, tile.own]
+            found[1][0][...] -= together * tile.met_own
+            alone = self._pairs.alone[tile.pairs]
+            found[0][0][alone] -= together[alone]
         if isinstance(self.logits.sight, FadingSight):
             long, short = tile.long, tile.short
             heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
@@ -649,6 +657,17 @@ class PositionAttention:
                     apart = apart[long - long[0]]
                 own -= heavier * apart
         return found
+
+    @functools.cached_property
+    def _together(self) -> Array:
+        """(P, P) of every row what `_together` says."""
+        rows, logits, response = self._rows, self.logits, self._response
+        exponent = rows.own_response * logits.scale * logits.queries[0] * rows.softening
+        exponent = exponent / np.maximum(rows.strength, 1e-6) ** 2
+        away = logits.deviation
+        assert away is not None
+        varying = _varying(logits.sight.keys, away)
+        return _together(exponent[:, None], response.own, -response.pairs, varying)
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
         """(n, k) by how much a class's token weighs more where what it gives itself counts, by the
@@ -765,6 +784,7 @@ class PositionAttention:
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, tile.left)
             assert inside is not None
+            inside = _projected(inside, self._response.own[rows, tile.left])
             inside = inside[long[alone] - rows.start]
             away[alone] = logits.log_mean(inside, factor[alone, None, None])
         held, times = exponent
@@ -1264,6 +1284,30 @@ def _gathered(trace: Matrix, law: Matrix) -> Array:
     """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
     inside = np.einsum("cnk,cnk->c", law[1], trace[1])
     return np.asarray(inside + np.einsum("co,co->c", law[0], trace[0]))
+
+
+def _projected(away: Array, response: Array) -> Array:
+    """(n, q, r) what (1 - A) C (1 - A)^T has of the deviation of C inside cells."""
+    return np.asarray(away * response[:, :, None] * response[:, None, :])
+
+
+def _varying(keys: Array, away: Array) -> Array:
+    """(n, q, r) of `_together`: a key is none of the others."""
+    return np.asarray(np.maximum(keys[:, None, :] - np.eye(keys.shape[-1]), 0.0) * away**2)
+
+
+def _together(exponent: Array, response: Array, overlap: Array, varying: Array) -> Array:
+    """(n, q) of sum_k A_jk C_kj beyond the product of the means of cells, (1 - A) on its other side
+    and A varying with what the law exponentiates.
+
+    Args:
+        exponent: (n, 1) of the law of a row with itself.
+        response: (n, q) own part of 1 - A.
+        overlap: (n, q, r) A of two keys.
+        varying: (n, q, r) variance of C inside cells times counts of other keys k.
+    """
+    sums = ((overlap * varying) @ response[:, :, None])[..., 0]
+    return np.asarray(exponent * response**2 * sums)
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:

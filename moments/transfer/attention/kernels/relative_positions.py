@@ -179,7 +179,10 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     speed, share = np.array(frequencies), np.array(shares)
     size = len(sight.classes.nodes)
     hats = (OneHat if isinstance(sight.classes, OneClass) else Hats)(sight.classes, speed)
-    found = [hats.sums(int(sight.starts[p]), int(sight.ends[p])) for p in range(size)]
+    # A window begins inside a cell that its counts reach into: they are of what whole cells hold.
+    whole = isinstance(sight.classes, BothSides | OneClass)
+    ends = np.full(size, sight.classes.length) if whole else sight.ends
+    found = [hats.sums(0, int(end)) for end in ends]
     sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
     total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
