@@ -38,7 +38,7 @@ from ....engine.classes import Matrix, Sight, diagonal
 from ..softmax.table import THETA_MAX
 from . import exact_rows
 from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
-from .finite_rows import Widths, calibrate, nodes_for
+from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
     EXPONENT_MAX,
     ITERATIONS,
@@ -343,6 +343,11 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
 
 TOLERANCE = 2e-5
 """Largest change of an overlap at which its iteration ends; below that by token, rows being few."""
+
+
+MOST_GROWN = 2.0
+"""Bound of a mean over the offsets of two cells over its value at the mean, which may be next to
+nothing."""
 
 
 class Across(NamedTuple):
@@ -723,6 +728,8 @@ class PositionAttention:
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
+        if turning is not None:
+            slope = slope * self._over_offsets(turn, bare, nodes)
         self._slope = slope
         exponents: list[Matrix] = moved
         factors: Array | None = factor
@@ -759,6 +766,32 @@ class PositionAttention:
         along = self._over_pairs(calibration.along) * bare * sharp
         beside = self._over_pairs(calibration.key - nodes.rho * calibration.along) * sharp
         self._driven = np.stack([along, 0.0 * cross]), np.stack([beside, cross])
+
+    def _over_offsets(self, turn: Array, bare: Array, nodes: Nodes) -> Array:
+        """(C,) the mean of rho C2'(q rho) over how far two rows of two cells are apart, over the
+        same at its mean: C2 of exchangeable rows, q the correlation of their queries.
+
+        By a rule of two points, of the variance of rho inside the cells: what two rows answer to
+        together grows faster than the correlation of their logits.
+        """
+        pairs, rows, turning = self._pairs, self._rows, self.logits.turning
+        assert turning is not None
+        long, short = pairs.long, pairs.short
+        odds = self._calibration.log_odds
+        odds = geometric_mean(odds[long], odds[short])
+        keys = np.log(np.maximum(np.sqrt(rows.keys[long] * rows.keys[short]) - 1.0, 1e-9))
+        away = np.sqrt(turning.rows[long, short])
+
+        def at(turned: Array) -> Array:
+            inside = np.clip(bare * turned, nodes.low, 1.0)
+            value, slope = (np.einsum("rc,cr->c", one, odds) for one in nodes.basis(inside))
+            grown = 1.0 / (2.0 + np.exp(value - keys) + np.exp(keys - value))
+            return np.asarray(turned * grown * slope)
+
+        middle = at(turn)
+        apart = ~pairs.alone & (np.abs(turn) > RHO_MIN) & (np.abs(middle) > 1e-300)
+        grown = 0.5 * (at(turn + away) + at(turn - away)) / np.where(apart, middle, 1.0)
+        return np.where(apart, np.clip(grown, 1.0 / MOST_GROWN, MOST_GROWN), 1.0)
 
     def _law(
         self,
