@@ -22,7 +22,7 @@ import numpy as np
 from schemes_page import INPUTS, base, predicted, typical
 
 import moments
-from moments.papers.analysis.chain import chain_constants
+from moments.papers.analysis.kedia import chain_constants
 from moments.scheme import schemes
 from moments.show.chart import shown, ticks
 from moments.show.scheme_table import scheme_model

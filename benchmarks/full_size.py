@@ -510,7 +510,7 @@ def measure_cases(
     import torch
     import transformers
 
-    from moments.torch.devices import accelerators
+    from moments.torch.running import accelerators
 
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", moments.ValidityWarning)

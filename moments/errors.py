@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,14 @@ class DomainError(MomentsError, ValueError):
 
 class ValidityWarning(UserWarning):
     """A number was computed outside the regime in which its formula is known to be accurate."""
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Inside, notes on validity are not shown: they stand in what is returned."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValidityWarning)
+        yield
 
 
 def domain_error(argument: str, value: object, allowed: str, remedy: str = "") -> DomainError:

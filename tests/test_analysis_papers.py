@@ -18,9 +18,8 @@ from moments.papers.analysis import (
     named_cases,
     uniform_attention,
 )
-from moments.papers.analysis.case import Case
-from moments.papers.analysis.compute import parameter_count
-from moments.papers.analysis.kedia_cases import double_query_key
+from moments.papers.analysis.cases import Case, double_query_key
+from moments.papers.analysis.kedia import parameter_count
 
 RECORDS = (
     kedia_chain.PRE_LN_CHAIN,

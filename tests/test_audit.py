@@ -96,13 +96,27 @@ def test_a_right_module_passes(built, distribution):
         assert all(f.passed for f in report.findings)
 
 
-def test_two_hundred_seeds_without_a_false_alarm():
-    """Small matrices, whose sampling error is largest."""
+def test_probabilities_of_right_modules_are_uniform():
+    """Small matrices, whose sampling error is largest: no alarm, and a share q below every q."""
     module = small_modules.encoder(2, 16, 32)
     plan = architecture_of(module).replace(skip_scale=0.8, branch_scale=0.6)
-    for seed in range(200):
-        initialize(module, plan, seed=seed, distribution=("normal", "uniform")[seed % 2])
-        assert audit(module, plan).passed, seed
+    found: dict[tuple[str, str], list[float]] = {}
+    for seed in range(40):
+        distribution = ("normal", "uniform")[seed % 2]
+        initialize(module, plan, seed=seed, distribution=distribution)
+        report = audit(module, plan)
+        assert report.passed, seed
+        for finding in report.findings:
+            if finding.quantity.startswith(("variance", "mean")) and 0 < finding.probability < 1:
+                kind = (distribution, finding.quantity)
+                found.setdefault(kind, []).append(finding.probability)
+    assert len(found) == 6
+    for kind, probabilities in found.items():
+        count = len(probabilities)
+        for level in (0.02, 0.1, 0.3, 0.5, 0.7, 0.9):
+            below = sum(p < level for p in probabilities)
+            allowed = 4.5 * math.sqrt(count * level * (1 - level))
+            assert abs(below - count * level) < allowed, (kind, level, below / count)
 
 
 def test_the_framework_passes_its_own_initialisation(built):

@@ -68,8 +68,9 @@ PRINTED = {
     "sweep": (*SMALL, "--axis", "layers=1,2", "--json"),
     "check": (*SMALL, "--json"),
     "doctor": ("--json",),
-    "first-step": ("gpt2", "--layers", "1", "--seq-len", "8", "--lr", "1e-4", "--json"),
+    "first-step": ("config.json", "--seq-len", "8", "--lr", "1e-4", "--json"),
 }
+TINY = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 200}
 
 
 def test_every_command_with_json_has_a_schema() -> None:
@@ -86,7 +87,11 @@ def test_every_command_with_json_has_a_schema() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(PRINTED))
-def test_what_a_command_prints_is_what_its_schema_says(command: str) -> None:
+def test_what_a_command_prints_is_what_its_schema_says(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(TINY), encoding="utf-8")
     schema = schemas()[command]
     jsonschema.Draft202012Validator.check_schema(schema)
     printed = json.loads(run(command, *PRINTED[command]).stdout)

@@ -20,8 +20,9 @@ from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.huggingface_modules import build_module  # noqa: E402
 from moments.torch.initialize import attach  # noqa: E402
 from moments.torch.logits import logits_path  # noqa: E402
-from moments.torch.probe import default_batch, run  # noqa: E402
+from moments.torch.probe import default_batch  # noqa: E402
 from moments.torch.roles import roles_of  # noqa: E402
+from moments.torch.running import run  # noqa: E402
 from moments.torch.scales import applied_scales  # noqa: E402
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

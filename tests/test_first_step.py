@@ -19,9 +19,12 @@ from moments.formulas.named_activations import activation_laws
 from moments.step.change import Change, Overlaps
 from moments.step.draws import Draws
 from moments.step.elementwise import Pairs, activated
+from moments.step.ends import Words, entered
+from moments.step.first import named_optimizer
 from moments.step.heads import Heads
 from moments.step.neurons import Neurons
 from moments.step.parametrisation import PARAMETRISATIONS, parametrised
+from moments.step.result import Stepping
 from moments.step.rules import (
     MUON_SCALES,
     Drawn,
@@ -39,7 +42,7 @@ from moments.step.search import transfer, zipf_text
 from moments.step.several import Updates
 from moments.torch import measure_step
 from moments.torch.batches import inputs_of
-from moments.torch.huggingface_modules import build_module, text_batch
+from moments.torch.huggingface_modules import build_module, module_batch, text_batch
 from moments.torch.step import _made
 
 GPT2 = {
@@ -471,6 +474,36 @@ T5 = {
 }
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "sign"])
+def test_tables_and_patches_step_by_one_gradient(optimizer: str) -> None:
+    """Biases, positions and the projection of patches gather the gradients of the same tokens."""
+    config = {"model_type": "vit", "image_size": 16, "patch_size": 4, "hidden_size": 64}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    images = module_batch(config, batch=2)
+    prediction = moments.predict(
+        moments.from_huggingface(config), pixels=images["pixel_values"], targets=images["labels"]
+    )
+    read = Stepping.of(prediction).reading
+    optimized = named_optimizer(optimizer)
+    tied = np.zeros_like(read.main.before)
+    found = entered(read, Words.of(read), optimized, 1.0, read.main, tied).change.total
+    pixels, tables = read.main.patch, read.main.tables
+    assert pixels is not None
+    root, random = np.linalg.cholesky(read.main.received), np.random.default_rng(0)
+    delta = root @ random.standard_normal((len(root), 20000))
+    take = np.sign if optimizer == "sign" else np.asarray
+    changes = [pixels @ take(pixels.T @ delta)]
+    for table in tables:
+        # every token's row, and 0 where it reads none
+        step = take(table.same @ delta) * table.same.any(1)[:, None]
+        changes.append(table.amplitude**2 * step)
+    change = sum(changes)
+    drawn = change @ change.T / delta.shape[1]
+    assert np.abs(found - drawn).max() < 0.03 * np.abs(drawn).max()
+    apart = sum(float((one * one).sum()) for one in changes) / delta.shape[1]
+    assert np.trace(drawn) > 1.05 * apart
+
+
 def test_an_encoder_and_a_decoder() -> None:
     """Both streams, what cross-attention reads, and one token table; logits of variance 1."""
     read = text_batch(T5, seq_len=16, batch=2)
@@ -696,10 +729,12 @@ def test_what_is_not_covered_is_named(prediction: moments.Prediction) -> None:
             found.after("adam", 1e-3)
 
 
-def test_the_command() -> None:
+def test_the_command(tmp_path: Path) -> None:
     from moments.cli import app
 
-    told = ["first-step", "gpt2", "--layers", "1", "--seq-len", "8", "--lr", "1e-4", "--json"]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(GPT2 | {"n_layer": 1}), encoding="utf-8")
+    told = ["first-step", str(config), "--seq-len", "8", "--lr", "1e-4", "--json"]
     result = CliRunner().invoke(app, told)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

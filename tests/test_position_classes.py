@@ -23,6 +23,7 @@ from moments.engine.classes import (
     one_class,
     product,
 )
+from moments.engine.texts import TextClasses
 from moments.prediction import predict as deciding
 from moments.transfer.attention.kernels import (
     KernelAttention,
@@ -456,13 +457,16 @@ def test_repeated_tokens_are_what_queries_and_keys_would_miss() -> None:
 
 
 def test_strong_logits_leave_a_text_to_its_tokens() -> None:
-    """A text is told apart by token where logits do so, and where it is too long that is said."""
+    """Where logits tell tokens apart a text is resolved by token, a long one word by word; that
+    several are not is said."""
     strong = moments.preset("gpt2", seq_len=128).replace(layers=1, temperature=0.2)
     text = np.random.default_rng(3).zipf(1.3, 300) % 5000
     assert predicted(strong, token_ids=text[:128]).layout.classes is None
+    long = strong.replace(seq_len=300)
+    assert isinstance(predicted(long, token_ids=text).layout.classes, TextClasses)
     with pytest.warns(moments.ValidityWarning, match="means over classes"):
-        long = moments.predict(strong.replace(seq_len=300), token_ids=text)
-    assert long.layout.classes is not None
+        several = moments.predict(long, token_ids=np.stack([text, text[::-1]]))
+    assert several.layout.classes is not None
 
 
 OTHERS = {

@@ -591,6 +591,21 @@ def test_layers_solved_on_a_program_are_those_of_the_plain_walk(
         assert found.feasible == expected.feasible
 
 
+def test_what_a_plan_reaches_is_that_of_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are read off the walk that solved them only where the plan's are the same."""
+    module = importlib.import_module("moments.solver.solve")
+    scaled = module.scaled_weights
+
+    def other(model: moments.Transformer, factors: dict[str, tuple[float, ...]]) -> moments.Weights:
+        values = list(factors["ffn_out"])
+        values[50] *= 1.21
+        return scaled(model, {**factors, "ffn_out": tuple(values)})
+
+    monkeypatch.setattr(module, "scaled_weights", other)
+    plan = solve(BASE.replace(layers=80), "block_variance", correlation=0.3)
+    assert plan.residual == pytest.approx(0.21, rel=1e-9)
+
+
 def test_a_layer_that_cannot_meet_its_target_is_left_to_the_plain_walk() -> None:
     model = BASE.replace(layers=80, activation="tanh", dropout=0.0)
     target = [0.3] * 79 + [30.0]

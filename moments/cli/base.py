@@ -99,8 +99,8 @@ def _quietable(function: Callable[..., None]) -> Callable[..., None]:
     given = inspect.signature(function).parameters.values()
     last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False)
     parameters = [p.replace(annotation=hints[p.name]) for p in (*given, last)]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = hints
+    command: Any = run
+    command.__signature__, command.__annotations__ = inspect.Signature(parameters), hints
     return run
 
 
@@ -197,7 +197,7 @@ def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
 
 
 CsvOption = Annotated[
-    Path | None, typer.Option("--csv", help="Write every point as CSV.", callback=writable)
+    Path | None, typer.Option("--csv", help="Write the rows as CSV.", callback=writable)
 ]
 PlotOption = Annotated[
     Path | None,

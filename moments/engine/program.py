@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -58,13 +58,13 @@ def taken_apart(value: Any, numbers: list[Any]) -> Any:
     Raises:
         Unrecordable: a state with other axes.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind is float or kind is Recorded or (kind is np.ndarray and value.ndim == 1):
         numbers.append(value)
         return float
     if kind is Kernel and value.resolved:
         raise Unrecordable("tokens told apart")
-    names = _fields(kind)  # type: ignore[arg-type]
+    names = _fields(kind)
     if names is not None:
         return (kind, *[(name, taken_apart(getattr(value, name), numbers)) for name in names])
     if kind is tuple:
@@ -361,7 +361,8 @@ class Told(NamedTuple):
 
     @property
     def signal(self) -> Signal:
-        return built((self.structure, self.numbers))  # type: ignore[no-any-return]
+        signal: Signal = built((self.structure, self.numbers))
+        return signal
 
 
 class Library:
@@ -370,12 +371,15 @@ class Library:
     def __init__(self) -> None:
         self._programs: dict[tuple[int, int], list[Program]] = {}
         self._shapes: dict[Any, int] = {}
+        self._last: tuple[Any, int] = (None, -1)
         self._met: dict[int, int] = {}
         self.busy = threading.Lock()
 
     def shape(self, structure: Any) -> int:
         """A number for a structure."""
-        return self._shapes.setdefault(structure, len(self._shapes))
+        if structure is not self._last[0]:  # a stack's layers share one, which is long to hash
+            self._last = structure, self._shapes.setdefault(structure, len(self._shapes))
+        return self._last[1]
 
     def programs(self, layer: int, signal: int) -> list[Program]:
         """Those of one shape, which become the last to be forgotten."""
@@ -615,9 +619,37 @@ def replayed(stack: Component, signal: Signal) -> Record | None:
     return None if signal.resolved else LIBRARY.tried(replay)
 
 
-def told(stack: Component, signal: Signal, read: Reader) -> list[Told] | None:
+class Walked(NamedTuple):
+    """A layer that was stepped through, what entered, and what was told."""
+
+    layer: Apart
+    entering: Told
+    leaving: Told
+
+    def again(self, layer: Apart, entering: Told) -> bool:
+        """Whether that layer, so entered, is the same: then so is what it tells."""
+        return (
+            self.layer.shape == layer.shape
+            and self.entering.numbers == entering.numbers
+            and self.layer.numbers == layer.numbers
+            and self.entering.structure == entering.structure
+        )
+
+
+def told(
+    stack: Component, signal: Signal, read: Reader, walked: Mapping[int, Walked] | None = None
+) -> list[Told] | None:
     """What `read` finds in the layers of a chain on a signal's way up; None where they are not
-    replayed."""
+    replayed.
+
+    Args:
+        stack: the chain.
+        signal: what enters it.
+        read: of every layer's record.
+        walked: by place in the chain, layers of which `read` was told before: those that are the
+            same are not stepped through again.
+    """
+    known = walked or {}
 
     def replay() -> list[Told] | None:
         layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
@@ -626,8 +658,12 @@ def told(stack: Component, signal: Signal, read: Reader) -> list[Told] | None:
         numbers: list[Any] = []
         structure = taken_apart(signal, numbers)
         found = [Told(structure, tuple(numbers), {})]
-        for layer in layers:
-            found.append(LIBRARY.step(layer, found[-1], read))
+        for place, layer in enumerate(layers):
+            before = known.get(place)
+            if before is not None and before.again(layer, found[-1]):
+                found.append(before.leaving)
+            else:
+                found.append(LIBRARY.step(layer, found[-1], read))
         return found[1:]
 
     return None if signal.resolved else LIBRARY.tried(replay)
@@ -774,4 +810,5 @@ class _Text:
         names = ",".join(one if type(one) is str else self.name(one) for one in arguments)
         text = "\n ".join([f"def {name}({names}):", *body, f"return {result}"])
         exec(compile(text, "<program of a layer>", "exec"), self.environment)
-        return self.environment[name]  # type: ignore[no-any-return]
+        made: Callable[..., Any] = self.environment[name]
+        return made

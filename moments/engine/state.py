@@ -37,8 +37,11 @@ def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
     """A share or a correlation; 0 where there is nothing to share."""
     if is_number(denominator) or np.ndim(denominator) == 0:
         return numerator / denominator if denominator else 0.0 * numerator
+    there = denominator != 0
+    if there.all():
+        return np.asarray(numerator / denominator, dtype=float)
     found = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
-    return np.divide(numerator, denominator, out=found, where=denominator != 0)
+    return np.divide(numerator, denominator, out=found, where=there)
 
 
 @dataclass(slots=True, eq=False)
@@ -324,7 +327,7 @@ class Signal:
             return min(1.0, max(-1.0, ratio_or_zero(kernel.pairs, kernel.diagonal)))
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = np.sqrt(first * second) if kernel.resolved else first
-        return np.clip(ratio_or_zero(kernel.pairs, scale), -1.0, 1.0)
+        return np.minimum(np.maximum(ratio_or_zero(kernel.pairs, scale), -1.0), 1.0)
 
     def cosine_square(self) -> Array:
         """Squared cosine between the vectors of every pair of tokens, means included."""

@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, ValidityWarning, domain_error, unknown_name
+from ..errors import (
+    DomainError,
+    MomentsError,
+    ValidityWarning,
+    domain_error,
+    unknown_name,
+    without_warnings,
+)
 from ..formulas.checks import check_choice, check_flag
 from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
@@ -107,7 +114,7 @@ def sweep(
             store, rows = stack.enter_context(opened(path, work.header()))
             found.add(rows)
         missing = found.missing()
-        stack.enter_context(_quiet())
+        stack.enter_context(without_warnings())
         advance = stack.enter_context(_bar(grid.size, grid.size - len(missing), progress))
         for more in _results(work, missing, executor):
             if store is not None:
@@ -346,16 +353,8 @@ def _results(
 def _rows(work: _Work, piece: Piece) -> list[Row]:
     if os.getpid() == work.process:  # a thread, beside one that keeps warnings quiet for all
         return [row for rows in work.rows(piece) for row in rows]
-    with _quiet():
+    with without_warnings():  # they stand in the results, and one is given at the end
         return [row for rows in work.rows(piece) for row in rows]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Warnings of validity stand in the results, and one is given at the end."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
-        yield
 
 
 def _first_done(waiting: set[Any]) -> tuple[set[Any], set[Any]]:

@@ -294,8 +294,8 @@ class Explanation:
         return f"Explanation(layer {self.layer} of {self.model.layers}, {len(self.steps)} steps)"
 
     def _repr_html_(self) -> str:
-        html: str = self.to_frame()._repr_html_()  # type: ignore[operator]
-        return html
+        frame: Any = self.to_frame()
+        return str(frame._repr_html_())
 
 
 def explain(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning
+from ..errors import DomainError, without_warnings
 from ..formulas.checks import check_flag
 from ..formulas.law import Source
 from ..model.transformer import Transformer
+from ..prediction.predict import predict
 from .registry import Scheme
 from .shared import placed, xavier
 
@@ -31,16 +30,13 @@ def _admin(
         DomainError: a decoder with cross-attention, whose three skip connections have one omega
             each, where a Transformer has two scales per layer.
     """
-    from ..prediction.predict import predict
-
     check_flag("per_head", per_head)
     if model.encoder is not None:
         raise DomainError("admin needs a scale for every cross-attention: use a single stack")
     profiled = placed(
         model, "post", weights=xavier(model, per_head), skip_scale=1.0, branch_scale=1.0
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
+    with without_warnings():
         found = predict(profiled, correlation=correlation)
     frame = found.to_frame()
     outputs = frame[frame.site.isin(("attention.dropout", "ffn.dropout"))].variance.to_numpy()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 
-from ..errors import ValidityWarning
+from ..errors import without_warnings
 from ..formulas.checks import check_choice
 from ..formulas.law import Source
 from ..formulas.noci import UNIFORM_ATTENTION_GRADIENTS
 from ..formulas.references import NOCI
 from ..model.transformer import Transformer
+from ..prediction.predict import predict
 from ..solver.solve import solve_objective
 from .registry import Scheme
 
@@ -44,10 +44,7 @@ def _noci(
 
 
 def _printed(model: Transformer, correlation: float | None) -> list[float]:
-    from ..prediction.predict import predict
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
+    with without_warnings():
         found = predict(model, correlation=correlation)
     frame = found.to_frame()
     normed = frame[frame.site == "attention.norm"]

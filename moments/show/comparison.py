@@ -20,6 +20,7 @@ from ..step.result import FirstStep
 from .expected import TOLERANCE, Expected, expected
 from .report import comparison_tables, render, summary_table
 from .step import StepComparison, compare_steps
+from .verdict import verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -214,8 +215,6 @@ class Comparison:
 
     def verdict(self) -> str:
         """Whether the growth along the depth is what the model is expected to do, in a sentence."""
-        from .verdict import verdict
-
         return verdict(self)
 
     def table(self) -> str:

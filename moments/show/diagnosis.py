@@ -19,14 +19,13 @@ import math
 import sys
 import textwrap
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning
+from ..errors import DomainError, without_warnings
 from ..noise.band import NORMAL_95
 from ..prediction.measurement import Measurement
 from ..prediction.predict import predict
@@ -192,8 +191,7 @@ def diagnose_case(
     Raises:
         DomainError: as `predict` and `compare`.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
+    with without_warnings():
         began = time.perf_counter()
         declared = predict(case.model, **case.inputs)
         seconds = time.perf_counter() - began

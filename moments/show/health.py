@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 import textwrap
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import MomentsError, ValidityWarning, domain_error, listed
+from ..errors import MomentsError, domain_error, listed, without_warnings
 from ..model.huggingface.config import from_huggingface
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
@@ -728,8 +727,7 @@ def check_declared(
             raise domain_error(argument, type(value).__name__, "None without a module to run")
     meant = None
     if isinstance(scheme, str):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
+        with without_warnings():
             meant = model.with_scheme(scheme)
     elif scheme is not None:
         meant = scheme if isinstance(scheme, Transformer) else scheme.model
@@ -740,8 +738,7 @@ def check_declared(
     if isinstance(model.embedding, PatchEmbedding):
         inputs = {"variance": 1.0, "correlation": 0.0}
         notes.append("what enters layer 1 depends on its pictures: variance 1, no correlation")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
+    with without_warnings():
         prediction = predict(model, **inputs)
     weights = weights_of(model)
     reading = recognise(weights, model)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning, domain_error
+from ..errors import DomainError, domain_error, without_warnings
 from ..files import replacing
 from ..formulas.references import bibtex
 from ..model.summary import rows
@@ -114,8 +113,7 @@ def report(
     names = [s.name for s in every_scheme()] if isinstance(schemes, bool) else list(schemes)
     for one in names:
         scheme_of(one)  # before anything is predicted
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)  # they stand on the page
+    with without_warnings():  # they stand on the page
         prediction = predict(model, **inputs)
         if prediction.variance.ndim > 1:
             raise DomainError("report takes one configuration: pass numbers, not arrays")

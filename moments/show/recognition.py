@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DomainError, ValidityWarning
+from ..errors import DomainError, without_warnings
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from ..scheme.registry import scheme, schemes
@@ -341,8 +340,7 @@ def _published(base: Transformer, names: Sequence[str]) -> Iterator[Reading]:
             continue  # those two with a free variance
         for options in _variants(known.options):
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", ValidityWarning)
+                with without_warnings():
                     found = known.apply(base, **options)
             except DomainError:
                 continue
@@ -351,8 +349,7 @@ def _published(base: Transformer, names: Sequence[str]) -> Iterator[Reading]:
             yield Reading(title, found, published=True)
     if "scaled-init" in names:
         for variant in ("olmo", "sun"):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ValidityWarning)
+            with without_warnings():
                 found = base.with_scheme("scaled-init", variant=variant)
             yield Reading(f"scaled-init ({variant})", found, published=True)
 

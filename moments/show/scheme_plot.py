@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ValidityWarning
+from ..errors import without_warnings
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..scheme import Scheme
@@ -96,8 +95,7 @@ def plot_scheme(
     found: Scheme, model: Transformer, name: str | None, inputs: Mapping[str, Any]
 ) -> Figure:
     """A model as it is, and under one scheme."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
+    with without_warnings():
         before = predict(model, **inputs)
         after = predict(scheme_model(model, found, inputs), **inputs)
     title = f"{called(model, name)}, {model.layers} layers: what {found.name} changes"

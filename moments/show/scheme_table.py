@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning, domain_error, unknown_name
+from ..errors import DomainError, domain_error, unknown_name, without_warnings
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
@@ -160,8 +159,7 @@ def compare_schemes(
             raise domain_error("option", option, f"one of {', '.join(every) or 'none: no options'}")
     predictions: dict[str, Prediction] = {}
     left_out: dict[str, str] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
+    with without_warnings():
         for name in names:
             try:
                 predictions[name] = predict(

@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..engine.composition import Chain, Component, Parallel, Residual, forward
@@ -31,6 +31,7 @@ from ..engine.program import (
     WORTH,
     Apart,
     Told,
+    Walked,
     site_variances,
     taken_apart,
     told,
@@ -92,6 +93,9 @@ class Replay:
     Args:
         bodies: of all layers.
         free, target, of_sum: as those of `layerwise.solve_blocks`.
+
+    Attributes:
+        walked: layers that were solved here, by their place among all.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Replay:
         self._bodies = bodies
         self._free, self._target, self._of_sum = free, target, of_sum
         self._solved: dict[int, _Solved] = {}
+        self.walked: dict[int, Walked] = {}
         self._left: tuple[Signal, Told] | None = None
         self._failed = False
         with LIBRARY.busy:
@@ -184,7 +189,8 @@ class Replay:
             for group, log in zip(groups, logs, strict=True):
                 for place in group.places:
                     numbers[place] *= math.exp(log)
-            leaving = LIBRARY.step(apart._replace(numbers=numbers), entering, _told)
+            tried = apart._replace(numbers=numbers)
+            leaving = LIBRARY.step(tried, entering, _told)
             told = leaving.read
             far = [self._far(told, g, aim) for g, aim in zip(groups, aims, strict=True)]
             if max(far) == math.inf:
@@ -197,6 +203,7 @@ class Replay:
                     n: math.exp(g) for one, g in zip(groups, logs, strict=True) for n in one.names
                 }
                 self._left = leaving.signal, leaving
+                self.walked[number - 1] = Walked(tried, entering, leaving)
                 return self._left[0], factors
             if last is not None:
                 slopes = _measured(groups, slopes, (logs, far), last)
@@ -268,12 +275,14 @@ class Found:
             reaches it.
         nearest: the variance reached there.
         missed: (layer, block) whose targets no factor reaches.
+        walked: layers as they were solved on programs, by place; see `reached`.
     """
 
     factors: Mapping[str, tuple[float, ...]]
     shortfall: float = 0.0
     nearest: float | None = None
     missed: tuple[tuple[int, str], ...] = ()
+    walked: Mapping[int, Walked] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -311,7 +320,7 @@ def solve_blocks(
         DomainError: a block's output does not depend on its free matrices, or is normalised.
     """
     walk = _Walk(layout, free, target, of_sum, memory)
-    layers: Any = declare(model, "refined", layout.padding, layout.sequences).parts
+    layers: Any = declare(model, "refined", layout.padding, layout.sequences).children
     alike = len(layers) >= WORTH and memory is None and not signal.resolved
     bodies = [layer.body for layer in layers]
     replay = Replay(bodies, free, target, of_sum) if alike else None
@@ -327,7 +336,8 @@ def solve_blocks(
         if replay is not None and len(walk.missed) == missed:
             replay.learn(layer.number, entering, {name: walk.factors[name][-1] for name in free})
     factors = {name: tuple(values) for name, values in walk.factors.items()}
-    return Found(factors, walk.shortfall, walk.nearest, tuple(walk.missed))
+    walked = {} if replay is None else replay.walked
+    return Found(factors, walk.shortfall, walk.nearest, tuple(walk.missed), walked)
 
 
 class _Walk:
@@ -438,13 +448,17 @@ def _named(branch: Component) -> str:
     return next(name for name in MATRICES if f"{name}.dropout" in labels)
 
 
-def reached(stack: Stack) -> tuple[list[Reached], list[float]]:
-    """What a forward pass comes to: at every residual sum, and the stream behind every layer."""
+def reached(
+    stack: Stack, walked: Mapping[int, Walked] | None = None
+) -> tuple[list[Reached], list[float]]:
+    """What a forward pass comes to: at every residual sum, and the stream behind every layer.
+
+    Layers that were `walked` are read off that where the stack's own are those, number by number.
+    """
     average = stack.layout.token_average
     declared = stack.declaration()
-    replayed = (
-        None if stack.run.memory is not None else told(declared, stack.enter(), site_variances)
-    )
+    read = site_variances if walked is None else _told
+    replayed = None if stack.run.memory is not None else told(declared, stack.enter(), read, walked)
     if replayed is None:
         stack.forward()
         points = [p for p in stack.trace.points if p.layer]

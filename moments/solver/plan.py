@@ -13,8 +13,12 @@ import numpy as np
 
 from ..errors import DomainError, domain_error
 from ..files import MOST, parse_json
+from ..model.fields import set_field
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
+from .entering import check_inputs
+from .inversion import invert
+from .layerwise import LAYERWISE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,7 +61,7 @@ class Plan:
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", plain(self.inputs))
+        set_field(self, "inputs", plain(self.inputs))
 
     @property
     def formula(self) -> str:
@@ -71,14 +75,10 @@ class Plan:
             DomainError: the plan does not come from inverting laws block by block, or there is no
                 such layer.
         """
-        from .inversion import invert
-
         return invert(self, layer)
 
     @property
     def _solved(self) -> bool:
-        from .layerwise import LAYERWISE
-
         return self.objective in LAYERWISE
 
     def to_frame(self) -> pd.DataFrame:
@@ -157,8 +157,6 @@ class Plan:
         for name in ("model", "objective"):
             if name not in fields:
                 raise domain_error("plan", data, f"a plan, which has {name!r}")
-        from .entering import check_inputs
-
         fields["model"] = Transformer.from_dict(fields["model"])
         for name, value in fields.items():
             allowed, words = _STORED.get(name, (lambda _: True, ""))

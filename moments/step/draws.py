@@ -169,7 +169,7 @@ class Draws:
         """Behind a component; what takes a gradient back; and the site there."""
         if isinstance(part, Chain):
             backs = []
-            for one in part.parts:
+            for one in part.children:
                 x, back, at = self._through(one, x, at)
                 backs.append(back)
             return x, lambda delta: _reversed(backs, delta), at

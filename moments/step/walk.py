@@ -123,8 +123,8 @@ class Walk:
         """The change behind a component, and the site it is at."""
         following, self._following = self._following, ()
         if isinstance(component, Chain):
-            for place, part in enumerate(component.parts):
-                self._following = component.parts[place + 1 : place + 2]
+            for place, part in enumerate(component.children):
+                self._following = component.children[place + 1 : place + 2]
                 change, entering = self.through(part, change, entering, points)
             return change, entering
         if isinstance(component, Layer):

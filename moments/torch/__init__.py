@@ -1,9 +1,9 @@
 """Real torch modules: measure, initialise, audit, fold and describe them.
 
-`roles` says which role every parameter plays, `hook_points` and `structure` where residual sums,
-branches and norms sit, `scales` sets residual and norm scales as hooks, `expectation` is what a
-model says of every role, `wrappers` what stands around a module, `draft` the names and sites of one
-that no family knows. `dataflow/` reads any module from one pass, `anatomy` asks whoever knows.
+`roles` says which role every parameter plays, `hook_points` where residual sums, branches and norms
+sit, `scales` sets residual and norm scales as hooks, `expectation` is what a model says of every
+role, `running` how a module is run and seen, `draft` the names and sites of one that no family
+knows. `dataflow/` reads any module from one pass, `anatomy` asks whoever knows.
 
 The only folder beside `simulation` that imports torch; nothing but the commands imports it. Start
 with `measure`, then `audit`.

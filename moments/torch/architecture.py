@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import DomainError, MomentsError, ValidityWarning, optional
+from ..errors import DomainError, MomentsError, optional, without_warnings
 from ..model.head import Head
 from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from .expectation import model_of
-from .hook_points import stacks_of
+from .hook_points import ENCODER, stacks_of
 from .roles import roles_of, tensors_of
-from .structure import ENCODER
 
 with optional("torch", "torch"):
     from torch import nn
@@ -65,8 +63,7 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     """
     config = getattr(module, "config", None)
     if hasattr(config, "to_dict"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
+        with without_warnings():
             model = from_huggingface(config, seq_len=seq_len)
         alone = model.encoder is not None and ENCODER not in stacks_of(module)
         return model.encoder if alone else model

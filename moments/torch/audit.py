@@ -16,11 +16,10 @@ from rich.table import Table
 from ..errors import domain_error, optional
 from ..model.transformer import Transformer
 from ..show.report import number, render
-from .advice import Advice, advise
+from .advice import Advice, Convention, advise, conventions
 from .anatomy import anatomy_of
 from .architecture import resolve
-from .causes import Convention, conventions
-from .copies import Copies, copies, copy_findings, copy_notes
+from .assumptions import Copies, copies, copy_findings, copy_notes
 from .entries import Entries
 from .expectation import check_fits, scales_of
 from .findings import (
@@ -36,12 +35,10 @@ from .findings import (
 )
 from .logits import logits_path, measured_scale
 from .probe import BlockProbe, Slope, default_batch, probe_or_why
-from .roles import ModuleRoles, Role, block_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, gain_of, tensors_of
+from .running import padding_rows, unwrapped
 from .scales import FOLDED
 from .temperature import temperature_findings
-from .tensors import padding_rows
-from .units import gain_of
-from .wrappers import unwrapped
 
 with optional("torch", "torch"):
     from torch import nn

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, ValidityWarning, domain_error, listed, optional
+from ..errors import (
+    DomainError,
+    MomentsError,
+    domain_error,
+    listed,
+    optional,
+    without_warnings,
+)
 from ..model.embedding import Embedding
 from ..model.head import Head
 from ..model.transformer import Transformer
@@ -48,7 +55,7 @@ from .expectation import model_of
 from .findings import Finding, measure_roles
 from .hook_points import stacks_of
 from .measure import measure, needs_labels
-from .probe import default_batch, in_mode, run
+from .probe import default_batch
 from .roles import (
     ModuleRoles,
     Role,
@@ -58,16 +65,14 @@ from .roles import (
     gathered_pattern,
     tensors_of,
 )
-from .tensors import module_loss
+from .running import first_tensor, in_mode, module_loss, run, unwrapped
 from .text import mask_tokens
 from .unread import not_read
-from .wrappers import unwrapped
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
 
-    from .tensors import first_tensor
 
 Loss = Callable[[Any, Any], "torch.Tensor"]
 
@@ -179,13 +184,13 @@ class _Checking:
         self.names = _names(self.found)
         self.comparison = self._compared()
 
-    def _measured(self, own: bool) -> Measurement:
+    def _measured(self, random: bool) -> Measurement:
         try:
             return measure(self.module, self.inputs.batch, loss=self.inputs.loss)
         except MomentsError:
             raise
         except Exception as error:  # the module's own code, on input that it never asked for
-            if not own:
+            if not random:
                 raise
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             raise MomentsError(
@@ -216,8 +221,8 @@ class _Checking:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             aliases.setdefault(parameter, []).append(name)
         for path in self.seen.never_run:
-            own = self.module.get_submodule(path).parameters(recurse=False)
-            if not any(reached & set(aliases[parameter]) for parameter in own):
+            held = self.module.get_submodule(path).parameters(recurse=False)
+            if not any(reached & set(aliases[parameter]) for parameter in held):
                 yield path
 
     def _ahead(self) -> bool | None:
@@ -235,8 +240,7 @@ class _Checking:
         text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
         case, _ = case_of(self.described, text, self.measurement, None)
         self.case = self._by_token(case)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
+        with without_warnings():
             try:
                 prediction = predict(self.case.model, **self.case.inputs)
             except DomainError as error:
@@ -573,9 +577,9 @@ class _Checking:
         """The submodule at which a point first departs."""
         frame = self.comparison.to_frame()
         name = "variance" if forward else "grad_variance"
-        own = frame[(frame["quantity"] == name) & (frame["layer"] == max(layer, 1))]
+        rows = frame[(frame["quantity"] == name) & (frame["layer"] == max(layer, 1))]
         sites = {(p.layer, p.site): p.path for p in self.parts.sites or ()}
-        for row in own.to_dict("records"):
+        for row in rows.to_dict("records"):
             if abs(float(row["error"])) > 0.25:
                 return sites.get((int(row["layer"]), str(row["site"])), "")
         return sites.get((layer, "stream"), "")
@@ -638,8 +642,8 @@ class _Weights:
             count = sum(m.entries.count for m in group)
             seen = sum(m.entries.count * m.entries.square for m in group) / count
             known = [m.expected for m in group if m.expected is not None]
-            own = not self.strict and name not in MATRICES  # held against nothing
-            if own or len(known) < len(group) or not all(known):
+            alone = not self.strict and name not in MATRICES  # held against nothing
+            if alone or len(known) < len(group) or not all(known):
                 yield Number(f"weight variance, {name}", _shown(group), seen, math.nan)
                 continue
             wanted = sum(m.entries.count * m.expected for m in group) / count
@@ -962,8 +966,7 @@ def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transfor
     if parts.reading is not None:
         model, unplaced = parts.reading.model, unplaced_by(parts.reading)
     else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
+        with without_warnings():
             described = describe(module, batch=batch)
         model, unplaced = described.model, described.unplaced
     if model is None:
@@ -1035,12 +1038,12 @@ def whole(
     embedding = _embedding(module, found, model, measurement, tensors) if guess else None
     if embedding is None:
         return model
-    own = found.named("head")
+    heads = found.named("head")
     table = tensors[found.named("token")[0].parameter]
     tied = any(isinstance(part, nn.Linear) and part.weight is table for part in module.modules())
-    if not own and not tied:
+    if not heads and not tied:
         return model.replace(embedding=embedding)
-    square = None if tied else float(block_of(tensors, own[0]).double().square().mean())
+    square = None if tied else float(block_of(tensors, heads[0]).double().square().mean())
     bias = any(role.name == "head.bias" for role in found.roles)
     head = Head(tied=tied, weight_variance=square, norm=bool(final), bias=bias, loss="causal")
     return model.replace(embedding=embedding, head=head)
@@ -1115,9 +1118,9 @@ def inputs_for(
     Args:
         example: what a module was run on to be read.
     """
-    own = batch is None
-    given = _own_batch(module, found, model) if own else _cropped(batch, SEQUENCES, TOKENS)
-    if own and example is not None:
+    random = batch is None
+    given = _own_batch(module, found, model) if random else _cropped(batch, SEQUENCES, TOKENS)
+    if random and example is not None:
         given = _that_runs(module, given, example)
     if given is None:
         raise MomentsError(f"nothing in {type(module).__name__} says what it reads: pass batch=")
@@ -1125,7 +1128,7 @@ def inputs_for(
     loss = loss or _next_token(module, given, found)
     few = _cropped(given, 1, FEW)
     shapes = _shape(given)
-    words = f"measured on {shapes}" + (" of random input" if own else "")
+    words = f"measured on {shapes}" + (" of random input" if random else "")
     return _Inputs(given, few, loss, words)
 
 
@@ -1278,12 +1281,8 @@ def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | Non
         wanted = ids.to(logits.device)[:, 1:].flatten()
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted)
 
-    with torch.no_grad():
-        training = module.training
-        try:
-            output = run(module.eval(), batch)
-        finally:
-            module.train(training)
+    with in_mode(module, False):
+        output = run(module, batch)
     if module_loss(output) is not None:
         return None
     try:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import MomentsError, ValidityWarning, domain_error, optional
+from ..errors import MomentsError, ValidityWarning, domain_error, optional, without_warnings
 from ..formulas.checks import check_count
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
@@ -26,7 +26,7 @@ from .describe import describe
 from .diagnose import Text, at_length, case_of
 from .measure import measure
 from .roles import Role, block_of, tensors_of
-from .wrappers import unwrapped
+from .running import unwrapped
 
 with optional("torch", "torch"):
     import torch
@@ -208,8 +208,7 @@ class Watch:
         # The module's own forward is run below: what it then reads is no new batch.
         given, self._batch = self._batch, False
         try:
-            with torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", ValidityWarning)
+            with torch.enable_grad(), without_warnings():
                 self._rows_of(self._compared(given))
         except MomentsError as error:
             # Such as a tensor that is not finite: that is what a companion is there to tell.
@@ -407,7 +406,7 @@ def trainer_callback(**options: Any) -> Any:
     with optional("hf", "transformers"):
         from transformers import TrainerCallback
 
-    class Companion(TrainerCallback):  # type: ignore[misc]
+    class Companion(TrainerCallback):
         """See `moments.torch.trainer_callback`."""
 
         watching: Watch | None = None
@@ -437,7 +436,7 @@ def lightning_callback(module: Callable[[Any], nn.Module] | None = None, **optio
     with optional("companion", "lightning"):
         from lightning.pytorch import Callback
 
-    class Companion(Callback):  # type: ignore[misc]
+    class Companion(Callback):
         """See `moments.torch.lightning_callback`."""
 
         watching: Watch | None = None

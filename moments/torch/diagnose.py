@@ -18,20 +18,21 @@ from ..prediction.measurement import Measurement
 from ..show.diagnosis import TOKENS, Diagnosis, diagnose_case, say
 from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
+from .advice import conventions
 from .anatomy import anatomy_of
 from .architecture import architecture_of, read_architecture
+from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
 from .audit import weight_advice
 from .batches import inputs_of, measured_dropout, measured_gradient, measured_moments
-from .causes import conventions
-from .copies import Copies, copies, copy_notes, shuffle, shuffled
 from .describe import describe
 from .entering import first_stream, ids_read, sees_ahead, targets_read
 from .expectation import model_of
 from .findings import unchecked
+from .hook_points import ENCODER
+from .measure import measure
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
-from .structure import ENCODER
-from .wrappers import unwrapped
+from .running import unwrapped
 
 with optional("torch", "torch"):
     import torch
@@ -93,8 +94,6 @@ def diagnose(
             meant to be.
         MomentsError: as `moments.torch.measure`.
     """
-    from .measure import measure
-
     sites = None if sites is None else list(sites)
     fixed = isinstance(module, nn.Module)
     target = unwrapped(module if isinstance(module, nn.Module) else module(seed))

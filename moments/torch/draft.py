@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import MomentsError, domain_error, optional
 from .dataflow import Reading, read
 from .roles import ModuleRoles, Role, tensors_of
-from .wrappers import unwrapped
+from .running import unwrapped
 
 with optional("torch", "torch"):
     from torch import nn

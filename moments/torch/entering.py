@@ -12,10 +12,8 @@ from ..errors import MomentsError, optional
 from ..prediction.draws import STREAM
 from .anatomy import measured_parts
 from .batches import shifted_left
-from .hook_points import HookPoint
-from .probe import on_device, run
-from .tensors import first_tensor, module_logits, module_loss
-from .watch import training
+from .hook_points import points_of
+from .running import in_mode, module_logits, module_loss, on_device, run, watch_tensor
 
 with optional("torch", "torch"):
     import torch
@@ -63,14 +61,11 @@ def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | Non
     """
     seen: list[Tensor] = []
 
-    def before(_: nn.Module, positional: Any, named: Any) -> None:
-        seen.append(first_tensor([*positional, *named.values()]).detach())
-
     _evaluated(
         module,
         batch,
         [
-            part.register_forward_pre_hook(before, with_kwargs=True)
+            watch_tensor(part, "input", seen.append)
             for part in module.modules()
             if isinstance(part, nn.Embedding) and part.num_embeddings == vocab_size
         ],
@@ -113,10 +108,9 @@ def targets_read(
 
 def _evaluated(module: nn.Module, batch: Any, hooks: list[RemovableHandle]) -> Any:
     """What a module makes of a batch without dropout; None where it cannot be run."""
-    with training(module), ExitStack() as stack:
+    with in_mode(module, False), ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.remove)
-        module.eval()
         try:
             return run(module, batch)
         except (RuntimeError, ValueError, IndexError, MomentsError):
@@ -156,34 +150,19 @@ def _different(ids: Tensor) -> Tensor:
 def _stream(
     module: nn.Module, batch: Any, sites: Iterable[Any] | None, layer: int
 ) -> np.ndarray | None:
-    points = measured_parts(module, batch, None)[0] if sites is None else _points(sites)
+    points = measured_parts(module, batch, None)[0] if sites is None else points_of(sites)
     if any(point.site.startswith("encoder.") for point in points):
         return None
     point = next((p for p in points if (p.layer, p.site) == (layer, STREAM)), None)
     if point is None:
         return None
     seen: list[Tensor] = []
-
-    def before(_: nn.Module, positional: Any, named: Any) -> None:
-        seen.append(first_tensor([*positional, *named.values()]).detach())
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        seen.append(first_tensor(output).detach())
-
     part = module.get_submodule(point.path)
-    if point.side == "input":
-        hook = part.register_forward_pre_hook(before, with_kwargs=True)
-    else:
-        hook = part.register_forward_hook(after)
-    _evaluated(module, batch, [hook])
+    _evaluated(module, batch, [watch_tensor(part, point.side, seen.append)])
     if not seen or seen[0].ndim != 3:
         return None
     tensor = seen[0] if _batch_first(module) else seen[0].transpose(0, 1)
-    return np.asarray(tensor.double().cpu().numpy())
-
-
-def _points(sites: Iterable[Any]) -> tuple[HookPoint, ...]:
-    return tuple(HookPoint(*site) for site in sites)
+    return np.asarray(tensor.detach().double().cpu().numpy())
 
 
 def _batch_first(module: nn.Module) -> bool:

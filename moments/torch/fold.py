@@ -21,11 +21,10 @@ from ..model.transformer import Transformer
 from .anatomy import anatomy_of
 from .architecture import resolve
 from .expectation import Scales, check_fits, scales_of
+from .hook_points import Block
 from .logits import LogitFactor, logit_factor
-from .roles import ModuleRoles, Role, block_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
-from .structure import Block
-from .units import unit_gain
 
 with optional("torch", "torch"):
     import torch

@@ -7,16 +7,19 @@ submodules, not by its class, so that subclasses and relatives are found too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MomentsError
 from ..model.huggingface import FAMILIES, LAYOUTS, Layout
 from ..model.huggingface.layout import Side, WeightPart, ends
 from ..prediction.draws import STREAM, WeightGradient
+from .running import WRAPPED
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 __all__ = [
     "HookPoint",
@@ -29,9 +32,6 @@ __all__ = [
     "weight_parts",
 ]
 
-WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Names under which a compiled, sharded or checkpointed module keeps the one inside."""
-
 
 class HookPoint(NamedTuple):
     """One site: the first tensor going into, or coming out of, the submodule at `path`."""
@@ -40,6 +40,11 @@ class HookPoint(NamedTuple):
     site: str
     path: str
     side: Side
+
+
+def points_of(sites: Iterable[Any]) -> tuple[HookPoint, ...]:
+    """Sites as a user gives them: (layer, site, path, side) each."""
+    return tuple(HookPoint(*site) for site in sites)
 
 
 def family_of(layer: nn.Module) -> Layout | None:
@@ -189,3 +194,138 @@ def weight_parts(
 
 def _joined(path: str, inner: str) -> str:
     return ".".join(part for part in (path, inner) if part)
+
+
+# --- residual sums, branches and norms, read from hook points -------------------------------------
+
+
+ENCODER = "encoder."
+BLOCKS = ("attention", "cross", "ffn")
+
+
+class Point(NamedTuple):
+    """The first tensor going into, or coming out of, a submodule."""
+
+    path: str
+    side: Side
+
+
+@dataclass(frozen=True)
+class Block:
+    """One residual branch.
+
+    Attributes:
+        stack: "", or "encoder." of an encoder beside the main stack.
+        layer: from 1.
+        path: of the layer.
+        name: "attention", "cross" or "ffn".
+        placement: "pre", "post", "sandwich" or "none".
+        norm: path of the block's norm; None where there is none.
+        post_norm: path of a sandwich's second norm.
+        stream: x of the residual sum lambda x + beta f.
+        raw: f as the output projection (or a sandwich's second norm) gives it.
+        branch: f as it enters the sum, behind dropout or a second norm where they are modules.
+        total: the sum.
+        parallel: whether this block and another share one sum.
+    """
+
+    stack: str
+    layer: int
+    path: str
+    name: str
+    placement: str
+    norm: str | None
+    post_norm: str | None
+    stream: Point
+    raw: Point
+    branch: Point
+    total: Point
+    parallel: bool = False
+
+    @property
+    def column(self) -> int:
+        """Of the (N, 2) arrays of scales: attention and cross-attention, or feed-forward."""
+        return int(self.name == "ffn")
+
+
+def blocks_of(points: Iterable[HookPoint], absent: Container[str] = ()) -> tuple[Block, ...]:
+    """The residual branches of a module in the order the signal passes them.
+
+    Args:
+        points: sites of the module.
+        absent: paths of norms that an nn.Identity stands in for.
+
+    Raises:
+        MomentsError: the points lack a site that places a branch.
+    """
+    stacks: dict[str, dict[int, dict[str, Point]]] = {}
+    for point in points:
+        stack = ENCODER if point.site.startswith(ENCODER) else ""
+        sites = stacks.setdefault(stack, {}).setdefault(point.layer, {})
+        sites.setdefault(point.site.removeprefix(stack), Point(point.path, point.side))
+    return tuple(
+        block
+        for stack, layers in stacks.items()
+        for layer in sorted(number for number in layers if number > 0)
+        for block in _layer_blocks(stack, layer, layers[layer], absent)
+    )
+
+
+def _layer_blocks(
+    stack: str, layer: int, sites: dict[str, Point], absent: Container[str]
+) -> list[Block]:
+    names = [name for name in BLOCKS if any(site.startswith(f"{name}.") for site in sites)]
+    if not names:
+        return []  # what follows the last layer
+    if STREAM not in sites:
+        raise MomentsError(f"no site '{STREAM}' in layer {layer}: map one to its output")
+    parallel = len(names) > 1 and f"{names[0]}.sum" not in sites
+    entering = Point(sites[STREAM].path, "input")
+    blocks = []
+    for name in names:
+        norm = sites.get(f"{name}.norm") or (sites.get("attention.norm") if parallel else None)
+        post_norm = sites.get(f"{name}.post_norm")
+        norm = None if norm is not None and norm.path in absent else norm
+        total = sites.get(f"{name}.sum", sites[STREAM])
+        placement = _placement(post_norm, norm, total)
+        if placement in ("pre", "sandwich") and norm is not None:
+            entering = Point(norm.path, "input")
+        branch = _first(layer, sites, (f"{name}.post_norm", f"{name}.dropout", *_raw(name)))
+        blocks.append(
+            Block(
+                stack=stack,
+                layer=layer,
+                path=sites[STREAM].path,
+                name=name,
+                placement=placement,
+                norm=None if norm is None else norm.path,
+                post_norm=None if post_norm is None else post_norm.path,
+                stream=entering,
+                raw=branch if post_norm is not None else _first(layer, sites, _raw(name)),
+                branch=branch,
+                total=total,
+                parallel=parallel,
+            )
+        )
+        if not parallel:
+            entering = norm if placement == "post" and norm is not None else total
+    return blocks
+
+
+def _placement(post_norm: Point | None, norm: Point | None, total: Point) -> str:
+    if norm is None:
+        return "none"
+    if post_norm is not None:
+        return "sandwich"
+    return "post" if total == Point(norm.path, "input") else "pre"
+
+
+def _raw(name: str) -> tuple[str, ...]:
+    return ("ffn.out",) if name == "ffn" else (f"{name}.projection",)
+
+
+def _first(layer: int, sites: dict[str, Point], names: Iterable[str]) -> Point:
+    for site in names:
+        if site in sites and sites[site].side == "output":
+            return sites[site]
+    raise MomentsError(f"layer {layer} has no site {' or '.join(names)} at a module's output")

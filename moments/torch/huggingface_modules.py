@@ -16,6 +16,7 @@ from ..model.huggingface.config import family, read_config
 from ..model.huggingface.family import Family
 from ..model.huggingface.sizes import at_depth
 from ..prediction.measurement import Measurement
+from .measure import measure
 from .text import Ids, mask_tokens, tokenize
 
 with optional("hf", "torch", "transformers"):
@@ -197,8 +198,6 @@ def measure_config(
         DomainError: as `build_module` and `text_batch`.
         MomentsError: an extra is not installed.
     """
-    from .measure import measure
-
     data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
     build = functools.partial(build_module, config, layers=layers)
     measurement = measure(build, data, seeds=seeds, seed=seed, progress=progress)

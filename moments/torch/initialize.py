@@ -15,17 +15,14 @@ from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
 from .anatomy import anatomy_of
 from .architecture import resolve
-from .dropouts import HeldDropout, held_dropouts
 from .expectation import Scales, check_fits, expected_variance, scales_of
+from .hook_points import Block
 from .logits import logit_factor
 from .probe import drops_behind
-from .roles import ModuleRoles, Role, block_of, tensors_of
-from .scales import FOLDED, AppliedScales, applied_scales, apply_scales
-from .structure import Block
+from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
+from .running import padding_row, unwrapped
+from .scales import FOLDED, AppliedScales, HeldDropout, applied_scales, apply_scales, held_dropouts
 from .temperature import factors
-from .tensors import padding_row
-from .units import unit_gain
-from .wrappers import unwrapped
 
 with optional("torch", "torch"):
     import torch

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
 from ..model.transformer import Transformer
 from .hook_points import hook_points
-from .probe import Slope, in_mode, regress, run
+from .probe import Slope, regress
 from .roles import ModuleRoles
-from .tensors import first_tensor
+from .running import in_mode, run, watch_tensor
 
 with optional("torch", "torch"):
+    import torch
     from torch import Tensor, nn
 
 EXPLAINED = 1e-3
@@ -61,24 +63,21 @@ def measured_scale(
         return None
     seen: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
-        def hook(_: nn.Module, given: Any, output: Any) -> None:
-            seen.setdefault("read", first_tensor(given).detach().double().clone())
-            seen[name] = first_tensor(output).detach().double().clone()
-
-        return hook
-
-    def keep_norm(_: nn.Module, __: Any, output: Any) -> None:
-        seen["norm"] = first_tensor(output).detach().double().clone()
+    def keep(name: str, tensor: Tensor) -> None:
+        seen[name] = tensor.detach().to(torch.float64, copy=True)
 
     with ExitStack() as stack:
         stack.enter_context(in_mode(module, False))
         head = module.get_submodule(path)
-        stack.callback(head.register_forward_hook(keep("own"), prepend=True).remove)
-        stack.callback(head.register_forward_hook(keep("hooked")).remove)
-        for role in found.named("final.norm.gain"):
-            norm = module.get_submodule(role.parameter.rpartition(".")[0])
-            stack.callback(norm.register_forward_hook(keep_norm).remove)
+        norms = (role.parameter.rpartition(".")[0] for role in found.named("final.norm.gain"))
+        for name, part, side, first in (
+            ("read", head, "input", False),
+            ("own", head, "output", True),
+            ("hooked", head, "output", False),
+            *(("norm", module.get_submodule(norm), "output", False) for norm in norms),
+        ):
+            hook = watch_tensor(part, side, functools.partial(keep, name), first=first)
+            stack.callback(hook.remove)
         output = run(module, batch)
     logits = getattr(output, "logits", None)
     capped = model.head.logit_softcap is not None

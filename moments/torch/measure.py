@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +18,15 @@ from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET
 from .anatomy import Measured, measured_parts
-from .hook_points import HookPoint, WeightPart
+from .hook_points import HookPoint, WeightPart, points_of
+from .running import first_tensor, in_mode, module_logits, module_loss, unwrapped, watch_tensor
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
 
     from ..simulation.collector import Collector, squared_norm
-    from .tensors import first_tensor, module_logits, module_loss
-    from .watch import training, watched
-    from .wrappers import unwrapped
+    from .scales import ScaleBranch
 
 Loss = Callable[[Any, Any], Tensor]
 ENCODER = "encoder."
@@ -90,7 +90,7 @@ def measure(
     """
     check_count("seeds", seeds)
     check_count("seed", seed, least=0)
-    given = None if sites is None else tuple(HookPoint(*site) for site in sites)  # type: ignore[arg-type]
+    given = None if sites is None else points_of(sites)
     draws, name, size = [], "", 0
     parts: Measured | None = None
     for draw in range(seeds):
@@ -125,9 +125,9 @@ def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> 
         _add_labels(module, inputs)
     first = _batch_first(module)
     seen = {stack: Collector(_kept(inputs, stack, points), batch_first=first) for stack in _STACKS}
-    with training(module), ExitStack() as hooks:
+    with in_mode(module, True), ExitStack() as hooks:
         for stack, collector in seen.items():
-            hooks.enter_context(watched(module, _of_stack(points, stack), collector))
+            hooks.enter_context(_watched(module, _of_stack(points, stack), collector))
         output = module(*inputs.positional, **inputs.named)
         top, cotangent = _objective(output, inputs, loss)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -147,6 +147,32 @@ def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> 
         encoder=encoder,
     )
     return draw, seen[""].sequences
+
+
+@contextmanager
+def _watched(
+    module: nn.Module, points: Iterable[HookPoint], collector: Collector
+) -> Iterator[None]:
+    """Show the collector every point as the module's forward passes it."""
+    by_tensor: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for point in points:
+        if point.side not in ("input", "output"):
+            raise domain_error(f"sites: side of {point.site}", point.side, "'input' or 'output'")
+        by_tensor.setdefault((point.path, point.side), []).append((point.layer, point.site))
+    modules = dict(module.named_modules())
+    with ExitStack() as hooks:
+        for (path, side), places in by_tensor.items():
+            if path not in modules:
+                raise domain_error(
+                    "sites: path", path, "a submodule", "list them with module.named_modules()"
+                )
+            part = modules[path]
+            # A block's output is what the block gives, not what a scale's hook makes of it.
+            scaled = any(isinstance(hook, ScaleBranch) for hook in part._forward_hooks.values())
+            keep = functools.partial(collector.watch, places=places)
+            first = scaled and side == "output"
+            hooks.callback(watch_tensor(part, side, keep, first=first).remove)
+        yield
 
 
 def _of_stack(points: Iterable[HookPoint], stack: str) -> list[HookPoint]:

@@ -7,23 +7,22 @@ before anything scaled it. The same for every norm's output upon the normalised 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..errors import MomentsError, optional
+from .hook_points import Block, Point
 from .roles import ModuleRoles, roles_of
-from .structure import Block, Point
-from .tensors import first_tensor
-from .wrappers import eager
+from .running import in_mode, run, watch_tensor
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
 TOKENS = 16
 
@@ -183,38 +182,26 @@ class _Seen:
     def __init__(self) -> None:
         self.tensors: dict[tuple[Block, str], Tensor] = {}
 
-    def keep(self, block: Block, name: str, value: Any) -> None:
-        self.tensors[block, name] = first_tensor(value).detach().to(torch.float64, copy=True)
+    def keep(self, block: Block, name: str, tensor: Tensor) -> None:
+        self.tensors[block, name] = tensor.detach().to(torch.float64, copy=True)
 
     def get(self, block: Block, name: str) -> Tensor | None:
         return self.tensors.get((block, name))
 
 
-def _watch(parts: dict[str, nn.Module], block: Block, seen: _Seen) -> Iterator[Any]:
+def _watch(parts: dict[str, nn.Module], block: Block, seen: _Seen) -> Iterator[RemovableHandle]:
     """Hooks at every tensor that the regression needs.
 
     Own outputs are seen before other hooks change them (prepended), inputs of sums and of norms
     as they arrive.
     """
-
-    def hook(point: Point, name: str, first: bool) -> Any:
-        part = parts[point.path]
-        if point.side == "input":
-
-            def before(_: nn.Module, given: Any, named: Any) -> None:
-                seen.keep(block, name, [*given, *named.values()])
-
-            return part.register_forward_pre_hook(before, with_kwargs=True, prepend=first)
-
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            seen.keep(block, name, output)
-
-        return part.register_forward_hook(after, prepend=first)
-
     for name, point in _points(block).items():
-        yield hook(point, name, name != "norm output" and (name == "raw" or point.side == "input"))
+        first = name != "norm output" and (name == "raw" or point.side == "input")
+        keep = functools.partial(seen.keep, block, name)
+        yield watch_tensor(parts[point.path], point.side, keep, first=first)
     if block.norm is not None:
-        yield hook(Point(block.norm, "input"), "norm input", False)
+        keep = functools.partial(seen.keep, block, "norm input")
+        yield watch_tensor(parts[block.norm], "input", keep)
 
 
 def _points(block: Block) -> dict[str, Point]:
@@ -310,33 +297,3 @@ def regress(target: Tensor, columns: list[Tensor]) -> list[Slope | None]:
         error = math.sqrt(variance * max(float(inverse[place, place]), 0.0))
         slopes[i] = Slope(float(solved[place]) / norms[i], error / norms[i], unexplained)
     return slopes
-
-
-def run(module: nn.Module, batch: Any) -> Any:
-    """What a module makes of a batch, on its own device and without a graph."""
-    parameter = next(module.parameters(), None)
-    device = None if parameter is None else parameter.device
-    with torch.no_grad():
-        if isinstance(batch, Mapping):
-            return module(**{name: on_device(value, device) for name, value in batch.items()})
-        return module(on_device(batch, device))
-
-
-def on_device(value: Any, device: torch.device | None) -> Any:
-    """Arrays as tensors of a device, anything else as it is."""
-    if isinstance(value, Tensor | np.ndarray | list):
-        return torch.as_tensor(value, device=device)
-    return value
-
-
-@contextmanager
-def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """With or without dropout; afterwards modes and torch's random state are what they were."""
-    modes = {part: part.training for part in module.modules()}
-    module.train(training)
-    try:
-        with torch.random.fork_rng(devices=[]), eager():
-            yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode

@@ -9,11 +9,23 @@ from typing import Any
 
 from ..errors import DomainError, domain_error, optional
 from ..model.weights import MATRICES
-from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
-from .structure import ENCODER, Block, blocks_of
+from .hook_points import (
+    ENCODER,
+    Block,
+    WeightPart,
+    blocks_of,
+    hook_points,
+    points_of,
+    weight_parts,
+)
 
 with optional("torch", "torch"):
     from torch import Tensor, nn
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
 
 SCALES = ("skip_scale", "branch_scale")
 """Roles of a parameter or buffer that holds lambda or beta itself."""
@@ -117,10 +129,10 @@ def roles_of(
         MomentsError: the module is of no known family and `names` is None.
         DomainError: a pattern that matches nothing, or an unknown role.
     """
-    given = None if sites is None else [HookPoint(*site) for site in sites]
+    given = None if sites is None else points_of(sites)
     found = _by_family(module) if names is None else _by_name(module, names)
     if names is None and given is None:
-        given = list(hook_points(module))
+        given = hook_points(module)
     owners = dict(module.named_modules())
     absent = {path for path, part in owners.items() if isinstance(part, nn.Identity)}
     blocks = () if given is None else blocks_of(given, absent)
@@ -278,3 +290,31 @@ def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
         f"{tensor} [{', '.join(sorted(parts, key=lambda p: order.get(p, 0)))}]" if parts else tensor
         for tensor, parts in whole.items()
     )
+
+
+# --- a norm's weight as its gain: as it is, or with 1 added to it (Gemma) -------------------------
+
+
+def unit_gain(module: nn.Module, role: Role) -> bool:
+    """Whether the gain is the weight itself, not 1 + weight; found out by running the norm once."""
+    if role.unit is not None:
+        return role.unit
+    norm = module.get_submodule(role.parameter.rpartition(".")[0])
+    weight = getattr(norm, role.parameter.rpartition(".")[2])
+    x = torch.linspace(-1.5, 1.7, weight.numel(), dtype=weight.dtype, device=weight.device)
+    stored = weight.detach().clone()
+    bias = getattr(norm, "bias", None)
+    with torch.no_grad():
+        weight.zero_()
+        try:
+            at_zero = type(norm).forward(norm, x) - (0 if bias is None else bias)
+        except (RuntimeError, TypeError):  # no norm of a vector: its weight is taken as it is
+            return True
+        finally:
+            weight.copy_(stored)
+    return bool(at_zero.square().mean() < 0.5)
+
+
+def gain_of(module: nn.Module, role: Role, block: Tensor) -> Tensor:
+    """The gain that a norm's weight stands for."""
+    return block if unit_gain(module, role) else 1 + block

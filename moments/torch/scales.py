@@ -8,22 +8,33 @@ inside a function is moved in front, into the hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import DomainError, optional
-from .dropouts import HeldDropout
+from ..errors import DomainError, MomentsError, optional
 from .expectation import Scales
+from .hook_points import Block, Point, Side
 from .logits import LogitFactor
-from .scale_hooks import ATTRIBUTE, Carried, Remember, ScaleBranch, ScaleInput, ScaleOutput
-from .structure import Block, Point
+from .probe import drops_behind
+from .running import first_tensor, with_first_tensor
 
 with optional("torch", "torch"):
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-Drops = Callable[[], Mapping[Block, HeldDropout | None]]
+with optional("torch", "torch"):
+    from torch import Tensor, nn
+
+with optional("torch", "torch"):
+    from torch import nn
+
+
+ATTRIBUTE = "moments_scales"
+"""Where a module keeps its `AppliedScales`."""
+
+Drops = Callable[[], Mapping[Block, "HeldDropout | None"]]
 
 FOLDED = "moments_folded"
 """Whether a module's scales are absorbed in its weights."""
@@ -259,3 +270,147 @@ def _check_one_skip(scales: Scales, layer: int) -> None:
             f"layer {layer}: attention and feed-forward block share one residual sum, which has "
             "one skip scale, not two"
         )
+
+
+# --- the hooks themselves -------------------------------------------------------------------------
+
+
+class Carried:
+    """The stream on its way to the sum, one per thread; never copied or stored."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    def put(self, x: Tensor) -> None:
+        self._held[threading.get_ident()] = x
+
+    def take(self) -> Tensor:
+        x = self._held.pop(threading.get_ident(), None)
+        if x is None:
+            raise MomentsError(
+                "a block ran without its layer's residual stream: run the whole layer, or take "
+                f"the scales off with module.{ATTRIBUTE}.remove()"
+            )
+        return x
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_held": {}}
+
+
+@dataclass
+class Remember:
+    """Hook: keeps the tensor that goes by."""
+
+    carried: Carried
+    side: Side
+
+    def __call__(self, _: nn.Module, given: Any, other: Any) -> None:
+        # Before a forward `other` is its named arguments, behind it its output.
+        self.carried.put(first_tensor([*given, *other.values()] if self.side == "input" else other))
+
+
+@dataclass
+class ScaleBranch:
+    """Hook: f becomes (beta f + (lambda - 1) x) / native; `carried` is None where lambda is 1.
+
+    `native` is what the module's own code multiplies f by behind the hook (Granite), `drop_prob`
+    that of a dropout that its code applied there and the hook now applies to f.
+    """
+
+    skip: float
+    branch: float
+    native: float
+    carried: Carried | None
+    drop_prob: float = 0.0
+
+    def __call__(self, part: nn.Module, _: Any, output: Any) -> Any:
+        f = first_tensor(output)
+        if self.drop_prob and part.training:
+            f = nn.functional.dropout(f, self.drop_prob)
+        scaled = self.branch / self.native * f
+        if self.carried is not None:
+            scaled = scaled + (self.skip - 1) / self.native * self.carried.take()
+        return with_first_tensor(output, scaled)
+
+
+@dataclass
+class ScaleOutput:
+    """Hook: multiplies what a module gives."""
+
+    factor: float
+
+    def __call__(self, _: nn.Module, __: Any, output: Any) -> Any:
+        return with_first_tensor(output, self.factor * first_tensor(output))
+
+
+@dataclass
+class ScaleInput:
+    """Hook: multiplies what a module takes."""
+
+    factor: float
+
+    def __call__(self, _: nn.Module, given: Any, named: Any) -> Any:
+        if any(isinstance(value, Tensor) for value in given):
+            return with_first_tensor(given, self.factor * first_tensor(given)), named
+        name = next(key for key, value in named.items() if isinstance(value, Tensor))
+        return given, named | {name: self.factor * named[name]}
+
+
+# --- a dropout inside a function, where no hook reaches -------------------------------------------
+#
+# Its probability is a number that the layer holds. With that number at 0 and the same dropout in
+# the hook that scales the block, the layer's code drops what it dropped, and the stream that the
+# hook adds passes beside it.
+
+
+class HeldDropout(NamedTuple):
+    """A probability that a submodule's forward reads."""
+
+    path: str
+    name: str
+    drop_prob: float
+
+
+def held_dropouts(
+    module: nn.Module, blocks: Iterable[Block], batch: Any
+) -> dict[Block, HeldDropout]:
+    """Of blocks whose output is dropped behind every hook: the number at which that happens.
+
+    A number is the right one where the block's sum is exact once it is 0. Blocks for which none is
+    found are left out; the module is left as it was.
+    """
+    parts = dict(module.named_modules())
+    found: dict[Block, HeldDropout] = {}
+    open_blocks = {block: list(_candidates(parts, block)) for block in blocks}
+    keys = dict.fromkeys(_key(b, held) for b, several in open_blocks.items() for held in several)
+    for key in keys:
+        tried = {
+            block: held
+            for block, several in open_blocks.items()
+            for held in several
+            if block not in found and _key(block, held) == key
+        }
+        try:
+            for held in tried.values():
+                setattr(parts[held.path], held.name, 0.0)
+            still = drops_behind(module, tuple(tried), batch)
+        finally:
+            for held in tried.values():
+                setattr(parts[held.path], held.name, held.drop_prob)
+        found |= {block: held for block, held in tried.items() if block not in still}
+    return found
+
+
+def _key(block: Block, held: HeldDropout) -> tuple[str, str]:
+    """What is the same in all layers."""
+    return held.path.removeprefix(block.path), held.name
+
+
+def _candidates(parts: dict[str, nn.Module], block: Block) -> Iterator[HeldDropout]:
+    """Probabilities that the block's submodules hold, its layer's first."""
+    inner = block.branch.path.removeprefix(block.path).split(".")
+    for depth in range(1, len(inner) + 1):
+        path = block.path + ".".join(inner[:depth])
+        for name, value in vars(parts[path]).items():
+            if "drop" in name and isinstance(value, float) and 0 < value < 1:
+                yield HeldDropout(path, name, value)

@@ -22,9 +22,7 @@ from ..step.measured import Place, StepDraw, StepMeasurement
 from ..step.rules import group_of
 from .hook_points import HookPoint, hook_points, weight_parts
 from .measure import Loss, _add_labels, _built, _objective, _tensors
-from .tensors import first_tensor, module_logits
-from .watch import training
-from .wrappers import unwrapped
+from .running import in_mode, module_logits, unwrapped, watch_tensor
 
 with optional("torch", "torch"):
     import torch
@@ -171,7 +169,7 @@ def _steps(
 ) -> Iterator[StepDraw]:
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     run = _Seen(module, _read(module, batch, loss), loss, state)
-    with training(module), _kept(named) as old:
+    with in_mode(module, True), _kept(named) as old:
         top, before, entering = run()
         _set_gradients(top, named)
         for rate in rates:
@@ -206,7 +204,7 @@ def _several(
         _Seen(module, _read(module, share, loss), loss, state + k)
         for k, share in enumerate(_shares(batch, steps))
     ]
-    with training(module), _kept(named) as old:
+    with in_mode(module, True), _kept(named) as old:
         loss_before, before, entering = _joined(shares)
         _set_gradients(loss_before, named)
         last = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
@@ -254,7 +252,7 @@ def _shares(batch: Any, steps: int) -> list[Any]:
     return cut(batch)
 
 
-class _Sign(torch.optim.Optimizer):  # type: ignore[misc]
+class _Sign(torch.optim.Optimizer):
     """The sign of the gradient, times the rate."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
@@ -267,7 +265,7 @@ class _Sign(torch.optim.Optimizer):  # type: ignore[misc]
                     p.sub_(group["lr"] * p.grad.sign())
 
 
-class _Lion(torch.optim.Optimizer):  # type: ignore[misc]
+class _Lion(torch.optim.Optimizer):
     """Chen et al. 2023, Algorithm 2."""
 
     def __init__(
@@ -391,36 +389,28 @@ def _seen(
     modules = dict(module.named_modules())
     with ExitStack() as hooks:
         for point in points:
-            hooks.callback(_keep(modules[point.path], point, sites).remove)
+            place = point.layer, point.site
+            keep = functools.partial(_copy, sites, place)
+            hooks.callback(watch_tensor(modules[point.path], point.side, keep).remove)
         for name in {row.parameter for row, _ in parts}:
             path, _, kind = name.rpartition(".")
             owner = modules.get(path)
             if kind != "weight" or owner is None or type(owner).__name__ not in _LINEAR:
                 continue
-
-            def before(_: nn.Module, given: Any, key: str = name) -> None:
-                entering[key] = first_tensor(given).detach()
-
-            hooks.callback(owner.register_forward_pre_hook(before).remove)
+            keep = functools.partial(_keep, entering, name)
+            hooks.callback(watch_tensor(owner, "input", keep).remove)
         yield
 
 
+def _copy(held: dict[Any, Tensor], name: Any, tensor: Tensor) -> None:
+    held[name] = tensor.detach().clone()
+
+
+def _keep(held: dict[Any, Tensor], name: Any, tensor: Tensor) -> None:
+    held[name] = tensor.detach()
+
+
 _LINEAR = ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear")
-
-
-def _keep(part: nn.Module, point: HookPoint, sites: dict[Place, Tensor]) -> Any:
-    place = point.layer, point.site
-    if point.side == "input":
-
-        def before(_: nn.Module, positional: Any, given: Any) -> None:
-            sites[place] = first_tensor([*positional, *given.values()]).detach().clone()
-
-        return part.register_forward_pre_hook(before, with_kwargs=True)
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        sites[place] = first_tensor(output).detach().clone()
-
-    return part.register_forward_hook(after)
 
 
 # --- optimizers -----------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ gives c to rounding.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,9 @@ from ..model.transformer import Transformer
 from .behaviour import logits_with_itself
 from .expectation import model_of_stack
 from .findings import SLACK, Finding
+from .hook_points import ENCODER
 from .roles import ModuleRoles, Role, block_of, tensors_of
-from .structure import ENCODER
-from .tensors import first_tensor
+from .running import watch_tensor
 
 SAME = 1e-4
 """Relative difference of two temperatures that are one: some are read off a run in float32."""
@@ -109,15 +111,11 @@ def _measured(module: nn.Module, found: ModuleRoles, model: Transformer, batch: 
         return seen
     read: dict[str, Tensor] = {}
     paths = {role.parameter.rpartition(".")[0] for roles in pairs for role in roles.values()}
-    hooks = [
-        module.get_submodule(path).register_forward_pre_hook(_keeps(read, path), with_kwargs=True)
-        for path in paths
-    ]
-    try:
+    with ExitStack() as hooks:
+        for path in paths:
+            keep = functools.partial(read.__setitem__, path)
+            hooks.callback(watch_tensor(module.get_submodule(path), "input", keep).remove)
         logits = logits_with_itself(module, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if len(logits) != model.layers:
         return seen
     tensors = tensors_of(module)
@@ -141,13 +139,6 @@ def _one(found: ModuleRoles, name: str) -> dict[int, Role]:
     return {layer: roles[0] for layer, roles in groups.items() if len(roles) == 1}
 
 
-def _keeps(read: dict[str, Tensor], path: str) -> Any:
-    def hook(_: nn.Module, positional: Any, named: Any) -> None:
-        read[path] = first_tensor([*positional, *named.values()]).detach().double()
-
-    return hook
-
-
 def _made(
     read: dict[str, Tensor], tensors: dict[str, Tensor], role: Role, bias: Role | None
 ) -> Tensor | None:
@@ -157,7 +148,9 @@ def _made(
     matrix = block.flatten(1) if role.transposed else block.reshape(-1, block.shape[-1]).T
     if x is None or x.shape[-1] != matrix.shape[0]:
         return None
-    return x @ matrix + (0 if bias is None else block_of(tensors, bias).double().reshape(-1))
+    return x.double() @ matrix + (
+        0 if bias is None else block_of(tensors, bias).double().reshape(-1)
+    )
 
 
 def _factor(q: Tensor, k: Tensor, logits: Tensor) -> float | None:

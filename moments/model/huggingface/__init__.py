@@ -1,38 +1,23 @@
 """Model families of Hugging Face: how a config is read, and where a module keeps its parts.
 
-names, entries   reading a config and naming what is left unread
-family, sizes    what a family is; its architecture at another size
-heads            the heads that most families share
+entries          reading a config and naming what is left unread
+family, sizes    what a family is, with the heads that most share; its architecture at another size
 layout           tables of paths inside a module
-bert, gpt, parallel, llama, t5, vit (and *_layout): one group of families each
-bart_layout      encoders with decoders whose modules are measured, and whose configs are not read
+bert, gpt, parallel, llama, t5, vit: one group of families each, configs first, modules below
+bart             encoders with decoders whose modules are measured, and whose configs are not read
 encoder          torch's own encoder
 """
 
 from __future__ import annotations
 
-from . import (
-    bart_layout,
-    bert,
-    bert_layout,
-    encoder,
-    gpt,
-    gpt_layout,
-    llama,
-    llama_layout,
-    llama_relatives,
-    parallel,
-    parallel_layout,
-    t5,
-    vit,
-)
+from . import bart, bert, encoder, gpt, llama, llama_relatives, parallel, t5, vit
 from .family import Family
 from .layout import Layout
 
 __all__ = ["FAMILIES", "LAYOUTS", "NEAREST", "REFUSED", "Family", "Layout"]
 
 _GROUPS = (bert, gpt, parallel, llama, llama_relatives, t5, vit)
-_PLACES = (encoder, bart_layout, bert_layout, gpt_layout, parallel_layout, llama_layout, t5, vit)
+_PLACES = (encoder, bart, bert, gpt, parallel, llama, t5, vit)
 
 FAMILIES: dict[str, Family] = {
     kind: family for group in _GROUPS for kind, family in group.FAMILIES.items()

@@ -6,11 +6,11 @@ encoder beside the second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .layout import Layout, Site, WeightPart, thirds
+from .layout import Layout, Site, WeightPart, attention, matrices, thirds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,12 +29,9 @@ class _TorchLayout(Layout):
                 yield number, part
 
 
-def _attention(site: str, path: str, dropout: str) -> tuple[Site, ...]:
+def _attention(name: str, path: str, dropout: str) -> tuple[Site, ...]:
     # The head projection is applied inside a function, so that "attention.heads" has no hook.
-    return (
-        (f"{site}.projection", path, "output"),
-        (f"{site}.dropout", dropout, "output"),
-    )
+    return attention(path, dropout, name=name)[1:]
 
 
 def _ffn(dropout: str) -> tuple[Site, ...]:
@@ -48,38 +45,23 @@ def _ffn(dropout: str) -> tuple[Site, ...]:
     )
 
 
-def _sites(blocks: Mapping[str, tuple[Site, ...]], *, pre: bool) -> tuple[Site, ...]:
-    """Of a layer with norm1, norm2, ... in the order of its blocks."""
-    found: list[Site] = []
-    for number, (name, inner) in enumerate(blocks.items(), start=1):
-        norm: Site = (f"{name}.norm", f"norm{number}", "output")
-        if not pre:
-            found += [*inner, (f"{name}.sum", f"norm{number}", "input"), norm]
-            continue
-        follows: Site = (f"{name}.sum", f"norm{number + 1}", "input")
-        last: Site = (f"{name}.sum", "", "output")
-        found += [norm, *inner, last if number == len(blocks) else follows]
-    return (*found, ("stream", "", "output"))
-
-
 def _layout(*, pre: bool, decoder: bool) -> Layout:
-    blocks = {"attention": _attention("attention", "self_attn", "dropout1")}
+    blocks = {"attention": ("norm1", _attention("attention", "self_attn", "dropout1"))}
+    weights = matrices(output="self_attn.out_proj", ffn_in="linear1", ffn_out="linear2")
+    fused = [thirds("self_attn.in_proj_weight")]
     if decoder:
-        blocks["cross"] = _attention("cross", "multihead_attn", "dropout2")
-    blocks["ffn"] = _ffn(f"dropout{len(blocks) + 1}")
-    cross = thirds("multihead_attn.in_proj_weight")
-    cross = cross._replace(weights=tuple(f"cross_{name}" for name in cross.weights))
-    return _TorchLayout(
+        blocks["cross"] = ("norm2", _attention("cross", "multihead_attn", "dropout2"))
+        weights += matrices(cross_output="multihead_attn.out_proj")
+        cross = thirds("multihead_attn.in_proj_weight")
+        fused.append(cross._replace(weights=tuple(f"cross_{name}" for name in cross.weights)))
+    number = len(blocks) + 1
+    blocks["ffn"] = (f"norm{number}", _ffn(f"dropout{number}"))
+    return _TorchLayout.of(
         f"nn.Transformer{'Decoder' if decoder else 'Encoder'}Layer",
-        sites=_sites(blocks, pre=pre),
-        weights=(
-            ("output", "self_attn.out_proj.weight"),
-            *((("cross_output", "multihead_attn.out_proj.weight"),) if decoder else ()),
-            ("ffn_in", "linear1.weight"),
-            ("ffn_out", "linear2.weight"),
-        ),
-        fused=(thirds("self_attn.in_proj_weight"), *((cross,) if decoder else ())),
-        norms=tuple((f"{name}.norm", f"norm{n}") for n, name in enumerate(blocks, start=1)),
+        "pre" if pre else "post",
+        blocks,
+        weights=weights,
+        fused=tuple(fused),
         outside=(("final.norm", "norm"),),
         prefix="" if decoder else "encoder.",
         applies=lambda layer: (

@@ -11,7 +11,127 @@ from ...files import MOST
 from ...formulas.checks import check_count
 from ..positions import Rotary
 from ..weights import Biases
-from .names import ACTIVATIONS, IRRELEVANT, USUAL
+
+# --- names that every family uses -----------------------------------------------------------------
+
+
+# transformers' names of activation functions -> ours
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+    "swish": "silu",
+    "relu2": "relu_squared",
+    "leaky_relu": "leaky_relu",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+    "linear": "identity",
+}
+
+# Entries that say nothing about the moments at initialisation: identities, files, generation,
+# cache, precision, and tasks other than the family's own.
+IRRELEVANT = frozenset(
+    (
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_name_or_path",
+        "_num_labels",
+        "_output_attentions",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "classifier_activation",
+        "classifier_dropout",
+        "classifier_dropout_prob",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
+        "id2label",
+        "label2id",
+        "length_penalty",
+        "mask_token_id",
+        "max_length",
+        "min_length",
+        "model_type",
+        "name_or_path",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_labels",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "output_scores",
+        "pad_token_id",
+        "pooler_dropout",
+        "pooler_hidden_act",
+        "pooler_hidden_size",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "slow_but_exact",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_last_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "use_bfloat16",
+        "use_cache",
+    )
+)
+
+# What every config may hold, with the value at which it changes nothing.
+USUAL: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "attention_bias": False,
+    "chunk_size_feed_forward": 0,
+    "cross_attention_hidden_size": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "pruned_heads": {},
+    "quantization_config": None,
+}
+
 
 MOST_LAYERS = 100_000
 """No stack is deeper, and lists of so many entries are no burden."""

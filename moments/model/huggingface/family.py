@@ -1,4 +1,4 @@
-"""What a family is: how its config is read, and which module it is."""
+"""What a family is: how its config is read, which module it is; the two heads that most have."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..head import Head
 from ..transformer import Transformer
-from .entries import Entries
-from .names import USUAL
+from .entries import USUAL, Entries
 
 Reader = Callable[[Entries, int | None], Transformer]
 
@@ -52,3 +52,48 @@ class Family:
         self.read(reader, None)
         elsewhere = {"model_type", "quantization_config"}
         return (reader.read | set(self.defaults) | set(self.usual) | set(USUAL)) - elsewhere
+
+
+# --- The two heads that most families have --------------------------------------------------------
+
+
+def causal_head(
+    read: Entries,
+    variance: float,
+    epsilon: float | None,
+    *,
+    bias: bool = False,
+    output_scale: float = 1.0,
+    logit_softcap: float | None = None,
+) -> Head:
+    """A final norm and one matrix, which `tie_word_embeddings` may make the token table.
+
+    Args:
+        variance: of the matrix where it is its own.
+        epsilon: of the final norm; None: there is none.
+    """
+    tied = read.flag("tie_word_embeddings")
+    return Head(
+        tied=tied,
+        weight_variance=None if tied else variance,
+        norm=epsilon is not None,
+        bias=bias,
+        output_scale=output_scale,
+        logit_softcap=logit_softcap,
+        loss="causal",
+    )
+
+
+def masked_head(read: Entries, variance: float, activation: str) -> Head:
+    """BERT's: a hidden layer with activation and norm, then the token table and a bias."""
+    tied = read.flag("tie_word_embeddings", True)
+    return Head(
+        tied=tied,
+        weight_variance=None if tied else variance,
+        norm=False,
+        transform=activation,
+        transform_variance=variance,
+        transform_bias_variance=0.0,
+        bias=True,
+        loss="masked",
+    )

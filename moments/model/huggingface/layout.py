@@ -1,10 +1,14 @@
-"""Where a family of modules keeps its sites, matrices, biases and norms: tables of paths."""
+"""Where a family of modules keeps its sites, matrices, biases and norms: tables of paths.
+
+Where a sum of the stream is seen follows from the placement of the norms (`Layout.of`), and what is
+seen inside a block from the paths of its matrices (`attention`, `feed_forward`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -58,6 +62,43 @@ class Fused(NamedTuple):
     axis: int = 0
 
 
+def attention(output: str, dropout: str = "", *, name: str = "attention") -> tuple[Site, ...]:
+    """Of a block whose last matrix has that path; what is no submodule has an empty one."""
+    return _there(
+        (f"{name}.heads", output, "input"),
+        (f"{name}.projection", output, "output"),
+        (f"{name}.dropout", dropout, "output"),
+    )
+
+
+def feed_forward(inner: str, outer: str, dropout: str = "", gate: str = "") -> tuple[Site, ...]:
+    """Of a block of two matrices, or three, by their paths."""
+    return _there(
+        ("ffn.gate", gate, "output"),
+        ("ffn.in", inner, "output"),
+        ("ffn.activation", outer, "input"),
+        ("ffn.out", outer, "output"),
+        ("ffn.dropout", dropout, "output"),
+    )
+
+
+def _there(*sites: Site) -> tuple[Site, ...]:
+    return tuple(site for site in sites if site[1])
+
+
+def matrices(**paths: str) -> tuple[tuple[str, str], ...]:
+    """The weights of submodules, by the names of their matrices."""
+    return tuple((name, f"{path}.weight") for name, path in paths.items())
+
+
+def projections(
+    attention: str, names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "out_proj")
+) -> tuple[tuple[str, str], ...]:
+    """An attention's four matrices, by what its module calls them."""
+    kinds = ("query", "key", "value", "output")
+    return tuple((k, f"{attention}.{n}.weight") for k, n in zip(kinds, names, strict=True))
+
+
 def thirds(parameter: str, axis: int = 0) -> Fused:
     """Query, key and value of equal widths, side by side."""
 
@@ -96,6 +137,51 @@ class Layout:
     after: tuple[Site, ...] = ()
     prefix: str = ""
     applies: Callable[[Any], bool] = lambda layer: True
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        placement: Literal["pre", "post", "parallel"],
+        blocks: Mapping[str, tuple[str, tuple[Site, ...]]],
+        *,
+        norms: tuple[tuple[str, str], ...] = (),
+        final: str = "",
+        head: str = "",
+        outside: tuple[tuple[str, str], ...] = (),
+        after: tuple[Site, ...] = (),
+        **rest: Any,
+    ) -> Layout:
+        """A layer of blocks, each with the path of its norm and the sites inside it.
+
+        A sum is seen where the next norm takes it: the block's own (Post-LN), the next block's
+        (Pre-LN), or as the layer's output.
+
+        Args:
+            norms: beside those of the blocks.
+            final, head: paths of the norm and the matrix behind the layers, where they are.
+        """
+        found: list[Site] = []
+        follows = [*(norm for norm, _ in blocks.values()), ""][1:]
+        for (block, (norm, inside)), then in zip(blocks.items(), follows, strict=True):
+            normed = _there((f"{block}.norm", norm, "output"))
+            taken: Site = (f"{block}.sum", norm if placement == "post" else then, "input")
+            summed: tuple[Site, ...] = (taken if taken[1] else (taken[0], "", "output"),)
+            if placement == "parallel" and block != list(blocks)[-1]:
+                summed = ()
+            behind = placement == "post"
+            found += [*inside, *summed, *normed] if behind else [*normed, *inside, *summed]
+        own = tuple((f"{block}.norm", norm) for block, (norm, _) in blocks.items() if norm)
+        last = (("final.norm", final), ("head", head))
+        ending = _there(("final.norm", final, "output"), ("logits", head, "output"))
+        return cls(
+            name,
+            (*found, ("stream", "", "output")),
+            norms=(*own, *norms),
+            outside=(*outside, *(pair for pair in last if pair[1])),
+            after=(*ending, *after),
+            **rest,
+        )
 
     def alone(self) -> Layout:
         """The layout of a stack that stands by itself, without a prefix."""

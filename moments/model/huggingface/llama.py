@@ -10,8 +10,8 @@ from ..embedding import Embedding
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import Entries
-from .family import Family
-from .heads import causal_head
+from .family import Family, causal_head
+from .layout import Fused, Layout, Site, attention, feed_forward, matrices, projections
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
@@ -232,3 +232,83 @@ FAMILIES = {
         },
     ),
 }
+
+
+# --- where modules keep their sites and parameters -----------------------------------------------
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_ATTENTION = projections("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj"))
+_GATED = feed_forward("mlp.up_proj", "mlp.down_proj", gate="mlp.gate_proj")
+_GATED_WEIGHTS = matrices(gate="mlp.gate_proj", ffn_in="mlp.up_proj", ffn_out="mlp.down_proj")
+
+
+def _layout(
+    name: str,
+    *,
+    norms: tuple[str, str] = _NORMS,
+    ffn: tuple[Site, ...] = _GATED,
+    dropout: str = "",
+    weights: tuple[tuple[str, str], ...] = (*_ATTENTION, *_GATED_WEIGHTS),
+    behind: tuple[str, ...] = (),
+    **rest: Any,
+) -> Layout:
+    """`behind`: the blocks' output norms; without a second norm the blocks are side by side."""
+    outputs = tuple(zip(("attention.post_norm", "ffn.post_norm"), behind, strict=False))
+    posts: list[tuple[Site, ...]] = [((site, path, "output"),) for site, path in outputs] or [
+        (),
+        (),
+    ]
+    blocks = {
+        "attention": (norms[0], (*attention("self_attn.o_proj", dropout), *posts[0])),
+        "ffn": (norms[1], (*ffn, *posts[1])),
+    }
+    heads = (("query.norm", "self_attn.q_norm"), ("key.norm", "self_attn.k_norm"))
+    return Layout.of(
+        name,
+        "pre" if norms[1] else "parallel",
+        blocks,
+        norms=outputs or heads,
+        weights=weights,
+        outside=(("token", "embed_tokens"),),
+        final="norm",
+        head="lm_head",
+        **rest,
+    )
+
+
+def _phi3_split(layer: Any) -> tuple[int, ...]:
+    attention = layer.self_attn
+    queries = attention.o_proj.in_features
+    shared = queries // attention.num_key_value_groups
+    return (queries, shared, shared)
+
+
+def _halves(layer: Any) -> tuple[int, ...]:
+    return (layer.mlp.down_proj.in_features,) * 2
+
+
+LAYOUTS = (
+    _layout(
+        "Gemma-2",
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        behind=("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    _layout("Llama"),
+    _layout("Cohere", norms=("input_layernorm", "")),
+    _layout(
+        "Phi-3",
+        ffn=feed_forward("", "mlp.down_proj", "resid_mlp_dropout"),
+        dropout="resid_attn_dropout",
+        weights=matrices(output="self_attn.o_proj", ffn_out="mlp.down_proj"),
+        fused=(
+            Fused(("query", "key", "value"), "self_attn.qkv_proj.weight", _phi3_split),
+            Fused(("gate", "ffn_in"), "mlp.gate_up_proj.weight", _halves),
+        ),
+    ),
+    _layout(
+        "StarCoder2",
+        ffn=feed_forward("mlp.c_fc", "mlp.c_proj"),
+        weights=(*_ATTENTION, *matrices(ffn_in="mlp.c_fc", ffn_out="mlp.c_proj")),
+    ),
+)

@@ -8,8 +8,7 @@ from ..embedding import Embedding
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
-from .family import Family
-from .heads import causal_head
+from .family import Family, causal_head
 from .llama import BOTH, LLAMA, causal, decoder, length
 
 

@@ -11,10 +11,9 @@ from ..head import Head
 from ..positions import RelativeBias
 from ..transformer import Transformer
 from ..weights import Weights
-from .entries import Entries
+from .entries import ACTIVATIONS, Entries
 from .family import Family
-from .layout import Layout, Site
-from .names import ACTIVATIONS
+from .layout import Layout, Site, attention, feed_forward, matrices, projections
 
 
 def _t5(read: Entries, seq_len: int | None) -> Transformer:
@@ -136,60 +135,55 @@ FAMILIES = {
 }
 
 
-def _attention(site: str, path: str, inner: str) -> tuple[Site, ...]:
-    return (
-        (f"{site}.norm", f"{path}.layer_norm", "output"),
-        (f"{site}.heads", f"{path}.{inner}.o", "input"),
-        (f"{site}.projection", f"{path}.{inner}.o", "output"),
-        (f"{site}.dropout", f"{path}.dropout", "output"),
-        (f"{site}.sum", path, "output"),
-    )
+_LETTERS = ("q", "k", "v", "o")
+
+
+def _sublayer(path: str, block: str, inside: tuple[Site, ...]) -> tuple[Site, ...]:
+    """A norm, the block and the sum, which a submodule of their own holds."""
+    normed: Site = (f"{block}.norm", f"{path}.layer_norm", "output")
+    return (normed, *inside, (f"{block}.sum", path, "output"))
+
+
+def _attended(path: str, block: str, inner: str) -> tuple[Site, ...]:
+    return _sublayer(path, block, attention(f"{path}.{inner}.o", f"{path}.dropout", name=block))
 
 
 def _ffn(path: str, *, gated: bool) -> tuple[Site, ...]:
     dense = f"{path}.DenseReluDense"
-    inner: tuple[Site, ...] = (("ffn.in", f"{dense}.wi", "output"),)
-    if gated:
-        inner = (("ffn.gate", f"{dense}.wi_0", "output"), ("ffn.in", f"{dense}.wi_1", "output"))
-    return (
-        ("ffn.norm", f"{path}.layer_norm", "output"),
-        *inner,
+    inner, gate = (f"{dense}.wi_1", f"{dense}.wi_0") if gated else (f"{dense}.wi", "")
+    inside = feed_forward(inner, f"{dense}.wo", f"{path}.dropout", gate)
+    dropped: tuple[Site, ...] = (
         ("ffn.activation", f"{dense}.dropout", "input"),
         ("ffn.activation_dropout", f"{dense}.dropout", "output"),
-        ("ffn.out", f"{dense}.wo", "output"),
-        ("ffn.dropout", f"{path}.dropout", "output"),
-        ("ffn.sum", path, "output"),
-        ("stream", "", "output"),
     )
-
-
-def _matrices(prefix: str, path: str) -> tuple[tuple[str, str], ...]:
-    names = ("query", "key", "value", "output")
-    return tuple((f"{prefix}{name}", f"{path}.{name[0]}.weight") for name in names)
+    inside = (*(s for s in inside if s[0] != "ffn.activation"), *dropped)
+    return (*_sublayer(path, "ffn", inside), ("stream", "", "output"))
 
 
 def _layout(*, decoder: bool, gated: bool) -> Layout:
     last = "layer.2" if decoder else "layer.1"
     stack = "decoder" if decoder else "encoder"
     dense = f"{last}.DenseReluDense"
-    inner = (("gate", f"{dense}.wi_0.weight"), ("ffn_in", f"{dense}.wi_1.weight"))
+    inner = matrices(gate=f"{dense}.wi_0", ffn_in=f"{dense}.wi_1")
     cross: tuple[Site, ...] = ()
+    other: tuple[tuple[str, str], ...] = ()
     if decoder:
-        cross = _attention("cross", "layer.1", "EncDecAttention")
+        other = projections("layer.1.EncDecAttention", _LETTERS)
+        cross = _attended("layer.1", "cross", "EncDecAttention")
     norms = (("attention.norm", "layer.0.layer_norm"), ("ffn.norm", f"{last}.layer_norm"))
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
     return Layout(
         f"T5 {stack}{', gated' if gated else ''}",
         sites=(
-            *_attention("attention", "layer.0", "SelfAttention"),
+            *_attended("layer.0", "attention", "SelfAttention"),
             *cross,
             *_ffn(last, gated=gated),
         ),
         weights=(
-            *_matrices("", "layer.0.SelfAttention"),
-            *(_matrices("cross_", "layer.1.EncDecAttention") if decoder else ()),
-            *(inner if gated else (("ffn_in", f"{dense}.wi.weight"),)),
-            ("ffn_out", f"{dense}.wo.weight"),
+            *projections("layer.0.SelfAttention", _LETTERS),
+            *((f"cross_{name}", path) for name, path in other),
+            *(inner if gated else matrices(ffn_in=f"{dense}.wi")),
+            *matrices(ffn_out=f"{dense}.wo"),
         ),
         norms=(*norms, ("cross.norm", "layer.1.layer_norm")) if decoder else norms,
         outside=(

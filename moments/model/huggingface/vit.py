@@ -8,7 +8,7 @@ from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
 from .family import Family
-from .layout import Layout, Site
+from .layout import Layout, attention, feed_forward, matrices, projections
 
 
 def _vit(read: Entries, seq_len: int | None) -> Transformer:
@@ -77,60 +77,42 @@ FAMILIES = {
 }
 
 
-def _layout(name: str, attention: dict[str, str], ffn: tuple[str, str], dropouts: bool) -> Layout:
-    output, (inner, outer) = attention["output"], ffn
-    sites: list[Site] = [
-        ("attention.norm", "layernorm_before", "output"),
-        ("attention.heads", output, "input"),
-        ("attention.projection", output, "output"),
-        ("attention.sum", "layernorm_after", "input"),
-        ("ffn.norm", "layernorm_after", "output"),
-        ("ffn.in", inner, "output"),
-        ("ffn.activation", outer, "input"),
-        ("ffn.out", outer, "output"),
-        ("ffn.sum", "", "output"),
-        ("stream", "", "output"),
-    ]
-    if dropouts:
-        sites.append(("attention.dropout", "attention.output.dropout", "output"))
-    return Layout(
+def _layout(
+    name: str,
+    names: tuple[str, str, str, str],
+    ffn: tuple[str, str],
+    dropout: str = "",
+) -> Layout:
+    blocks = {
+        "attention": ("layernorm_before", attention(f"attention.{names[3]}", dropout)),
+        "ffn": ("layernorm_after", feed_forward(*ffn)),
+    }
+    weights = projections("attention", names)
+    return Layout.of(
         name,
-        sites=tuple(sites),
-        weights=(
-            *((matrix, f"{path}.weight") for matrix, path in attention.items()),
-            ("ffn_in", f"{inner}.weight"),
-            ("ffn_out", f"{outer}.weight"),
-        ),
-        norms=(("attention.norm", "layernorm_before"), ("ffn.norm", "layernorm_after")),
+        "pre",
+        blocks,
+        weights=(*weights, *matrices(ffn_in=ffn[0], ffn_out=ffn[1])),
         outside=(
             ("patch", "patch_embeddings.projection"),
             ("position", "embeddings.position_embeddings"),
             ("class", "embeddings.cls_token"),
-            ("final.norm", "layernorm"),
             ("head", "classifier"),
         ),
         before=(
             ("embedding.sum", "embeddings.dropout", "input"),
             ("embedding", "embeddings.dropout", "output"),
         ),
-        after=(("final.norm", "layernorm", "output"),),
+        final="layernorm",
     )
 
 
-_MATRICES = ("query", "key", "value", "output")
-_OLD = tuple(f"attention.attention.{name}" for name in _MATRICES[:3])
 LAYOUTS = (
-    _layout(
-        "ViT",
-        {name: f"attention.{name[0]}_proj" for name in _MATRICES},
-        ("mlp.fc1", "mlp.fc2"),
-        False,
-    ),
-    # Modules of transformers 4
+    _layout("ViT", ("q_proj", "k_proj", "v_proj", "o_proj"), ("mlp.fc1", "mlp.fc2")),
     _layout(
         "ViT, transformers 4",
-        dict(zip(_MATRICES, (*_OLD, "attention.output.dense"), strict=True)),
+        ("attention.query", "attention.key", "attention.value", "output.dense"),
         ("intermediate.dense", "output.dense"),
-        True,
+        "attention.output.dropout",
     ),
 )

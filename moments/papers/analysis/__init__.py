@@ -13,22 +13,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
-    "angular_distance": "angular",
+    "angular_distance": "sun",
     "boundaries": "boundary",
-    "chain_constants": "chain",
-    "compute_table": "compute",
+    "chain_constants": "kedia",
+    "compute_table": "kedia",
     "correlation_fixed_points": "fixed_points",
-    "dslm_bounds": "scaled",
-    "exponents": "trainability",
-    "gradient_gap": "query_value",
+    "dslm_bounds": "kedia",
+    "exponents": "fixed_points",
+    "gradient_gap": "noci",
     "growth_exponents": "growth",
     "growth_laws": "growth",
-    "jacobian_bounds": "jacobian",
+    "jacobian_bounds": "sun",
     "named_cases": "cases",
     "random_energy": "frozen",
-    "sensitivity": "tradeoff",
-    "trade_off": "tradeoff",
-    "uniform_attention": "uniform",
+    "sensitivity": "kedia",
+    "trade_off": "kedia",
+    "uniform_attention": "noci",
     "variance_recursion": "recursion",
 }
 
@@ -53,21 +53,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .angular import angular_distance
     from .boundary import boundaries
     from .cases import named_cases
-    from .chain import chain_constants
-    from .compute import compute_table
-    from .fixed_points import correlation_fixed_points
+    from .fixed_points import correlation_fixed_points, exponents
     from .frozen import random_energy
     from .growth import growth_exponents, growth_laws
-    from .jacobian import jacobian_bounds
-    from .query_value import gradient_gap
+    from .kedia import chain_constants, compute_table, dslm_bounds, sensitivity, trade_off
+    from .noci import gradient_gap, uniform_attention
     from .recursion import variance_recursion
-    from .scaled import dslm_bounds
-    from .tradeoff import sensitivity, trade_off
-    from .trainability import exponents
-    from .uniform import uniform_attention
+    from .sun import angular_distance, jacobian_bounds
 
 
 # Loaded on first use. No submodule bears the name of a function: importing it would shadow that.

@@ -13,8 +13,8 @@ from ...formulas.symbols import PROBABILITY
 from ...grids.result import Sweep
 from ...model.transformer import Transformer
 from ...show.sweep_plot import Boundary
+from .fixed_points import many_exponents, repeated
 from .frozen import RandomEnergy, random_energy
-from .trainability import many_exponents, repeated
 
 KINDS = ("angle", "gradient", "entropy", "rank", "correlation")
 TOGETHER = 128

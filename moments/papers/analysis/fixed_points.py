@@ -1,19 +1,119 @@
-"""Where token correlations stop moving with depth, and how fast they get there."""
+"""The map of one layer: correlations that it leaves as they are, and how fast they are reached."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...errors import MomentsError
+import numpy as np
+
+from ...errors import DomainError, MomentsError, domain_error
 from ...formulas.kedia_chain import PRE_LN_CHAIN
 from ...formulas.law import Theory
+from ...grids.together import predict_together
 from ...model.transformer import Transformer
-from .chain import chain_constants
-from .one_layer import OneLayer
-from .results import Result
+from .kedia import chain_constants
+from .results import Result, predict_alike
+
+# --- The engine's map of one layer, and the stream's correlations that it leaves unchanged --------
+
+
+# A Pre-LN stream so large that one layer hardly moves it; what it adds is then a function of the
+# correlation alone, wrong by one part in LARGE.
+LARGE = 1e6
+
+
+class State(NamedTuple):
+    """Moments at one point of the stream."""
+
+    variance: float
+    correlation: float
+    grad_variance: float
+    grad_correlation: float
+
+
+@dataclass(frozen=True)
+class OneLayer:
+    """One layer of a model, as a map of moments: forward from its input, backward from its output.
+
+    Raises:
+        DomainError: a norm other than pre or post, or layers that differ by LayerNorm Scaling.
+    """
+
+    model: Transformer
+    theory: Theory
+
+    @classmethod
+    def of(cls, model: Transformer, theory: Theory, layer: int) -> OneLayer:
+        if model.norm not in ("pre", "post"):
+            raise domain_error("norm", model.norm, "'pre' or 'post'")
+        if model.layernorm_scaling:
+            raise DomainError(
+                "layernorm_scaling makes every layer another map: no correlation is stationary"
+            )
+        if not 1 <= layer <= model.layers:
+            raise domain_error("layer", layer, f"from 1 to {model.layers}")
+        return cls(repeated_layer(model, layer, 1).replace(embedding=None), theory)
+
+    @property
+    def carries_all(self) -> bool:
+        """Pre-LN whose skip connection keeps the whole stream, so that its variance grows."""
+        return self.model.norm == "pre" and float(self.model.skip_scales.min()) >= 1.0
+
+    def __call__(
+        self, variance: float, correlation: float, grad_correlation: float = 0.0
+    ) -> tuple[State, State]:
+        """Moments at the input and at the output."""
+        p = predict_alike(
+            self.model,
+            self.theory,
+            variance=variance,
+            correlation=correlation,
+            grad_correlation=grad_correlation,
+        )
+        columns = (p.variance, p.correlation, p.grad_variance, p.grad_correlation)
+        first, last = (State(*(float(c[i]) for c in columns)) for i in (0, 1))
+        return first, last
+
+    def added(self, correlation: float) -> float:
+        """Token correlation of what one layer adds to a large Pre-LN stream."""
+        before, after = self(LARGE, correlation)
+        pairs = after.variance * after.correlation - before.variance * before.correlation
+        return pairs / (after.variance - before.variance)
+
+    def returned(self, correlation: float, grad_correlation: float) -> float:
+        """Token correlation of the gradient one layer adds to that of a large Pre-LN stream."""
+        after, before = self(LARGE, correlation, grad_correlation)
+        pairs = (
+            after.grad_variance * after.grad_correlation
+            - before.grad_variance * before.grad_correlation
+        )
+        return pairs / (after.grad_variance - before.grad_variance)
+
+
+def repeated_layer(model: Transformer, layer: int, times: int) -> Transformer:
+    """Layer `layer` of a model, from 1, `times` times: every list of one per layer becomes its."""
+
+    def own(values: Any) -> Any:
+        return values[layer - 1] if isinstance(values, tuple) else values
+
+    def each(variances: Any) -> Any:
+        if variances is None:
+            return None
+        lists = {name: own(value) for name, value in vars(variances).items()}
+        return variances.replace(**lists)
+
+    pairs = ("skip_scale", "branch_scale", "norm_gain")
+    found = {name: own(getattr(model, name)) for name in (*pairs, "temperature", "window")}
+    for name in pairs:
+        if isinstance(found[name], tuple):
+            found[name] = [found[name]] * times
+    return model.replace(
+        layers=times, weights=each(model.weights), biases=each(model.biases), **found
+    )
+
 
 _STEP = 1e-5  # of numerical slopes; a fixed point this close to 1 counts as 1
 
@@ -163,7 +263,6 @@ def _stationary(one: OneLayer) -> tuple[float, float, float]:
 
 def _dominant_slope(one: OneLayer, variance: float, r: float) -> float:
     """Largest eigenvalue of the map's Jacobian in (correlation, variance)."""
-    import numpy as np
 
     def image(v: float, c: float) -> np.ndarray:
         after = one(v, c)[1]
@@ -190,3 +289,146 @@ def _closed(model: Transformer, one: OneLayer, layer: int) -> tuple[float | None
         attention_gain=c1, ffn_gain=c2, drop_prob=model.dropout, x_correlation=min(float(r), 1.0)
     )
     return min(float(r), 1.0), float(rg)
+
+
+# --- Whether depth keeps signals and gradients apart: Cowsik et al.'s two exponents, at finite size
+#
+# Cowsik et al. 2024 call a transformer trainable where two Lyapunov exponents vanish together.
+# The angle exponent is the rate at which tokens that are all but the same part (or, negative,
+# come together) from layer to layer: the logarithm of the factor on 1 - r at r = 1. The gradient
+# exponent is the rate at which squared gradients grow from layer to layer on their way down,
+# where tokens correlate as they tend to. Theirs come from update maps of infinite width and
+# length; here both are read off `moments.predict`'s own map, of a layer repeated `DEPTH` times,
+# of which the first and the last third have died away. Of a Pre-LN stack that keeps all of its
+# stream both are 0 in the limit and fall to it as 1/depth: its boundaries are no lines.
+
+
+DEPTH = 96
+"""Layers, in a third of which what is left of the beginning has died away unless an exponent is
+within some 1/30 of 0."""
+
+CLOSE, SEEN = 1e-6, (1e-11, 1e-4)
+"""1 - r of tokens that are all but the same, and where it is followed: between what rounding leaves
+of it and where it acts on itself. ReLU's kink acts at sqrt(1 - r), some 1e-3 of an exponent."""
+
+
+@dataclass(frozen=True)
+class Exponents(Result):
+    """Of one layer, repeated for ever.
+
+    Attributes:
+        model: whose layer it is.
+        angle: per layer; below 0 tokens that are close come together, above 0 they part.
+        gradient: per layer; above 0 squared gradients grow on their way down, below 0 they vanish.
+        correlation: that tokens tend to.
+        variance: of the stream after so many layers.
+    """
+
+    model: Transformer
+    angle: float
+    gradient: float
+    correlation: float
+    variance: float
+
+    @property
+    def heading(self) -> str:
+        phase = "part" if self.angle > 0 else "come together"
+        way = "grow" if self.gradient > 0 else "shrink"
+        return (
+            f"close tokens {phase} by exp({self.angle:.3g}) a layer, squared gradients {way} by "
+            f"exp({self.gradient:.3g}) a layer on their way down; correlation tends to "
+            f"{self.correlation:.4g}"
+        )
+
+    def _rows(self) -> list[Mapping[str, Any]]:
+        names = ("angle", "gradient", "correlation", "variance")
+        return [{"quantity": name, "value": getattr(self, name)} for name in names]
+
+
+def exponents(model: Transformer, theory: Theory = "refined", *, layer: int = 1) -> Exponents:
+    """Angle and gradient exponent of a layer that is repeated.
+
+    Source of the definitions: Cowsik et al. 2024, Geometric dynamics of signal propagation predict
+    trainability of transformers. The map is that of `predict`, tokens alike.
+
+    Args:
+        model: full attention without positions, no dropout (whose tokens never become the same),
+            layers of one kind.
+        theory: whose map.
+        layer: which of its layers, from 1.
+
+    Raises:
+        DomainError: dropout, LayerNorm Scaling, or attention that tells tokens apart.
+    """
+    return many_exponents([model], theory, layer=layer)[0]
+
+
+def many_exponents(
+    models: Sequence[Transformer], theory: Theory = "refined", *, layer: int = 1
+) -> list[Exponents]:
+    """`exponents` of models that differ in numbers alone, at once.
+
+    Raises:
+        DomainError: as `exponents`.
+    """
+    deep = [repeated(model, layer) for model in models]
+    count = len(models)
+    variance, correlation, gradient = _stream(deep, theory, np.ones(count), np.full(count, 0.5))
+    first, last = DEPTH // 3, 2 * DEPTH // 3
+    with np.errstate(divide="ignore", invalid="ignore"):
+        grown = np.log(gradient[:, first] / gradient[:, last]) / (last - first)
+    close = _stream(deep, theory, variance[:, -1], np.full(count, 1 - CLOSE))
+    angles = [_late_growth(row) for row in 1 - close[1]]
+    if not (np.all(np.isfinite(grown)) and np.all(np.isfinite(angles))):
+        raise DomainError(
+            f"signals or gradients die out or overflow within {DEPTH} layers: exponents of such "
+            "layers are not resolved"
+        )
+    return [
+        Exponents(model, float(a), float(g), float(r), float(v))
+        for model, a, g, r, v in zip(
+            models, angles, grown, correlation[:, -1], variance[:, -1], strict=True
+        )
+    ]
+
+
+def _stream(
+    models: Sequence[Transformer], theory: Theory, variance: np.ndarray, correlation: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Variance, correlation and gradient variance along the depth, (B, DEPTH + 1) each."""
+    if len(models) == 1:  # by plain numbers, several times faster
+        p = predict_alike(
+            models[0], theory, variance=float(variance[0]), correlation=float(correlation[0])
+        )
+        return p.variance[None], p.correlation[None], p.grad_variance[None]
+    given = {"variance": variance, "correlation": correlation}
+    variance, correlation, gradient, _ = predict_together(models, theory, given).stream
+    return variance, correlation, gradient
+
+
+def _late_growth(apart: np.ndarray) -> float:
+    """Growth per layer of 1 - r, where it is seen: at least over two layers."""
+    seen = (apart > SEEN[0]) & (apart < SEEN[1])
+    end = max(len(seen) if seen.all() else int(np.argmin(seen)), 3)
+    start = min(end // 3, end - 2)
+    return float(np.log(apart[end - 1] / apart[start]) / (end - 1 - start))
+
+
+def repeated(model: Transformer, layer: int) -> Transformer:
+    """One of its layers `DEPTH` times, by itself.
+
+    Raises:
+        DomainError: as `exponents`.
+    """
+    if model.layernorm_scaling:
+        raise DomainError("layernorm_scaling makes every layer another map: it has no exponents")
+    if not 1 <= layer <= model.layers:
+        raise domain_error("layer", layer, f"from 1 to {model.layers}")
+    dropped = (model.dropout, model.attention_dropout, model.ffn_dropout, model.activation_dropout)
+    if any(dropped):
+        raise domain_error(
+            "dropout", max(d or 0.0 for d in dropped), "0: under dropout no tokens stay the same"
+        )
+    if model.norm == "mix" or model.encoder is not None:
+        raise domain_error("norm", model.norm, "one placement, and no encoder")
+    return repeated_layer(model, layer, DEPTH).replace(embedding=None, head=None)

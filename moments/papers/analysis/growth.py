@@ -18,12 +18,9 @@ from ...formulas.law import Theory
 from ...model.transformer import Transformer
 from ...model.weights import Weights
 from ...prediction.result import Prediction
-from .alike import predict_alike
-from .chain import chain_constants
-from .fixed_points import FixedPoints, correlation_fixed_points
-from .one_layer import repeated_layer
-from .results import Result
-from .tradeoff import block_sensitivity
+from .fixed_points import FixedPoints, correlation_fixed_points, repeated_layer
+from .kedia import block_sensitivity, chain_constants
+from .results import Result, predict_alike
 
 # --- methods --------------------------------------------------------------------------------------
 
@@ -185,7 +182,7 @@ def growth_laws(
     }
     stable = correlation_fixed_points(model, theory)
     prediction = predict_alike(
-        repeated(model, layers),
+        repeated_layer(model, 1, layers),
         theory,
         correlation=stable.correlation if correlation is None else correlation,
         grad_correlation=stable.grad_correlation if grad_correlation is None else grad_correlation,
@@ -209,7 +206,7 @@ def growth_laws(
 def _at_attention(model: Transformer, table: FixedPoints) -> float:
     """Correlation of the gradient that meets the attention: the stream's, through the FFN."""
     p = predict_alike(
-        repeated(model, 1),
+        repeated_layer(model, 1, 1),
         "simplified",
         correlation=table.correlation,
         grad_correlation=table.grad_correlation,
@@ -217,11 +214,6 @@ def _at_attention(model: Transformer, table: FixedPoints) -> float:
     gradient = next(q.gradient for q in p.trace.points if q.site == "attention.sum")
     assert gradient is not None
     return float(gradient.kernel.mean_pairs() / gradient.kernel.mean_diagonal())
-
-
-def repeated(model: Transformer, layers: int) -> Transformer:
-    """The model's first layer, `layers` times."""
-    return repeated_layer(model, 1, layers)
 
 
 @dataclass(frozen=True)

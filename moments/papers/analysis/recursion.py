@@ -18,8 +18,7 @@ from ...formulas.checks import check_in
 from ...formulas.kedia_chain import CORRELATED_RESIDUAL
 from ...formulas.symbols import CORRELATION
 from ...prediction.result import Prediction
-from .blocks import Block, blocks
-from .results import Result
+from .results import Block, Result, blocks
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ class VarianceRecursion(Result):
 
     @property
     def heading(self) -> str:
-        fall = self.grad_variance[0] / self.grad_variance[-1]
+        growth = self.grad_variance[0] / self.grad_variance[-1]
         return (
             f"branch correlation {self.branch_correlation:g}, of gradients "
             f"{self.grad_branch_correlation:g}: variance x "
-            f"{self.variance[-1] / self.variance[0]:.4g}, gradient variance x {fall:.4g} down to "
+            f"{self.variance[-1] / self.variance[0]:.4g}, gradient variance x {growth:.4g} down to "
             "the input"
         )
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...errors import ValidityWarning
 from ...formulas.law import Source, Theory
 from ...model.transformer import Transformer
-from ...prediction.predict import predict
 from ...prediction.result import Prediction
 from ..analysis import angular_distance
+from ..analysis.results import expected
 
 SQUARED_NORM = "squared norm of "
 LAYER_NORM = "norm of a layer's weight gradients"
@@ -68,9 +66,7 @@ class Line:
         return float(row[self.quantity]), float(row.get(f"{self.quantity}_stderr", np.nan))
 
     def _predict(self, inputs: Mapping[str, Any]) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ValidityWarning)
-            return predict(self.model, theory=self.theory, **inputs)
+        return expected(self.model, theory=self.theory, **inputs)
 
 
 @dataclass(frozen=True, eq=False)

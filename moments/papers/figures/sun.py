@@ -8,7 +8,7 @@ from functools import partial
 from ...formulas.law import Source
 from ...formulas.references import SUN
 from ...model.transformer import Transformer
-from ..analysis.sun_cases import in_house, llama, open_models, read_words, scaled, text
+from ..analysis.cases import in_house, llama, open_models, read_words, scaled, text
 from .setup import HeatMap, Line, Panel, Setup
 
 LLAMA = (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import DomainError, ValidityWarning, domain_error
+from ...errors import DomainError, domain_error, without_warnings
 from ...formulas.law import THEORIES, Theory
 from ...prediction.predict import predict
 from ...prediction.result import Prediction
@@ -54,8 +53,7 @@ def predicted(configuration: Configuration, theory: Theory) -> Prediction:
     Raises:
         DomainError: the theory's numbers overflow.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
+    with without_warnings():
         return predict(configuration.model, **configuration.ends, theory=theory)
 
 

@@ -481,8 +481,8 @@ _NODES = 40
 
 
 class _Profile(NamedTuple):
-    """Chebyshev coefficients on correlations in [0, 1], a column for each of `STATISTICS` and for
-    the entropy."""
+    """Chebyshev coefficients on correlations in [0, 1], a row for each of `STATISTICS` and for the
+    entropy."""
 
     coefficients: np.ndarray
     valid: bool
@@ -499,10 +499,10 @@ def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) ->
     values = np.stack([np.broadcast_to(v, correlation.shape) for v in columns], axis=-1)
     transform = np.cos(np.outer(np.arange(_NODES), angles)) * (2 / _NODES)
     transform[0] /= 2
-    return _Profile(transform @ values, found.valid)
+    return _Profile(np.ascontiguousarray((transform @ values).T), found.valid)
 
 
-_ORDERS = np.arange(_NODES)
+_ORDERS = np.arange(float(_NODES))
 _NEAR = 2048  # correlations whose polynomials fit into a near cache
 
 
@@ -518,11 +518,11 @@ def profiled_columns(
 ) -> Columns:
     """`attention_statistics` of several correlations, (B,), none negative, by interpolation."""
     profile = _profile(logit_scale, seq_len, d_model, d_head)
-    found = np.empty((profile.coefficients.shape[1], correlation.size))
+    found = np.empty((len(profile.coefficients), correlation.size))
     for start in range(0, correlation.size, _NEAR):
         part = slice(start, start + _NEAR)
         basis = chebyshev_basis(2 * correlation[part] - 1, _NODES)
-        found[:, part] = profile.coefficients.T @ basis
+        found[:, part] = profile.coefficients @ basis
     return Columns(found, profile.valid)
 
 
@@ -532,4 +532,4 @@ def profiled_numbers(
     """`profiled_columns` of one correlation, and whether they are valid."""
     profile = _profile(logit_scale, seq_len, d_model, d_head)
     basis = np.cos(_ORDERS * math.acos(2 * correlation - 1))
-    return (basis @ profile.coefficients).tolist(), profile.valid
+    return profile.coefficients.dot(basis).tolist(), profile.valid

@@ -158,9 +158,16 @@ class _Nodes:
         parts = [self._transforms(y[i : i + rows]) for i in range(0, len(y), rows)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
+    def _sizes(self, y: np.ndarray) -> np.ndarray:
+        """(points, nodes) exp(u), u = f(z) - y, at most e^300."""
+        values, top = self._value, float(self._value.max())
+        if top - values.min() < 300.0 and top - y.min() < 300.0:
+            return np.multiply.outer(np.exp(top - y), np.exp(values - top))
+        return np.asarray(np.exp(np.minimum(values[None, :] - y[:, None], 300.0)))
+
     def _transforms(self, y: np.ndarray) -> dict[str, np.ndarray]:
         # exp(k u - exp(u)) is exp(u)^k times a factor that is 0 long before the power overflows.
-        size = np.exp(np.minimum(self._value[None, :] - y[:, None], 300.0))
+        size = self._sizes(y)
         once = np.exp(-size)
         below, above = once @ self.weights, -np.expm1(-size) @ self.weights
         once *= size
@@ -306,7 +313,9 @@ def _single(
     grid, weights = _points(low, high, centres)
     other = _logit(vocab_size, 0.0, variance, softcap, high + 4)
     own = _logit(vocab_size, own_mean, own_variance, softcap, high + 4)
-    others, owns = other.transforms(grid), own.transforms(grid)
+    others = other.transforms(grid)
+    same = own_mean == 0.0 and own_variance == variance
+    owns = others if same else own.transforms(grid)
     log_one = np.log1p(-np.minimum(others["above"], np.nextafter(1.0, 0.0)))
     without_own = np.exp((vocab_size - 1) * log_one)
     without_other = np.exp((vocab_size - 2) * log_one) * owns["below"]

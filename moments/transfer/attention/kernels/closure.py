@@ -35,7 +35,7 @@ exact for exchangeable rows; elsewhere this is an approximation, measured in
 
 What finite widths do to an attention layer's outputs, at order 1/d_model.
 
-Derived for tokens alike in `laws.attention_refined`; here per pair of rows. Given the direction w_i
+Derived for tokens alike in `formulas.attention`; here per pair of rows. Given the direction w_i
 that row i looks in, token j has a component along it, and the values of the attended tokens share
 that component: E tr(J C) for either row. Tokens of fixed norm pay for it. With delta the deficit of
 their norm's fluctuation and u the fraction of a key that it does not share with the others,
@@ -183,7 +183,7 @@ class OverlapClosure:
         self._exponent_per_logit = self.calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
         self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
         exponents = self._exponent_per_logit * logits.scale * stats.temperature[leaders, None]
-        derivative = nodes.basis(nodes.rho)[1]
+        derivative = nodes.slopes
         self._laws = JointLaws(self.classes, self.pattern, exponents, derivative, logits)
         self.pairs = PairWeights.of(
             logits,
@@ -305,7 +305,7 @@ class OverlapClosure:
     @functools.cached_property
     def exponent_slopes(self) -> Array:
         """(classes,) dbeta/drho at rho = 1, per unit of logit scale and query norm."""
-        slope = self._nodes.basis(np.ones(1))[1][:, 0]
+        slope = self._nodes.slopes[:, 0]
         return np.asarray(self._exponent_per_logit @ slope)
 
 

@@ -37,7 +37,7 @@ THETA_LEAST = 1e-9
 
 def tabulated(theta: Array) -> Array:
     """The variance at which a row of logit variance `theta` is evaluated."""
-    return np.asarray(np.clip(theta, THETA_LEAST, THETA_PEAKED))
+    return np.asarray(np.minimum(np.maximum(theta, THETA_LEAST), THETA_PEAKED))
 
 
 def rows(theta: Array, keys: Array) -> RowStatistics:
@@ -167,8 +167,8 @@ def jacobian_square(sum_square: Array, count: Array) -> Array:
     square, jacobian, slope = _squares(theta, keys)
     for _ in range(6):
         error = (square - sum_square) / np.maximum(slope, 1e-300)
-        moved = tabulated(theta * np.exp(np.clip(-error, -1.0, 1.0)))
-        if np.all(np.abs(moved - theta) <= 1e-6 * theta):
+        moved = tabulated(theta * np.exp(np.minimum(np.maximum(-error, -1.0), 1.0)))
+        if (np.abs(moved - theta) <= 1e-6 * theta).all():
             break
         theta = moved
         square, jacobian, slope = _squares(theta, keys)
@@ -177,10 +177,10 @@ def jacobian_square(sum_square: Array, count: Array) -> Array:
 
 def _squares(theta: Array, keys: Array) -> tuple[Array, Array, Array]:
     """E sum a^2, E tr J^2 and dP2/dlog theta of `rows`."""
-    if np.any(theta > THETA_MAX):
+    if theta.max() > THETA_MAX:
         row = rows(theta, keys)
-        found = row.sum_square, row.jacobian_square, row.sum_square_slope
-        return tuple(np.asarray(one) for one in found)  # type: ignore[return-value]
+        square, jacobian = np.asarray(row.sum_square), np.asarray(row.jacobian_square)
+        return square, jacobian, np.asarray(row.sum_square_slope)
     functions = SquareTable.load().row_functions(theta, keys, 3).reshape(3, *theta.shape)
     square, rest = decode_participation(theta, keys, functions)
     jacobian = functions[1] * square * rest

@@ -4,7 +4,7 @@ The realised query products q_i.q_i'/d_head fluctuate: in distribution the sum a
 two queries have independent chi-square norms of relative variance 2/nu (`Widths.freedom`), less
 what tokens of fixed norm take away (`softmax.norms`, which also says at what covariance their
 keys' logits are to be read). Every exact statistic is averaged over two such rules. The terms of
-order 1/d_model and 1/d_head are those that `laws.attention_refined` derives for tokens alike, whose
+order 1/d_model and 1/d_head are those that `formulas.attention` derives for tokens alike, whose
 queries and keys share one fraction r of their second moment: here the queries correlate by rho, and
 of a key's second moment the fraction u = 1 - r is its own.
 
@@ -323,17 +323,25 @@ class Nodes(NamedTuple):
         rho: (nodes,) correlations.
         to_coefficients: (nodes, nodes) matrix from values at the nodes to Chebyshev coefficients.
         to_slopes: (nodes - 1, nodes) to those of the derivative, on an interval of length 2.
+        at_nodes: (nodes, nodes) to the derivative at the nodes, likewise.
     """
 
     low: float
     rho: Array
     to_coefficients: Array
     to_slopes: Array
+    at_nodes: Array
+
+    @property
+    def slopes(self) -> Array:
+        """(nodes, nodes) what multiplies values at the nodes to give the derivative at each."""
+        return self.at_nodes * (2.0 / (1.0 - self.low))
 
     def basis(self, rho: Array) -> tuple[Array, Array]:
         """Each (nodes, *rho.shape): what multiplies values at the nodes to give the value at rho,
         and the derivative at rho."""
-        unit = np.clip((2.0 * rho - 1.0 - self.low) / (1.0 - self.low), -1.0, 1.0)
+        unit = (2.0 * rho - 1.0 - self.low) / (1.0 - self.low)
+        unit = np.minimum(np.maximum(unit, -1.0), 1.0)
         terms = np.moveaxis(chebyshev.chebvander(unit, len(self.rho) - 1), -1, 0)
         derivative = self.to_slopes * 2.0 / (1.0 - self.low)
         value = np.tensordot(self.to_coefficients.T, terms, 1)
@@ -353,17 +361,20 @@ def nodes_for(correlation: Array, theta: float) -> Nodes:
     while order < MOST_ORDERS and term * (order + 1) > TOLERANCE:
         order += 1
         term *= half / order
-    unit, to_coefficients, to_slopes = _lobatto(order)
+    unit, *matrices = _lobatto(order)
     rho = 0.5 * (1.0 + low) + 0.5 * (1.0 - low) * unit
-    return Nodes(low, rho, to_coefficients, to_slopes)
+    return Nodes(low, rho, *matrices)
 
 
 @functools.cache
-def _lobatto(order: int) -> tuple[Array, Array, Array]:
-    """Nodes on [-1, 1], and matrices from values there to coefficients and to the derivative's."""
+def _lobatto(order: int) -> tuple[Array, Array, Array, Array]:
+    """Nodes on [-1, 1], and matrices from values there to coefficients, to the derivative's, and to
+    the derivative at the nodes."""
     unit = np.cos(np.pi * np.arange(order + 1) / order)
-    inverse = np.asarray(np.linalg.inv(chebyshev.chebvander(unit, order)), dtype=np.float64)
-    return unit, inverse, np.asarray(chebyshev.chebder(inverse))
+    terms = chebyshev.chebvander(unit, order)
+    inverse = np.asarray(np.linalg.inv(terms), dtype=np.float64)
+    slopes: Array = np.asarray(chebyshev.chebder(inverse), dtype=np.float64)
+    return unit, inverse, slopes, np.asarray((terms[:, :-1] @ slopes).T, dtype=np.float64)
 
 
 class Calibration(NamedTuple):
@@ -425,7 +436,7 @@ def calibrate(
     found = finite_rows(theta, keys, unshared_keys, rho, widths)
     odds = np.clip(found.overlap, 1e-12, 1.0 - 1e-12)
     odds = np.log(np.maximum(keys - 1.0, 1e-12)[:, None] * odds / (1.0 - odds))
-    derivative = nodes.basis(nodes.rho)[1]
+    derivative = nodes.slopes
     closure = found.overlap @ derivative
     if between_nodes:
         closure = found.overlap * (1.0 - found.overlap) * (odds @ derivative)

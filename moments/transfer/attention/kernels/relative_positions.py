@@ -58,11 +58,11 @@ from ....engine.classes import (
     PositionClasses,
     Sight,
     diagonal,
+    few_points,
     lagrange,
     stencil,
 )
 from ....model.positions import RelativeBias
-from .attention import few_points
 
 # --- rotary positions -----------------------------------------------------------------------------
 

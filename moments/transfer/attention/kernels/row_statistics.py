@@ -72,7 +72,13 @@ def annealed_moments(mean: Mean, relative: Array, spread: float, tau: float) -> 
 
 def _annealed(theta: Array, keys: Array) -> Array:
     """log mean over key pairs of e^{cov - mean cov} of an exchangeable row."""
-    return np.asarray(np.logaddexp(np.log1p(-1.0 / keys), theta - np.log(keys)) - theta / keys)
+    share = 1.0 / keys
+    return _annealed_of(theta, share, np.log1p(-share), np.log(keys))
+
+
+def _annealed_of(theta: Array, share: Array, others: Array, logs: Array) -> Array:
+    """The same of 1/keys, log(1 - 1/keys) and log keys."""
+    return np.asarray(np.logaddexp(others, theta - logs) - theta * share)
 
 
 NEWTON_STEPS = 30
@@ -84,11 +90,12 @@ def _theta_of(keys: Array, target: Array, theta: Array, steps: int = NEWTON_STEP
 
     One step from anywhere lands at or above the root, after which the descent is monotone.
     """
-    share = 1.0 / keys
-    bound = (target + np.log(keys)) / (1.0 - share)
+    share, logs = 1.0 / keys, np.log(keys)
+    others = np.log1p(-share)
+    bound = (target + logs) / (1.0 - share)
     theta = np.minimum(np.maximum(theta, 1e-12), bound)
     for _ in range(steps):
-        value = _annealed(theta, keys)
+        value = _annealed_of(theta, share, others, logs)
         slope = np.maximum(share * np.exp(theta - value - theta * share) - share, 1e-12)
         before = theta
         theta = np.minimum(np.maximum(theta - (value - target) / slope, 1e-12), bound)
@@ -319,13 +326,17 @@ def statistics_of(
     odds = np.where(several, np.log(square * (keys - 1.0) / rest) / theta, 1.0)
     # Mean weights respond as at the edge of the tables: first order in how keys differ, which
     # exponentials carry too far in rows that all but pick a key.
-    near = np.minimum(theta, THETA_MAX)
-    exact_near = exact_rows.rows(near, reference.keys)
-    square, cube = np.asarray(exact_near.sum_square), np.asarray(exact_near.sum_cube)
-    rest = np.maximum(1.0 - square, 1e-300)
+    near = theta
+    if theta.max() > THETA_MAX:
+        near = np.minimum(theta, THETA_MAX)
+        exact_near = exact_rows.rows(near, reference.keys)
+        square, cube = np.asarray(exact_near.sum_square), np.asarray(exact_near.sum_cube)
+        rest = np.maximum(1.0 - square, 1e-300)
     # E sum a (1-a)(1-2a), by Gaussian interpolation: second derivative of a in its own logit
     curvature = 1.0 - 3.0 * square + 2.0 * cube
-    response_own = np.where(several, np.log(square * (keys - 1.0) / rest) / near, 1.0)
+    response_own = odds
+    if near is not theta:
+        response_own = np.where(several, np.log(square * (keys - 1.0) / rest) / near, 1.0)
     wide = reference.keys > 2.0 + 1e-6
     response = np.where(wide, keys / np.maximum(keys - 2.0, 1e-6) * curvature / rest, 0.0)
     # the pull `response` already contains a share P2 of the key's own variance: added back

@@ -359,7 +359,7 @@ def _assign(
     result: RowStatistics | PairStatistics, where: Any, found: RowStatistics | PairStatistics
 ) -> None:
     for array, value in zip(result, found, strict=True):
-        array[where] = value  # type: ignore[index]
+        np.asarray(array)[where] = value
 
 
 class _Contracted:
@@ -479,7 +479,7 @@ def _rows_at_lengths(lengths: bytes) -> Array:
 
 
 def _flat(values: Array, shape: tuple[int, ...]) -> Array:
-    return np.asarray(np.broadcast_to(values, shape).reshape(-1))
+    return (values if values.shape == shape else np.broadcast_to(values, shape)).reshape(-1)
 
 
 @functools.lru_cache(512)

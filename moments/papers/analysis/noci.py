@@ -1,22 +1,23 @@
-"""Noci et al.'s linear stack under uniform attention: closed forms, their limits, the engine."""
+"""Noci et al.: a linear stack under uniform attention, and how far query gradients fall behind."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...errors import ValidityWarning
+from ...errors import domain_error
 from ...formulas.checks import check_count, check_flag, check_in
-from ...formulas.noci import UNIFORM_ATTENTION_STACK
+from ...formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_STACK
 from ...formulas.symbols import POSITIVE, Interval
 from ...model.transformer import Transformer
 from ...model.weights import Weights
-from ...prediction.predict import predict
-from .results import Result
+from ...prediction.result import Prediction
+from .results import Result, expected
+
+# --- Noci et al.'s linear stack under uniform attention: closed forms, their limits, the engine ---
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,79 @@ def _engine(
     layers: int, seq_len: int, variance: float, correlation: float, square: float, d_model: int
 ) -> tuple[np.ndarray, np.ndarray]:
     model = linear_stack(layers, d_model, seq_len, square)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ValidityWarning)
-        p = predict(model, variance=variance, correlation=correlation)
+    p = expected(model, variance=variance, correlation=correlation)
     return p.variance, p.correlation
+
+
+# --- How far query gradients fall behind value gradients, and the temperature that evens them out -
+
+
+@dataclass(frozen=True)
+class GradientGap(Result):
+    """Squared gradient norms of query against value weights, layer by layer.
+
+    Attributes:
+        prediction: it was read from.
+        ratio: (N,), query over value, predicted.
+        uniform_ratio: (N,), Noci et al.'s Theorem 3.2 with equations 17 and 18, at the moments that
+            enter each layer's attention: one head of width d, weights of variance 1/d, gradients
+            uncorrelated between tokens.
+        temperature: (N,), the factor tau on the logits that evens the two out at uniform attention
+            (equation 47). The logits it makes are not quite small: they raise the value gradient by
+            1 + n/(n + d), which leaves a ratio of (n + d)/(2 n + d).
+    """
+
+    prediction: Prediction
+    ratio: np.ndarray
+    uniform_ratio: np.ndarray
+    temperature: np.ndarray
+
+    @property
+    def heading(self) -> str:
+        return (
+            f"query over value gradients: {self.ratio[0]:.4g} in layer 1, {self.ratio[-1]:.4g} in "
+            f"layer {len(self.ratio)}"
+        )
+
+    def _rows(self) -> list[Mapping[str, Any]]:
+        return [
+            {
+                "layer": n,
+                "query / value": float(a),
+                "uniform attention": float(b),
+                "temperature": float(tau),
+            }
+            for n, (a, b, tau) in enumerate(
+                zip(self.ratio, self.uniform_ratio, self.temperature, strict=True), 1
+            )
+        ]
+
+
+def gradient_gap(prediction: Prediction) -> GradientGap:
+    """Query over value gradients of every layer, beside the uniform-attention law.
+
+    The temperature is infinite where tokens have collapsed into one.
+
+    Raises:
+        DomainError: a theory other than "refined", which alone has query gradients, or several
+            configurations.
+    """
+    if prediction.theory != "refined":
+        raise domain_error("theory", prediction.theory, "'refined', which alone has query paths")
+    frame = prediction.weight_gradients()
+    model = prediction.model
+    norms = frame.pivot_table(index="layer", columns="weight", values="squared_norm", sort=True)
+    ratio = (norms["query"] / norms["value"]).to_numpy(float)
+    scale = model.norm_scales**2 if model.norm == "pre" else np.ones(model.layers)
+    variance = scale if model.norm == "pre" else prediction.variance[:-1]
+    correlation = np.minimum(prediction.correlation[:-1], 1.0)
+    square = np.full(model.layers, np.inf)
+    apart = correlation < 1.0
+    if apart.any():
+        square[apart] = UNIFORM_ATTENTION_GRADIENTS.law("inverse_temperature_square")(
+            d_model=model.d_model,
+            seq_len=model.seq_len,
+            x_variance=np.broadcast_to(variance, model.layers)[apart],
+            x_correlation=correlation[apart],
+        )
+    return GradientGap(prediction, ratio, 1 / square, np.sqrt(square))

@@ -1,0 +1,204 @@
+"""Running somebody's module: what is around it, its mode, what it takes and gives, and hooks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import DomainError, MomentsError, optional
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
+
+
+# --- what is around it ----------------------------------------------------------------------------
+
+
+WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Names under which a compiled, sharded or checkpointed module keeps the one inside."""
+
+_HELD = (*WRAPPED, "module")
+"""Where wrappers keep the module inside; "module" is that of data-parallel ones."""
+
+_WRAPPERS = (
+    "OptimizedModule",
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "CheckpointWrapper",
+)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile, DataParallel, DistributedDataParallel, FSDP.
+
+    Anything else, also what is no module, is returned as it is.
+
+    Raises:
+        DomainError: its parameters are shards of their tensors.
+    """
+    while isinstance(module, nn.Module) and type(module).__name__ in _WRAPPERS:
+        held = (module._modules.get(name) for name in _HELD)
+        inner = next((part for part in held if part is not None), None)
+        if inner is None:
+            break
+        module = inner
+    if isinstance(module, nn.Module) and (shard := next(_shards(module), "")):
+        raise DomainError(
+            f"{shard} is a shard, whose entries are not those of a whole matrix: pass the module "
+            "before fully_shard or FullyShardedDataParallel, or inside summon_full_params"
+        )
+    return module
+
+
+def _shards(module: nn.Module) -> Iterator[str]:
+    """Parameters that hold a part of a matrix, or several matrices in a row."""
+    for path, part in module.named_modules():
+        flat = isinstance(part, nn.Linear | nn.Embedding) and part.weight.ndim < 2
+        for name, parameter in part.named_parameters(recurse=False):
+            split = type(parameter).__name__ == "DTensor" or name == "_flat_param"
+            if split or (flat and name == "weight"):
+                yield f"{path}.{name}".lstrip(".")
+
+
+def eager() -> AbstractContextManager[object]:
+    """Compiled parts run as they are written, so that hooks see what passes (torch 2.6 on).
+
+    Where the compiler was never loaded nothing is compiled, and loading it takes seconds.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if stance is None else stance("force_eager")
+
+
+# --- what it takes and gives ----------------------------------------------------------------------
+
+
+def first_tensor(value: Any) -> Tensor:
+    """The tensor itself, or the first one of a tuple, list or mapping.
+
+    Raises:
+        MomentsError: there is none.
+    """
+    if isinstance(value, Tensor):
+        return value
+    entries = value.values() if isinstance(value, Mapping) else value
+    tensors = [v for v in entries if isinstance(v, Tensor)] if np.iterable(entries) else []
+    if not tensors:
+        raise MomentsError(f"expected a tensor or a tuple of them, got {type(value).__name__}")
+    return tensors[0]
+
+
+def module_loss(output: Any) -> Tensor | None:
+    """The loss that a module returns: its attribute, or the one scalar beside other tensors."""
+    found = getattr(output, "loss", None)
+    if found is not None or not isinstance(output, tuple | list | dict):
+        return found if isinstance(found, Tensor) else None
+    values = list(output.values()) if isinstance(output, dict) else list(output)
+    scalars = [v for v in values if isinstance(v, Tensor) and v.ndim == 0 and v.is_floating_point()]
+    return scalars[0] if len(scalars) == 1 and len(values) > 1 else None
+
+
+def module_logits(output: Any) -> Tensor | None:
+    """The logits that a module returns: its attribute, or what stands beside its loss."""
+    found = getattr(output, "logits", None)
+    if found is not None or module_loss(output) is None:
+        return found if isinstance(found, Tensor) else None
+    values = output.values() if isinstance(output, dict) else output
+    return next((v for v in values if isinstance(v, Tensor) and v.ndim == 3), None)
+
+
+def with_first_tensor(value: Any, tensor: Tensor) -> Any:
+    """The same packing around another first tensor."""
+    if isinstance(value, Tensor):
+        return tensor
+    if isinstance(value, tuple | list):
+        place = next(i for i, entry in enumerate(value) if isinstance(entry, Tensor))
+        return type(value)([*value[:place], tensor, *value[place + 1 :]])
+    raise MomentsError(f"expected a tensor or a tuple of them, got {type(value).__name__}")
+
+
+def padding_row(module: nn.Module, tensor: Tensor) -> int | None:
+    """The row of a table that a module takes for padding, whatever name the table goes by."""
+    return padding_rows(module).get(tensor)
+
+
+def padding_rows(module: nn.Module) -> dict[Tensor, int]:
+    """Every table that has such a row, and the row; of a table in several parts the first's."""
+    found: dict[Tensor, int | None] = {}
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            found.setdefault(part.weight, part.padding_idx)
+    return {table: int(row) for table, row in found.items() if row is not None}
+
+
+# --- a call of it ---------------------------------------------------------------------------------
+
+
+def run(module: nn.Module, batch: Any) -> Any:
+    """What a module makes of a batch, on its own device and without a graph."""
+    parameter = next(module.parameters(), None)
+    device = None if parameter is None else parameter.device
+    with torch.no_grad():
+        if isinstance(batch, Mapping):
+            return module(**{name: on_device(value, device) for name, value in batch.items()})
+        return module(on_device(batch, device))
+
+
+def on_device(value: Any, device: torch.device | None) -> Any:
+    """Arrays as tensors of a device, anything else as it is."""
+    if isinstance(value, Tensor | np.ndarray | list):
+        return torch.as_tensor(value, device=device)
+    return value
+
+
+@contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """With or without dropout; afterwards modes and torch's random state are what they were."""
+    modes = {part: part.training for part in module.modules()}
+    module.train(training)
+    try:
+        with torch.random.fork_rng(devices=[]), eager():
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def watch_tensor(
+    part: nn.Module, side: str, keep: Callable[[Tensor], object], *, first: bool = False
+) -> RemovableHandle:
+    """Show a submodule's first tensor, "input" or "output", at every call of it.
+
+    Args:
+        first: before the hooks that are there already, which may change what it gives.
+    """
+    if side == "input":
+
+        def before(_: nn.Module, positional: Any, named: Any) -> None:
+            keep(first_tensor([*positional, *named.values()]))
+
+        return part.register_forward_pre_hook(before, with_kwargs=True, prepend=first)
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        keep(first_tensor(output))
+
+    return part.register_forward_hook(after, prepend=first)
+
+
+# --- where it runs --------------------------------------------------------------------------------
+
+
+def accelerators() -> list[str]:
+    """What torch can use beside the CPU, with its name."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count)]
+    return found + ["mps"] * torch.backends.mps.is_available()
