@@ -509,6 +509,19 @@ def input_moments(
     }
 
 
+def with_input(
+    model: str | None,
+    layers: int | None,
+    seq_len: int | None,
+    variance: float | None,
+    correlation: float | None,
+) -> tuple[Transformer, dict[str, Any]]:
+    """The model that MODEL and options declare, and what `predict` is told of its input."""
+    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described = shortened(described, seq_len)
+    return described, input_moments(described, variance, correlation, known)
+
+
 # Tokens that attention is resolved over where the user names no length: the cost per layer grows
 # with the cube of the length.
 _TOKENS = 128

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, domain_error
-from ..files import MOST, parse_json
+from ..files import MOST, Shown, as_frame, parse_json
 from ..model.fields import set_field
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """Weight variances and scales of every layer.
 
     Attributes:
@@ -83,8 +83,6 @@ class Plan:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer: variances of the matrices, scales, temperature."""
-        import pandas as pd
-
         model = self.model
         skip, branch = model.by_block("skip_scale"), model.by_block("branch_scale")
         used = [name for name in MATRICES if self._used(name)]
@@ -103,7 +101,7 @@ class Plan:
                     "temperature": model.temperatures[n - 1],
                 }
             )
-        return pd.DataFrame(rows)
+        return as_frame(rows)
 
     def _used(self, name: str) -> bool:
         if name == "gate":
@@ -197,11 +195,6 @@ class Plan:
     def __repr__(self) -> str:
         by = f", by {', '.join(self.free)}" if self.free else ""
         return f"Plan({self.title or self.objective}{by}, {self.model.layers} layers, {self.state})"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def _number(value: Any) -> bool:

@@ -267,7 +267,7 @@ def entered(
         coherent, total = coherent + change.coherent, total + change.total
         effects.append((name, found))
     overlap -= coherent @ tied.T
-    return Entered(Change(coherent, overlap, total, nothing, nothing), tuple(effects))
+    return Entered(Change(coherent, overlap, total, nothing), tuple(effects))
 
 
 def _of_signs(
@@ -326,7 +326,7 @@ def _patches(
         shared += own.rate * step * met @ pixels.T
     nothing = np.zeros_like(gradient)
     total = step * step * found.total + shared + shared.T
-    return Change(step * found.coherent, nothing, total, nothing, nothing), found, name
+    return Change(step * found.coherent, nothing, total, nothing), found, name
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, ValidityWarning, domain_error, optional
+from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from .anatomy import anatomy_of
@@ -182,10 +183,8 @@ class Description:
         """One row per parameter and role: parameter, layer, role ("" if not known), fan_in,
         fan_out, variance (mean square of its entries).
         """
-        import pandas
-
         columns = ["parameter", "layer", "role", "fan_in", "fan_out", "variance"]
-        return pandas.DataFrame(list(self._rows()), columns=columns)
+        return as_frame(list(self._rows()), columns=columns)
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
         tensors = tensors_of(self.module)
@@ -253,8 +252,6 @@ def weight_statistics(
         MomentsError: a module whose layers are not known.
         DomainError: `names` gives a role that there is not.
     """
-    import pandas
-
     found = roles_of(module, names)
     tensors = tensors_of(module)
     rows = []
@@ -274,7 +271,7 @@ def weight_statistics(
                     "stable_rank": s.stable_rank,
                 }
             )
-    return pandas.DataFrame(rows)
+    return as_frame(rows)
 
 
 class _Reading:

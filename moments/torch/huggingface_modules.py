@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, brief, domain_error, optional
+from ..errors import domain_error, optional, refused
 from ..formulas.checks import check_count
 from ..model.huggingface.config import family, read_config
 from ..model.huggingface.family import Family
@@ -63,22 +61,6 @@ def settings_of(config: Any) -> tuple[Family, Any]:
             if name not in entries and isinstance(token, int) and token >= vocab_size:
                 setattr(settings, name, None if name == "pad_token_id" else vocab_size - 1)
     return found, settings
-
-
-@contextmanager
-def refused(what: str) -> Iterator[None]:
-    """What another library raises over a user's config or file, as a bad input.
-
-    Raises:
-        DomainError: anything was raised inside the block.
-    """
-    try:
-        yield
-    except MomentsError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise DomainError(f"{what}: {brief(type(error).__name__ + ': ' + said)}") from error
 
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
