@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.classes import ClassRows, Matrix, few_points, one_class
+from ...engine.classes import ClassRows, Matrix, PositionClasses, few_points, one_class
 from ...engine.fluctuation import norm_variance
 from ...engine.layout import one_document, places
 from ...engine.neighbours import NeighbouringClasses
@@ -319,6 +319,11 @@ class TokenLayer:
         """What the query path is per unit of the gradient."""
         return self._kernel([one.response for one in self._rows])
 
+    def summed(self, query: Kernel) -> Kernel:
+        """The query path as sums over pairs of tokens take it: what is held as means over cells
+        by what these weigh."""
+        return query
+
     def repeated(self, gained: Kernel) -> None:
         """Nothing is lost in cells."""
         return
@@ -358,6 +363,7 @@ class ClassLayer:
         if leaf.alibi:
             slopes, shares = head_slopes(leaf)
             sights = [fading(classes.inside, float(slope), leaf.window) for slope in slopes]
+        self._turning = turning
         self._rows: list[Any] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
         beside = self._neighbours(law.queries.kernel)
@@ -553,6 +559,14 @@ class ClassLayer:
             paths = paths._replace(value=paths.value + self._biased("backward", gained))
         return paths
 
+    def summed(self, query: Kernel) -> Kernel:
+        if self._turning is None or type(self._classes) is not PositionClasses:
+            return query
+        count = self._classes.pair_count
+        usable = count > 0.0
+        share = self._turning.pair_count() / np.where(usable, count, 1.0)
+        return query.weighted(1.0, np.where(usable, share, 1.0))
+
     def overlap_path(self, gained: Kernel) -> Kernel:
         return self._of_rows(lambda one: one.overlap_path) * gained
 
@@ -697,6 +711,10 @@ class AlikeLayer:
     def response(self) -> Kernel:
         """What the query path is per unit of the gradient."""
         return self.backward(self._queries.with_ones()).query
+
+    def summed(self, query: Kernel) -> Kernel:
+        """The same."""
+        return query
 
     def repeated(self, gradient: Kernel) -> None:
         """No text's tokens are alike."""

@@ -275,6 +275,11 @@ class AttentionPullback:
         found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
         return found
 
+    def summed(self, query: Kernel) -> Kernel:
+        """The query path for sums over tokens."""
+        found: Kernel = self.layer.summed(query)
+        return found
+
     def response(self, received: Kernel) -> Kernel:
         """The query path of a gradient of ones."""
         found: Kernel = self.layer.response()
@@ -291,7 +296,8 @@ class AttentionPullback:
     def _of_projections(
         self, received: Kernel, sides: Any, repeated: Kernel | None
     ) -> dict[str, Array]:
-        paths = ProjectionPaths(sides.query, sides.key, self.overlap_path(received), repeated)
+        query = self.summed(sides.query)
+        paths = ProjectionPaths(query, sides.key, self.overlap_path(received), repeated)
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
             self.leaf, self.law, self.signal, self.memory, self.mixed, received, paths, rows
@@ -332,6 +338,9 @@ class _ByLaws(AttentionPullback):
     def response(self, received: Kernel) -> Kernel:
         found: Kernel = self.layer(received.with_ones(), self.signal.algebra).query
         return found
+
+    def summed(self, query: Kernel) -> Kernel:
+        return query
 
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
         return self._of_projections(received, sides, None)

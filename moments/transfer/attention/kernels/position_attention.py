@@ -41,7 +41,7 @@ from ..softmax.table import THETA_MAX
 from . import exact_rows
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
-from .finite_rows import Widths, calibrate, nodes_for
+from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
     EXPONENT_MAX,
     ITERATIONS,
@@ -344,6 +344,11 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
 
 TOLERANCE = 2e-5
 """Largest change of an overlap at which its iteration ends; below that by token, rows being few."""
+
+
+MOST_GROWN = 2.0
+"""Bound of a mean over the offsets of two cells over its value at the mean, which may be next to
+nothing."""
 
 
 class Across(NamedTuple):
@@ -657,6 +662,7 @@ class PositionAttention:
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
+        varying = None if away is None or logits.words is not None else _varying(keys, away[0])
         parts = mixture.parts_of(own, within, diagonal)
         counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
@@ -687,6 +693,9 @@ class PositionAttention:
                     single = response**2 * diagonal(parts[part][1])
                     single = single - 2.0 * middle_own * diagonal(pairs)
                 whole = middle_own * response - 2.0 * excess * apart - single
+                if varying is not None and away is not None:
+                    whole -= 2.0 * _together(exponent[..., 0], response, pairs, varying)
+                    aways = [logits.log_mean(_moved(away[0], response), exponent)]
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
             response = 1.0 - found[0][0]
             rare = response**2 * (own - diagonal(within[0])) - 2.0 * excess * parts[-1][0]
@@ -763,7 +772,24 @@ class PositionAttention:
                 rare = rare[long - long[0]]
             rare = rare * (self._rare[long, keys] * self._rare[short, keys] - heavier)
             found.append(mixture.joined(moved, rare))
+        if self.logits.turning is not None and self.logits.words is None:
+            # kernels as turned, and as in one row
+            together = self._together[long, keys] + self._together[short, keys]
+            found[1][0][0][...] -= together * tile.met_own
+            alone = self._pairs.alone[tile.pairs]
+            found[0][0][0][alone] -= together[alone]
         return found
+
+    @functools.cached_property
+    def _together(self) -> Array:
+        """(P, P) of every row what `_together` says."""
+        rows, logits, maps = self._rows, self.logits, self._response[0]
+        exponent = rows.own_response * logits.scale * logits.queries[0] * rows.softening
+        exponent = exponent / np.maximum(rows.strength, 1e-6) ** 2
+        away = logits.deviation
+        assert away is not None
+        varying = _varying(logits.sight.keys, away[0])
+        return _together(exponent[:, None], maps.own, -maps.pairs, varying)
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
         """(n, k) by how much a class's token weighs more where what it gives itself counts, by the
@@ -819,6 +845,8 @@ class PositionAttention:
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
+        if turning is not None:
+            slope = slope * self._over_offsets(turn, bare, nodes)
         self._slope = slope
         exponents: list[Kinds] = moved
         factors: Array | None = factor
@@ -859,6 +887,34 @@ class PositionAttention:
         beside = self._over_pairs(calibration.key - nodes.rho * calibration.along) * sharp
         self._driven = np.stack([along, 0.0 * cross]), np.stack([beside, cross])
 
+    def _over_offsets(self, turn: Array, bare: Array, nodes: Nodes) -> Array:
+        """(C,) the mean of rho C2'(q rho) over how far two rows of two cells are apart, over the
+        same at its mean: C2 of exchangeable rows, q the correlation of their queries.
+
+        By a rule of two points, of the variance of rho inside the cells: what two rows answer to
+        together grows faster than the correlation of their logits.
+        """
+        pairs, rows, turning = self._pairs, self._rows, self.logits.turning
+        assert turning is not None
+        long, short = pairs.long, pairs.short
+        if self._neighbouring:  # all as far apart
+            return np.ones(len(long))
+        odds = self._calibration.log_odds
+        odds = geometric_mean(odds[long], odds[short])
+        keys = np.log(np.maximum(np.sqrt(rows.keys[long] * rows.keys[short]) - 1.0, 1e-9))
+        away = np.sqrt(turning.rows[long, short])
+
+        def at(turned: Array) -> Array:
+            inside = np.clip(bare * turned, nodes.low, 1.0)
+            value, slope = (np.einsum("rc,cr->c", one, odds) for one in nodes.basis(inside))
+            apart = np.minimum(np.abs(value - keys), EXPONENT_MAX)
+            return np.asarray(turned * slope / (2.0 + np.exp(apart) + np.exp(-apart)))
+
+        middle = at(turn)
+        apart = ~pairs.alone & (np.abs(turn) > RHO_MIN) & (np.abs(middle) > 1e-300)
+        grown = 0.5 * (at(turn + away) + at(turn - away)) / np.where(apart, middle, 1.0)
+        return np.where(apart, np.clip(grown, 1.0 / MOST_GROWN, MOST_GROWN), 1.0)
+
     def _between_keys(self, tile: Tile) -> tuple[Array, list[Array]]:
         """Kernel of keys of both rows."""
         met, words = self._kernels, self.logits.words
@@ -894,7 +950,10 @@ class PositionAttention:
             _, inside = logits.among(rows, tile.left)
             assert inside is not None
             for kind, of_kind in zip(sums.mixture.values, away, strict=True):
-                where = inside[kind][long[alone] - rows.start]
+                where = inside[kind]
+                if logits.words is None:
+                    where = _moved(where, self._response[0].own[rows, tile.left])
+                where = where[long[alone] - rows.start]
                 of_kind[alone] = logits.log_mean(where, factor[alone, None, None])
         kinds, times = exponent
         times = None if times is None else times[:, None, None]
@@ -1448,6 +1507,30 @@ def _in_single(own: Array, kinds: Sequence[Array], factor: Array) -> Matrix:
     for kind, pairs in enumerate(kinds):
         np.multiply(pairs, factor, out=found[:, kind], casting="same_kind")
     return own.astype(np.float32), found.reshape(len(own), -1)
+
+
+def _moved(away: Array, response: Array) -> Array:
+    """(n, q, r) what (1 - A) C (1 - A)^T has of the deviation of C inside cells."""
+    return np.asarray(away * response[:, :, None] * response[:, None, :])
+
+
+def _varying(keys: Array, away: Array) -> Array:
+    """(n, q, r) of `_together`: a key is none of the others."""
+    return np.asarray(np.maximum(keys[:, None, :] - np.eye(keys.shape[-1]), 0.0) * away**2)
+
+
+def _together(exponent: Array, response: Array, overlap: Array, varying: Array) -> Array:
+    """(n, q) of sum_k A_jk C_kj beyond the product of the means of cells, (1 - A) on its other side
+    and A varying with what the law exponentiates.
+
+    Args:
+        exponent: (n, 1) of the law of a row with itself.
+        response: (n, q) own part of 1 - A.
+        overlap: (n, q, r) A of two keys.
+        varying: (n, q, r) variance of C inside cells times counts of other keys k.
+    """
+    sums = ((overlap * varying) @ response[:, :, None])[..., 0]
+    return np.asarray(exponent * response**2 * sums)
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:

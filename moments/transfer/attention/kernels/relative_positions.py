@@ -85,6 +85,7 @@ class Turning:
         within: (P, P, P) [p, q, r] of two different keys of a row.
         deviation: (P, P, P) root of its variance inside the cells.
         rule: nodes and weights of its distribution there, in units of that.
+        rows: (P, P) variance of rho(i - i') of two different rows of two cells.
         keys: (P, P, m) of e^{i w j} over a row's keys in a cell.
         shares: (m,) s_m.
     """
@@ -92,6 +93,7 @@ class Turning:
     within: Array
     deviation: Array
     rule: tuple[tuple[float, ...], tuple[float, ...]]
+    rows: Array
     keys: Phases
     shares: Array
     _mass: Array
@@ -112,6 +114,12 @@ class Turning:
         found = sums[long] * sums[short].conj() - same[:, None]
         found /= np.where(usable, pairs - same, 1.0)[:, None]
         return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
+
+    def pair_count(self) -> Array:
+        """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
+        which what turns between two rows of one cell is held as."""
+        _, mass, twice = self._rows
+        return np.asarray(np.outer(mass, mass) - twice)
 
     def of_neighbours(self, count: int) -> Phases:
         """(count, m) e^{i w} of rows that follow one another."""
@@ -179,7 +187,10 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     speed, share = np.array(frequencies), np.array(shares)
     size = len(sight.classes.nodes)
     hats = (OneHat if isinstance(sight.classes, OneClass) else Hats)(sight.classes, speed)
-    found = [hats.sums(int(sight.starts[p]), int(sight.ends[p])) for p in range(size)]
+    # A window begins inside a cell that its counts reach into: they are of what whole cells hold.
+    whole = isinstance(sight.classes, BothSides | OneClass)
+    ends = np.full(size, sight.classes.length) if whole else sight.ends
+    found = [hats.sums(0, int(end)) for end in ends]
     sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
     total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
@@ -187,7 +198,7 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
     rows = hats.sums(0, sight.classes.length)
     ending = not isinstance(sight.classes, BothSides)
-    varying = hats.deviation(share, ending), hats.rule(share)
+    varying = hats.deviation(share, ending), hats.rule(share), hats.deviation(share, False)[0] ** 2
     return Turning(within, *varying, keys, share, mass, same, rows, speed)
 
 
