@@ -988,11 +988,14 @@ class PositionAttention:
         mean = np.einsum("pqr,pqr,pr->pq", inside, direction, self.counted)
         mean += (whole * (a + diagonal(direction)) - diagonal(inside * direction)) * weights
         mean = np.where(seen, mean, 0.0)
-        shift = -0.5 * mean
+        met = inside * self.counted[:, None, :]
+        its_own = _diagonal(met)
+        its_own += beside * weights
+        left = mean[..., None]
+        shift = -0.5 * left
         for _ in range(MARGINAL_SWEEPS):
-            overlap = np.einsum("pqr,pr->pq", inside, self.counted * shift)
-            overlap += beside * weights * shift
-            shift = 0.5 * (shift - mean - overlap)
+            shift = 0.5 * (shift - left - met @ shift)
+        shift = shift[..., 0]
         moved_pairs = direction + shift[:, :, None] + shift[:, None, :]
         pairs = inside * moved_pairs
         self._noise = whole * (a + diagonal(moved_pairs)) - diagonal(pairs), pairs
