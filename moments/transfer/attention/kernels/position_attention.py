@@ -118,8 +118,7 @@ class Tile:
         """
         own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
         second = maps.own[self.short, self.own]
-        counts = maps.counts[self.short, self.own]
-        once = np.where(counts > 0.0, 1.0 / np.where(counts > 0.0, counts, 1.0), 0.0)
+        once = maps.once[self.short, self.own]
         middles, owns = [], []
         for kernel, by_pair in kernels:
             if self.begun is not None:
@@ -168,13 +167,13 @@ class RowMaps(NamedTuple):
 
     Attributes:
         own, pairs: (P, P) and (P, P, P).
-        counts: (P, P) of a row's keys.
+        once: (P, P) one over the counts of a row's keys.
         whole: (P, P, P) pairs times counts, and own on the diagonal.
     """
 
     own: Array
     pairs: Array
-    counts: Array
+    once: Array
     whole: Array
 
     @classmethod
@@ -182,7 +181,8 @@ class RowMaps(NamedTuple):
         whole = pairs * counts[:, None, :]
         its_own = _diagonal(whole)
         its_own += own
-        return cls(own, pairs, counts, whole)
+        there = counts > 0.0
+        return cls(own, pairs, np.where(there, 1.0 / np.where(there, counts, 1.0), 0.0), whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -549,11 +549,11 @@ class PositionAttention:
         """Whether these are rows that follow one another."""
         return isinstance(self._pairs, NeighbourRows)
 
-    def _of_one_token(self, rows: Indices, keys: slice) -> Array:
-        """(n, k) what of the squares of a row's weights it has with itself, or with the row before
-        where these are pairs of such."""
+    def _of_one_token(self, rows: Indices, keys: slice) -> Array | float:
+        """(n, k), or 1 for all: what of the squares of a row's weights it has with itself, or with
+        the row before where these are pairs of such."""
         if not self._neighbouring:
-            return np.ones((len(rows), keys.stop - keys.start))
+            return 1.0
         return np.asarray(self.logits.sight.met_before[rows, keys])
 
     @property
@@ -705,7 +705,7 @@ class PositionAttention:
                 turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
-        factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
+        factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
         self._slope = slope
         exponents: list[Matrix] = moved
         factors: Array | None = factor
@@ -798,7 +798,11 @@ class PositionAttention:
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
         sight, alone = self.logits.sight, self._pairs.alone[tile.pairs]
-        others = sight.met_by_one[one, other, keys] if isinstance(sight, FadingSight) else 1.0
+        others: Array | float = 1.0
+        if isinstance(sight, FadingSight):
+            others = sight.met_by_one[one, other, keys]
+        elif not self._neighbouring:
+            return 1.0
         return np.where(alone[:, None], self._of_one_token(one, keys), others)
 
     @property
@@ -817,7 +821,7 @@ class PositionAttention:
     def _over_pairs(self, values: Array) -> Array:
         """(C,) of (P, r) values of rows at the nodes of the correlation."""
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
-        return np.asarray(np.einsum("rc,cr->c", self._basis, halves))
+        return np.asarray(np.vecdot(self._basis.T, halves))
 
     def _trace(self, sums: _Sums) -> Matrix:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
@@ -1262,8 +1266,9 @@ def _mixed(share: Array, one: Matrix, other_share: Array, other: Matrix) -> Matr
 
 def _gathered(trace: Matrix, law: Matrix) -> Array:
     """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
-    inside = np.einsum("cnk,cnk->c", law[1], trace[1])
-    return np.asarray(inside + np.einsum("co,co->c", law[0], trace[0]))
+    count = len(law[0])
+    inside = np.vecdot(law[1].reshape(count, -1), trace[1].reshape(count, -1))
+    return np.asarray(inside + np.vecdot(law[0], trace[0]))
 
 
 def _in_single(own: Array, pairs: Array, factor: Array) -> Matrix:
